@@ -1,0 +1,36 @@
+"""The operations as a textbook writes them, the (N, M) matrix stored: oracle, baseline, and every order of derivative."""
+import torch
+import torch.nn.functional as F
+
+from .rules import left_out
+
+
+def similarity_lse(q, k, temperature, rule):
+    """logsumexp over the columns of q·kᵀ/τ that the rule keeps; (N,), float32 for half types."""
+    s = (q @ k.T).to(temperature.dtype) / temperature
+    out = left_out(rule, torch.arange(len(q), device=q.device), len(k))
+    if out is not None:
+        s = s.masked_fill(out, -torch.inf)
+    # logsumexp of nothing but -inf is -inf, but its gradient would be NaN: such rows answer with a constant
+    empty = torch.zeros(len(q), dtype=torch.bool, device=q.device) if out is None else out.all(1)
+    return s.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
+
+
+def info_nce(q, k, temperature, offset=0):
+    """Cross entropy of row i against column i + offset; the positive stays in the sum, as the papers write it."""
+    logits = (q @ k.T).to(temperature.dtype) / temperature
+    return F.cross_entropy(logits, torch.arange(len(q), device=q.device) + offset)
+
+
+def nt_xent(z1, z2, temperature):
+    """SimCLR's algorithm 1: cross entropy over the 2N × 2N similarities, the diagonal at -inf."""
+    z = torch.cat([z1, z2])
+    logits = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
+
+
+def linear_cross_entropy(hidden, weight, targets, ignore_index, temperature):
+    """Cross entropy of hidden·weightᵀ over the rows whose target is not ignore_index; 0 where there is none."""
+    logits = (hidden @ weight.T).to(temperature.dtype) / temperature
+    total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+    return total / (targets != ignore_index).sum().clamp(min=1)

@@ -1,0 +1,103 @@
+"""Mean losses on top of similarity_lse: thin, for users who want one call.
+
+Rows are taken as given: for cosine similarities normalise first (F.normalize). In each loss the positive is taken out of
+the fused sum by rule and comes back as softplus(lse − positive), the same number with a far better gradient.
+"""
+import torch
+
+from . import eager
+from .rules import Rule
+from .similarity import check_inputs, choose_impl, softmax_loss
+
+
+def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
+    """Mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
+
+    q, k         (N, D) queries, (M, D) keys with M ≥ N + offset: row i's positive is key i + offset, all others are negatives
+    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    symmetric    mean of this and of the same with queries and keys swapped (M = N)
+    offset       this rank's first row among the gathered keys
+    impl         see similarity_lse
+    returns      scalar, float32 (float64 for float64)
+    raises       ValueError naming the argument, what it was and what is wanted
+    source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
+    """
+    q, k, temperature, _ = check_inputs(q, k, temperature)
+    impl = choose_impl(impl, q)
+    if offset < 0 or len(q) + offset > len(k):
+        raise ValueError(f"k: {len(k)} rows, wanted at least {len(q)} + offset {offset}: one positive for each row of q")
+    if symmetric and (len(q) != len(k)):
+        raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
+    if symmetric:
+        return (one_direction(q, k, temperature, 0, impl) + one_direction(k, q, temperature, 0, impl)) / 2
+    return one_direction(q, k, temperature, offset, impl)
+
+
+def one_direction(q, k, temperature, offset, impl):
+    """info_nce of checked arguments, the rows of q as anchors."""
+    if impl == "eager":
+        return eager.info_nce(q, k, temperature, offset)
+    positive = dot(q, k[offset:offset + len(q)]) / temperature
+    rule = Rule(exclude="diagonal", offset=offset)
+    return softmax_loss(q, k, positive, mean_weights(positive), temperature, rule, impl)
+
+
+def clip_loss(image, text, temperature=0.07, *, impl="auto"):
+    """Symmetric info_nce over image-text pairs: (N, D) and (N, D), scalar. Source: Radford et al. 2021, fig. 3."""
+    return info_nce(image, text, temperature, symmetric=True, impl=impl)
+
+
+def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
+    """Mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ), i' being the other view of i.
+
+    z1, z2       (N, D) the two views, row i of one belonging to row i of the other
+    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
+    raises       ValueError naming the argument, what it was and what is wanted
+    source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
+    """
+    z1, z2, temperature, _ = check_inputs(z1, z2, temperature, names=("z1", "z2"))
+    impl = choose_impl(impl, z1)
+    if len(z1) != len(z2):
+        raise ValueError(f"z2: {len(z2)} rows, z1 has {len(z1)}")
+    if impl == "eager":
+        return eager.nt_xent(z1, z2, temperature)
+    z, positive = torch.cat([z1, z2]), (dot(z1, z2) / temperature).repeat(2)
+    return softmax_loss(z, z, positive, mean_weights(positive), temperature, Rule(exclude="pair"), impl)
+
+
+def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
+    """Mean cross entropy of the logits hidden·weightᵀ, which are never stored.
+
+    hidden        (N, D) float64 | float32 | float16 | bfloat16
+    weight        (V, D) same dtype and device: one row a class
+    targets       (N,) int64 in [0, V), or ignore_index for rows that do not count (they still cost: drop them before if many)
+    temperature   float > 0 or a 0-dim tensor dividing the logits
+    returns       scalar, float32 (float64 for float64): mean over the rows that count, 0 where none does
+    raises        ValueError naming the argument, what it was and what is wanted (the targets' values are not checked)
+    """
+    hidden, weight, temperature, _ = check_inputs(hidden, weight, temperature, names=("hidden", "weight"))
+    impl = choose_impl(impl, hidden)
+    if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets: found {targets.dtype} of shape {tuple(targets.shape)}, wanted int64 ({len(hidden)},)")
+    if targets.device != hidden.device:
+        raise ValueError(f"targets: on {targets.device}, hidden is on {hidden.device}")
+    if impl == "eager":
+        return eager.linear_cross_entropy(hidden, weight, targets, ignore_index, temperature)
+    counts = targets != ignore_index
+    targets = targets.where(counts, 0)
+    weights = counts.to(temperature.dtype) / counts.sum().clamp(min=1)
+    rule = Rule("ids", targets, torch.arange(len(weight), device=weight.device))
+    positive = dot(hidden, weight[targets]) / temperature
+    return softmax_loss(hidden, weight, positive, weights, temperature, rule, impl)
+
+
+def dot(a, b):
+    """(N,) row by row, half types multiplied and summed in float32."""
+    accumulate = torch.float64 if a.dtype == torch.float64 else torch.float32
+    return torch.linalg.vecdot(a.to(accumulate), b.to(accumulate))
+
+
+def mean_weights(rows):
+    """(N,) each 1/N."""
+    return torch.full_like(rows, 1 / len(rows), requires_grad=False)

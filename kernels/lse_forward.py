@@ -1,0 +1,128 @@
+"""Forward in Triton: row log-sum-exps of q·kᵀ/τ, one tile of logits at a time.
+
+Eager                                               bytes moved, N·M logits       here
+    s = q @ k.T / temperature                       write 4 N·M                   tiles stay in registers
+    s = s.masked_fill(left_out, -inf)               read and write 8 N·M          where() on the tile
+    lse = s.logsumexp(1)                            read 4 N·M or more            two numbers a row
+
+              columns j →
+           ┌──────┬──────┬──────┐     A program owns BLOCK_N rows and walks the columns of its split, BLOCK_M at a time.
+    rows i │ tile │ tile │ tile │     A tile is Σ over D in blocks of BLOCK_D of (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M)
+           └──────┴──────┴──────┘     on the tensor cores, so no D is too large and every D has the same registers.
+
+Over the tiles of a row runs the online softmax. With top the largest logit so far and total = Σ exp2(s − top):
+
+    new   = max(top, max_j s_j)
+    total = total · exp2(top − new) + Σ_j exp2(s_j − new)        the old sum is moved to the new reference first
+    top   = new
+
+Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has. Few rows leave most of the chip
+idle, so their columns are split over several programs and the splits merged by a logsumexp in PyTorch; the number of
+splits depends on the shape alone. No atomics: the same input gives the same bits.
+"""
+import math
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+LN2 = math.log(2)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PROGRAMS = 264   # two for each of the 132 multiprocessors of an H100 or H200
+
+
+@triton.jit
+def similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, q_column, k_row, k_column,
+                    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(rows, columns) float32: q_i·k_j/τ in units of log 2."""
+    d = tl.arange(0, BLOCK_D)
+    q_rows = Q + rows.to(tl.int64)[:, None] * q_row       # 64 bits: N·D may pass 2³¹
+    k_rows = K + columns.to(tl.int64)[:, None] * k_row
+    s = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        inside = (start + d < D)[None, :]
+        q = tl.load(q_rows + (start + d)[None, :] * q_column, mask=(rows < N)[:, None] & inside, other=0.0)
+        k = tl.load(k_rows + (start + d)[None, :] * k_column, mask=(columns < M)[:, None] & inside, other=0.0)
+        s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
+    return s * (1.4426950408889634 / tl.load(TEMPERATURE))
+
+
+@triton.jit
+def kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset,
+         EXCLUDE: tl.constexpr, WITHIN: tl.constexpr):
+    """(rows, columns) bool: the columns that the rule leaves to each row. The twin of rules.left_out."""
+    keep = (columns < M)[None, :]
+    if EXCLUDE == "diagonal":
+        keep = keep & (columns[None, :] != rows[:, None] + offset)
+    elif EXCLUDE == "pair":
+        keep = keep & (columns[None, :] != rows[:, None]) & (tl.abs(columns[None, :] - rows[:, None]) != M // 2)
+    elif EXCLUDE == "ids":
+        row_ids = tl.load(ROW_IDS + rows, mask=rows < N, other=0)
+        column_ids = tl.load(COLUMN_IDS + columns, mask=columns < M, other=0)
+        keep = keep & (row_ids[:, None] != column_ids[None, :])
+    if WITHIN:
+        row_groups = tl.load(ROW_GROUPS + rows, mask=rows < N, other=0)
+        column_groups = tl.load(COLUMN_GROUPS + columns, mask=columns < M, other=0)
+        keep = keep & (row_groups[:, None] == column_groups[None, :])
+    return keep
+
+
+@triton.jit
+def lse_kernel(LSE, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, N, M, D, offset, split,
+               q_row, q_column, k_row, k_column, EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """LSE[y, rows of program x] = log2 Σ exp2(s) over the columns [y·split, (y + 1)·split)."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * split
+    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(first, tl.minimum(first + split, M), BLOCK_M):
+        columns = start + tl.arange(0, BLOCK_M)
+        s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, q_column, k_row, k_column,
+                            PRECISION, BLOCK_D)
+        keep = kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset, EXCLUDE, WITHIN)
+        s = tl.where(keep, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        reference = tl.where(new == float("-inf"), 0.0, new)      # −inf − (−inf) would be NaN: nothing kept so far
+        total = total * tl.exp2(top - reference) + tl.sum(tl.exp2(s - reference[:, None]), 1)
+        top = new
+    tl.store(LSE + tl.program_id(1).to(tl.int64) * N + rows, top + tl.log2(total), mask=rows < N)
+
+
+def tile(x):
+    """Block sizes, warps, stages and input precision for rows of x. Registers and shared memory: tests/test_compile.py."""
+    if x.dtype != torch.float32:
+        return dict(BLOCK_N=128, BLOCK_M=128, BLOCK_D=64, num_warps=8, num_stages=3, PRECISION="tf32")   # ignored: half
+    if torch.get_float32_matmul_precision() == "highest":     # plain multiply-adds: no tensor core takes full float32
+        return dict(BLOCK_N=64, BLOCK_M=64, BLOCK_D=32, num_warps=8, num_stages=2, PRECISION="ieee")
+    return dict(BLOCK_N=128, BLOCK_M=128, BLOCK_D=32, num_warps=8, num_stages=3, PRECISION="tf32")
+
+
+def check_device(q):
+    """A CPU tensor needs the interpreter, which Triton turns on when the kernels are first imported."""
+    if q.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(f"impl: 'triton' on {q.device} wants TRITON_INTERPRET=1 in the environment before the start; "
+                         "use 'blockwise'")
+
+
+def arguments(q, k, temperature, rule):
+    """What both kernels take: pointers (an absent id vector is never read), sizes and the rule; strides."""
+    ids = [q if x is None else x for x in rule[1:5]]
+    return ((q, k, temperature, *ids), (*q.shape[:1], *k.shape),
+            dict(offset=rule.offset, q_row=q.stride(0), q_column=q.stride(1), k_row=k.stride(0), k_column=k.stride(1),
+                 EXCLUDE=rule.exclude, WITHIN=rule.row_groups is not None, enable_fp_fusion=True))
+
+
+def similarity_lse(q, k, temperature, rule):
+    """(N,) float32; see kernels.similarity_lse."""
+    check_device(q)
+    blocks = tile(q)
+    row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
+    split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
+    splits = triton.cdiv(len(k), split)
+    lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
+    pointers, sizes, rest = arguments(q, k, temperature, rule)
+    lse_kernel[row_blocks, splits](lse, *pointers, *sizes, split=split, **rest, **blocks)
+    lse *= LN2
+    return lse[0] if splits == 1 else lse.logsumexp(0)

@@ -1,0 +1,214 @@
+"""similarity_lse: checks, choice of implementation, autograd and registration with PyTorch.
+
+Every softmax loss over similarities is a log-sum-exp against one positive, and only the log-sum-exp is quadratic. The
+operations below hide the implementations from autograd and torch.compile, so that each may use whatever path is best.
+"""
+import importlib.util
+import math
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import blockwise, eager
+from .rules import Rule, make_rule
+
+IMPLS = ("auto", "triton", "blockwise", "eager")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, offset=0, impl="auto"):
+    """log Σ_j exp(q_i·k_j / τ) for each row i; the (N, M) matrix is never stored.
+
+    q            (N, D) float64 | float32 | float16 | bfloat16, any strides (float64: blockwise and eager)
+    k            (M, D) same dtype and device as q; None: the rows of q against each other
+    temperature  float > 0, or a 0-dim tensor, which then gets its gradient (its value is not checked)
+    exclude      what each row leaves out: None | "diagonal" (j = i + offset) | "pair" (j = i and j = i ± N/2; k is None)
+                 | (row ids (N,), column ids (M,)) integers: columns of equal id
+    within       (row ids, column ids) integers: only columns of equal id are kept
+    offset       this rank's first row among the gathered columns
+    impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
+    returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; no column left: -inf, gradient 0
+    raises       ValueError naming the argument, what it was and what is wanted
+    precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in float32.
+                 Under torch.autocast float32 rows are cast as a matrix product would cast them
+    memory       O(N + M) beside the inputs and gradients, and a constant buffer (at most 128 MiB); eager O(N·M)
+    source       van den Oord et al. 2018, eq. 4
+    """
+    q, k, temperature, one_set = check_inputs(q, k, temperature)
+    rule = make_rule(q, k, one_set, exclude, within, offset)
+    impl = choose_impl(impl, q)
+    if impl == "eager":
+        return eager.similarity_lse(q, k, temperature, rule)
+    return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
+
+
+def softmax_loss(q, k, positive, weights, temperature, rule, impl):
+    """Σ_i w_i softplus(lse_i − positive_i), scalar: a mean cross entropy whose positives the rule leaves out of lse.
+
+    Arguments are checked ones; positive and weights (N,). Taking the positive out of the sum costs nothing and keeps the
+    gradient exact where training has succeeded: its coefficient is σ(lse − positive), never 1 − 0.999.
+    """
+    if impl == "blockwise":
+        with_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, positive, temperature))
+        return torch.ops.tencl.softmax_loss(q, k, positive, weights, temperature, *rule, with_grad)[0]
+    lse = torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
+    return -(weights * F.logsigmoid(positive - lse)).sum()
+
+
+def check_inputs(q, k, temperature, names=("q", "k")):
+    """(q, k, temperature tensor, k was None), cast as autocast would; ValueError where they do not fit together."""
+    one_set, k = k is None, q if k is None else k
+    for name, x in zip(names, (q, k)):
+        if not isinstance(x, Tensor) or x.dim() != 2:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: found {found}, wanted a tensor of two dimensions (rows, features)")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name}: found {x.dtype}, wanted float64, float32, float16 or bfloat16")
+        if min(x.shape) == 0:
+            raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted at least one row and one feature")
+    for what in ("device", "dtype"):
+        if getattr(q, what) != getattr(k, what):
+            raise ValueError(f"{names[1]}: {what} {getattr(k, what)} differs from {names[0]}'s, {getattr(q, what)}")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"{names[1]}: {k.shape[1]} features a row, {names[0]} has {q.shape[1]}")
+    device = q.device.type
+    if q.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        q, k = (x.to(torch.get_autocast_dtype(device)) for x in (q, k))
+    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q, k, check_temperature(temperature, accumulate, q.device), one_set
+
+
+def check_temperature(temperature, dtype, device):
+    """A 0-dim tensor on the device: a kernel reads it there, so a learned one costs no synchronisation."""
+    if isinstance(temperature, Tensor):
+        if temperature.dim() or not temperature.dtype.is_floating_point:
+            raise ValueError(f"temperature: found {temperature.dtype} of shape {tuple(temperature.shape)}, "
+                             "wanted a number or a floating-point tensor of no dimensions")
+        if temperature.device != device:
+            raise ValueError(f"temperature: on {temperature.device}, wanted {device}")
+        return temperature.to(dtype)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise ValueError(f"temperature: found {type(temperature).__name__}, wanted a number or a 0-dim tensor")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature: {temperature}, wanted a number above 0")
+    return torch.full((), temperature, dtype=dtype, device=device)
+
+
+def choose_impl(impl, x):
+    """The implementation that impl means for the tensor x (see similarity_lse)."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl: {impl!r}, wanted one of {', '.join(IMPLS)}")
+    if impl == "auto":
+        return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
+    if impl == "triton":
+        if not HAS_TRITON:
+            raise ValueError("impl: 'triton' wants the package triton, which is not installed; use 'blockwise'")
+        if x.dtype == torch.float64:
+            raise ValueError("impl: 'triton' has no float64; use 'blockwise' or 'eager'")
+    return impl
+
+
+# ── registration with PyTorch ────────────────────────────────────────────────────────────────────────────────────────
+# One operation forward, one backward, each opaque to torch.compile; the rule travels as its six fields.
+
+@torch.library.custom_op("tencl::similarity_lse", mutates_args=())
+def _lse(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor], column_ids: Optional[Tensor],
+         row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int, impl: str) -> Tensor:
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    with torch.autocast(q.device.type, enabled=False):
+        if impl == "blockwise":
+            return blockwise.similarity_lse(q, k, temperature, rule)
+        from . import lse_forward
+        return lse_forward.similarity_lse(q, k, temperature, rule)
+
+
+@_lse.register_fake
+def _(q, k, temperature, *rule_and_impl):
+    return temperature.new_empty(q.shape[0])
+
+
+@torch.library.custom_op("tencl::similarity_lse_backward", mutates_args=())
+def _lse_backward(grad: Tensor, lse: Tensor, q: Tensor, k: Tensor, temperature: Tensor, exclude: str,
+                  row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
+                  column_groups: Optional[Tensor], offset: int, impl: str, needs_q: bool, needs_k: bool,
+                  needs_temperature: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    with torch.autocast(q.device.type, enabled=False):
+        if impl == "blockwise":
+            path = blockwise
+        else:
+            from . import lse_gradient as path
+        dq, dk = path.similarity_lse_backward(grad, lse, q, k, temperature, rule, needs_q or needs_temperature, needs_k)
+        dt = temperature_gradient(q, dq, temperature) if needs_temperature else temperature.new_zeros(())
+        return dq.to(q.dtype), dk.to(k.dtype), dt
+
+
+@_lse_backward.register_fake
+def _(grad, lse, q, k, temperature, *rest):
+    needs_q, needs_k, needs_temperature = rest[-3:]
+    return (q.new_empty(q.shape if needs_q or needs_temperature else (0, q.shape[1])),
+            k.new_empty(k.shape if needs_k else (0, k.shape[1])), temperature.new_empty(()))
+
+
+def temperature_gradient(q, dq, temperature):
+    """dL/dτ = −(1/τ) Σ_ij g_i p_ij q_i·k_j/τ = −⟨q, dq⟩/τ: a product of (N, D) tensors that are there anyway."""
+    return -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
+
+
+def _save(ctx, inputs, output):
+    q, k, temperature, ctx.exclude, *ids, ctx.offset, ctx.impl = inputs
+    ctx.save_for_backward(q, k, temperature, output, *ids)
+
+
+def _differentiate(ctx, grad):
+    q, k, temperature, lse, *ids = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    grads = torch.ops.tencl.similarity_lse_backward(
+        grad, lse, q, k, temperature, ctx.exclude, *ids, ctx.offset, ctx.impl, needs[0], needs[1], needs[2])
+    return *(g if needed else None for g, needed in zip(grads, needs)), *[None] * 7
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("kernels: the fused operations have no second derivative; use impl='eager', which has all of them")
+
+
+_lse.register_autograd(_differentiate, setup_context=_save)
+_lse_backward.register_autograd(_no_second_derivative)
+
+
+@torch.library.custom_op("tencl::softmax_loss", mutates_args=())
+def _softmax_loss(q: Tensor, k: Tensor, positive: Tensor, weights: Tensor, temperature: Tensor, exclude: str,
+                  row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
+                  column_groups: Optional[Tensor], offset: int, with_grad: bool
+                  ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Blockwise only: the loss and, while each strip is at hand, its gradients in q, k, positive and temperature."""
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    with torch.autocast(q.device.type, enabled=False):
+        loss, dq, dk, dpositive = blockwise.softmax_loss(q, k, positive, weights, temperature, rule, with_grad)
+        dt = temperature_gradient(q, dq, temperature) if with_grad else temperature.new_zeros(())
+        return loss, dq.to(q.dtype), dk.to(k.dtype), dpositive.to(positive.dtype), dt
+
+
+@_softmax_loss.register_fake
+def _(q, k, positive, weights, temperature, *rest):
+    shapes = (q.shape, k.shape) if rest[-1] else ((0, q.shape[1]), (0, k.shape[1]))
+    return (temperature.new_empty(()), q.new_empty(shapes[0]), k.new_empty(shapes[1]), torch.empty_like(positive),
+            temperature.new_empty(()))
+
+
+def _save_gradients(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _scale_gradients(ctx, grad, *grads_of_gradients):
+    if any(g is not None for g in grads_of_gradients):
+        _no_second_derivative(ctx)
+    dq, dk, dpositive, dt = (x * grad.to(x.dtype) for x in ctx.saved_tensors)
+    return dq, dk, dpositive, None, dt, *[None] * 7
+
+
+_softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
