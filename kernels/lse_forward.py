@@ -33,7 +33,7 @@ PROGRAMS = 264   # two for each of the 132 multiprocessors of an H100 or H200
 
 
 @triton.jit
-def similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, q_column, k_row, k_column,
+def similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row,
                     PRECISION: tl.constexpr, BLOCK_D: tl.constexpr):
     """(rows, columns) float32: q_i·k_j/τ in units of log 2."""
     d = tl.arange(0, BLOCK_D)
@@ -42,8 +42,8 @@ def similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, q_column, 
     s = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
     for start in range(0, D, BLOCK_D):
         inside = (start + d < D)[None, :]
-        q = tl.load(q_rows + (start + d)[None, :] * q_column, mask=(rows < N)[:, None] & inside, other=0.0)
-        k = tl.load(k_rows + (start + d)[None, :] * k_column, mask=(columns < M)[:, None] & inside, other=0.0)
+        q = tl.load(q_rows + (start + d)[None, :], mask=(rows < N)[:, None] & inside, other=0.0)
+        k = tl.load(k_rows + (start + d)[None, :], mask=(columns < M)[:, None] & inside, other=0.0)
         s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
     return s * (1.4426950408889634 / tl.load(TEMPERATURE))
 
@@ -56,7 +56,8 @@ def kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, of
     if EXCLUDE == "diagonal":
         keep = keep & (columns[None, :] != rows[:, None] + offset)
     elif EXCLUDE == "pair":
-        keep = keep & (columns[None, :] != rows[:, None]) & (tl.abs(columns[None, :] - rows[:, None]) != M // 2)
+        other_view = tl.where(rows < M // 2, rows + M // 2, rows - M // 2)
+        keep = keep & (columns[None, :] != rows[:, None]) & (columns[None, :] != other_view[:, None])
     elif EXCLUDE == "ids":
         row_ids = tl.load(ROW_IDS + rows, mask=rows < N, other=0)
         column_ids = tl.load(COLUMN_IDS + columns, mask=columns < M, other=0)
@@ -70,7 +71,7 @@ def kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, of
 
 @triton.jit
 def lse_kernel(LSE, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, N, M, D, offset, split,
-               q_row, q_column, k_row, k_column, EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr,
+               q_row, k_row, EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr,
                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """LSE[y, rows of program x] = log2 Σ exp2(s) over the columns [y·split, (y + 1)·split)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -79,8 +80,7 @@ def lse_kernel(LSE, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_G
     total = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
-        s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, q_column, k_row, k_column,
-                            PRECISION, BLOCK_D)
+        s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D)
         keep = kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset, EXCLUDE, WITHIN)
         s = tl.where(keep, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
@@ -90,13 +90,14 @@ def lse_kernel(LSE, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_G
     tl.store(LSE + tl.program_id(1).to(tl.int64) * N + rows, top + tl.log2(total), mask=rows < N)
 
 
-def tile(x):
+def tile(x, rule):
     """Block sizes, warps, stages and input precision for rows of x. Registers and shared memory: tests/test_compile.py."""
+    columns = 128 if rule.row_ids is None and rule.row_groups is None else 64   # 64-bit ids of a tile's columns: registers
     if x.dtype != torch.float32:
-        return dict(BLOCK_N=128, BLOCK_M=128, BLOCK_D=64, num_warps=8, num_stages=3, PRECISION="tf32")   # ignored: half
+        return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=64, num_warps=8, num_stages=3, PRECISION="tf32")   # of no effect
     if torch.get_float32_matmul_precision() == "highest":     # plain multiply-adds: no tensor core takes full float32
         return dict(BLOCK_N=64, BLOCK_M=64, BLOCK_D=32, num_warps=8, num_stages=2, PRECISION="ieee")
-    return dict(BLOCK_N=128, BLOCK_M=128, BLOCK_D=32, num_warps=8, num_stages=3, PRECISION="tf32")
+    return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32, num_warps=8, num_stages=3, PRECISION="tf32")
 
 
 def check_device(q):
@@ -106,23 +107,36 @@ def check_device(q):
                          "use 'blockwise'")
 
 
+def in_whole_words(x):
+    """x itself where its rows are contiguous, aligned and a multiple of 16 long, else a copy with zeros behind each row.
+
+    A kernel reads 16 bytes at a time or falls back to single elements, which is slow and spills; zeros change no product.
+    """
+    if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    copy = x.new_zeros(len(x), triton.cdiv(x.shape[1], 16) * 16)
+    copy[:, :x.shape[1]] = x
+    return copy
+
+
 def arguments(q, k, temperature, rule):
-    """What both kernels take: pointers (an absent id vector is never read), sizes and the rule; strides."""
+    """What both kernels take: pointers (an absent id vector is never read), sizes, and the rest by name."""
+    q, k = in_whole_words(q), in_whole_words(k)
     ids = [q if x is None else x for x in rule[1:5]]
-    return ((q, k, temperature, *ids), (*q.shape[:1], *k.shape),
-            dict(offset=rule.offset, q_row=q.stride(0), q_column=q.stride(1), k_row=k.stride(0), k_column=k.stride(1),
-                 EXCLUDE=rule.exclude, WITHIN=rule.row_groups is not None, enable_fp_fusion=True))
+    return ((q, k, temperature, *ids), (len(q), *k.shape),
+            dict(offset=rule.offset, q_row=q.stride(0), k_row=k.stride(0), EXCLUDE=rule.exclude,
+                 WITHIN=rule.row_groups is not None, enable_fp_fusion=True))
 
 
 def similarity_lse(q, k, temperature, rule):
     """(N,) float32; see kernels.similarity_lse."""
     check_device(q)
-    blocks = tile(q)
+    pointers, sizes, rest = arguments(q, k, temperature, rule)
+    blocks = tile(q, rule)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
     split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
     splits = triton.cdiv(len(k), split)
     lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
-    pointers, sizes, rest = arguments(q, k, temperature, rule)
     lse_kernel[row_blocks, splits](lse, *pointers, *sizes, split=split, **rest, **blocks)
     lse *= LN2
     return lse[0] if splits == 1 else lse.logsumexp(0)

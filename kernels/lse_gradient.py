@@ -29,13 +29,13 @@ SHIFT = 14        # weights are stored times 2¹⁴
 
 @triton.jit
 def weights_kernel(W, LSE, GRAD, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, N, M, D, offset,
-                   first_row, first_column, last_row, last_column, w_row, q_row, q_column, k_row, k_column,
+                   first_row, first_column, last_row, last_column, w_row, q_row, k_row,
                    EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr, SHIFT: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """W[i − first_row, j − first_column] = 2^SHIFT GRAD_i exp(s_ij − LSE_i) for the rows and columns of the block."""
     rows = first_row + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = first_column + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, q_column, k_row, k_column, PRECISION, BLOCK_D)
+    s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D)
     keep = kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset, EXCLUDE, WITHIN)
     lse = tl.load(LSE + rows, mask=rows < N, other=0.0) * 1.4426950408889634 - SHIFT
     grad = tl.load(GRAD + rows, mask=rows < N, other=0.0)
@@ -48,7 +48,7 @@ def weights_kernel(W, LSE, GRAD, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GRO
 def similarity_lse_backward(grad, lse, q, k, temperature, rule, needs_q, needs_k):
     """(dq (N, D) or empty, dk (M, D) or empty) in float32, for the gradient (N,) of each row's lse."""
     check_device(q)
-    blocks = tile(q)
+    blocks = tile(q, rule)
     largest = grad.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     grad = (grad / largest).contiguous()
     dq, dk = (torch.zeros(len(x) if needed else 0, x.shape[1], dtype=torch.float32, device=q.device)

@@ -199,16 +199,29 @@ def _(q, k, positive, weights, temperature, *rest):
             temperature.new_empty(()))
 
 
+@torch.library.custom_op("tencl::softmax_loss_backward", mutates_args=())
+def _softmax_loss_backward(grad: Tensor, q: Tensor, k: Tensor, positive: Tensor, temperature: Tensor, dq: Tensor, dk: Tensor,
+                           dpositive: Tensor, dt: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients times the scalar that reached the loss. The inputs are named so that autograd knows what they hang on."""
+    dq, dk, dpositive, dt = (x * grad.to(x.dtype) for x in (dq, dk, dpositive, dt))
+    return dq, dk, dpositive, dt
+
+
+@_softmax_loss_backward.register_fake
+def _(grad, q, k, positive, temperature, *gradients):
+    return tuple(torch.empty_like(x) for x in gradients)
+
+
 def _save_gradients(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
+    q, k, positive, _, temperature, *_ = inputs
+    ctx.save_for_backward(q, k, positive, temperature, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _scale_gradients(ctx, grad, *grads_of_gradients):
-    if any(g is not None for g in grads_of_gradients):
-        _no_second_derivative(ctx)
-    dq, dk, dpositive, dt = (x * grad.to(x.dtype) for x in ctx.saved_tensors)
+def _scale_gradients(ctx, grad, *_):
+    dq, dk, dpositive, dt = torch.ops.tencl.softmax_loss_backward(grad, *ctx.saved_tensors)
     return dq, dk, dpositive, None, dt, *[None] * 7
 
 
 _softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
+_softmax_loss_backward.register_autograd(_no_second_derivative)

@@ -1,0 +1,378 @@
+"""Every implementation against float64 eager: odd shapes, strides, rules, dtypes, repeat to the bit; PyTorch's own checks.
+
+Tolerances calibrate themselves: an implementation may err three times as much as eager does in the same dtype, plus a few
+units of rounding where eager happens to be exact. Triton runs on the GPU where there is one, else in its interpreter,
+whose bfloat16 products are wrong: there that dtype waits for a GPU.
+"""
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, similarity_lse
+from kernels.rules import make_rule
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SHAPES = [(1, 1, 1), (1, 7, 3), (6, 1, 8), (37, 53, 20), (130, 259, 72)]
+RULES = ["all", "diagonal", "shifted", "ids", "within", "ids within"]
+TRITON = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
+HALF = (torch.float16, torch.bfloat16)
+
+
+def rule(name, n, m):
+    """Keyword arguments of similarity_lse for a rule, with repeated, missing and negative ids."""
+    rows, columns = torch.arange(n, device=DEVICE), torch.arange(m, device=DEVICE)
+    return {"all": {}, "diagonal": dict(exclude="diagonal"), "shifted": dict(exclude="diagonal", offset=2),
+            "ids": dict(exclude=(rows % 5 - 2, (columns * 7) % 9 - 2)), "within": dict(within=(rows // 4, columns // 6)),
+            "ids within": dict(exclude=(rows.int() % 3, columns.int() % 3), within=(rows % 4, columns % 7))}[name]
+
+
+def rows(n, d, dtype, seed, strided=False):
+    """Unit rows; strided: every second row of a larger matrix laid out by columns."""
+    x = torch.randn(d, 2 * n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).T[::2]
+    x = torch.nn.functional.normalize(x, dim=1).to(DEVICE, dtype)
+    return x if strided else x.contiguous()
+
+
+def differentiate(f, *inputs):
+    """[value, gradients...] of the weighted sum of f's finite entries, as float64."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    value = f(*inputs)
+    finite = value.where(value.isfinite(), torch.zeros_like(value))
+    weights = torch.linspace(-1, 2, max(value.numel(), 1), dtype=value.dtype, device=value.device).view_as(value)
+    return [value.detach().double()] + [g.double() for g in torch.autograd.grad((finite * weights).sum(), inputs)]
+
+
+def assert_close(ours, exact, eager, dtype, steepness, units=16):
+    """Each of ours as close to exact as three times eager's own error, plus a few units of rounding of the largest entry.
+
+    The exponential multiplies the rounding of a logit, done in float32, by the logit: steepness is the largest one, 1/τ.
+    """
+    unit = units * (torch.finfo(dtype).eps + steepness * torch.finfo(ours[0].dtype if dtype == torch.float64 else torch.float32).eps)
+    for name, a, b, c in zip(("value", "dq", "dk", "dtemperature"), ours, exact, eager):
+        assert torch.equal(a.isneginf(), b.isneginf()) and not a.isnan().any(), f"{name}: not finite where it should be"
+        a, b, c = (x.nan_to_num(neginf=0.0) for x in (a, b, c))
+        scale = exact[1].abs().sum() * steepness if name == "dtemperature" else b.abs().max()     # a sum that may cancel
+        error, allowed = (a - b).abs().max().item(), (3 * (c - b).abs().max() + unit * scale).item()
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def compare(f, dtype, q, k, temperature=0.07, impl="triton"):
+    """f(q, k, temperature, impl) against itself in float64 eager, from the same rounded rows."""
+    t = torch.tensor(temperature, dtype=torch.float32, device=DEVICE)
+    exact = differentiate(lambda *x: f(*x, "eager"), q.double(), k.double(), t.double())
+    eager = differentiate(lambda *x: f(*x, "eager"), q, k, t.double() if dtype == torch.float64 else t)
+    ours = differentiate(lambda *x: f(*x, impl), q, k, t.double() if dtype == torch.float64 else t)
+    assert_close(ours, exact, eager, dtype, 1 / temperature)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("impl, dtype", [("blockwise", torch.float64), ("blockwise", torch.float32),
+                                         ("blockwise", torch.bfloat16)] + [("triton", x) for x in TRITON], ids=str)
+def test_rules_and_shapes(impl, dtype, shape, name):
+    n, m, d = shape
+    q, k = rows(n, d, dtype, 0), rows(m, d, dtype, 1)
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, n, m)), dtype, q, k, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("exclude", [None, "diagonal", "pair"])
+def test_one_set(impl, exclude):
+    q = rows(70, 24, torch.float32, 2)
+    compare(lambda q, k, t, impl: similarity_lse(q, None, t, exclude=exclude, impl=impl) + 0 * k.sum(), q.dtype, q, q, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+def test_strides(impl, dtype):
+    q, k = rows(40, 20, dtype, 3, strided=True), rows(50, 20, dtype, 4, strided=True)
+    assert not q.is_contiguous()
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", impl=impl), dtype, q, k, impl=impl)
+    expanded = rows(1, 20, dtype, 5).expand(50, 20)                                # a row stride of zero
+    ours, exact = (similarity_lse(q, expanded, 0.1, impl=i) for i in (impl, "eager"))
+    torch.testing.assert_close(ours, exact, atol=2e-2 if dtype in HALF else 1e-5, rtol=1e-3 if dtype in HALF else 1e-5)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("d", [16, 64, 257, 1024, 4096])
+def test_every_width(impl, d):
+    q, k = rows(9, d, torch.float32, 6), rows(11, d, torch.float32, 7)
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", impl=impl), q.dtype, q, k, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("temperature, norm, sign", [(0.005, 1, 1), (0.005, 1, -1), (0.01, 1, -1), (1.0, 1e3, 1), (100.0, 1, 1)])
+def test_extreme_logits(impl, temperature, norm, sign):
+    """Cosines down to −1, logits up to ±10⁶: no overflow, no underflow to −inf, exact to rounding of the logits."""
+    q = rows(20, 32, torch.float32, 8) * norm
+    k = sign * q.roll(1, 0)
+    value, dq, _, _ = differentiate(lambda q, k, t: similarity_lse(q, k, t, impl=impl), q, k,
+                                    torch.tensor(temperature, device=DEVICE))
+    exact = differentiate(lambda q, k, t: similarity_lse(q, k, t, impl="eager"), q.double(), k.double(),
+                          torch.tensor(temperature, device=DEVICE, dtype=torch.float64))
+    assert value.isfinite().all() and dq.isfinite().all()
+    torch.testing.assert_close(value, exact[0], rtol=1e-5, atol=1e-5 * norm ** 2 / temperature)
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
+def test_row_without_columns(impl):
+    q = rows(5, 8, torch.float32, 9).requires_grad_()
+    ids = torch.tensor([0, 0, 1, 0, 0], device=DEVICE)
+    lse = similarity_lse(q, q.detach(), 0.1, exclude=(ids, torch.ones(5, dtype=torch.long, device=DEVICE)), impl=impl)
+    assert lse[2] == -torch.inf and lse[[0, 1, 3, 4]].isfinite().all()
+    lse.sum().backward()
+    assert torch.equal(q.grad[2], torch.zeros_like(q.grad[2])) and q.grad[0].abs().sum() > 0 and not q.grad.isnan().any()
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+def test_same_input_same_bits(impl):
+    q, k = rows(200, 40, torch.float32, 10), rows(300, 40, torch.float32, 11)
+    one, two = (differentiate(lambda q, k, t: similarity_lse(q, k, t, exclude="diagonal", impl=impl), q, k,
+                              torch.tensor(0.05, device=DEVICE)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_many_strips(name, monkeypatch):
+    """Blockwise with strips of 3 rows instead of all rows at once, the last one short."""
+    monkeypatch.setattr(blockwise, "ROWS", 3), monkeypatch.setattr(blockwise, "STRIP", 1)
+    q, k = rows(37, 12, torch.float64, 12), rows(53, 12, torch.float64, 13)
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, 37, 53)), q.dtype, q, k, impl="blockwise")
+    compare(lambda q, k, t, impl: info_nce(q, k, t, offset=3, impl=impl), q.dtype, q, k, impl="blockwise")
+
+
+def test_blocks_of_weights(monkeypatch):
+    """The Triton gradient in many blocks instead of one, the last ones short in both directions."""
+    from kernels import lse_gradient
+    monkeypatch.setattr(lse_gradient, "block_shape", lambda q, k: (48, 80))
+    q, k = rows(130, 20, torch.float32, 14), rows(259, 20, torch.float32, 15)
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", offset=7, impl=impl), q.dtype, q, k)
+
+
+@pytest.mark.parametrize("n, m, size", [(1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (8192, 8192, 2)])
+def test_block_shape_fits_the_buffer(n, m, size):
+    from kernels import lse_gradient
+    dtype = torch.float32 if size == 4 else torch.float16
+    height, width = lse_gradient.block_shape(torch.empty(n, 1, dtype=dtype), torch.empty(m, 1, dtype=dtype))
+    assert 1 <= height <= n and 1 <= width <= m and height * width * size <= lse_gradient.BUFFER_MB * 2 ** 20
+    assert height * width == n * m or height * width * size > lse_gradient.BUFFER_MB * 2 ** 20 // 4
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returns, views aside."""
+    entries = 0
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.entries = max(self.entries, x.numel())
+        return out
+
+
+def test_blockwise_never_holds_the_matrix():
+    n, d = 5000, 8
+    q = rows(n, d, torch.float32, 16)
+    ids = torch.arange(n, device=DEVICE) // 3
+    for exclude in ("diagonal", (ids, ids)):
+        selected = make_rule(q, q, False, exclude, None, 0)
+        t = torch.tensor(0.1, device=DEVICE)
+        with Largest() as seen:
+            lse = blockwise.similarity_lse(q, q, t, selected)
+            blockwise.similarity_lse_backward(torch.ones_like(lse), lse, q, q, t, selected, True, True)
+            blockwise.softmax_loss(q, q, lse, lse, t, selected, True)
+        assert seen.entries <= blockwise.STRIP < n * n
+
+
+LOSSES = {
+    "info_nce": lambda q, k, t, impl: info_nce(q, k, t, impl=impl),
+    "info_nce, offset": lambda q, k, t, impl: info_nce(q[:30], k, t, offset=5, impl=impl),
+    "info_nce, symmetric": lambda q, k, t, impl: info_nce(q, k, t, symmetric=True, impl=impl),
+    "clip_loss": lambda q, k, t, impl: clip_loss(q, k, t, impl=impl),
+    "nt_xent": lambda q, k, t, impl: nt_xent(q, k, t, impl=impl),
+    "linear_cross_entropy": lambda q, k, t, impl: linear_cross_entropy(
+        q, k, torch.arange(37, device=DEVICE) * 3 % 37, temperature=t, impl=impl),
+    "linear_cross_entropy, ignored": lambda q, k, t, impl: linear_cross_entropy(
+        q, k[:20], (torch.arange(37, device=DEVICE) % 20).masked_fill(torch.arange(37, device=DEVICE) % 4 == 0, -1), -1,
+        temperature=t, impl=impl)}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("impl, dtype", [("blockwise", torch.float64), ("blockwise", torch.float32)]
+                         + [("triton", x) for x in TRITON], ids=str)
+def test_losses(loss, impl, dtype):
+    q = rows(37, 24, dtype, 17)
+    k = torch.nn.functional.normalize(q.double() + 0.3 * rows(37, 24, torch.float64, 18), dim=1).to(dtype)
+    compare(LOSSES[loss], dtype, q, k, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+def test_gradient_survives_success(impl, dtype):
+    """Mean loss about 5e-3: the coefficient of a positive is 1 − 0.995, which eager rounds away and a kept-out one is not."""
+    q = rows(256, 64, torch.float64, 19)
+    k = torch.nn.functional.normalize(q + 0.5 * rows(256, 64, torch.float64, 20), dim=1).to(dtype)
+    q = q.to(dtype)
+    f = lambda impl: lambda q, k: 1000 * info_nce(q, k, 0.07, impl=impl)      # scaled, or float16 has no such small gradient
+    exact, ours, eager = (differentiate(f(impl), *x) for impl, x in (("eager", (q.double(), k.double())), (impl, (q, k)),
+                                                                     ("eager", (q, k))))
+    assert 1 < exact[0] < 10
+    error, eager = (((x[1] - exact[1]).norm() / exact[1].norm()).item() for x in (ours, eager))
+    assert error < {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype] and error < eager / 4
+
+
+def test_all_targets_ignored_and_one_class():
+    h, w = rows(4, 8, torch.float32, 21), rows(6, 8, torch.float32, 22)
+    for impl in ("eager", "blockwise", "triton"):
+        x = h.clone().requires_grad_()
+        loss = linear_cross_entropy(x, w, torch.full((4,), -100, device=DEVICE), impl=impl)
+        loss.backward()
+        assert loss == 0 and torch.equal(x.grad, torch.zeros_like(x))
+        assert linear_cross_entropy(h, w[:1], torch.zeros(4, dtype=torch.long, device=DEVICE), impl=impl) == 0
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("name", RULES)
+def test_opcheck(impl, name):
+    q, k = (rows(n, 5, torch.float32, 23).requires_grad_() for n in (6, 9))
+    t = torch.tensor(0.3, device=DEVICE, requires_grad=True)
+    arguments = rule(name, 6, 9)
+    selected = make_rule(q, k, False, arguments.get("exclude"), arguments.get("within"), arguments.get("offset", 0))
+    torch.library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
+    if impl == "blockwise":
+        positive = torch.zeros(6, device=DEVICE, requires_grad=True)
+        torch.library.opcheck(torch.ops.tencl.softmax_loss.default,
+                              (q, k, positive, torch.full((6,), 1 / 6, device=DEVICE), t, *selected, True))
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
+@pytest.mark.parametrize("loss", ["info_nce, symmetric", "nt_xent", "linear_cross_entropy"])
+def test_compiles_in_one_graph(impl, loss):
+    q, k, t = rows(37, 8, torch.float32, 24), rows(37, 8, torch.float32, 25), torch.tensor(0.2, device=DEVICE)
+    f = lambda q, k, t: LOSSES[loss](q, k, t, impl)
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, b in zip(differentiate(compiled, q, k, t), differentiate(f, q, k, t)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["blockwise"] + ["triton"] * GPU)
+def test_autocast_multiplies_in_its_dtype_and_sums_in_float32(impl):
+    q, k = rows(37, 24, torch.float32, 26).requires_grad_(), rows(37, 24, torch.float32, 27)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = info_nce(q, k, 0.05, impl=impl)
+    loss.backward()
+    rounded = info_nce(q.detach().bfloat16(), k.bfloat16(), 0.05, impl=impl)
+    assert loss.dtype == q.grad.dtype == torch.float32 and loss == rounded
+    assert loss != info_nce(q.detach(), k, 0.05, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("f", [lambda q, impl: info_nce(q, q.detach(), 0.1, impl=impl),
+                               lambda q, impl: similarity_lse(q, None, 0.1, impl=impl).sum()], ids=["loss", "lse"])
+def test_second_derivative_is_refused(impl, f):
+    q = rows(5, 4, torch.float32, 28).requires_grad_()
+    gradient, = torch.autograd.grad(f(q, impl), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; use impl='eager'"):
+        (f(q, impl) + gradient.norm()).backward()
+    gradient, = torch.autograd.grad(f(q, "eager"), q, create_graph=True)
+    torch.autograd.grad(gradient.norm(), q)
+
+
+Q, K = torch.randn(4, 3), torch.randn(5, 3)
+IDS = torch.arange(4), torch.arange(5)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: similarity_lse(torch.randn(4)), r"q: found \(4,\), wanted a tensor of two dimensions"),
+    (lambda: similarity_lse(Q, torch.randn(5, 3, 1)), r"k: found \(5, 3, 1\), wanted"),
+    (lambda: similarity_lse(Q.tolist()), "q: found list"),
+    (lambda: similarity_lse(Q.long()), "q: found torch.int64, wanted float64"),
+    (lambda: similarity_lse(Q, torch.randn(5, 4)), "k: 4 features a row, q has 3"),
+    (lambda: similarity_lse(Q, K.double()), "k: dtype torch.float64 differs from q's, torch.float32"),
+    (lambda: similarity_lse(Q, K.to("meta")), "k: device meta differs from q's, cpu"),
+    (lambda: similarity_lse(Q, K[:0]), r"k: found shape \(0, 3\), wanted at least one row"),
+    (lambda: similarity_lse(Q, K[:, :0]), r"k: found shape \(5, 0\), wanted at least one row and one feature"),
+    (lambda: similarity_lse(Q, K, 0), "temperature: 0, wanted a number above 0"),
+    (lambda: similarity_lse(Q, K, float("nan")), "temperature: nan, wanted a number above 0"),
+    (lambda: similarity_lse(Q, K, float("inf")), "temperature: inf, wanted"),
+    (lambda: similarity_lse(Q, K, "low"), "temperature: found str"),
+    (lambda: similarity_lse(Q, K, torch.ones(1)), r"temperature: found torch.float32 of shape \(1,\)"),
+    (lambda: similarity_lse(Q, K, torch.tensor(1)), "temperature: found torch.int64"),
+    (lambda: similarity_lse(Q, K, exclude="self"), "exclude: 'self', wanted None"),
+    (lambda: similarity_lse(Q, K, exclude="pair"), r'exclude: "pair" wants one set .* found a k'),
+    (lambda: similarity_lse(torch.randn(3, 2), exclude="pair"), "found 3 rows"),
+    (lambda: similarity_lse(Q, K, exclude=(IDS[0], IDS[0])), r"exclude: column ids have shape \(4,\), wanted \(5,\)"),
+    (lambda: similarity_lse(Q, K, within=(IDS[0].float(), IDS[1])), "within: row ids are torch.float32, wanted integers"),
+    (lambda: similarity_lse(Q, K, within=IDS[0]), "within: wanted a pair of tensors"),
+    (lambda: similarity_lse(Q, K, exclude=(IDS[0], IDS[1].to("meta"))), "exclude: column ids are on meta, q is on cpu"),
+    (lambda: similarity_lse(Q, K, offset=1.5), "offset: 1.5, wanted an integer"),
+    (lambda: similarity_lse(Q, K, impl="cuda"), "impl: 'cuda', wanted one of auto, triton, blockwise, eager"),
+    (lambda: similarity_lse(Q.double(), K.double(), impl="triton"), "impl: 'triton' has no float64"),
+    (lambda: info_nce(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
+    (lambda: info_nce(Q, K, offset=-1), "offset -1"),
+    (lambda: info_nce(Q, K, symmetric=True), "symmetric: wanted as many rows in k as in q, found 5 and 4"),
+    (lambda: nt_xent(Q, K), "z2: 5 rows, z1 has 4"),
+    (lambda: linear_cross_entropy(Q, K, IDS[1]), r"targets: found torch.int64 of shape \(5,\), wanted int64 \(4,\)"),
+    (lambda: linear_cross_entropy(Q, K, IDS[0].float()), "targets: found torch.float32"),
+])
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def python(code, **environment):
+    """Standard output of code in a process of its own, without the interpreter unless asked for."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    done = subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(os.path.dirname(__file__)), env=environment,
+                          capture_output=True, text=True)
+    return done.stdout.strip() + done.stderr.strip()
+
+
+def test_triton_on_the_cpu_needs_the_interpreter():
+    code = "import torch, kernels\ntry: kernels.similarity_lse(torch.ones(2, 2), impl='triton')\nexcept ValueError as e: print(e)"
+    assert "wants TRITON_INTERPRET=1" in python(code)
+
+
+def test_without_triton():
+    """macOS and Windows: importing and everything but impl='triton' works."""
+    code = ("import sys; sys.modules['triton'] = None\nimport torch, kernels\nq = torch.eye(3, requires_grad=True)\n"
+            "kernels.nt_xent(q, q, 1.0).backward(); print(kernels.choose_impl('auto', q))\n"
+            "try: kernels.nt_xent(q, q, 1.0, impl='triton')\nexcept ValueError as e: print(e)")
+    out = python(code)
+    assert out.startswith("blockwise") and "wants the package triton, which is not installed" in out
+
+
+def test_transformers_imports_beside_a_folder_named_kernels():
+    assert python("import transformers, kernels; from transformers import AutoModel; print(kernels.__version__)").endswith("0.1.0")
+
+
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("dtype, d", list(itertools.product([torch.float32, *HALF], [64, 128, 768, 1024])))
+def test_gpu_at_size(dtype, d):
+    """Thousands of rows on a real GPU, all precisions, memory far below the matrix."""
+    q, k = rows(4099, d, dtype, 29), rows(8201, d, dtype, 30)
+    precisions = ["highest", "high"] if dtype == torch.float32 else ["highest"]
+    for precision in precisions:
+        torch.set_float32_matmul_precision(precision)
+        try:
+            for name in RULES:
+                compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, 4099, 8201)), dtype, q, k)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(not GPU, reason="no GPU")
+def test_gpu_memory():
+    """32,768 × 32,768: the bfloat16 matrix alone is 2 GiB."""
+    q, k = (rows(32768, 128, torch.bfloat16, s).requires_grad_() for s in (31, 32))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    info_nce(q, k, 0.07).backward()
+    assert torch.cuda.max_memory_allocated() - before < 512 * 2 ** 20
