@@ -189,27 +189,25 @@ def _softmax_loss(q: Tensor, k: Tensor, positive: Tensor, weights: Tensor, tempe
     with torch.autocast(q.device.type, enabled=False):
         loss, dq, dk, dpositive = blockwise.softmax_loss(q, k, positive, weights, temperature, rule, with_grad)
         dt = temperature_gradient(q, dq, temperature) if with_grad else temperature.new_zeros(())
-        return loss, dq.to(q.dtype), dk.to(k.dtype), dpositive.to(positive.dtype), dt
+        return loss, dq, dk, dpositive, dt              # float32 even for half rows, until the loss's own gradient is known
 
 
 @_softmax_loss.register_fake
 def _(q, k, positive, weights, temperature, *rest):
     shapes = (q.shape, k.shape) if rest[-1] else ((0, q.shape[1]), (0, k.shape[1]))
-    return (temperature.new_empty(()), q.new_empty(shapes[0]), k.new_empty(shapes[1]), torch.empty_like(positive),
-            temperature.new_empty(()))
+    return tuple(temperature.new_empty(shape) for shape in ((), *shapes, positive.shape, ()))
 
 
 @torch.library.custom_op("tencl::softmax_loss_backward", mutates_args=())
 def _softmax_loss_backward(grad: Tensor, q: Tensor, k: Tensor, positive: Tensor, temperature: Tensor, dq: Tensor, dk: Tensor,
                            dpositive: Tensor, dt: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients times the scalar that reached the loss. The inputs are named so that autograd knows what they hang on."""
-    dq, dk, dpositive, dt = (x * grad.to(x.dtype) for x in (dq, dk, dpositive, dt))
-    return dq, dk, dpositive, dt
+    return (grad * dq).to(q.dtype), (grad * dk).to(k.dtype), (grad * dpositive).to(positive.dtype), grad * dt
 
 
 @_softmax_loss_backward.register_fake
-def _(grad, q, k, positive, temperature, *gradients):
-    return tuple(torch.empty_like(x) for x in gradients)
+def _(grad, *inputs_and_gradients):
+    return tuple(torch.empty_like(x) for x in inputs_and_gradients[:4])
 
 
 def _save_gradients(ctx, inputs, output):
