@@ -60,22 +60,31 @@ def similarity_lse_backward(grad, lse, q, k, temperature, rule, needs_q, needs_k
     return dq, dk
 
 
-def softmax_loss(q, k, positive, weights, temperature, rule, with_grad):
-    """Σ_i w_i softplus(lse_i − positive_i) and, taken on the way, its gradients: (loss, dq, dk, dpositive)."""
-    dtype, positive, weights = temperature.dtype, positive.to(temperature.dtype), weights.to(temperature.dtype)
-    q, k = q.to(dtype), k.to(dtype)
-    loss, dpositive = q.new_zeros(()), torch.zeros_like(positive)
+def softmax_loss(q, k, targets, weights, temperature, rule, with_grad):
+    """Σ_i w_i softplus(lse_i − q_i·k_target/τ) and, taken on the way, its gradients: (loss, dq, dk)."""
+    dtype = temperature.dtype
+    q, k, weights = q.to(dtype), k.to(dtype), weights.to(dtype)
+    loss = q.new_zeros(())
     dq, dk = (torch.zeros_like(x if with_grad else x[:0]) for x in (q, k))
     for rows, s in strips(q, k, temperature, rule):
+        positive_k = k[targets[rows]]
         shift, total = exp_(s)
-        gap = shift + total.log() - positive[rows]
+        gap = shift + total.log() - (q[rows] * positive_k).sum(1) / temperature
         loss -= weights[rows] @ F.logsigmoid(-gap)          # softplus(x) = −log σ(−x), exact for every x
         if with_grad:
-            slope = weights[rows] * gap.sigmoid()           # d loss / d lse_i = −d loss / d positive_i
-            dpositive[rows] = -slope
-            g = slope / (total * temperature).clamp(min=torch.finfo(dtype).tiny)
-            add_gradients(dq, dk, q, k, s, rows, g, True, True)
-    return loss, dq, dk, dpositive
+            slope = weights[rows] * gap.sigmoid() / temperature                    # of lse_i; minus that of the positive
+            add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=torch.finfo(dtype).tiny), True, True)
+            dq[rows] -= slope[:, None] * positive_k
+            add_rows(dk, targets[rows], -slope[:, None] * q[rows])
+    return loss, dq, dk
+
+
+def add_rows(total, index, rows):
+    """total[index] += rows, repeated indices too, always in the same order: on each device the function that keeps it."""
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)
 
 
 def add_gradients(dq, dk, q, k, p, rows, g, needs_q, needs_k):

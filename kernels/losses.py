@@ -37,9 +37,8 @@ def one_direction(q, k, temperature, offset, impl):
     """info_nce of checked arguments, the rows of q as anchors."""
     if impl == "eager":
         return eager.info_nce(q, k, temperature, offset)
-    positive = dot(q, k[offset:offset + len(q)]) / temperature
     rule = Rule(exclude="diagonal", offset=offset)
-    return softmax_loss(q, k, positive, mean_weights(positive), temperature, rule, impl)
+    return softmax_loss(q, k, torch.arange(len(q), device=q.device) + offset, mean_of(q, temperature), temperature, rule, impl)
 
 
 def clip_loss(image, text, temperature=0.07, *, impl="auto"):
@@ -62,8 +61,9 @@ def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
         raise ValueError(f"z2: {len(z2)} rows, z1 has {len(z1)}")
     if impl == "eager":
         return eager.nt_xent(z1, z2, temperature)
-    z, positive = torch.cat([z1, z2]), (dot(z1, z2) / temperature).repeat(2)
-    return softmax_loss(z, z, positive, mean_weights(positive), temperature, Rule(exclude="pair"), impl)
+    z = torch.cat([z1, z2])
+    other_view = torch.arange(len(z), device=z.device).roll(len(z1))
+    return softmax_loss(z, z, other_view, mean_of(z, temperature), temperature, Rule(exclude="pair"), impl)
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
@@ -88,16 +88,9 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     targets = targets.where(counts, 0)
     weights = counts.to(temperature.dtype) / counts.sum().clamp(min=1)
     rule = Rule("ids", targets, torch.arange(len(weight), device=weight.device))
-    positive = dot(hidden, weight[targets]) / temperature
-    return softmax_loss(hidden, weight, positive, weights, temperature, rule, impl)
+    return softmax_loss(hidden, weight, targets, weights, temperature, rule, impl)
 
 
-def dot(a, b):
-    """(N,) row by row, half types multiplied and summed in float32 (linalg.vecdot would obey autocast)."""
-    accumulate = torch.float64 if a.dtype == torch.float64 else torch.float32
-    return (a.to(accumulate) * b.to(accumulate)).sum(1)
-
-
-def mean_weights(rows):
-    """(N,) each 1/N."""
-    return torch.full_like(rows, 1 / len(rows), requires_grad=False)
+def mean_of(rows, temperature):
+    """(N,) weights 1/N in the dtype that sums have."""
+    return torch.full(rows.shape[:1], 1 / len(rows), dtype=temperature.dtype, device=rows.device)

@@ -45,16 +45,18 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, off
     return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
 
 
-def softmax_loss(q, k, positive, weights, temperature, rule, impl):
-    """Σ_i w_i softplus(lse_i − positive_i), scalar: a mean cross entropy whose positives the rule leaves out of lse.
+def softmax_loss(q, k, targets, weights, temperature, rule, impl):
+    """Σ_i w_i softplus(lse_i − q_i·k_target/τ), scalar: a cross entropy whose positives the rule leaves out of lse.
 
-    Arguments are checked ones; positive and weights (N,). Taking the positive out of the sum costs nothing and keeps the
-    gradient exact where training has succeeded: its coefficient is σ(lse − positive), never 1 − 0.999.
+    Arguments are checked ones; targets (N,) rows of k, weights (N,). Taking the positive out of the sum costs nothing and
+    keeps the gradient exact where training has succeeded: its coefficient is σ(lse − positive), never 1 − 0.999.
     """
     if impl == "blockwise":
-        with_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, positive, temperature))
-        return torch.ops.tencl.softmax_loss(q, k, positive, weights, temperature, *rule, with_grad)[0]
+        with_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or temperature.requires_grad)
+        return torch.ops.tencl.softmax_loss(q, k, targets, weights, temperature, *rule, with_grad)[0]
     lse = torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
+    # in float32, product and sum, also under autocast
+    positive = (q.to(temperature.dtype) * k[targets].to(temperature.dtype)).sum(1) / temperature
     return -(weights * F.logsigmoid(positive - lse)).sum()
 
 
@@ -180,45 +182,44 @@ _lse_backward.register_autograd(_no_second_derivative)
 
 
 @torch.library.custom_op("tencl::softmax_loss", mutates_args=())
-def _softmax_loss(q: Tensor, k: Tensor, positive: Tensor, weights: Tensor, temperature: Tensor, exclude: str,
+def _softmax_loss(q: Tensor, k: Tensor, targets: Tensor, weights: Tensor, temperature: Tensor, exclude: str,
                   row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
-                  column_groups: Optional[Tensor], offset: int, with_grad: bool
-                  ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Blockwise only: the loss and, while each strip is at hand, its gradients in q, k, positive and temperature."""
+                  column_groups: Optional[Tensor], offset: int, with_grad: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Blockwise only: the loss and, while each strip is at hand, its gradients in q, k and temperature."""
     rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
     with torch.autocast(q.device.type, enabled=False):
-        loss, dq, dk, dpositive = blockwise.softmax_loss(q, k, positive, weights, temperature, rule, with_grad)
+        loss, dq, dk = blockwise.softmax_loss(q, k, targets, weights, temperature, rule, with_grad)
         dt = temperature_gradient(q, dq, temperature) if with_grad else temperature.new_zeros(())
-        return loss, dq, dk, dpositive, dt              # float32 even for half rows, until the loss's own gradient is known
+        return loss, dq, dk, dt                         # float32 even for half rows, until the loss's own gradient is known
 
 
 @_softmax_loss.register_fake
-def _(q, k, positive, weights, temperature, *rest):
+def _(q, k, targets, weights, temperature, *rest):
     shapes = (q.shape, k.shape) if rest[-1] else ((0, q.shape[1]), (0, k.shape[1]))
-    return tuple(temperature.new_empty(shape) for shape in ((), *shapes, positive.shape, ()))
+    return tuple(temperature.new_empty(shape) for shape in ((), *shapes, ()))
 
 
 @torch.library.custom_op("tencl::softmax_loss_backward", mutates_args=())
-def _softmax_loss_backward(grad: Tensor, q: Tensor, k: Tensor, positive: Tensor, temperature: Tensor, dq: Tensor, dk: Tensor,
-                           dpositive: Tensor, dt: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+def _softmax_loss_backward(grad: Tensor, q: Tensor, k: Tensor, temperature: Tensor, dq: Tensor, dk: Tensor, dt: Tensor
+                           ) -> Tuple[Tensor, Tensor, Tensor]:
     """The gradients times the scalar that reached the loss. The inputs are named so that autograd knows what they hang on."""
-    return (grad * dq).to(q.dtype), (grad * dk).to(k.dtype), (grad * dpositive).to(positive.dtype), grad * dt
+    return (grad * dq).to(q.dtype), (grad * dk).to(k.dtype), grad * dt
 
 
 @_softmax_loss_backward.register_fake
 def _(grad, *inputs_and_gradients):
-    return tuple(torch.empty_like(x) for x in inputs_and_gradients[:4])
+    return tuple(torch.empty_like(x) for x in inputs_and_gradients[:3])
 
 
 def _save_gradients(ctx, inputs, output):
-    q, k, positive, _, temperature, *_ = inputs
-    ctx.save_for_backward(q, k, positive, temperature, *output[1:])
+    q, k, _, _, temperature, *_ = inputs
+    ctx.save_for_backward(q, k, temperature, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _scale_gradients(ctx, grad, *_):
-    dq, dk, dpositive, dt = torch.ops.tencl.softmax_loss_backward(grad, *ctx.saved_tensors)
-    return dq, dk, dpositive, None, dt, *[None] * 7
+    dq, dk, dt = torch.ops.tencl.softmax_loss_backward(grad, *ctx.saved_tensors)
+    return dq, dk, None, None, dt, *[None] * 7
 
 
 _softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)

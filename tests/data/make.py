@@ -1,0 +1,150 @@
+"""Writes the small data beside this file. Every sentence grows from the tables below; nothing is copied from a data set.
+
+nli.csv        600 triples sent0,sent1,hard_neg: a premise, a sentence it entails, a sentence it contradicts
+sentences.txt  600 plain sentences of 6 to 25 words, one a line
+sts.tsv        300 pairs sentence1, sentence2, score from 0 (nothing shared) to 5 (same meaning), subset indoors or outdoors
+
+A meaning is four choices (who, act, where, time), and each choice has several wordings: equal meanings may share few words
+and unequal ones many, so counting words is not enough.    python tests/data/make.py [folder]    same bytes every time
+"""
+import csv
+import random
+import sys
+from pathlib import Path
+
+# Six lines a domain: who, where, four times an act # its opposite. ";" parts choices, "/" wordings. The first four are indoors.
+WORLD = """
+kitchen: the chef / the head cook; the baker / the bread maker; two waiters / a pair of waiters; the apprentice / the kitchen boy
+in the hotel kitchen / behind the hotel restaurant; in the café / at the coffee house; on board the ferry / aboard the ship
+peeled the potatoes / took the skins off the potatoes / the potatoes were peeled by WHO # boiled the potatoes in their skins
+burned the onion soup / left the soup on the fire too long / the onion soup was burned by WHO # served a perfect onion soup
+shouted "Order up!" / called out that the meal was ready # said nothing about the order / kept quiet about the meal
+baked a lemon cake / made a cake with citrus fruit / a lemon cake was baked by WHO # threw a lemon cake away / binned the cake
+office: the manager / the team head; the accountant / the bookkeeper; three interns / a trio of trainees; the clerk / the helper
+on the top floor / high up in the tower; in the meeting room / around the conference table; at the bank / inside the bank building
+signed the contract / agreed in writing / the contract was signed by WHO # would not sign the contract / rejected the terms
+sent the report / mailed off the written results / the report was sent by WHO # deleted the report / erased the written results
+asked for a raise / wanted a higher salary # turned down a raise / did not want a higher salary
+said "We open today" / announced that business would begin # said "We stay closed" / announced that there would be no business
+music: the pianist / the keyboard player; the singer / the vocalist; the choir / the chorus; four violinists / a string quartet
+in the concert hall / on the big stage; in the old church / under the chapel roof; at the studio / between the microphones
+played a waltz / performed a dance tune / a waltz was played by WHO # skipped the waltz / left out the dance tune
+forgot the last verse / could not remember how the song ended # knew the last verse / remembered how the song ended
+recorded an album / put fresh songs on tape / an album was recorded by WHO # cancelled an album / shelved some fresh songs
+delighted the audience / pleased the listeners / the audience was delighted by WHO # bored the audience / made listeners yawn
+home: the grandmother / the old lady; the father / the dad; the twins / the two sisters; the guest / the visitor
+in the living room / in the lounge; in the attic / right under the roof; in the cellar / down in the basement
+painted the chair red / made the seat scarlet / the chair was painted red by WHO # left the chair unpainted / left the seat plain
+fell asleep / drifted off into a nap # stayed awake / did not sleep a wink
+wrapped the present / put the gift in paper / the present was wrapped by WHO # unwrapped the present / tore the paper off the gift
+won the chess game / beat everybody at chess # lost the chess game / was beaten at chess
+weather: the storm / the violent gale; the rain / the downpour; the snow / the snowfall; the fog / the thick mist
+in the village / around the cottages; along the coast / near the seashore; in the mountains / up on the peaks
+stopped all traffic / brought every car to a halt / all traffic was stopped by WHO # left the traffic alone / held up no cars
+grew heavier / became more intense # grew lighter / became less intense
+lasted for hours / went on and on # ended within minutes / was soon over
+pleased the children / made little ones cheer / the children were pleased by WHO # upset the children / made little ones cry
+animals: the old dog / the grey-muzzled hound; the cat / the kitten; two ponies / a couple of horses; the fox / the red hunter
+in the park / on the public lawn; by the river / on the bank of the stream; behind the barn / at the back of the stable
+chased the ball / ran after the toy / the ball was chased by WHO # ignored the ball / paid no attention to the toy
+ate the apples / swallowed the fruit / the apples were eaten by WHO # left the apples untouched / would not touch the fruit
+slept like a stone / dozed without a break # kept both eyes open / stayed fully alert
+jumped over the fence / leapt across the wooden rails # crawled under the fence / squeezed below the wooden rails
+football: the captain / the team leader; the goalkeeper / the woman in goal; the referee / the official; the players / the team
+in the stadium / in front of the stands; on the training ground / on the practice field; in the yard / between the houses
+kicked the ball away / sent the ball flying / the ball was kicked away by WHO # held on to the ball / kept the ball close
+shook hands with the fans / greeted the supporters # walked past the fans / avoided the supporters
+drank some water / took a few sips from a bottle # went thirsty / drank nothing at all
+started the match / got the game going / the match was started by WHO # called off the match / decided there would be no game
+travel: the conductor / the ticket inspector; the tourists / sightseers; the cyclist / the bike rider; five hikers / five walkers
+at the station / beside the platform; at the border / near the frontier post; in the harbour / by the moored boats
+took a wrong turn / went the wrong way # took the right road / went the correct way
+missed the bus / came too late for the coach / the bus was missed by WHO # caught the bus / got to the coach on time
+bought a map / paid for a street plan / a map was bought by WHO # sold a map / parted with a street plan
+photographed the bridge / took pictures of the crossing # took no pictures of the bridge / aimed no camera at the crossing
+"""
+WHEN = """at dawn / as the sun came up / just when day was breaking; at noon / in the middle of the day / at twelve o'clock
+late at night / close to midnight / when most people were in bed; an hour ago / sixty minutes ago; two weeks ago / a fortnight ago
+on New Year's Day / on the first of January; last spring / when flowers came out; during the holidays / in the school break"""
+LEADS = "According to Zoë, ", "Søren saw that ", "As Łukasz tells it, ", "Chloé says that ", "Jürgen heard that ", "İpek wrote that "
+WHO, ACT, WHERE, TIME, OPPOSITE = range(5)
+CHANGED = {5.0: (), 4.4: (), 4.0: (TIME,), 3.6: (WHO,), 2.4: (OPPOSITE,), 1.6: (ACT, TIME), 0.8: (WHO, ACT, WHERE, TIME), 0.0: ()}
+rng, seen, DOMAINS = random.Random(10), set(), []
+for who, where, *acts in zip(*[iter(WORLD.strip().split("\n"))] * 6):
+    lines = who.split(": ")[1], "; ".join(acts), where, WHEN.replace("\n", "; ")
+    DOMAINS.append([[choice.split(" / ") for choice in line.replace(" # ", "; ").split("; ")] for line in lines])
+SUBSETS = {"indoors": DOMAINS[:4], "outdoors": DOMAINS[4:]}
+
+
+def pick(options):  # rng.random alone is promised to repeat in every Python version
+    return options[int(rng.random() * len(options))]
+
+
+def draw(domains):
+    domain = pick(domains)
+    return domain, [pick(range(len(choices))) for choices in domain], [pick(range(6)) for _ in domain]
+
+
+def change(domain, meaning, *slots):
+    new = list(meaning)
+    for s in slots:
+        if s == OPPOSITE:
+            new[ACT] ^= 1  # acts 2i and 2i + 1 are opposites
+        else:
+            new[s] = pick([i for i in range(len(domain[s])) if i != new[s] and (s != ACT or i != new[s] ^ 1)])
+    return new
+
+
+def say(domain, meaning, words, reword=0.0, drop=None, lead="", front=None):
+    words = [(w + pick((1, 5))) % 6 if rng.random() < reword else w for w in words]  # another of two or three
+    who, act, where, when = (choices[m][w % len(choices[m])] for choices, m, w in zip(domain, meaning, words))
+    text = lead + (act.replace("WHO", who) if "WHO" in act else f"{who} {act}")
+    front = pick((WHO, WHERE, TIME)) if front is None else front
+    for slot, place in (WHERE, where), (TIME, when):
+        if slot != drop:
+            text = f"{place}, {text}" if slot == front else f"{text} {place}"
+    return text[0].upper() + text[1:] + ("" if text.endswith(('!"', '?"')) else ".")
+
+
+def triple(domains):
+    case = domain, meaning, words = draw(domains)
+    lead = pick(LEADS) if rng.random() < 0.2 else ""
+    against = change(domain, meaning, pick((WHO, WHERE, TIME, OPPOSITE, OPPOSITE, OPPOSITE)))
+    premise = say(*case, lead=lead, front=WHO if lead else None)
+    return premise, say(*case, 0.8, pick((None, None, WHERE, TIME))), say(domain, against, words, 0.4)
+
+
+def sentence(domains):
+    case = domain, meaning, words = draw(domains)
+    drop = pick((WHERE, TIME))  # the first clause has one of the two, the second the other
+    one, two = say(*case, drop=drop), say(domain, change(domain, meaning, WHO, ACT), words, 0.0, WHERE + TIME - drop, front=WHO)
+    return (pick((one, f"{one.rstrip('.')}, {pick(('and', 'while'))} {two[0].lower()}{two[1:]}")),)
+
+
+def pair(domains, score):
+    case = domain, meaning, words = draw(domains)
+    if score == 0.0:
+        domain, meaning, words = draw([d for d in DOMAINS if d is not domain])
+    return say(*case), say(domain, change(domain, meaning, *CHANGED[score]), words, 0.7, TIME if score == 4.4 else None)
+
+
+def fresh(make, *args):  # no sentence comes twice, neither in one file nor in two
+    while True:
+        row = make(*args)
+        if len({*row} - seen) == len(row) and all(6 <= len(text.split()) <= 25 for text in row):
+            seen.update(row)
+            return row
+
+
+def main(folder=Path(__file__).parent):
+    nli = [fresh(triple, domains) for _ in range(300) for domains in SUBSETS.values()]
+    sts = [(*fresh(pair, SUBSETS[name], score), str(score), name) for _ in range(19) for score in CHANGED for name in SUBSETS]
+    sentences = [fresh(sentence, domains) for _ in range(300) for domains in SUBSETS.values()]
+    with open(Path(folder, "nli.csv"), "w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([("sent0", "sent1", "hard_neg"), *nli])
+    for name, rows in ("sts.tsv", [("sentence1", "sentence2", "score", "subset"), *sts[:300]]), ("sentences.txt", sentences):
+        Path(folder, name).write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
