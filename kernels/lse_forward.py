@@ -96,7 +96,7 @@ def tile(x, rule):
     if x.dtype != torch.float32:
         return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=64, num_warps=8, num_stages=3, PRECISION="tf32")   # of no effect
     if torch.get_float32_matmul_precision() == "highest":     # plain multiply-adds: no tensor core takes full float32
-        return dict(BLOCK_N=64, BLOCK_M=64, BLOCK_D=32, num_warps=8, num_stages=2, PRECISION="ieee")
+        return dict(BLOCK_N=64, BLOCK_M=64, BLOCK_D=16, num_warps=8, num_stages=2, PRECISION="ieee")
     return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32, num_warps=8, num_stages=3, PRECISION="tf32")
 
 
