@@ -43,7 +43,7 @@ from kernels import choose_impl, similarity_lse
 
 def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error, add, count = fail, parser.add_argument, at_least(1, int)
+    parser.error, add = fail, parser.add_argument
     poolings = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last")
     add("--pooling", choices=poolings, help="what is a sentence's embedding; default cls (§6.3), scratch avg")
     add("--head", choices=("keep", "train-only"), help="pooling cls: its MLP at test; default keep, unsupervised train-only")
@@ -54,14 +54,14 @@ def make_parser():
     add("--dev", help="scored pairs that choose the best checkpoint; none: the last one is kept")
     add("--model", default="bert-base-uncased", help="hub name, local folder or scratch; default bert-base-uncased")
     add("--out", default="out/simcse", help="folder to write; default out/simcse")
-    add("--batch-size", type=count, help="over all GPUs; default 512, unsupervised 64 (appendix A), scratch 32")
-    add("--epochs", type=count, help="default 3, unsupervised 1 (appendix A), scratch 4")
-    add("--steps", type=count, help="length of the training in steps instead of epochs")
+    add("--batch-size", type=at_least(1, int), help="over all GPUs; default 512, unsupervised 64 (appendix A), scratch 32")
+    add("--epochs", type=at_least(1, int), help="default 3, unsupervised 1 (appendix A), scratch 4")
+    add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
     add("--lr", type=at_least(0), help="falls linearly to 0; default 5e-5, unsupervised 3e-5 (appendix A), scratch 2e-3")
     add("--temperature", type=at_least(1e-4), default=0.05, help="τ; default 0.05 (§3)")
     add("--max-length", type=at_least(3, int), default=32, help="tokens a training sentence keeps; default 32 (appendix A)")
     add("--seed", type=at_least(0, int), default=42, help="default 42")
-    add("--eval-every", type=count, default=125, help="steps between evaluations; default 125 (released scripts)")
+    add("--eval-every", type=at_least(1, int), default=125, help="steps between evaluations; default 125 (released scripts)")
     add("--resume", action="store_true", help="continue the run in --out from its last evaluation, with the same flags")
     add("--impl", default="auto", choices=("auto", "triton", "blockwise", "eager"), help="kernels; default auto")
     add("--fp32", action="store_true", help="no bf16 autocast on a GPU")
@@ -73,17 +73,6 @@ MODES = {1: dict(mode="unsupervised", views=2, pooling="cls", head="train-only",
          2: dict(mode="pairs", views=2, pooling="cls", head="keep", batch_size=512, lr=5e-5, epochs=3),
          3: dict(mode="supervised", views=3, pooling="cls", head="keep", batch_size=512, lr=5e-5, epochs=3)}
 SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
-
-
-def at_least(least, kind=float):
-    """An argparse type: a finite number from least up."""
-    def convert(text):
-        value = kind(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
-        return value
-    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
-    return convert
 
 
 # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -108,56 +97,6 @@ def load_data(path, args):
     return [tuple(cells) for _, cells in table]
 
 
-def read_table(path):
-    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7"."""
-    path, table, header, place = Path(path), [], None, "line 0"
-    kind = path.suffix.lower()
-    if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
-        fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
-    try:
-        raw = path.read_bytes()
-        for place, cells in read_rows(kind, raw.decode("utf-8-sig")):
-            if isinstance(cells, dict):
-                header = header or list(cells)
-                cells = [cells.pop(name, "") for name in header] + list(cells.values())
-            if not all(isinstance(cell, (str, int, float)) for cell in cells):
-                fail(f"{path} {place}: wanted texts, found {cells}")
-            table.append((place, [str(cell) for cell in cells]))
-    except OSError as error:
-        fail(f"{path}: {error.strerror}")
-    except UnicodeDecodeError as error:
-        line = 1 + raw[: error.start].count(b"\n")
-        fail(f"{path} line {line}: not UTF-8; convert the file first, for example with iconv")
-    except (csv.Error, ValueError) as error:
-        fail(f"{path} after {place}: {getattr(error, 'msg', error)}")
-    names = table[0][1] if table and kind in (".csv", ".tsv") else []
-    if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
-        header, table = names, table[1:]
-    if not table:
-        fail(f"{path}: no rows")
-    for place, cells in table:
-        if len(cells) != len(header or table[0][1]):
-            fail(f"{path} {place}: {len(cells)} columns, wanted {len(header or table[0][1])}")
-    return header, table
-
-
-def read_rows(kind, text):
-    """Yields (place, cells); the cells of a JSON object are still a dict."""
-    lines = io.StringIO(text, newline=None)
-    if kind == ".txt":
-        yield from ((f"line {i}", [line.rstrip("\n")]) for i, line in enumerate(lines, 1))
-    elif kind == ".json" and text.lstrip().startswith("["):
-        yield from ((f"item {i}", row) for i, row in enumerate(json.loads(text), 1))
-    elif kind in (".json", ".jsonl"):
-        yield from ((f"line {i}", json.loads(line)) for i, line in enumerate(lines, 1))
-    else:
-        rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
-        reader, line = csv.reader(io.StringIO(text, newline=""), **rules), 1
-        for cells in reader:
-            yield f"line {line}", cells
-            line = reader.line_num + 1                         # a quoted cell may hold newlines
-
-
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU measured with 2 layers of 768.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 
@@ -177,29 +116,6 @@ def make_batch(rows, model, args):
         mask = torch.arange(ids.shape[1]) < torch.tensor([len(ids) for ids in group])[:, None]
         batch.append([x.to(model.device, torch.int64) for x in (places, ids, mask)])
     return batch
-
-
-def length_groups(lengths, cost):
-    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming."""
-    best = {0: (0, 0)}                                         # the first n rows: (least cost, start of their last group)
-    for end in range(1, len(lengths) + 1):
-        if end == len(lengths) or lengths[end - 1] < lengths[end]:
-            best[end] = min((best[start][0] + (end - start) * lengths[end - 1] + cost, start) for start in best)
-    cuts, end = [], len(lengths)
-    while end:
-        cuts.append((best[end][1], end))
-        end = best[end][1]
-    return cuts[::-1]
-
-
-def tokenise(sentences, model, longest):
-    """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
-    rows, cut = [], 0
-    for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
-        encoded = model.tokenizer(sentences[start : start + 10_000], truncation=True, max_length=longest)
-        rows += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
-        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-    return rows, cut
 
 
 # ── model ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -396,6 +312,79 @@ def evaluate(model, pairs, args):
 
 
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_table(path):
+    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7"."""
+    path, table, header, place = Path(path), [], None, "line 0"
+    kind = path.suffix.lower()
+    if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
+        fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
+    try:
+        raw = path.read_bytes()
+        for place, cells in read_rows(kind, raw.decode("utf-8-sig")):
+            if isinstance(cells, dict):
+                header = header or list(cells)
+                cells = [cells.pop(name, "") for name in header] + list(cells.values())
+            if not all(isinstance(cell, (str, int, float)) for cell in cells):
+                fail(f"{path} {place}: wanted texts, found {cells}")
+            table.append((place, [str(cell) for cell in cells]))
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        line = 1 + raw[: error.start].count(b"\n")
+        fail(f"{path} line {line}: not UTF-8; convert the file first, for example with iconv")
+    except (csv.Error, ValueError) as error:
+        fail(f"{path} after {place}: {getattr(error, 'msg', error)}")
+    names = table[0][1] if table and kind in (".csv", ".tsv") else []
+    if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
+        header, table = names, table[1:]
+    if not table:
+        fail(f"{path}: no rows")
+    for place, cells in table:
+        if len(cells) != len(header or table[0][1]):
+            fail(f"{path} {place}: {len(cells)} columns, wanted {len(header or table[0][1])}")
+    return header, table
+
+
+def read_rows(kind, text):
+    """Yields (place, cells); the cells of a JSON object are still a dict."""
+    lines = io.StringIO(text, newline=None)
+    if kind == ".txt":
+        yield from ((f"line {i}", [line.rstrip("\n")]) for i, line in enumerate(lines, 1))
+    elif kind == ".json" and text.lstrip().startswith("["):
+        yield from ((f"item {i}", row) for i, row in enumerate(json.loads(text), 1))
+    elif kind in (".json", ".jsonl"):
+        yield from ((f"line {i}", json.loads(line)) for i, line in enumerate(lines, 1))
+    else:
+        rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
+        reader, line = csv.reader(io.StringIO(text, newline=""), **rules), 1
+        for cells in reader:
+            yield f"line {line}", cells
+            line = reader.line_num + 1                         # a quoted cell may hold newlines
+
+
+def tokenise(sentences, model, longest):
+    """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
+    rows, cut = [], 0
+    for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
+        encoded = model.tokenizer(sentences[start : start + 10_000], truncation=True, max_length=longest)
+        rows += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
+        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    return rows, cut
+
+
+def length_groups(lengths, cost):
+    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming."""
+    best = {0: (0, 0)}                                         # the first n rows: (least cost, start of their last group)
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or lengths[end - 1] < lengths[end]:
+            best[end] = min((best[start][0] + (end - start) * lengths[end - 1] + cost, start) for start in best)
+    cuts, end = [], len(lengths)
+    while end:
+        cuts.append((best[end][1], end))
+        end = best[end][1]
+    return cuts[::-1]
 
 
 def start(args):
@@ -624,6 +613,17 @@ def peak_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def at_least(least, kind=float):
+    """An argparse type: a finite number from least up."""
+    def convert(text):
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
+        return value
+    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
+    return convert
+
+
 def say(label, text):
     if os.environ.get("RANK", "0") == "0":
         print(f"{label:<8} {text}", flush=True)
@@ -686,7 +686,7 @@ def main(argv=None):
             if values["best"]:
                 progress["best"] = {"step": step, **scores}
                 save_model(model, progress["best"], args)
-        if due or step % max(1, total // 50) == 0:
+        if due or step % (1 + total // 40) == 0:
             report(step, total, values, began, args)
         if due:
             progress["step"] = step

@@ -19,14 +19,16 @@ OWNED = "make_parser load_data make_batch build_model compute_loss main".split()
 SKELETON = {  # every banner, and every name that two scripts share, in the order of the file
     "flags": "make_parser",
     "data": "load_data make_batch",
-    "model": "build_model embed",
+    "model": "build_model load_encoder embed",
     "the paper": "compute_loss",
     "evaluation": "load_sts spearman knn_accuracy evaluate",
-    "plumbing": "start all_gather average_gradients lr_at batches report save_model save_state load_state fail",
+    "plumbing": "read_table read_rows tokenise length_groups start begin_out GatherRows all_gather average_gradients lr_at "
+                "batches report save_model model_card load_line load_best save_state load_state peak_gb at_least say fail",
     "main": "main",
 }
 ORDER = [entry for title, names in SKELETON.items() for entry in (f"── {title}", *names.split())]
 BANNER = re.compile(r"# (── .+?) ─+$")
+SCRIPT_LINES = 720  # half of it is furniture: bad input, resume, torchrun and the layouts of two libraries take 350 lines
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -103,7 +105,7 @@ def over_budget(scripts):
     for script in scripts:
         sizes = [(node.name, node.end_lineno - node.lineno + 1, 80 if node is script.nodes.get("main") else 50)
                  for node in ast.walk(script.tree) if isinstance(node, FUNCTION)]
-        for name, lines, budget in [("the script", len(script.lines) - 1, 500), *sizes]:
+        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES), *sizes]:
             if lines > budget:
                 yield f"{script.name}: {name} has {lines} lines, the budget is {budget}"
 
@@ -188,7 +190,7 @@ def test_agreement_passes(tmp_path):
     ("evaluation ───", "evaluation ────", "the banner ── evaluation differs"),
     ("return 1\n", "return 1\n" + "    x = 1\n" * 49, "compute_loss has 51 lines, the budget is 50"),
     ("return 0\n", "return 0\n" + "    x = 1\n" * 79, "main has 81 lines, the budget is 80"),
-    (DATA, DATA + "\n" * (501 - GOOD.count("\n")), "the script has 501 lines, the budget is 500"),
+    (DATA, DATA + "\n" * (721 - GOOD.count("\n")), "the script has 721 lines, the budget is 720"),
 ])
 def test_each_fault_is_reported(tmp_path, old, new, said):
     assert old in GOOD
