@@ -78,7 +78,7 @@ def block_shape(q, k):
     entries = BUFFER_MB * 2 ** 20 // q.element_size()
     side = 1 << (entries.bit_length() - 1) // 2
     height = min(len(q), max(side, entries // len(k)))
-    return height, min(len(k), entries // height)
+    return height, min(len(k), entries // height, 2 ** 22)      # a grid has at most 65,535 programs across
 
 
 def product(a, b):

@@ -120,7 +120,7 @@ def choose_impl(impl, x):
 def _lse(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor], column_ids: Optional[Tensor],
          row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int, impl: str) -> Tensor:
     rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         if impl == "blockwise":
             return blockwise.similarity_lse(q, k, temperature, rule)
         from . import lse_forward
@@ -138,7 +138,7 @@ def _lse_backward(grad: Tensor, lse: Tensor, q: Tensor, k: Tensor, temperature: 
                   column_groups: Optional[Tensor], offset: int, impl: str, needs_q: bool, needs_k: bool,
                   needs_temperature: bool) -> Tuple[Tensor, Tensor, Tensor]:
     rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         if impl == "blockwise":
             path = blockwise
         else:

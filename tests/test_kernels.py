@@ -155,13 +155,14 @@ def test_blocks_of_weights(monkeypatch):
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", offset=7, impl=impl), q.dtype, q, k)
 
 
-@pytest.mark.parametrize("n, m, size", [(1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (8192, 8192, 2)])
+@pytest.mark.parametrize("n, m, size", [(1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
 def test_block_shape_fits_the_buffer(n, m, size):
     from kernels import lse_gradient
     dtype = torch.float32 if size == 4 else torch.float16
     height, width = lse_gradient.block_shape(torch.empty(n, 1, dtype=dtype), torch.empty(m, 1, dtype=dtype))
     assert 1 <= height <= n and 1 <= width <= m and height * width * size <= lse_gradient.BUFFER_MB * 2 ** 20
-    assert height * width == n * m or height * width * size > lse_gradient.BUFFER_MB * 2 ** 20 // 4
+    assert height * width == n * m or height * width * size > lse_gradient.BUFFER_MB * 2 ** 20 // 4 or width == 2 ** 22
+    assert width <= 128 * 65_535
 
 
 class Largest(TorchDispatchMode):
