@@ -140,6 +140,8 @@ def build_model(args):
         torch.nn.init.normal_(model.head.weight, std=config.initializer_range)
         torch.nn.init.zeros_(model.head.bias)
     config.output_hidden_states = args.pooling in ("avg_top2", "avg_first_last")
+    if not hasattr(model.encoder, "embeddings"):
+        fail(f"--model {args.model}: {type(model.encoder).__name__} is no encoder like BERT, RoBERTa or DistilBERT")
     table = getattr(model.encoder.embeddings, "position_embeddings", None)
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1     # as RoBERTa's
     model.longest = min(model.tokenizer.model_max_length, config.max_position_embeddings - reserved)
@@ -166,11 +168,18 @@ def load_encoder(args):
         fail(f"--model {args.model}: no config.json in this folder, so it is no transformers model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        return auto.from_pretrained(args.model, attn_implementation="sdpa", dtype=torch.float32), tokenizer
+        model, info = auto.from_pretrained(args.model, attn_implementation="sdpa", dtype=torch.float32,
+                                           output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as error:                                 # whatever the network or a damaged file makes of it
         if local:
-            fail(f"--model {args.model}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            fail(f"--model {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
         fail(f"--model {args.model}: no such folder, and the hub does not give it; name a local folder, or take scratch")
+    lost = [name for name in (*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"]))     # would be random
+            if name.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict() and "pooler" not in name]
+    what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
+    if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
+        fail(f"--model {args.model}: {what} are missing or do not fit its config.json")
+    return model, tokenizer
 
 
 def embed(model, batch):
@@ -263,9 +272,9 @@ def load_sts(path):
     header, table = read_table(path)
     names = ["sentence1", "sentence2", "score"]
     if header is None and len(table[0][1]) == 3:               # the score is last, unless only the first cell is a number
-        header = names if re.fullmatch(r"[\d. ]+", table[0][1][2]) else ["score", "sentence1", "sentence2"]
+        header = names if re.fullmatch(r"[\d. ]*", table[0][1][2]) else ["score", "sentence1", "sentence2"]
     if header is None or not set(names) <= set(header):
-        fail(f"{path}: wanted a header with {', '.join(names)}, or three columns with the score first or last")
+        fail(f"{path}: {', '.join(header or ['no header'])}; wanted {', '.join(names)}, or 3 columns, the score first or last")
     pairs = []
     for place, cells in table:
         one, two, score = (" ".join(cells[header.index(name)].split()) for name in names)
@@ -326,16 +335,17 @@ def read_table(path):
             if isinstance(cells, dict):
                 header = header or list(cells)
                 cells = [cells.pop(name, "") for name in header] + list(cells.values())
-            if not all(isinstance(cell, (str, int, float)) for cell in cells):
-                fail(f"{path} {place}: wanted texts, found {cells}")
+            if not isinstance(cells, list) or not all(isinstance(cell, (str, int, float)) for cell in cells):
+                fail(f"{path} {place}: wanted a row of texts, found {str(cells)[:60]!r}")
             table.append((place, [str(cell) for cell in cells]))
     except OSError as error:
         fail(f"{path}: {error.strerror}")
     except UnicodeDecodeError as error:
-        line = 1 + raw[: error.start].count(b"\n")
-        fail(f"{path} line {line}: not UTF-8; convert the file first, for example with iconv")
-    except (csv.Error, ValueError) as error:
-        fail(f"{path} after {place}: {getattr(error, 'msg', error)}")
+        fail(f"{path} line {1 + error.object.count(10, 0, error.start)}: not UTF-8; convert it, for example with iconv")  # 10: \n
+    except csv.Error as error:
+        fail(f'{path} after {place}: {error}; close every ", and write "" for one inside a cell')
+    except (ValueError, RecursionError) as error:              # JSON
+        fail(f"{path} line {int(place[5:]) + getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}")
     names = table[0][1] if table and kind in (".csv", ".tsv") else []
     if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
         header, table = names, table[1:]
@@ -355,7 +365,7 @@ def read_rows(kind, text):
     elif kind == ".json" and text.lstrip().startswith("["):
         yield from ((f"item {i}", row) for i, row in enumerate(json.loads(text), 1))
     elif kind in (".json", ".jsonl"):
-        yield from ((f"line {i}", json.loads(line)) for i, line in enumerate(lines, 1))
+        yield from ((f"line {i}", json.loads(line.rstrip())) for i, line in enumerate(lines, 1))
     else:
         rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
         reader, line = csv.reader(io.StringIO(text, newline=""), **rules), 1
@@ -585,7 +595,10 @@ def load_state(model, optimizer, args):
     """Continues the run in --out: its progress; metrics of later steps are dropped, other flags than it had refused."""
     out = Path(args.out)
     try:
-        flags = json.loads((out / "args.json").read_text())
+        for name, value in json.loads((out / "args.json").read_text()).items():
+            if getattr(args, name, None) != value:
+                fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
+        load_best(model, args)                                 # would be missed at the end only
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -594,10 +607,7 @@ def load_state(model, optimizer, args):
             torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
         rows = [row for row in open(out / "metrics.jsonl") if json.loads(row)["step"] <= state["progress"]["step"]]
     except Exception as error:                                 # a damaged file has many ways to fail
-        fail(f"--resume: state.pt, args.json or metrics.jsonl in {out} cannot be used ({type(error).__name__})")
-    for name, value in flags.items():
-        if getattr(args, name, None) != value:
-            fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
+        fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
     if args.rank == 0:
         (out / "metrics.jsonl").write_text("".join(rows))
     return state["progress"]
@@ -617,7 +627,7 @@ def at_least(least, kind=float):
     """An argparse type: a finite number from least up."""
     def convert(text):
         value = kind(text)
-        if not least <= value < math.inf:
+        if not least <= value < 2**63:                         # no infinity, no NaN, no seed too long for PyTorch
             raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
         return value
     convert.__name__ = kind.__name__                           # argparse names it where the text is no number
@@ -630,8 +640,9 @@ def say(label, text):
 
 
 def fail(message):
-    """Ends the run with one line for the person who started it."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+    """Ends the run with one line for the person who started it; the ranks of a run find the same fault."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

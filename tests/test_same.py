@@ -28,7 +28,7 @@ SKELETON = {  # every banner, and every name that two scripts share, in the orde
 }
 ORDER = [entry for title, names in SKELETON.items() for entry in (f"── {title}", *names.split())]
 BANNER = re.compile(r"# (── .+?) ─+$")
-SCRIPT_LINES = 720  # half of it is furniture: bad input, resume, torchrun and the layouts of two libraries take 350 lines
+SCRIPT_LINES = 730  # half of it is furniture: bad input, resume, torchrun and the layouts of two libraries take 350 lines
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -190,7 +190,7 @@ def test_agreement_passes(tmp_path):
     ("evaluation ───", "evaluation ────", "the banner ── evaluation differs"),
     ("return 1\n", "return 1\n" + "    x = 1\n" * 49, "compute_loss has 51 lines, the budget is 50"),
     ("return 0\n", "return 0\n" + "    x = 1\n" * 79, "main has 81 lines, the budget is 80"),
-    (DATA, DATA + "\n" * (721 - GOOD.count("\n")), "the script has 721 lines, the budget is 720"),
+    (DATA, DATA + "\n" * (731 - GOOD.count("\n")), "the script has 731 lines, the budget is 730"),
 ])
 def test_each_fault_is_reported(tmp_path, old, new, said):
     assert old in GOOD
