@@ -79,6 +79,15 @@ def softmax_loss(q, k, targets, weights, temperature, rule, with_grad):
     return loss, dq, dk
 
 
+def similarity_topk(q, k, temperature, n, rule):
+    """(values (N, n) in temperature's dtype, columns (N, n) int64, −1 where none is left), largest first."""
+    q, k = q.to(temperature.dtype), k.to(temperature.dtype)
+    values, columns = q.new_empty(len(q), n), torch.empty(len(q), n, dtype=torch.int64, device=q.device)
+    for rows, s in strips(q, k, temperature, rule):
+        torch.topk(s, n, 1, out=(values[rows], columns[rows]))
+    return values, columns.masked_fill_(values.isneginf(), -1)
+
+
 def add_rows(total, index, rows):
     """total[index] += rows, repeated indices too, always in the same order: on each device the function that keeps it."""
     if total.is_cuda:

@@ -45,6 +45,29 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, off
     return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
 
 
+@torch.no_grad()
+def similarity_topk(q, k, n, *, exclude=None, within=None, offset=0, impl="auto"):
+    """The n columns of largest q_i·k_j for each row i, largest first; the (N, M) matrix is never stored.
+
+    q, k                     as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
+                             unless exclude="diagonal")
+    n                        1 ≤ n ≤ M
+    exclude, within, offset  as in similarity_lse
+    returns                  (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
+                             a row with fewer than n columns ends in (-inf, -1); equal products in any order
+    raises                   ValueError naming the argument, what it was and what is wanted
+    memory                   O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
+    """
+    q, k, one, one_set = check_inputs(q, k, 1.0)
+    rule = make_rule(q, k, one_set, exclude, within, offset)
+    if not isinstance(n, int) or not 1 <= n <= len(k):
+        raise ValueError(f"n: {n}, wanted an integer from 1 to the {len(k)} rows of k")
+    impl = choose_impl(impl, q)
+    if impl == "eager":
+        return eager.similarity_topk(q, k, one, n, rule)
+    return torch.ops.tencl.similarity_topk(q, k, one, n, *rule, impl)
+
+
 def softmax_loss(q, k, targets, weights, temperature, rule, impl):
     """Σ_i w_i softplus(lse_i − q_i·k_target/τ), scalar: a cross entropy whose positives the rule leaves out of lse.
 
@@ -224,3 +247,20 @@ def _scale_gradients(ctx, grad, *_):
 
 _softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
 _softmax_loss_backward.register_autograd(_no_second_derivative)
+
+
+@torch.library.custom_op("tencl::similarity_topk", mutates_args=())
+def _topk(q: Tensor, k: Tensor, temperature: Tensor, n: int, exclude: str, row_ids: Optional[Tensor],
+          column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int,
+          impl: str) -> Tuple[Tensor, Tensor]:
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+        if impl == "blockwise":
+            return blockwise.similarity_topk(q, k, temperature, n, rule)
+        from . import topk
+        return topk.similarity_topk(q, k, temperature, n, rule)
+
+
+@_topk.register_fake
+def _(q, k, temperature, n, *rest):
+    return temperature.new_empty(q.shape[0], n), q.new_empty(q.shape[0], n, dtype=torch.int64)
