@@ -54,7 +54,7 @@ def test_lse(first):
     for seed in range(first, min(first + 25, CASES)):
         impl, q, k, temperature, rule = draw(seed)
         try:
-            compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule), q.dtype, q, k, temperature, impl)
+            compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule), q.dtype, q, k, temperature, impl, units=64)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {impl}, {q.dtype}, {tuple(q.shape)} × {tuple(k.shape)}, τ {temperature:.3g}, "
                                  f"{ {name: type(x).__name__ for name, x in rule.items()} }: {error}") from error

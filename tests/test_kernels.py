@@ -48,7 +48,7 @@ def differentiate(f, *inputs):
     return [value.detach().double()] + [g.double() for g in torch.autograd.grad((finite * weights).sum(), inputs)]
 
 
-def assert_close(ours, exact, eager, dtype, steepness, units=16):
+def assert_close(ours, exact, eager, dtype, steepness, units):
     """Each of ours as close to exact as three times eager's own error, plus a few units of rounding of the largest entry.
 
     The exponential multiplies the rounding of a logit, done in float32, by the logit: steepness is the largest one, 1/τ.
@@ -62,13 +62,13 @@ def assert_close(ours, exact, eager, dtype, steepness, units=16):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def compare(f, dtype, q, k, temperature=0.07, impl="triton"):
+def compare(f, dtype, q, k, temperature=0.07, impl="triton", units=16):
     """f(q, k, temperature, impl) against itself in float64 eager, from the same rounded rows."""
     t = torch.tensor(temperature, dtype=torch.float32, device=DEVICE)
     exact = differentiate(lambda *x: f(*x, "eager"), q.double(), k.double(), t.double())
     eager = differentiate(lambda *x: f(*x, "eager"), q, k, t.double() if dtype == torch.float64 else t)
     ours = differentiate(lambda *x: f(*x, impl), q, k, t.double() if dtype == torch.float64 else t)
-    assert_close(ours, exact, eager, dtype, 1 / temperature)
+    assert_close(ours, exact, eager, dtype, 1 / temperature, units)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -79,6 +79,15 @@ def test_rules_and_shapes(impl, dtype, shape, name):
     n, m, d = shape
     q, k = rows(n, d, dtype, 0), rows(m, d, dtype, 1)
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, n, m)), dtype, q, k, impl=impl)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (6, 1, 8), (37, 53, 20), (10, 700, 130), (5, 40, 300)], ids=str)
+@pytest.mark.parametrize("impl, dtype", [("blockwise", torch.float64), ("blockwise", torch.float32)] + [("triton", x) for x in TRITON], ids=str)
+def test_keys_without_gradient(impl, dtype, shape, name):
+    n, m, d = shape
+    q, k = rows(n, d, dtype, 40), rows(m, d, dtype, 41)
+    compare(lambda q, k, t, impl: similarity_lse(q, k.detach(), t, impl=impl, **rule(name, n, m)) + 0 * k.sum(), dtype, q, k, impl=impl)
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
@@ -187,7 +196,7 @@ def test_blockwise_never_holds_the_matrix():
         with Largest() as seen:
             lse = blockwise.similarity_lse(q, q, t, selected)
             blockwise.similarity_lse_backward(torch.ones_like(lse), lse, q, q, t, selected, True, True)
-            blockwise.softmax_loss(q, q, torch.arange(n, device=DEVICE), lse, t, selected, True)
+            blockwise.softmax_loss(q, q, torch.arange(n, device=DEVICE), lse, t, selected, True, True)
         assert seen.entries <= blockwise.STRIP < n * n
 
 
@@ -248,7 +257,7 @@ def test_opcheck(impl, name):
     torch.library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
     if impl == "blockwise":
         targets, weights = torch.arange(6, device=DEVICE), torch.full((6,), 1 / 6, device=DEVICE)
-        torch.library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True))
+        torch.library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True, True))
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
