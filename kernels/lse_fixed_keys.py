@@ -53,12 +53,14 @@ def fixed_keys_kernel(LSE, O, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS
 
 
 def block_sizes(q, rule):
-    """As tile(), with all of a row in one block and few enough columns that o fits beside the logits."""
+    """As tile(), with all of a row in one block and few enough columns that o fits beside the logits; maxnreg keeps the
+    assembler from spilling to run more programs."""
     blocks, width = tile(q, rule), max(16, triton.next_power_of_2(q.shape[1]))
+    blocks |= {"BLOCK_D": width, "num_stages": 2, "maxnreg": 232}
     if blocks["PRECISION"] == "ieee":
-        return {**blocks, "BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": width}
-    return {**blocks, "BLOCK_N": 64, "BLOCK_M": 64 if width <= 128 and q.dtype != torch.float32 else 32, "BLOCK_D": width,
-            "num_warps": 4 if width <= 128 else 8, "num_stages": 2}
+        return {**blocks, "BLOCK_N": 32, "BLOCK_M": 32}
+    return {**blocks, "BLOCK_N": 64, "BLOCK_M": 64 if width <= 128 and q.dtype != torch.float32 else 32,
+            "num_warps": 4 if width <= 128 else 8}
 
 
 def similarity_lse(q, k, temperature, rule):

@@ -17,6 +17,7 @@ from .rules import Rule, make_rule
 IMPLS = ("auto", "triton", "blockwise", "eager")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 FIXED_KEYS_WIDEST = {torch.float32: 64, torch.float16: 256, torch.bfloat16: 256}    # D that lse_fixed_keys keeps in registers
+TOPK_SLOTS = 64                                                  # columns a row that topk keeps in registers
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -60,7 +61,7 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, offset=0, impl="auto"
 
     q, k                     as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
                              unless exclude="diagonal")
-    n                        1 ≤ n ≤ M
+    n                        1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
     exclude, within, offset  as in similarity_lse
     returns                  (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
                              a row with fewer than n columns ends in (-inf, -1); equal products in any order
@@ -74,6 +75,8 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, offset=0, impl="auto"
     impl = choose_impl(impl, q)
     if impl == "eager":
         return eager.similarity_topk(q, k, one, n, rule)
+    if n > TOPK_SLOTS:
+        impl = "blockwise"
     return torch.ops.tencl.similarity_topk(q, k, one, n, *rule, impl)
 
 

@@ -45,11 +45,16 @@ def topk_kernel(VALUES, PLACES, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROU
     tl.store(PLACES + out, places, mask=(rows < N)[:, None])
 
 
+def block_sizes(q, rule):
+    """As tile(), smaller, because the slots need registers; maxnreg keeps the assembler from spilling to run more programs."""
+    return {**tile(q, rule), "BLOCK_N": 64, "BLOCK_M": 64, "maxnreg": 232}
+
+
 def similarity_topk(q, k, temperature, n, rule):
     """(values (N, n) float32, columns (N, n) int64), largest first; see kernels.similarity_topk."""
     check_device(q)
     pointers, sizes, rest = arguments(q, k, temperature, rule)
-    blocks = {**tile(q, rule), "BLOCK_N": 64, "BLOCK_M": 64}               # the slots need the registers
+    blocks = block_sizes(q, rule)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
     split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
     splits, slots = triton.cdiv(len(k), split), triton.next_power_of_2(max(n, 2))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, similarity_lse
+from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, similarity_lse, similarity_topk
 from kernels.rules import make_rule
 
 GPU = torch.cuda.is_available()
@@ -294,6 +294,18 @@ def test_second_derivative_is_refused(impl, f):
     torch.autograd.grad(gradient.norm(), q)
 
 
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("n", [1, 5, 64, 65, 200])
+def test_topk(impl, n):
+    """Also beyond the slots of the Triton kernel; random rows have no ties. Strips and splits are merged in order."""
+    q, k = rows(30, 16, torch.float32, 42), rows(1100, 16, torch.float32, 43)
+    values, columns = similarity_topk(q, k, n, exclude="diagonal", offset=3, impl=impl)
+    exact, wanted = similarity_topk(q.double(), k.double(), n, exclude="diagonal", offset=3, impl="eager")
+    assert torch.equal(columns, wanted) and values.dtype == torch.float32 and columns.dtype == torch.int64
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
+    assert torch.equal(similarity_topk(k, None, 1, impl=impl)[1][:, 0], torch.arange(1100, device=DEVICE))
+
+
 Q, K = torch.randn(4, 3), torch.randn(5, 3)
 IDS = torch.arange(4), torch.arange(5)
 
@@ -324,6 +336,8 @@ IDS = torch.arange(4), torch.arange(5)
     (lambda: similarity_lse(Q, K, offset=1.5), "offset: 1.5, wanted an integer"),
     (lambda: similarity_lse(Q, K, impl="cuda"), "impl: 'cuda', wanted one of auto, triton, blockwise, eager"),
     (lambda: similarity_lse(Q.double(), K.double(), impl="triton"), "impl: 'triton' has no float64"),
+    (lambda: similarity_topk(Q, K, 6), "n: 6, wanted an integer from 1 to the 5 rows of k"),
+    (lambda: similarity_topk(Q, K, 0), "n: 0, wanted"),
     (lambda: info_nce(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
     (lambda: info_nce(Q, K, offset=-1), "offset -1"),
     (lambda: info_nce(Q, K, symmetric=True), "symmetric: wanted as many rows in k as in q, found 5 and 4"),
