@@ -1,6 +1,7 @@
 """Softmax losses over similarities whose (N, M) matrix is never stored.
 
 similarity_lse         log Σ_j exp(q_i·k_j / τ) for every row i: the one quadratic term that all these losses share
+similarity_topk        the n nearest columns of every row
 info_nce               mean −log softmax of q_i·k_i among the keys; symmetric=True adds the columns
 clip_loss              the same over rows and columns of image-text pairs
 nt_xent                SimCLR's loss over the 2N views of one set
@@ -10,10 +11,10 @@ Each takes impl="auto" | "triton" | "blockwise" | "eager": Triton on CUDA, plain
 (any device, float64 too), and the textbook formula with the matrix stored, which is the oracle and the baseline.
 """
 from .losses import clip_loss, info_nce, linear_cross_entropy, nt_xent
-from .similarity import choose_impl, similarity_lse
+from .similarity import choose_impl, similarity_lse, similarity_topk
 
 # A folder named `kernels` beside a script hides the PyPI package of that name from transformers, and some of its 5.x
 # releases parse the version of whatever they find: without this line `import transformers` crashes there.
 __version__ = "0.1.0"
 
-__all__ = ["similarity_lse", "info_nce", "clip_loss", "nt_xent", "linear_cross_entropy", "choose_impl"]
+__all__ = ["similarity_lse", "similarity_topk", "info_nce", "clip_loss", "nt_xent", "linear_cross_entropy", "choose_impl"]

@@ -60,23 +60,44 @@ def similarity_lse_backward(grad, lse, q, k, temperature, rule, needs_q, needs_k
     return dq, dk
 
 
-def softmax_loss(q, k, targets, weights, temperature, rule, with_grad):
-    """Σ_i w_i softplus(lse_i − q_i·k_target/τ) and, taken on the way, its gradients: (loss, dq, dk)."""
+def similarity_lse_fixed_keys(q, k, temperature, rule):
+    """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j: where the keys need no gradient, dq_i = g_i o_i / τ."""
+    q, k = q.to(temperature.dtype), k.to(temperature.dtype)
+    lse, o = q.new_empty(len(q)), torch.empty_like(q)
+    for rows, s in strips(q, k, temperature, rule):
+        shift, total = exp_(s)
+        lse[rows] = shift + total.log()
+        torch.mm(s, k, out=o[rows]).div_(total.clamp(min=torch.finfo(s.dtype).tiny)[:, None])
+    return lse, o
+
+
+def softmax_loss(q, k, targets, weights, temperature, rule, needs_q, needs_k):
+    """Σ_i w_i softplus(lse_i − q_i·k_target/τ) and, taken on the way, its gradients: (loss, dq or empty, dk or empty)."""
     dtype = temperature.dtype
     q, k, weights = q.to(dtype), k.to(dtype), weights.to(dtype)
     loss = q.new_zeros(())
-    dq, dk = (torch.zeros_like(x if with_grad else x[:0]) for x in (q, k))
+    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
     for rows, s in strips(q, k, temperature, rule):
         positive_k = k[targets[rows]]
         shift, total = exp_(s)
         gap = shift + total.log() - (q[rows] * positive_k).sum(1) / temperature
         loss -= weights[rows] @ F.logsigmoid(-gap)          # softplus(x) = −log σ(−x), exact for every x
-        if with_grad:
-            slope = weights[rows] * gap.sigmoid() / temperature                    # of lse_i; minus that of the positive
-            add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=torch.finfo(dtype).tiny), True, True)
+        slope = weights[rows] * gap.sigmoid() / temperature                        # of lse_i; minus that of the positive
+        add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=torch.finfo(dtype).tiny), needs_q, needs_k)
+        if needs_q:
             dq[rows] -= slope[:, None] * positive_k
+        if needs_k:
             add_rows(dk, targets[rows], -slope[:, None] * q[rows])
     return loss, dq, dk
+
+
+def similarity_topk(q, k, temperature, n, rule):
+    """(values (N, n) in temperature's dtype, columns (N, n) int64, −1 where none is left), largest first."""
+    q, k = q.to(temperature.dtype), k.to(temperature.dtype)
+    values, columns = q.new_empty(len(q), n), torch.empty(len(q), n, dtype=torch.int64, device=q.device)
+    for rows, s in strips(q, k, temperature, rule):
+        torch.topk(s, n, 1, out=(values[rows], columns[rows]))
+    return values, columns.masked_fill_(values.isneginf(), -1)
 
 
 def add_rows(total, index, rows):

@@ -16,6 +16,14 @@ def similarity_lse(q, k, temperature, rule):
     return s.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
+def similarity_topk(q, k, temperature, n, rule):
+    """torch.topk of the stored matrix; column −1 where none is left."""
+    s = (q @ k.T).to(temperature.dtype) / temperature
+    out = left_out(rule, torch.arange(len(q), device=q.device), len(k))
+    values, columns = (s if out is None else s.masked_fill(out, -torch.inf)).topk(n, 1)
+    return values, columns.masked_fill(values.isneginf(), -1)
+
+
 def info_nce(q, k, temperature, offset=0):
     """Cross entropy of row i against column i + offset; the positive stays in the sum, as the papers write it."""
     logits = (q @ k.T).to(temperature.dtype) / temperature

@@ -16,6 +16,8 @@ from .rules import Rule, make_rule
 
 IMPLS = ("auto", "triton", "blockwise", "eager")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+FIXED_KEYS_WIDEST = {torch.float32: 64, torch.float16: 256, torch.bfloat16: 256}    # D that lse_fixed_keys keeps in registers
+TOPK_SLOTS = 64                                                  # columns a row that topk keeps in registers
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -42,7 +44,40 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, off
     impl = choose_impl(impl, q)
     if impl == "eager":
         return eager.similarity_lse(q, k, temperature, rule)
+    return fused_lse(q, k, temperature, rule, impl)
+
+
+def fused_lse(q, k, temperature, rule, impl):
+    """similarity_lse of checked arguments: keys that need no gradient (a queue, a frozen tower) have a cheaper way."""
+    needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad) and not k.requires_grad
+    if needed and (impl == "blockwise" or q.shape[1] <= FIXED_KEYS_WIDEST[q.dtype]):
+        return torch.ops.tencl.similarity_lse_fixed_keys(q, k, temperature, *rule, impl)[0]
     return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
+
+
+@torch.no_grad()
+def similarity_topk(q, k, n, *, exclude=None, within=None, offset=0, impl="auto"):
+    """The n columns of largest q_i·k_j for each row i, largest first; the (N, M) matrix is never stored.
+
+    q, k                     as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
+                             unless exclude="diagonal")
+    n                        1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
+    exclude, within, offset  as in similarity_lse
+    returns                  (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
+                             a row with fewer than n columns ends in (-inf, -1); equal products in any order
+    raises                   ValueError naming the argument, what it was and what is wanted
+    memory                   O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
+    """
+    q, k, one, one_set = check_inputs(q, k, 1.0)
+    rule = make_rule(q, k, one_set, exclude, within, offset)
+    if not isinstance(n, int) or not 1 <= n <= len(k):
+        raise ValueError(f"n: {n}, wanted an integer from 1 to the {len(k)} rows of k")
+    impl = choose_impl(impl, q)
+    if impl == "eager":
+        return eager.similarity_topk(q, k, one, n, rule)
+    if n > TOPK_SLOTS:
+        impl = "blockwise"
+    return torch.ops.tencl.similarity_topk(q, k, one, n, *rule, impl)
 
 
 def softmax_loss(q, k, targets, weights, temperature, rule, impl):
@@ -52,9 +87,9 @@ def softmax_loss(q, k, targets, weights, temperature, rule, impl):
     keeps the gradient exact where training has succeeded: its coefficient is σ(lse − positive), never 1 − 0.999.
     """
     if impl == "blockwise":
-        with_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or temperature.requires_grad)
-        return torch.ops.tencl.softmax_loss(q, k, targets, weights, temperature, *rule, with_grad)[0]
-    lse = torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
+        needs_q, needs_k = (torch.is_grad_enabled() and (x.requires_grad or temperature.requires_grad and x is q) for x in (q, k))
+        return torch.ops.tencl.softmax_loss(q, k, targets, weights, temperature, *rule, needs_q, needs_k)[0]
+    lse = fused_lse(q, k, temperature, rule, impl)
     # in float32, product and sum, also under autocast
     positive = (q.to(temperature.dtype) * k[targets].to(temperature.dtype)).sum(1) / temperature
     return -(weights * F.logsigmoid(positive - lse)).sum()
@@ -181,34 +216,79 @@ _lse.register_autograd(_differentiate, setup_context=_save)
 _lse_backward.register_autograd(_no_second_derivative)
 
 
+@torch.library.custom_op("tencl::similarity_lse_fixed_keys", mutates_args=())
+def _lse_fixed_keys(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor],
+                    column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int,
+                    impl: str) -> Tuple[Tensor, Tensor]:
+    """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j, from which the gradient of q follows without the keys."""
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+        if impl == "blockwise":
+            return blockwise.similarity_lse_fixed_keys(q, k, temperature, rule)
+        from . import lse_fixed_keys
+        return lse_fixed_keys.similarity_lse(q, k, temperature, rule)
+
+
+@_lse_fixed_keys.register_fake
+def _(q, k, temperature, *rule_and_impl):
+    return temperature.new_empty(q.shape[0]), temperature.new_empty(q.shape)
+
+
+@torch.library.custom_op("tencl::similarity_lse_fixed_keys_backward", mutates_args=())
+def _lse_fixed_keys_backward(grad: Tensor, q: Tensor, temperature: Tensor, o: Tensor) -> Tuple[Tensor, Tensor]:
+    dq = o * (grad / temperature)[:, None]
+    return dq.to(q.dtype), temperature_gradient(q, dq, temperature)
+
+
+@_lse_fixed_keys_backward.register_fake
+def _(grad, q, temperature, o):
+    return torch.empty_like(q), torch.empty_like(temperature)
+
+
+def _save_o(ctx, inputs, output):
+    q, _, temperature, *_ = inputs
+    ctx.save_for_backward(q, temperature, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_fixed_keys(ctx, grad, _):
+    dq, dt = torch.ops.tencl.similarity_lse_fixed_keys_backward(grad, *ctx.saved_tensors)
+    return dq if ctx.needs_input_grad[0] else None, None, dt if ctx.needs_input_grad[2] else None, *[None] * 7
+
+
+_lse_fixed_keys.register_autograd(_differentiate_fixed_keys, setup_context=_save_o)
+_lse_fixed_keys_backward.register_autograd(_no_second_derivative)
+
+
 @torch.library.custom_op("tencl::softmax_loss", mutates_args=())
 def _softmax_loss(q: Tensor, k: Tensor, targets: Tensor, weights: Tensor, temperature: Tensor, exclude: str,
                   row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
-                  column_groups: Optional[Tensor], offset: int, with_grad: bool) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+                  column_groups: Optional[Tensor], offset: int, needs_q: bool, needs_k: bool
+                  ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blockwise only: the loss and, while each strip is at hand, its gradients in q, k and temperature."""
     rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
     with torch.autocast(q.device.type, enabled=False):
-        loss, dq, dk = blockwise.softmax_loss(q, k, targets, weights, temperature, rule, with_grad)
-        dt = temperature_gradient(q, dq, temperature) if with_grad else temperature.new_zeros(())
+        loss, dq, dk = blockwise.softmax_loss(q, k, targets, weights, temperature, rule, needs_q, needs_k)
+        dt = temperature_gradient(q, dq, temperature) if needs_q else temperature.new_zeros(())
         return loss, dq, dk, dt                         # float32 even for half rows, until the loss's own gradient is known
 
 
 @_softmax_loss.register_fake
 def _(q, k, targets, weights, temperature, *rest):
-    shapes = (q.shape, k.shape) if rest[-1] else ((0, q.shape[1]), (0, k.shape[1]))
+    shapes = (x.shape if needed else (0, x.shape[1]) for x, needed in zip((q, k), rest[-2:]))
     return tuple(temperature.new_empty(shape) for shape in ((), *shapes, ()))
 
 
 @torch.library.custom_op("tencl::softmax_loss_backward", mutates_args=())
 def _softmax_loss_backward(grad: Tensor, q: Tensor, k: Tensor, temperature: Tensor, dq: Tensor, dk: Tensor, dt: Tensor
                            ) -> Tuple[Tensor, Tensor, Tensor]:
-    """The gradients times the scalar that reached the loss. The inputs are named so that autograd knows what they hang on."""
+    """The gradients (empty ones stay so) times the scalar that reached the loss; the inputs tell autograd what they hang on."""
     return (grad * dq).to(q.dtype), (grad * dk).to(k.dtype), grad * dt
 
 
 @_softmax_loss_backward.register_fake
-def _(grad, *inputs_and_gradients):
-    return tuple(torch.empty_like(x) for x in inputs_and_gradients[:3])
+def _(grad, q, k, temperature, dq, dk, dt):
+    return q.new_empty(dq.shape), k.new_empty(dk.shape), torch.empty_like(dt)
 
 
 def _save_gradients(ctx, inputs, output):
@@ -219,8 +299,26 @@ def _save_gradients(ctx, inputs, output):
 
 def _scale_gradients(ctx, grad, *_):
     dq, dk, dt = torch.ops.tencl.softmax_loss_backward(grad, *ctx.saved_tensors)
-    return dq, dk, None, None, dt, *[None] * 7
+    needs = ctx.needs_input_grad
+    return dq if needs[0] else None, dk if needs[1] else None, None, None, dt if needs[4] else None, *[None] * 8
 
 
 _softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
 _softmax_loss_backward.register_autograd(_no_second_derivative)
+
+
+@torch.library.custom_op("tencl::similarity_topk", mutates_args=())
+def _topk(q: Tensor, k: Tensor, temperature: Tensor, n: int, exclude: str, row_ids: Optional[Tensor],
+          column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int,
+          impl: str) -> Tuple[Tensor, Tensor]:
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+        if impl == "blockwise":
+            return blockwise.similarity_topk(q, k, temperature, n, rule)
+        from . import topk
+        return topk.similarity_topk(q, k, temperature, n, rule)
+
+
+@_topk.register_fake
+def _(q, k, temperature, n, *rest):
+    return temperature.new_empty(q.shape[0], n), q.new_empty(q.shape[0], n, dtype=torch.int64)

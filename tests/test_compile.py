@@ -19,23 +19,35 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHIPS = {80: ("mma.sync", 166_912), 90: ("wgmma", 232_448), 100: ("tcgen05", 232_448)}   # instruction, shared bytes a block
 RULES = [("none", False), ("diagonal", False), ("pair", False), ("ids", False), ("none", True), ("ids", True)]
-POINTERS = {"LSE": "fp32", "GRAD": "fp32", "TEMPERATURE": "fp32", "ROW_IDS": "i64", "COLUMN_IDS": "i64", "ROW_GROUPS": "i64",
+POINTERS = {"LSE": "fp32", "O": "fp32", "VALUES": "fp32", "PLACES": "i32", "GRAD": "fp32", "TEMPERATURE": "fp32", "ROW_IDS": "i64", "COLUMN_IDS": "i64", "ROW_GROUPS": "i64",
             "COLUMN_GROUPS": "i64"}                                           # W, Q, K have the rows' dtype
 SM_REGISTERS, SM_SHARED = 65_536, {80: 167_936, 90: 233_472, 100: 233_472}    # of one multiprocessor
 
 
 def cases():
-    """(kernel, dtype name, rule, blocks) of everything that can be launched; D is a loop bound and changes no kernel."""
+    """(kernel, dtype name, rule, blocks) of everything that can be launched. In most kernels D is the bound of a loop and
+    changes nothing; lse_fixed_keys holds a whole row."""
     import torch
-    from kernels import lse_forward, lse_gradient
+    from kernels import lse_fixed_keys, lse_forward, lse_gradient, similarity, topk
     from kernels.rules import Rule
-    for (dtype, precision), rule in itertools.product(
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    for (name, precision), (exclude, within) in itertools.product(
             [("bf16", "high"), ("fp16", "high"), ("fp32", "high"), ("fp32", "highest")], RULES):
         torch.set_float32_matmul_precision(precision)
-        x = torch.empty(1, 1, dtype={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
-        blocks = lse_forward.tile(x, Rule(row_ids=x if rule[0] == "ids" else None, row_groups=x if rule[1] else None))
-        yield lse_forward.lse_kernel, dtype, rule, blocks
-        yield lse_gradient.weights_kernel, dtype, rule, {**blocks, "SHIFT": lse_gradient.SHIFT}
+        x = torch.empty(1, 256, dtype=names[name])
+        rule = Rule(row_ids=x if exclude == "ids" else None, row_groups=x if within else None)
+
+        def case(kernel, blocks, **constants):
+            return kernel, name, (exclude, within), {**blocks, **constants}
+
+        yield case(lse_forward.lse_kernel, lse_forward.tile(x, rule))
+        yield case(lse_gradient.weights_kernel, lse_forward.tile(x, rule), SHIFT=lse_gradient.SHIFT)
+        if name != "fp16":                                     # as bf16 to the last register, see the two above
+            for slots in (2, 16, 64):
+                yield case(topk.topk_kernel, topk.block_sizes(x, rule), SLOTS=slots)
+            for d in (16, 64, 128, 256):
+                if d <= similarity.FIXED_KEYS_WIDEST[x.dtype]:
+                    yield case(lse_fixed_keys.fixed_keys_kernel, lse_fixed_keys.block_sizes(x[:, :d], rule))
 
 
 def compile_case(case, chip):
@@ -44,7 +56,7 @@ def compile_case(case, chip):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     kernel, dtype, (exclude, within), blocks = case
-    options = {name: blocks[name] for name in ("num_warps", "num_stages")} | {"enable_fp_fusion": True}
+    options = {name: blocks[name] for name in ("num_warps", "num_stages", "maxnreg") if name in blocks} | {"enable_fp_fusion": True}
     constants = {"EXCLUDE": exclude, "WITHIN": within, **{name: value for name, value in blocks.items() if name not in options}}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -92,12 +104,12 @@ def test_no_spills_within_shared_memory_on_tensor_cores():
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     bad = 0
-    print(f"{'chip':>5} {'kernel':16}{'dtype':6}{'precision':10}{'exclude':10}{'within':7}registers stack  shared programs/SM")
+    print(f"{'chip':>5} {'kernel':18}{'dtype':6}{'precision':10}{'exclude':10}{'within':7}registers stack  shared programs/SM")
     for row in table():
         half = row["dtype"] != "fp32"
         wrong = row["stack"] or row["shared"] > CHIPS[row["chip"]][1] or half and not row["instruction"]
         bad += bool(wrong)
-        print(f"sm_{row['chip']:<3}{row['kernel']:16}{row['dtype']:6}{row['precision']:10}{row['exclude']:10}{row['within']!s:7}"
+        print(f"sm_{row['chip']:<3}{row['kernel']:18}{row['dtype']:6}{row['precision']:10}{row['exclude']:10}{row['within']!s:7}"
               f"{row['registers']:9}{row['stack']:6}{row['shared']:8}{row['programs']:6}"
               + (f"   WRONG: wanted no stack, {CHIPS[row['chip']][0]}" if wrong else ""))
     sys.exit(bool(bad))

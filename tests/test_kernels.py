@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, similarity_lse
+from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, similarity_lse, similarity_topk
 from kernels.rules import make_rule
 
 GPU = torch.cuda.is_available()
@@ -48,7 +48,7 @@ def differentiate(f, *inputs):
     return [value.detach().double()] + [g.double() for g in torch.autograd.grad((finite * weights).sum(), inputs)]
 
 
-def assert_close(ours, exact, eager, dtype, steepness, units=16):
+def assert_close(ours, exact, eager, dtype, steepness, units):
     """Each of ours as close to exact as three times eager's own error, plus a few units of rounding of the largest entry.
 
     The exponential multiplies the rounding of a logit, done in float32, by the logit: steepness is the largest one, 1/τ.
@@ -62,13 +62,13 @@ def assert_close(ours, exact, eager, dtype, steepness, units=16):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def compare(f, dtype, q, k, temperature=0.07, impl="triton"):
+def compare(f, dtype, q, k, temperature=0.07, impl="triton", units=16):
     """f(q, k, temperature, impl) against itself in float64 eager, from the same rounded rows."""
     t = torch.tensor(temperature, dtype=torch.float32, device=DEVICE)
     exact = differentiate(lambda *x: f(*x, "eager"), q.double(), k.double(), t.double())
     eager = differentiate(lambda *x: f(*x, "eager"), q, k, t.double() if dtype == torch.float64 else t)
     ours = differentiate(lambda *x: f(*x, impl), q, k, t.double() if dtype == torch.float64 else t)
-    assert_close(ours, exact, eager, dtype, 1 / temperature)
+    assert_close(ours, exact, eager, dtype, 1 / temperature, units)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -79,6 +79,15 @@ def test_rules_and_shapes(impl, dtype, shape, name):
     n, m, d = shape
     q, k = rows(n, d, dtype, 0), rows(m, d, dtype, 1)
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, n, m)), dtype, q, k, impl=impl)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (6, 1, 8), (37, 53, 20), (10, 700, 130), (5, 40, 300)], ids=str)
+@pytest.mark.parametrize("impl, dtype", [("blockwise", torch.float64), ("blockwise", torch.float32)] + [("triton", x) for x in TRITON], ids=str)
+def test_keys_without_gradient(impl, dtype, shape, name):
+    n, m, d = shape
+    q, k = rows(n, d, dtype, 40), rows(m, d, dtype, 41)
+    compare(lambda q, k, t, impl: similarity_lse(q, k.detach(), t, impl=impl, **rule(name, n, m)) + 0 * k.sum(), dtype, q, k, impl=impl)
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
@@ -187,7 +196,7 @@ def test_blockwise_never_holds_the_matrix():
         with Largest() as seen:
             lse = blockwise.similarity_lse(q, q, t, selected)
             blockwise.similarity_lse_backward(torch.ones_like(lse), lse, q, q, t, selected, True, True)
-            blockwise.softmax_loss(q, q, torch.arange(n, device=DEVICE), lse, t, selected, True)
+            blockwise.softmax_loss(q, q, torch.arange(n, device=DEVICE), lse, t, selected, True, True)
         assert seen.entries <= blockwise.STRIP < n * n
 
 
@@ -248,7 +257,7 @@ def test_opcheck(impl, name):
     torch.library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
     if impl == "blockwise":
         targets, weights = torch.arange(6, device=DEVICE), torch.full((6,), 1 / 6, device=DEVICE)
-        torch.library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True))
+        torch.library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True, True))
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
@@ -285,6 +294,18 @@ def test_second_derivative_is_refused(impl, f):
     torch.autograd.grad(gradient.norm(), q)
 
 
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("n", [1, 5, 64, 65, 200])
+def test_topk(impl, n):
+    """Also beyond the slots of the Triton kernel; random rows have no ties. Strips and splits are merged in order."""
+    q, k = rows(30, 16, torch.float32, 42), rows(1100, 16, torch.float32, 43)
+    values, columns = similarity_topk(q, k, n, exclude="diagonal", offset=3, impl=impl)
+    exact, wanted = similarity_topk(q.double(), k.double(), n, exclude="diagonal", offset=3, impl="eager")
+    assert torch.equal(columns, wanted) and values.dtype == torch.float32 and columns.dtype == torch.int64
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
+    assert torch.equal(similarity_topk(k, None, 1, impl=impl)[1][:, 0], torch.arange(1100, device=DEVICE))
+
+
 Q, K = torch.randn(4, 3), torch.randn(5, 3)
 IDS = torch.arange(4), torch.arange(5)
 
@@ -315,6 +336,8 @@ IDS = torch.arange(4), torch.arange(5)
     (lambda: similarity_lse(Q, K, offset=1.5), "offset: 1.5, wanted an integer"),
     (lambda: similarity_lse(Q, K, impl="cuda"), "impl: 'cuda', wanted one of auto, triton, blockwise, eager"),
     (lambda: similarity_lse(Q.double(), K.double(), impl="triton"), "impl: 'triton' has no float64"),
+    (lambda: similarity_topk(Q, K, 6), "n: 6, wanted an integer from 1 to the 5 rows of k"),
+    (lambda: similarity_topk(Q, K, 0), "n: 0, wanted"),
     (lambda: info_nce(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
     (lambda: info_nce(Q, K, offset=-1), "offset -1"),
     (lambda: info_nce(Q, K, symmetric=True), "symmetric: wanted as many rows in k as in q, found 5 and 4"),
