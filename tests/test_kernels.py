@@ -255,6 +255,8 @@ def test_opcheck(impl, name):
     arguments = rule(name, 6, 9)
     selected = make_rule(q, k, False, arguments.get("exclude"), arguments.get("within"), arguments.get("offset", 0))
     torch.library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
+    torch.library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, k.detach(), t, *selected, impl))
+    torch.library.opcheck(torch.ops.tencl.similarity_topk.default, (q.detach(), k.detach(), t.detach(), 2, *selected, impl))
     if impl == "blockwise":
         targets, weights = torch.arange(6, device=DEVICE), torch.full((6,), 1 / 6, device=DEVICE)
         torch.library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True, True))
