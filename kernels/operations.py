@@ -6,13 +6,13 @@ operation of its own so that asking for a second derivative is an error and not 
 from typing import Optional, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from . import blockwise
 from .rules import Rule
 
 
-@torch.library.custom_op("tencl::similarity_lse", mutates_args=())
+@library.custom_op("tencl::similarity_lse", mutates_args=())
 def _lse(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor], column_ids: Optional[Tensor],
          row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int, impl: str) -> Tensor:
     rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
@@ -28,7 +28,7 @@ def _(q, k, temperature, *rule_and_impl):
     return temperature.new_empty(q.shape[0])
 
 
-@torch.library.custom_op("tencl::similarity_lse_backward", mutates_args=())
+@library.custom_op("tencl::similarity_lse_backward", mutates_args=())
 def _lse_backward(grad: Tensor, lse: Tensor, q: Tensor, k: Tensor, temperature: Tensor, exclude: str,
                   row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
                   column_groups: Optional[Tensor], offset: int, impl: str, needs_q: bool, needs_k: bool,
@@ -77,7 +77,7 @@ _lse.register_autograd(_differentiate, setup_context=_save)
 _lse_backward.register_autograd(_no_second_derivative)
 
 
-@torch.library.custom_op("tencl::similarity_lse_fixed_keys", mutates_args=())
+@library.custom_op("tencl::similarity_lse_fixed_keys", mutates_args=())
 def _lse_fixed_keys(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor],
                     column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int,
                     impl: str) -> Tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def _(q, k, temperature, *rule_and_impl):
     return temperature.new_empty(q.shape[0]), temperature.new_empty(q.shape)
 
 
-@torch.library.custom_op("tencl::similarity_lse_fixed_keys_backward", mutates_args=())
+@library.custom_op("tencl::similarity_lse_fixed_keys_backward", mutates_args=())
 def _lse_fixed_keys_backward(grad: Tensor, q: Tensor, temperature: Tensor, o: Tensor) -> Tuple[Tensor, Tensor]:
     dq = o * (grad / temperature)[:, None]
     return dq.to(q.dtype), temperature_gradient(q, dq, temperature)
@@ -121,7 +121,7 @@ _lse_fixed_keys.register_autograd(_differentiate_fixed_keys, setup_context=_save
 _lse_fixed_keys_backward.register_autograd(_no_second_derivative)
 
 
-@torch.library.custom_op("tencl::softmax_loss", mutates_args=())
+@library.custom_op("tencl::softmax_loss", mutates_args=())
 def _softmax_loss(q: Tensor, k: Tensor, targets: Tensor, weights: Tensor, temperature: Tensor, exclude: str,
                   row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
                   column_groups: Optional[Tensor], offset: int, needs_q: bool, needs_k: bool
@@ -140,7 +140,7 @@ def _(q, k, targets, weights, temperature, *rest):
     return tuple(temperature.new_empty(shape) for shape in ((), *shapes, ()))
 
 
-@torch.library.custom_op("tencl::softmax_loss_backward", mutates_args=())
+@library.custom_op("tencl::softmax_loss_backward", mutates_args=())
 def _softmax_loss_backward(grad: Tensor, q: Tensor, k: Tensor, temperature: Tensor, dq: Tensor, dk: Tensor, dt: Tensor
                            ) -> Tuple[Tensor, Tensor, Tensor]:
     """The gradients (empty ones stay so) times the scalar that reached the loss; the inputs tell autograd what they hang on."""
@@ -168,7 +168,7 @@ _softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
 _softmax_loss_backward.register_autograd(_no_second_derivative)
 
 
-@torch.library.custom_op("tencl::similarity_topk", mutates_args=())
+@library.custom_op("tencl::similarity_topk", mutates_args=())
 def _topk(q: Tensor, k: Tensor, temperature: Tensor, n: int, exclude: str, row_ids: Optional[Tensor],
           column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int,
           impl: str) -> Tuple[Tensor, Tensor]:

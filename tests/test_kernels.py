@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, similarity_lse, similarity_topk
@@ -254,12 +255,12 @@ def test_opcheck(impl, name):
     t = torch.tensor(0.3, device=DEVICE, requires_grad=True)
     arguments = rule(name, 6, 9)
     selected = make_rule(q, k, False, arguments.get("exclude"), arguments.get("within"), arguments.get("offset", 0))
-    torch.library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
-    torch.library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, k.detach(), t, *selected, impl))
-    torch.library.opcheck(torch.ops.tencl.similarity_topk.default, (q.detach(), k.detach(), t.detach(), 2, *selected, impl))
+    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
+    library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, k.detach(), t, *selected, impl))
+    library.opcheck(torch.ops.tencl.similarity_topk.default, (q.detach(), k.detach(), t.detach(), 2, *selected, impl))
     if impl == "blockwise":
         targets, weights = torch.arange(6, device=DEVICE), torch.full((6,), 1 / 6, device=DEVICE)
-        torch.library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True, True))
+        library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True, True))
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
