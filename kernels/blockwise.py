@@ -26,7 +26,7 @@ def strips(q, k, temperature, rule):
     for start in range(0, len(q), size):
         rows = slice(start, min(start + size, len(q)))
         s = torch.mm(q[rows] / temperature, columns, out=buffer[:rows.stop - start])
-        if rule.exclude == "diagonal" and rule.row_groups is None:   # the common rule touches one entry a row
+        if rule.exclude == "diagonal" and all(part is None for part in rule[1:7]):      # the common rule: one entry a row
             s.diagonal(start + rule.offset).fill_(-torch.inf)
         elif (out := left_out(rule, torch.arange(rows.start, rows.stop, device=q.device), len(k))) is not None:
             s.masked_fill_(out, -torch.inf)

@@ -10,7 +10,7 @@ needs 6. A tile of keys is read once for both products:
            └──────────────────────┘
 
 Few rows leave most of the chip idle, so their columns are split over several programs, each with its own top, total and o;
-the splits are merged by their weights exp(lse_split − lse) in PyTorch. o stays in registers, hence D ≤ 256 (64 for float32).
+the splits are merged by their weights exp(lse_split − lse) in PyTorch. o stays in registers, hence half types and D ≤ 256.
 """
 import torch
 import triton
@@ -18,10 +18,10 @@ import triton.language as tl
 
 from .lse_forward import LN2, PROGRAMS, arguments, check_device, kept, tile
 
+
 @triton.jit
-def fixed_keys_kernel(LSE, O, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, N, M, D, offset, split,
-                      q_row, k_row, EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr,
-                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def fixed_keys_kernel(LSE, O, Q, K, TEMPERATURE, RULE, N, M, D, split, q_row, k_row, EXCLUDE: tl.constexpr,
+                      PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """LSE[y, rows of program x] in units of log 2, O[y, rows, :], over the columns [y·split, (y + 1)·split)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -37,8 +37,7 @@ def fixed_keys_kernel(LSE, O, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS
         k = tl.load(K + columns.to(tl.int64)[:, None] * k_row + d[None, :], mask=(columns < M)[:, None] & (d < D)[None, :],
                     other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        keep = kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset, EXCLUDE, WITHIN)
-        s = tl.where(keep, s, float("-inf"))
+        s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)      # −inf − (−inf) would be NaN: nothing kept so far
         p = tl.exp2(s - reference[:, None])
@@ -56,11 +55,8 @@ def block_sizes(q, rule):
     """As tile(), with all of a row in one block and few enough columns that o fits beside the logits; maxnreg keeps the
     assembler from spilling to run more programs."""
     blocks, width = tile(q, rule), max(16, triton.next_power_of_2(q.shape[1]))
-    blocks |= {"BLOCK_D": width, "num_stages": 2, "maxnreg": 232}
-    if blocks["PRECISION"] == "ieee":
-        return {**blocks, "BLOCK_N": 32, "BLOCK_M": 32}
-    return {**blocks, "BLOCK_N": 64, "BLOCK_M": 64 if width <= 128 and q.dtype != torch.float32 else 32,
-            "num_warps": 4 if width <= 128 else 8}
+    return {**blocks, "BLOCK_N": 64, "BLOCK_M": min(64 if width <= 128 else 32, blocks["BLOCK_M"]), "BLOCK_D": width,
+            "num_warps": 4 if width <= 128 else 8, "num_stages": 2, "maxnreg": 255}
 
 
 def similarity_lse(q, k, temperature, rule):

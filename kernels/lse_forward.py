@@ -22,6 +22,7 @@ splits depends on the shape alone. No atomics: the same input gives the same bit
 """
 import math
 import os
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,10 +33,24 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PROGRAMS = 264   # two for each of the 132 multiprocessors of an H100 or H200
 
 
+class KernelRule(NamedTuple):
+    """A rule as the kernels take it, beside its name (EXCLUDE): what it has not is None and leaves no code behind."""
+    row_ids: Any
+    column_ids: Any
+    row_groups: Any
+    column_groups: Any
+    row_features: Any
+    column_features: Any
+    offset: Any
+    phi: Any
+    width: Any            # E
+    row_stride: Any       # of the features
+    column_stride: Any
+
+
 @triton.jit
-def similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row,
-                    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, columns) float32: q_i·k_j/τ in units of log 2."""
+def product_tile(Q, K, rows, columns, N, M, D, q_row, k_row, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(rows, columns) float32: q_i·k_j."""
     d = tl.arange(0, BLOCK_D)
     q_rows = Q + rows.to(tl.int64)[:, None] * q_row       # 64 bits: N·D may pass 2³¹
     k_rows = K + columns.to(tl.int64)[:, None] * k_row
@@ -45,44 +60,46 @@ def similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row,
         q = tl.load(q_rows + (start + d)[None, :], mask=(rows < N)[:, None] & inside, other=0.0)
         k = tl.load(k_rows + (start + d)[None, :], mask=(columns < M)[:, None] & inside, other=0.0)
         s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
-    return s * (1.4426950408889634 / tl.load(TEMPERATURE))
+    return s
 
 
 @triton.jit
-def kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset,
-         EXCLUDE: tl.constexpr, WITHIN: tl.constexpr):
+def kept(rows, columns, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr):
     """(rows, columns) bool: the columns that the rule leaves to each row. The twin of rules.left_out."""
     keep = (columns < M)[None, :]
     if EXCLUDE == "diagonal":
-        keep = keep & (columns[None, :] != rows[:, None] + offset)
+        keep = keep & (columns[None, :] != rows[:, None] + RULE.offset)
     elif EXCLUDE == "pair":
         other_view = tl.where(rows < M // 2, rows + M // 2, rows - M // 2)
         keep = keep & (columns[None, :] != rows[:, None]) & (columns[None, :] != other_view[:, None])
     elif EXCLUDE == "ids":
-        row_ids = tl.load(ROW_IDS + rows, mask=rows < N, other=0)
-        column_ids = tl.load(COLUMN_IDS + columns, mask=columns < M, other=0)
+        row_ids = tl.load(RULE.row_ids + rows, mask=rows < N, other=0)
+        column_ids = tl.load(RULE.column_ids + columns, mask=columns < M, other=0)
         keep = keep & (row_ids[:, None] != column_ids[None, :])
-    if WITHIN:
-        row_groups = tl.load(ROW_GROUPS + rows, mask=rows < N, other=0)
-        column_groups = tl.load(COLUMN_GROUPS + columns, mask=columns < M, other=0)
+    if RULE.row_groups is not None:
+        row_groups = tl.load(RULE.row_groups + rows, mask=rows < N, other=0)
+        column_groups = tl.load(RULE.column_groups + columns, mask=columns < M, other=0)
         keep = keep & (row_groups[:, None] == column_groups[None, :])
+    if RULE.row_features is not None:
+        f = product_tile(RULE.row_features, RULE.column_features, rows, columns, N, M, RULE.width, RULE.row_stride,
+                         RULE.column_stride, PRECISION, 16)
+        keep = keep & (f < RULE.phi)
     return keep
 
 
 @triton.jit
-def lse_kernel(LSE, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, N, M, D, offset, split,
-               q_row, k_row, EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr,
+def lse_kernel(LSE, Q, K, TEMPERATURE, RULE, N, M, D, split, q_row, k_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """LSE[y, rows of program x] = log2 Σ exp2(s) over the columns [y·split, (y + 1)·split)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * split
+    scale = 1.4426950408889634 / tl.load(TEMPERATURE)             # log2(e)/τ
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
-        s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D)
-        keep = kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset, EXCLUDE, WITHIN)
-        s = tl.where(keep, s, float("-inf"))
+        s = product_tile(Q, K, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D) * scale
+        s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)      # −inf − (−inf) would be NaN: nothing kept so far
         total = total * tl.exp2(top - reference) + tl.sum(tl.exp2(s - reference[:, None]), 1)
@@ -92,12 +109,15 @@ def lse_kernel(LSE, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_G
 
 def tile(x, rule):
     """Block sizes, warps, stages and input precision for rows of x. Registers and shared memory: tests/test_compile.py."""
-    columns = 128 if rule.row_ids is None and rule.row_groups is None else 64   # 64-bit ids of a tile's columns: registers
-    if x.dtype != torch.float32:
-        return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=64, num_warps=8, num_stages=3, PRECISION="tf32")   # of no effect
-    if torch.get_float32_matmul_precision() == "highest":     # plain multiply-adds: no tensor core takes full float32
-        return dict(BLOCK_N=64, BLOCK_M=64, BLOCK_D=16, num_warps=8, num_stages=2, PRECISION="ieee")
-    return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32, num_warps=8, num_stages=3, PRECISION="tf32")
+    # 64-bit ids of a tile's columns, or a second product, take the registers of half a tile, all three of three quarters
+    parts = sum(part is not None for part in (rule.row_ids, rule.row_groups, rule.row_features))
+    columns = (128, 64, 64, 32)[parts]
+    full = torch.get_float32_matmul_precision() == "highest"
+    if full and torch.float32 in (x.dtype, getattr(rule.row_features, "dtype", None)):
+        # plain multiply-adds: no tensor core takes full float32
+        return dict(BLOCK_N=64, BLOCK_M=min(64, columns), BLOCK_D=16, num_warps=8, num_stages=2, PRECISION="ieee")
+    return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64, num_warps=8, num_stages=3,
+                PRECISION="tf32")                             # of no effect on half types
 
 
 def check_device(q):
@@ -120,12 +140,13 @@ def in_whole_words(x):
 
 
 def arguments(q, k, temperature, rule):
-    """What both kernels take: pointers (an absent id vector is never read), sizes, and the rest by name."""
+    """What all kernels take: tensors and rule, sizes, and the rest by name."""
     q, k = in_whole_words(q), in_whole_words(k)
-    ids = [q if x is None else x for x in rule[1:5]]
-    return ((q, k, temperature, *ids), (len(q), *k.shape),
-            dict(offset=rule.offset, q_row=q.stride(0), k_row=k.stride(0), EXCLUDE=rule.exclude,
-                 WITHIN=rule.row_groups is not None, enable_fp_fusion=True))
+    f_q, f_k = (f if f is None else in_whole_words(f) for f in (rule.row_features, rule.column_features))
+    shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
+    taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape)
+    return (q, k, temperature, taken), (len(q), *k.shape), dict(q_row=q.stride(0), k_row=k.stride(0), EXCLUDE=rule.exclude,
+                                                                enable_fp_fusion=True)
 
 
 def similarity_lse(q, k, temperature, rule):

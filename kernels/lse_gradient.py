@@ -21,22 +21,22 @@ import torch
 import triton
 import triton.language as tl
 
-from .lse_forward import arguments, check_device, kept, similarity_tile, tile
+from .lse_forward import arguments, check_device, kept, product_tile, tile
 
 BUFFER_MB = 128   # of weights: 8192 × 8192 in a half type, large enough for full-speed products
 SHIFT = 14        # weights are stored times 2¹⁴
 
 
 @triton.jit
-def weights_kernel(W, LSE, GRAD, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, N, M, D, offset,
-                   first_row, first_column, last_row, last_column, w_row, q_row, k_row,
-                   EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr, SHIFT: tl.constexpr,
+def weights_kernel(W, LSE, GRAD, Q, K, TEMPERATURE, RULE, N, M, D, first_row, first_column, last_row, last_column, w_row,
+                   q_row, k_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, SHIFT: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """W[i − first_row, j − first_column] = 2^SHIFT GRAD_i exp(s_ij − LSE_i) for the rows and columns of the block."""
     rows = first_row + tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = first_column + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D)
-    keep = kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset, EXCLUDE, WITHIN)
+    scale = 1.4426950408889634 / tl.load(TEMPERATURE)             # log2(e)/τ
+    s = product_tile(Q, K, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D) * scale
+    keep = kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION)
     lse = tl.load(LSE + rows, mask=rows < N, other=0.0) * 1.4426950408889634 - SHIFT
     grad = tl.load(GRAD + rows, mask=rows < N, other=0.0)
     w = tl.where(keep, grad[:, None] * tl.exp2(s - lse[:, None]), 0.0)

@@ -1,6 +1,6 @@
 """The fused operations as PyTorch knows them: opaque to torch.compile, with fake tensors, autograd and autocast off inside.
 
-One operation forward, one backward, whatever the implementation; the rule travels as its six fields. Each backward is an
+One operation forward, one backward, whatever the implementation; the rule travels as its fields. Each backward is an
 operation of its own so that asking for a second derivative is an error and not silently zero.
 """
 from typing import Optional, Tuple
@@ -14,8 +14,8 @@ from .rules import Rule
 
 @library.custom_op("tencl::similarity_lse", mutates_args=())
 def _lse(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor], column_ids: Optional[Tensor],
-         row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int, impl: str) -> Tensor:
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+         row_groups: Optional[Tensor], column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float, impl: str) -> Tensor:
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
     with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         if impl == "blockwise":
             return blockwise.similarity_lse(q, k, temperature, rule)
@@ -31,9 +31,9 @@ def _(q, k, temperature, *rule_and_impl):
 @library.custom_op("tencl::similarity_lse_backward", mutates_args=())
 def _lse_backward(grad: Tensor, lse: Tensor, q: Tensor, k: Tensor, temperature: Tensor, exclude: str,
                   row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
-                  column_groups: Optional[Tensor], offset: int, impl: str, needs_q: bool, needs_k: bool,
+                  column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float, impl: str, needs_q: bool, needs_k: bool,
                   needs_temperature: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
     with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         if impl == "blockwise":
             path = blockwise
@@ -57,16 +57,16 @@ def temperature_gradient(q, dq, temperature):
 
 
 def _save(ctx, inputs, output):
-    q, k, temperature, ctx.exclude, *ids, ctx.offset, ctx.impl = inputs
-    ctx.save_for_backward(q, k, temperature, output, *ids)
+    q, k, temperature, ctx.exclude, *rule, ctx.offset, ctx.phi, ctx.impl = inputs
+    ctx.save_for_backward(q, k, temperature, output, *rule)
 
 
 def _differentiate(ctx, grad):
-    q, k, temperature, lse, *ids = ctx.saved_tensors
+    q, k, temperature, lse, *rule = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
     grads = torch.ops.tencl.similarity_lse_backward(
-        grad, lse, q, k, temperature, ctx.exclude, *ids, ctx.offset, ctx.impl, needs[0], needs[1], needs[2])
-    return *(g if needed else None for g, needed in zip(grads, needs)), *[None] * 7
+        grad, lse, q, k, temperature, ctx.exclude, *rule, ctx.offset, ctx.phi, ctx.impl, needs[0], needs[1], needs[2])
+    return *(g if needed else None for g, needed in zip(grads, needs)), *[None] * 10
 
 
 def _no_second_derivative(ctx, *grads):
@@ -79,10 +79,10 @@ _lse_backward.register_autograd(_no_second_derivative)
 
 @library.custom_op("tencl::similarity_lse_fixed_keys", mutates_args=())
 def _lse_fixed_keys(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor],
-                    column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int,
+                    column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float,
                     impl: str) -> Tuple[Tensor, Tensor]:
     """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j, from which the gradient of q follows without the keys."""
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
     with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         if impl == "blockwise":
             return blockwise.similarity_lse_fixed_keys(q, k, temperature, rule)
@@ -114,7 +114,7 @@ def _save_o(ctx, inputs, output):
 
 def _differentiate_fixed_keys(ctx, grad, _):
     dq, dt = torch.ops.tencl.similarity_lse_fixed_keys_backward(grad, *ctx.saved_tensors)
-    return dq if ctx.needs_input_grad[0] else None, None, dt if ctx.needs_input_grad[2] else None, *[None] * 7
+    return dq if ctx.needs_input_grad[0] else None, None, dt if ctx.needs_input_grad[2] else None, *[None] * 10
 
 
 _lse_fixed_keys.register_autograd(_differentiate_fixed_keys, setup_context=_save_o)
@@ -124,10 +124,10 @@ _lse_fixed_keys_backward.register_autograd(_no_second_derivative)
 @library.custom_op("tencl::softmax_loss", mutates_args=())
 def _softmax_loss(q: Tensor, k: Tensor, targets: Tensor, weights: Tensor, temperature: Tensor, exclude: str,
                   row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
-                  column_groups: Optional[Tensor], offset: int, needs_q: bool, needs_k: bool
+                  column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float, needs_q: bool, needs_k: bool
                   ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Blockwise only: the loss and, while each strip is at hand, its gradients in q, k and temperature."""
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
     with torch.autocast(q.device.type, enabled=False):
         loss, dq, dk = blockwise.softmax_loss(q, k, targets, weights, temperature, rule, needs_q, needs_k)
         dt = temperature_gradient(q, dq, temperature) if needs_q else temperature.new_zeros(())
@@ -161,7 +161,7 @@ def _save_gradients(ctx, inputs, output):
 def _scale_gradients(ctx, grad, *_):
     dq, dk, dt = torch.ops.tencl.softmax_loss_backward(grad, *ctx.saved_tensors)
     needs = ctx.needs_input_grad
-    return dq if needs[0] else None, dk if needs[1] else None, None, None, dt if needs[4] else None, *[None] * 8
+    return dq if needs[0] else None, dk if needs[1] else None, None, None, dt if needs[4] else None, *[None] * 11
 
 
 _softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -170,9 +170,9 @@ _softmax_loss_backward.register_autograd(_no_second_derivative)
 
 @library.custom_op("tencl::similarity_topk", mutates_args=())
 def _topk(q: Tensor, k: Tensor, temperature: Tensor, n: int, exclude: str, row_ids: Optional[Tensor],
-          column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], offset: int,
+          column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float,
           impl: str) -> Tuple[Tensor, Tensor]:
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, offset)
+    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
     with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
         if impl == "blockwise":
             return blockwise.similarity_topk(q, k, temperature, n, rule)

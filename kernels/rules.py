@@ -11,29 +11,36 @@ class Rule(NamedTuple):
     exclude                      "none" | "diagonal" (j = i + offset) | "pair" (j = i, j = i ± N/2) | "ids" (equal ids)
     row_ids, column_ids          (N,), (M,) integers where exclude is "ids", else None
     row_groups, column_groups    (N,), (M,) integers: only columns of the row's own group are kept; None: all
+    row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are left out; None: none
     offset                       index of row 0 among the columns
+    phi                          threshold of the features
     """
     exclude: str = "none"
     row_ids: Optional[Tensor] = None
     column_ids: Optional[Tensor] = None
     row_groups: Optional[Tensor] = None
     column_groups: Optional[Tensor] = None
+    row_features: Optional[Tensor] = None
+    column_features: Optional[Tensor] = None
     offset: int = 0
+    phi: float = 0.0
 
 
-def make_rule(q, k, one_set, exclude, within, offset):
+def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
     """Turn the public arguments into a Rule, or raise ValueError naming the argument, what it was and what is wanted."""
     if not isinstance(offset, (int, torch.SymInt)) or isinstance(offset, bool):
         raise ValueError(f"offset: {offset!r}, wanted an integer")
     groups = (None, None) if within is None else check_ids("within", within, q, k)
+    *features, phi = (None, None, 0.0) if similar is None else check_similar(similar, q, k)
+    rest = (*groups, *features, offset, phi)
     if exclude is None or isinstance(exclude, str):
         if exclude not in (None, "diagonal", "pair"):
             raise ValueError(f'exclude: {exclude!r}, wanted None, "diagonal", "pair" or a pair of id vectors')
         if exclude == "pair" and (not one_set or len(q) % 2):
             raise ValueError('exclude: "pair" wants one set (k=None) of an even number of rows, the two views stacked; '
                              + (f"found {len(q)} rows" if one_set else "found a k"))
-        return Rule(exclude or "none", None, None, *groups, offset)
-    return Rule("ids", *check_ids("exclude", exclude, q, k), *groups, offset)
+        return Rule(exclude or "none", None, None, *rest)
+    return Rule("ids", *check_ids("exclude", exclude, q, k), *rest)
 
 
 def check_ids(name, ids, q, k):
@@ -50,6 +57,25 @@ def check_ids(name, ids, q, k):
     return tuple(x.contiguous() for x in ids)
 
 
+def check_similar(similar, q, k):
+    """(row features (N, E), column features (M, E), phi), the features without gradient."""
+    if not isinstance(similar, (tuple, list)) or len(similar) != 3:
+        raise ValueError(f"similar: wanted (row features (N, E), column features (M, E), phi), found {type(similar).__name__}")
+    f_q, f_k, phi = similar
+    for x, side, count in ((f_q, "row", len(q)), (f_k, "column", len(k))):
+        if not isinstance(x, Tensor) or x.dim() != 2 or len(x) != count or not x.dtype.is_floating_point or x.shape[1] == 0:
+            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"similar: {side} features are {found}, wanted floating-point ({count}, E)")
+        if x.device != q.device:
+            raise ValueError(f"similar: {side} features are on {x.device}, q is on {q.device}")
+    if f_q.shape[1] != f_k.shape[1] or f_q.dtype != f_k.dtype:
+        raise ValueError(f"similar: row features are {f_q.shape[1]} wide and {f_q.dtype}, column features {f_k.shape[1]} wide "
+                         f"and {f_k.dtype}; wanted both alike")
+    if isinstance(phi, bool) or not isinstance(phi, (int, float)) or phi != phi:
+        raise ValueError(f"similar: phi is {phi!r}, wanted a number")
+    return f_q.detach(), f_k.detach(), float(phi)
+
+
 def left_out(rule, rows, m):
     """(len(rows), m) bool: what rule leaves out of these rows (an index vector); None where it leaves out nothing."""
     columns = torch.arange(m, device=rows.device)
@@ -63,4 +89,8 @@ def left_out(rule, rows, m):
     if rule.row_groups is not None:
         other = rule.row_groups[rows, None] != rule.column_groups
         out = other if out is None else out | other
+    if rule.row_features is not None:
+        wide = torch.float64 if rule.row_features.dtype == torch.float64 else torch.float32
+        near = rule.row_features[rows].to(wide) @ rule.column_features.T.to(wide) >= rule.phi
+        out = near if out is None else out | near
     return out

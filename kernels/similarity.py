@@ -14,12 +14,12 @@ from .rules import make_rule
 
 IMPLS = ("auto", "triton", "blockwise", "eager")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-FIXED_KEYS_WIDEST = {torch.float32: 64, torch.float16: 256, torch.bfloat16: 256}    # D that lse_fixed_keys keeps in registers
+FIXED_KEYS_WIDEST = {torch.float16: 256, torch.bfloat16: 256}      # D that lse_fixed_keys keeps in registers
 TOPK_SLOTS = 64                                                  # columns a row that topk keeps in registers
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, offset=0, impl="auto"):
+def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0, impl="auto"):
     """log Σ_j exp(q_i·k_j / τ) for each row i; the (N, M) matrix is never stored.
 
     q            (N, D) float64 | float32 | float16 | bfloat16, any strides (float64: blockwise and eager)
@@ -28,6 +28,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, off
     exclude      what each row leaves out: None | "diagonal" (j = i + offset) | "pair" (j = i and j = i ± N/2; k is None)
                  | (row ids (N,), column ids (M,)) integers: columns of equal id
     within       (row ids, column ids) integers: only columns of equal id are kept
+    similar      (f_q (N, E), f_k (M, E), phi): columns with f_q_i·f_k_j ≥ phi are left out; no gradient reaches f
     offset       this rank's first row among the gathered columns
     impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; no column left: -inf, gradient 0
@@ -38,7 +39,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, off
     source       van den Oord et al. 2018, eq. 4
     """
     q, k, temperature, one_set = check_inputs(q, k, temperature)
-    rule = make_rule(q, k, one_set, exclude, within, offset)
+    rule = make_rule(q, k, one_set, exclude, within, similar, offset)
     impl = choose_impl(impl, q)
     if impl == "eager":
         return eager.similarity_lse(q, k, temperature, rule)
@@ -48,26 +49,26 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, off
 def fused_lse(q, k, temperature, rule, impl):
     """similarity_lse of checked arguments: keys that need no gradient (a queue, a frozen tower) have a cheaper way."""
     needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad) and not k.requires_grad
-    if needed and (impl == "blockwise" or q.shape[1] <= FIXED_KEYS_WIDEST[q.dtype]):
+    if needed and (impl == "blockwise" or q.shape[1] <= FIXED_KEYS_WIDEST.get(q.dtype, 0)):
         return torch.ops.tencl.similarity_lse_fixed_keys(q, k, temperature, *rule, impl)[0]
     return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
 
 
 @torch.no_grad()
-def similarity_topk(q, k, n, *, exclude=None, within=None, offset=0, impl="auto"):
+def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=0, impl="auto"):
     """The n columns of largest q_i·k_j for each row i, largest first; the (N, M) matrix is never stored.
 
     q, k                     as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
                              unless exclude="diagonal")
     n                        1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
-    exclude, within, offset  as in similarity_lse
+    exclude, within, similar, offset    as in similarity_lse
     returns                  (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
                              a row with fewer than n columns ends in (-inf, -1); equal products in any order
     raises                   ValueError naming the argument, what it was and what is wanted
     memory                   O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
     """
     q, k, one, one_set = check_inputs(q, k, 1.0)
-    rule = make_rule(q, k, one_set, exclude, within, offset)
+    rule = make_rule(q, k, one_set, exclude, within, similar, offset)
     if not isinstance(n, int) or not 1 <= n <= len(k):
         raise ValueError(f"n: {n}, wanted an integer from 1 to the {len(k)} rows of k")
     impl = choose_impl(impl, q)

@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .lse_forward import PROGRAMS, arguments, check_device, kept, similarity_tile, tile
+from .lse_forward import PROGRAMS, arguments, check_device, kept, product_tile, tile
 
 
 @triton.jit
-def topk_kernel(VALUES, PLACES, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, N, M, D, offset, split,
-                q_row, k_row, EXCLUDE: tl.constexpr, WITHIN: tl.constexpr, PRECISION: tl.constexpr, SLOTS: tl.constexpr,
+def topk_kernel(VALUES, PLACES, Q, K, TEMPERATURE, RULE, N, M, D, split, q_row, k_row, EXCLUDE: tl.constexpr,
+                PRECISION: tl.constexpr, SLOTS: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of the columns [y·split, (y + 1)·split)."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -28,9 +28,8 @@ def topk_kernel(VALUES, PLACES, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROU
     places = tl.full((BLOCK_N, SLOTS), -1, tl.int32)
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
-        s = similarity_tile(Q, K, TEMPERATURE, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D)
-        keep = kept(rows, columns, N, M, ROW_IDS, COLUMN_IDS, ROW_GROUPS, COLUMN_GROUPS, offset, EXCLUDE, WITHIN)
-        s = tl.where(keep, s, float("-inf"))
+        s = product_tile(Q, K, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D) / tl.load(TEMPERATURE)
+        s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
         better = tl.max(s, 1) > tl.min(values, 1)
         while tl.max(better.to(tl.int32), 0) > 0:
             best, at = tl.max(s, 1, return_indices=True)
@@ -47,7 +46,8 @@ def topk_kernel(VALUES, PLACES, Q, K, TEMPERATURE, ROW_IDS, COLUMN_IDS, ROW_GROU
 
 def block_sizes(q, rule):
     """As tile(), smaller, because the slots need registers; maxnreg keeps the assembler from spilling to run more programs."""
-    return {**tile(q, rule), "BLOCK_N": 64, "BLOCK_M": 64, "maxnreg": 232}
+    blocks = tile(q, rule)
+    return {**blocks, "BLOCK_N": 64, "BLOCK_M": min(64, blocks["BLOCK_M"]), "maxnreg": 255}
 
 
 def similarity_topk(q, k, temperature, n, rule):
@@ -62,4 +62,4 @@ def similarity_topk(q, k, temperature, n, rule):
     places = torch.empty(len(q), splits * slots, dtype=torch.int32, device=q.device)
     topk_kernel[row_blocks, splits](values, places, *pointers, *sizes, split=split, SLOTS=slots, **rest, **blocks)
     values, order = values.topk(n, 1)
-    return values * 0.6931471805599453, places.gather(1, order).long()
+    return values, places.gather(1, order).long()

@@ -1,9 +1,9 @@
-"""Every Triton kernel compiled ahead of time for sm_80, sm_90 and sm_100: no GPU needed.
+"""Every Triton kernel compiled for sm_80, sm_90 and sm_100 as a real launch would compile it: no GPU needed.
 
-    python tests/test_compile.py        the table: registers, spills, shared memory, programs a multiprocessor
+    python tests/test_compile.py [90]        the table: registers, spills, shared memory, programs a multiprocessor
 
-What must hold: nothing spills, shared memory is within the chip's limit, and half types run on the chip's own tensor
-core instruction (mma.sync, wgmma, tcgen05).
+The host functions are called as users call them, on a driver that compiles for the chip and runs nothing. What must hold:
+nothing spills, shared memory is within the chip's limit, and half types run on the chip's own tensor core instruction.
 """
 import itertools
 import os
@@ -12,66 +12,86 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHIPS = {80: ("mma.sync", 166_912), 90: ("wgmma", 232_448), 100: ("tcgen05", 232_448)}   # instruction, shared bytes a block
-RULES = [("none", False), ("diagonal", False), ("pair", False), ("ids", False), ("none", True), ("ids", True)]
-POINTERS = {"LSE": "fp32", "O": "fp32", "VALUES": "fp32", "PLACES": "i32", "GRAD": "fp32", "TEMPERATURE": "fp32", "ROW_IDS": "i64", "COLUMN_IDS": "i64", "ROW_GROUPS": "i64",
-            "COLUMN_GROUPS": "i64"}                                           # W, Q, K have the rows' dtype
-SM_REGISTERS, SM_SHARED = 65_536, {80: 167_936, 90: 233_472, 100: 233_472}    # of one multiprocessor
+SM_REGISTERS, SM_SHARED = 65_536, {80: 167_936, 90: 233_472, 100: 233_472}               # of one multiprocessor
+DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest"), ("float16", "high")]
 
 
-def cases():
-    """(kernel, dtype name, rule, blocks) of everything that can be launched. In most kernels D is the bound of a loop and
-    changes nothing; lse_fixed_keys holds a whole row."""
+class AbsentChip:
+    """What Triton asks of a driver, for a chip that is not there: its name, and launchers that do nothing."""
+    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
+
+    def __init__(self, chip):
+        from triton.backends.compiler import GPUTarget
+        self.chip, self.target, self.utils = chip, GPUTarget("cuda", chip, 32), self
+
+    def get_current_device(self):
+        return self.chip
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": CHIPS[self.chip][1], "max_num_regs": SM_REGISTERS, "multiprocessor_count": 132, "warpSize": 32}
+
+    def load_binary(self, name, binary, shared, device):
+        return 1, 1, 0, 0, 1024                                # module, function, registers, spills, threads: not looked at
+
+
+def launches(name, precision):
+    """(rule's name, kernel, function that launches it): everything that can be launched on rows of a dtype."""
     import torch
     from kernels import lse_fixed_keys, lse_forward, lse_gradient, similarity, topk
-    from kernels.rules import Rule
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    for (name, precision), (exclude, within) in itertools.product(
-            [("bf16", "high"), ("fp16", "high"), ("fp32", "high"), ("fp32", "highest")], RULES):
-        torch.set_float32_matmul_precision(precision)
-        x = torch.empty(1, 256, dtype=names[name])
-        rule = Rule(row_ids=x if exclude == "ids" else None, row_groups=x if within else None)
+    from kernels.rules import make_rule
+    lse_forward.INTERPRETED = True                             # CPU tensors will do: nothing runs
+    torch.set_float32_matmul_precision(precision)
+    q, k = (torch.zeros(n, 256, dtype=getattr(torch, name)) for n in (300, 500))
+    t, vector = torch.ones(()), torch.ones(300)
+    ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
+    rules = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids), "within": dict(within=ids),
+             "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
+    rules = {title: make_rule(q, k, False, **rule) for title, rule in rules.items()} | {"pair": make_rule(q, q, True, "pair")}
+    for title, rule in rules.items():
+        if (name, precision) == ("bfloat16", "highest") and rule.row_features is None:
+            continue                                           # it asks for full precision of float32 features alone
+        b = q if title == "pair" else k
+        yield title, lse_forward.lse_kernel, lambda: lse_forward.similarity_lse(q, b, t, rule)
+        yield title, lse_gradient.weights_kernel, lambda: lse_gradient.similarity_lse_backward(
+            vector, vector, q, b, t, rule, True, True)
+        if name == "float16":                                  # as bfloat16, to the last register
+            continue
+        for n in (2, 16, 64):
+            yield title, topk.topk_kernel, lambda: topk.similarity_topk(q, b, t, n, rule)
+        for d in (16, 64, 128, 256):
+            if d <= similarity.FIXED_KEYS_WIDEST.get(q.dtype, 0):
+                yield title, lse_fixed_keys.fixed_keys_kernel, lambda: lse_fixed_keys.similarity_lse(q[:, :d], b[:, :d], t, rule)
 
-        def case(kernel, blocks, **constants):
-            return kernel, name, (exclude, within), {**blocks, **constants}
 
-        yield case(lse_forward.lse_kernel, lse_forward.tile(x, rule))
-        yield case(lse_gradient.weights_kernel, lse_forward.tile(x, rule), SHIFT=lse_gradient.SHIFT)
-        if name != "fp16":                                     # as bf16 to the last register, see the two above
-            for slots in (2, 16, 64):
-                yield case(topk.topk_kernel, topk.block_sizes(x, rule), SLOTS=slots)
-            for d in (16, 64, 128, 256):
-                if d <= similarity.FIXED_KEYS_WIDEST[x.dtype]:
-                    yield case(lse_fixed_keys.fixed_keys_kernel, lse_fixed_keys.block_sizes(x[:, :d], rule))
-
-
-def compile_case(case, chip):
-    """{name: value} of what the assembler made of a kernel."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    kernel, dtype, (exclude, within), blocks = case
-    options = {name: blocks[name] for name in ("num_warps", "num_stages", "maxnreg") if name in blocks} | {"enable_fp_fusion": True}
-    constants = {"EXCLUDE": exclude, "WITHIN": within, **{name: value for name, value in blocks.items() if name not in options}}
-    signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        signature[name] = ("constexpr" if name in constants else f"*{POINTERS.get(name, dtype)}" if name.isupper()
-                           and name not in "NMD" else "i32")
-        if signature[name].startswith("*") or name in ("D", "q_row", "k_row"):     # see in_whole_words
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name in kernel.arg_names}
-    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", chip, 32),
-                          options=options)
-    registers, stack = resources(made.asm["cubin"])
-    shared, threads = made.metadata.shared, 32 * options["num_warps"]
-    return dict(chip=chip, kernel=kernel.__name__, dtype=dtype, precision=blocks["PRECISION"], exclude=exclude, within=within,
-                registers=registers, stack=stack, shared=shared, instruction=CHIPS[chip][0] in made.asm["ptx"],
-                programs=min(SM_REGISTERS // (registers * threads), SM_SHARED[chip] // (shared + 1024)))
+def table(chip):
+    """A row for every kernel that the launches compile for a chip, with what is wrong with it."""
+    from triton.runtime import driver
+    driver.set_active(AbsentChip(chip))
+    instruction, most_shared = CHIPS[chip]
+    for (name, precision), (title, kernel, launch) in itertools.chain.from_iterable(
+            (((case, row) for row in launches(*case)) for case in DTYPES)):
+        known = set(kernel.device_caches[chip][0])
+        launch()
+        for key, made in kernel.device_caches[chip][0].items():
+            if key in known:
+                continue
+            registers, stack = resources(made.asm["cubin"])
+            shared, threads = made.metadata.shared, 32 * made.metadata.num_warps
+            programs = min(SM_REGISTERS // (registers * threads), SM_SHARED[chip] // (shared + 1024))
+            wrong = ["spills"] * (stack > 0) + ["too much shared memory"] * (shared > most_shared)
+            wrong += [f"no {instruction}"] * (name != "float32" and instruction not in made.asm["ptx"])
+            yield f"sm_{chip:<4}{kernel.__name__:19}{name:9} {precision:8}{title:9}{registers:9}{stack:6}{shared:8}{programs:6}", wrong
 
 
 def resources(cubin):
@@ -85,31 +105,25 @@ def resources(cubin):
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
-def table():
-    """Rows of compile_case for every case and chip; the assembler runs outside Python, so threads share the cores."""
-    work = list(itertools.product(cases(), CHIPS))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda job: compile_case(*job), work))
+@pytest.fixture(scope="module")
+def tables():
+    """The tables of all chips, made side by side in processes of their own: here Triton is the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    running = {chip: subprocess.Popen([sys.executable, __file__, str(chip)], env=environment, text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for chip in CHIPS}
+    return {chip: process.communicate()[0] for chip, process in running.items()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
-def test_no_spills_within_shared_memory_on_tensor_cores():
-    # a process of its own: here the kernels were imported for the interpreter
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert len(done.stdout.splitlines()) > 100, "the table is missing"
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_spills_within_shared_memory_on_tensor_cores(chip, tables):
+    lines = tables[chip].splitlines()
+    assert not [line for line in lines if "WRONG" in line] and len(lines) > 150, tables[chip][-3000:]
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    bad = 0
-    print(f"{'chip':>5} {'kernel':18}{'dtype':6}{'precision':10}{'exclude':10}{'within':7}registers stack  shared programs/SM")
-    for row in table():
-        half = row["dtype"] != "fp32"
-        wrong = row["stack"] or row["shared"] > CHIPS[row["chip"]][1] or half and not row["instruction"]
-        bad += bool(wrong)
-        print(f"sm_{row['chip']:<3}{row['kernel']:18}{row['dtype']:6}{row['precision']:10}{row['exclude']:10}{row['within']!s:7}"
-              f"{row['registers']:9}{row['stack']:6}{row['shared']:8}{row['programs']:6}"
-              + (f"   WRONG: wanted no stack, {CHIPS[row['chip']][0]}" if wrong else ""))
-    sys.exit(bool(bad))
+    print(f"chip   {'kernel':19}{'dtype':9} {'float32':8}{'rule':9}registers stack  shared programs/SM")
+    for chip in map(int, sys.argv[1:] or CHIPS):
+        for line, wrong in table(chip):
+            print(line + (f"   WRONG: {', '.join(wrong)}" if wrong else ""), flush=True)

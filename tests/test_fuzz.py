@@ -44,6 +44,10 @@ def draw(seed):
 
     q, k = rows(n), rows(m)
     rule = {"exclude": pick.choice([None, "diagonal", ids()]), "within": pick.choice([None, None, ids()])}
+    if pick.random() < 0.3:                                                # whole numbers: exact in every dtype
+        width = pick.randint(1, 50)
+        features = [torch.randint(-2, 3, (count, width), generator=numbers).to(DEVICE, torch.float32) for count in (n, m)]
+        rule["similar"] = (*features, pick.choice([0.0, 3.0, -100.0]))
     if rule["exclude"] == "diagonal":
         rule["offset"] = pick.randint(-5, m)
     return impl, q, k, 10 ** pick.uniform(-2, 0.5), rule

@@ -20,7 +20,7 @@ from kernels.rules import make_rule
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SHAPES = [(1, 1, 1), (1, 7, 3), (6, 1, 8), (37, 53, 20), (130, 259, 72)]
-RULES = ["all", "diagonal", "shifted", "ids", "within", "ids within"]
+RULES = ["all", "diagonal", "shifted", "ids", "within", "ids within", "similar", "diagonal similar within"]
 TRITON = [torch.float32, torch.float16] + [torch.bfloat16] * GPU
 HALF = (torch.float16, torch.bfloat16)
 
@@ -28,8 +28,13 @@ HALF = (torch.float16, torch.bfloat16)
 def rule(name, n, m):
     """Keyword arguments of similarity_lse for a rule, with repeated, missing and negative ids."""
     rows, columns = torch.arange(n, device=DEVICE), torch.arange(m, device=DEVICE)
+    # features of whole numbers have exact products in every dtype, also on the threshold
+    similar = (((rows[:, None] * 5 + torch.arange(20, device=DEVICE)) % 7 - 3).float(),
+               ((columns[:, None] * 3 + torch.arange(20, device=DEVICE)) % 5 - 2).half().float(), 2.0)
     return {"all": {}, "diagonal": dict(exclude="diagonal"), "shifted": dict(exclude="diagonal", offset=2),
             "ids": dict(exclude=(rows % 5 - 2, (columns * 7) % 9 - 2)), "within": dict(within=(rows // 4, columns // 6)),
+            "similar": dict(similar=similar), "diagonal similar within": dict(
+                exclude="diagonal", similar=(similar[0].half(), similar[1].half(), 5.0), within=(rows // 9, columns // 9)),
             "ids within": dict(exclude=(rows.int() % 3, columns.int() % 3), within=(rows % 4, columns % 7))}[name]
 
 
@@ -192,7 +197,7 @@ def test_blockwise_never_holds_the_matrix():
     q = rows(n, d, torch.float32, 16)
     ids = torch.arange(n, device=DEVICE) // 3
     for exclude in ("diagonal", (ids, ids)):
-        selected = make_rule(q, q, False, exclude, None, 0)
+        selected = make_rule(q, q, False, exclude)
         t = torch.tensor(0.1, device=DEVICE)
         with Largest() as seen:
             lse = blockwise.similarity_lse(q, q, t, selected)
@@ -254,7 +259,7 @@ def test_opcheck(impl, name):
     q, k = (rows(n, 5, torch.float32, 23).requires_grad_() for n in (6, 9))
     t = torch.tensor(0.3, device=DEVICE, requires_grad=True)
     arguments = rule(name, 6, 9)
-    selected = make_rule(q, k, False, arguments.get("exclude"), arguments.get("within"), arguments.get("offset", 0))
+    selected = make_rule(q, k, False, **arguments)
     library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
     library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, k.detach(), t, *selected, impl))
     library.opcheck(torch.ops.tencl.similarity_topk.default, (q.detach(), k.detach(), t.detach(), 2, *selected, impl))
@@ -336,6 +341,10 @@ IDS = torch.arange(4), torch.arange(5)
     (lambda: similarity_lse(Q, K, within=(IDS[0].float(), IDS[1])), "within: row ids are torch.float32, wanted integers"),
     (lambda: similarity_lse(Q, K, within=IDS[0]), "within: wanted a pair of tensors"),
     (lambda: similarity_lse(Q, K, exclude=(IDS[0], IDS[1].to("meta"))), "exclude: column ids are on meta, q is on cpu"),
+    (lambda: similarity_lse(Q, K, similar=(Q, K)), r"similar: wanted \(row features \(N, E\), column features \(M, E\), phi\)"),
+    (lambda: similarity_lse(Q, K, similar=(K, K, 0.5)), r"similar: row features are torch.float32 of shape \(5, 3\), wanted .*\(4, E\)"),
+    (lambda: similarity_lse(Q, K, similar=(Q, K[:, :2], 0.5)), "row features are 3 wide .* column features 2 wide"),
+    (lambda: similarity_lse(Q, K, similar=(Q, K, float("nan"))), "similar: phi is nan, wanted a number"),
     (lambda: similarity_lse(Q, K, offset=1.5), "offset: 1.5, wanted an integer"),
     (lambda: similarity_lse(Q, K, impl="cuda"), "impl: 'cuda', wanted one of auto, triton, blockwise, eager"),
     (lambda: similarity_lse(Q.double(), K.double(), impl="triton"), "impl: 'triton' has no float64"),
