@@ -115,7 +115,8 @@ def tile(x, rule):
     full = torch.get_float32_matmul_precision() == "highest"
     if full and torch.float32 in (x.dtype, getattr(rule.row_features, "dtype", None)):
         # plain multiply-adds: no tensor core takes full float32
-        return dict(BLOCK_N=64, BLOCK_M=min(64, columns), BLOCK_D=16, num_warps=8, num_stages=2, PRECISION="ieee")
+        columns = 64 if rule.row_features is None else 32
+        return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255, PRECISION="ieee")
     return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64, num_warps=8, num_stages=3,
                 PRECISION="tf32")                             # of no effect on half types
 
