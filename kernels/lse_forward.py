@@ -143,7 +143,8 @@ def in_whole_words(x):
 def arguments(q, k, temperature, rule):
     """What all kernels take: tensors and rule, sizes, and the rest by name."""
     q, k = in_whole_words(q), in_whole_words(k)
-    f_q, f_k = (f if f is None else in_whole_words(f) for f in (rule.row_features, rule.column_features))
+    f_q, f_k = (f if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)    # tiles sum in float32
+                for f in (rule.row_features, rule.column_features))
     shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape)
     return (q, k, temperature, taken), (len(q), *k.shape), dict(q_row=q.stride(0), k_row=k.stride(0), EXCLUDE=rule.exclude,

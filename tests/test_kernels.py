@@ -303,6 +303,16 @@ def test_second_derivative_is_refused(impl, f):
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_similar_columns_are_left_out(impl, dtype):
+    """DCLR's use: columns whose second similarity is at least phi, the threshold itself included, features of any dtype."""
+    q, f = rows(4, 8, torch.float32, 44), torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=dtype, device=DEVICE)
+    lse = similarity_lse(q, None, 0.5, similar=(f, f, 8.0), impl=impl)                # products from 8 up: 2·4, 3·3, 3·4, 4·4
+    kept = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool, device=DEVICE)
+    torch.testing.assert_close(lse, (q @ q.T / 0.5).masked_fill(~kept, -torch.inf).logsumexp(1))
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
 @pytest.mark.parametrize("n", [1, 5, 64, 65, 200])
 def test_topk(impl, n):
     """Also beyond the slots of the Triton kernel; random rows have no ties. Strips and splits are merged in order."""
