@@ -4,7 +4,7 @@ A sentence is pulled to its positive and pushed from the rest of the batch. Unsu
 encoded again: dropout is the only noise. Supervised, it is an entailed sentence, and a contradicted one is a hard negative.
 With s(a, b) = cos(a, b) / τ, anchors z1, positives z2, hard negatives z3 (if there are any) and α = exp(w):
 
-    L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_j exp s(z1_i, z2_j) + Σ_j α^[i=j] exp s(z1_i, z3_j) ) ]        equations 4 and 5
+    L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_j exp s(z1_i, z2_j) + Σ_j α^[i=j] exp s(z1_i, z3_j) ) ]        the paper's objective
 
 Data, one row a line; .txt is one sentence a line, .csv .tsv .json .jsonl have columns whose order alone counts:
     1 column   unsupervised             I ate an apple.
@@ -46,21 +46,21 @@ def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error, add = fail, parser.add_argument
     poolings = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last")
-    add("--pooling", choices=poolings, help="what is a sentence's embedding; default cls (§6.3), scratch avg")
+    add("--pooling", choices=poolings, help="what is a sentence's embedding; default cls, scratch avg")
     add("--head", choices=("keep", "train-only"), help="pooling cls: its MLP at test; default keep, unsupervised train-only")
-    add("--hard-negative-weight", type=at_least(-100), default=0.0, help="w = log α; default 0, that is α = 1 (§4)")
+    add("--hard-negative-weight", type=at_least(-100), default=0.0, help="w = log α; default 0, that is α = 1 (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0, help="weight of a masked-LM loss; default 0, off; the paper's is 0.1")
     add("--test", nargs="*", default=[], help="files of scored pairs, read with the best model at the end")
     add("--data", required=True, help="training data; see above")
     add("--dev", help="scored pairs that choose the best checkpoint; none: the last one is kept")
     add("--model", default="bert-base-uncased", help="hub name, local folder or scratch; default bert-base-uncased")
     add("--out", default="out/simcse", help="folder to write; default out/simcse")
-    add("--batch-size", type=at_least(1, int), help="over all GPUs; default 512, unsupervised 64 (appendix A), scratch 32")
-    add("--epochs", type=at_least(1, int), help="default 3, unsupervised 1 (appendix A), scratch 4")
+    add("--batch-size", type=at_least(1, int), help="over all GPUs; default 512, unsupervised 64 (paper), scratch 32")
+    add("--epochs", type=at_least(1, int), help="default 3, unsupervised 1 (paper), scratch 4")
     add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
-    add("--lr", type=at_least(0), help="falls linearly to 0; default 5e-5, unsupervised 3e-5 (appendix A), scratch 2e-3")
-    add("--temperature", type=at_least(1e-4), default=0.05, help="τ; default 0.05 (§3)")
-    add("--max-length", type=at_least(3, int), default=32, help="tokens a training sentence keeps; default 32 (appendix A)")
+    add("--lr", type=at_least(0), help="falls linearly to 0; default 5e-5, unsupervised 3e-5 (paper), scratch 2e-3")
+    add("--temperature", type=at_least(1e-4), default=0.05, help="τ; default 0.05 (paper)")
+    add("--max-length", type=at_least(3, int), default=32, help="tokens a training sentence keeps; default 32 (paper)")
     add("--seed", type=at_least(0, int), default=42, help="default 42")
     add("--eval-every", type=at_least(1, int), default=125, help="steps between evaluations; default 125 (released scripts)")
     add("--resume", action="store_true", help="continue the run in --out from its last evaluation, with the same flags")
@@ -69,7 +69,7 @@ def make_parser():
     return parser
 
 
-# What a flag is where it was not given: by the number of columns (appendix A; head: §6.3), and for a small random BERT.
+# What a flag is where it was not given: by the number of columns (paper, BERT-base), and for a small random BERT.
 MODES = {1: dict(mode="unsupervised", views=2, pooling="cls", head="train-only", batch_size=64, lr=3e-5, epochs=1),
          2: dict(mode="pairs", views=2, pooling="cls", head="keep", batch_size=512, lr=5e-5, epochs=3),
          3: dict(mode="supervised", views=3, pooling="cls", head="keep", batch_size=512, lr=5e-5, epochs=3)}
@@ -98,7 +98,8 @@ def load_data(path, args):
     return [tuple(cells) for _, cells in table]
 
 
-# What one more group costs, in tokens: its launches, and a pass over all gradients. CPU measured with 2 layers of 768.
+# What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers of 768, from 25
+# to 400 alike); CUDA: an estimate.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 
 
@@ -229,7 +230,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     hard_negative_weight  w = log α, added to the anchor's own hard negative in the denominator; the others have weight 1
     offset                this rank's first row where z2 and z3 are gathered from all ranks
     returns               scalar float32, float64 for float64; one anchor without hard negatives: 0
-    source                Gao et al. 2021, equations 4 and 5
+    source                Gao et al. 2021, the unsupervised and the supervised objective
     """
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
     own = slice(offset, offset + len(z1))

@@ -8,6 +8,7 @@ Each row is a process of its own, so that the peak of one implementation is not 
 unit rows. Times are medians over --repeat runs after one warm-up, with the 20th and 80th percentile; extra memory is the
 peak above the inputs, gradients included; error is the largest difference of the gradient of q from float64, relative to
 its largest entry. A case that does not fit says so.
+On the CPU the memory is read from /proc, so it wants Linux.
 """
 import argparse
 import json
@@ -29,6 +30,14 @@ LOSSES = {
         q, k, torch.arange(len(q), device=q.device) % len(k), impl=impl)}
 SIZES = {"cpu": ["1024x1024x128", "4096x4096x128", "4096x4096x768"],
          "cuda": ["1024x1024x128", "4096x4096x128", "32768x32768x128", "32768x32768x768", "65536x65536x768"]}
+
+
+def shape(text):
+    """"4096x4096x128" as [4096, 4096, 128]."""
+    size = [int(x) for x in text.split("x")]
+    if len(size) != 3 or min(size) < 1:
+        raise ValueError
+    return size
 
 
 def measure(loss, size, dtype, impl, device, repeat):
@@ -84,8 +93,9 @@ def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loss", nargs="+", default=["info_nce"], choices=LOSSES, help="losses to run")
-    parser.add_argument("--sizes", nargs="+", default=SIZES[device], help="N x M x D, as 4096x4096x128")
-    parser.add_argument("--dtype", default="bfloat16" if device == "cuda" else "float32", help="of the rows")
+    parser.add_argument("--sizes", nargs="+", type=shape, default=[shape(x) for x in SIZES[device]], help="N x M x D, as 4096x4096x128")
+    parser.add_argument("--dtype", default="bfloat16" if device == "cuda" else "float32", help="of the rows",
+                        choices=("float64", "float32", "float16", "bfloat16"))
     parser.add_argument("--impl", nargs="+", default=["eager", "triton" if device == "cuda" else "blockwise"], help="what to run")
     parser.add_argument("--repeat", type=int, default=5, help="timed runs of each")
     parser.add_argument("--json", help="write the rows to this file")
@@ -102,12 +112,12 @@ def main(argv=None):
     for loss in args.loss:
         for size in args.sizes:
             for impl in args.impl:
-                case = dict(loss=loss, size=[int(x) for x in size.split("x")], dtype=args.dtype, impl=impl, device=device,
+                case = dict(loss=loss, size=size, dtype=args.dtype, impl=impl, device=device,
                             repeat=args.repeat)
                 done = subprocess.run([sys.executable, "-m", "kernels.benchmark", "--one", json.dumps(case)],
                                       capture_output=True, text=True)
                 rows.append({**case, **(json.loads(done.stdout) if done.returncode == 0 else {"failed": why(done)})})
-                print(f"{loss:22}{size:20}{impl:11}", line(rows[-1]), sep="", flush=True)
+                print(f"{loss:22}{'x'.join(map(str, size)):20}{impl:11}", line(rows[-1]), sep="", flush=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump({**about, "rows": rows}, file, indent=1)

@@ -6,7 +6,7 @@ the fused sum by rule and comes back as softplus(lse − positive), the same num
 import torch
 
 from . import eager
-from .rules import Rule
+from .rules import Rule, make_rule
 from .similarity import check_inputs, choose_impl, softmax_loss
 
 
@@ -23,22 +23,22 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
     q, k, temperature, _ = check_inputs(q, k, temperature)
-    impl = choose_impl(impl, q)
+    rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
     if offset < 0 or len(q) + offset > len(k):
         raise ValueError(f"k: {len(k)} rows, wanted at least {len(q)} + offset {offset}: one positive for each row of q")
     if symmetric and (len(q) != len(k)):
         raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
     if symmetric:
-        return (one_direction(q, k, temperature, 0, impl) + one_direction(k, q, temperature, 0, impl)) / 2
-    return one_direction(q, k, temperature, offset, impl)
+        return (one_direction(q, k, temperature, rule, impl) + one_direction(k, q, temperature, rule, impl)) / 2
+    return one_direction(q, k, temperature, rule, impl)
 
 
-def one_direction(q, k, temperature, offset, impl):
-    """info_nce of checked arguments, the rows of q as anchors."""
+def one_direction(q, k, temperature, rule, impl):
+    """info_nce of checked arguments, the rows of q as anchors; the rule leaves the positives out."""
     if impl == "eager":
-        return eager.info_nce(q, k, temperature, offset)
-    rule = Rule(exclude="diagonal", offset=offset)
-    return softmax_loss(q, k, torch.arange(len(q), device=q.device) + offset, mean_of(q, temperature), temperature, rule, impl)
+        return eager.info_nce(q, k, temperature, rule.offset)
+    targets = torch.arange(len(q), device=q.device) + rule.offset
+    return softmax_loss(q, k, targets, mean_of(q, temperature), temperature, rule, impl)
 
 
 def clip_loss(image, text, temperature=0.07, *, impl="auto"):
@@ -78,6 +78,8 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     """
     hidden, weight, temperature, _ = check_inputs(hidden, weight, temperature, names=("hidden", "weight"))
     impl = choose_impl(impl, hidden)
+    if not isinstance(targets, torch.Tensor):
+        raise ValueError(f"targets: found {type(targets).__name__}, wanted an int64 tensor ({len(hidden)},)")
     if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"targets: found {targets.dtype} of shape {tuple(targets.shape)}, wanted int64 ({len(hidden)},)")
     if targets.device != hidden.device:

@@ -131,7 +131,7 @@ def check_device(q):
 def in_whole_words(x):
     """x itself where its rows are contiguous, aligned and a multiple of 16 long, else a copy with zeros behind each row.
 
-    A kernel reads 16 bytes at a time or falls back to single elements, which is slow and spills; zeros change no product.
+    A kernel reads 16 bytes at a time or falls back to single elements, whose addresses spill; zeros change no product.
     """
     if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0:
         return x

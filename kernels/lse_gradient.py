@@ -5,8 +5,7 @@ With g_i the gradient that reaches lse_i and p_ij = exp(s_ij − lse_i) the soft
     W_ij = g_i p_ij        dq_i = (1/τ) Σ_j W_ij k_j        dk_j = (1/τ) Σ_i W_ij q_i        dτ = −⟨q, dq⟩ / τ
 
 W is (N, M), so it exists one block of at most BUFFER_MB at a time. The kernel computes a block from q, k and lse, a
-matrix product with an exponential at its end; cuBLAS does the other two products, each with its own best schedule,
-and float32 sums. 6 N·M·D operations, as many as eager's backward plus the recomputed product:
+matrix product with an exponential at its end; cuBLAS does the other two products, with float32 sums. 6 N·M·D operations, as many as eager's backward plus the recomputed product:
 
                columns J                          for each block of rows I, each block of columns J:
             ┌──────────────┐                          W      = kernel(q_I, k_J, lse_I, g_I)     in q's dtype
@@ -23,7 +22,7 @@ import triton.language as tl
 
 from .lse_forward import arguments, check_device, kept, product_tile, tile
 
-BUFFER_MB = 128   # of weights: 8192 × 8192 in a half type, large enough for full-speed products
+BUFFER_MB = 128   # of weights: 8192 × 8192 in a half type
 SHIFT = 14        # weights are stored times 2¹⁴
 
 

@@ -35,7 +35,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     raises       ValueError naming the argument, what it was and what is wanted
     precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in float32.
                  Under torch.autocast float32 rows are cast as a matrix product would cast them
-    memory       O(N + M) beside the inputs and gradients, and a constant buffer (at most 128 MiB); eager O(N·M)
+    memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and a buffer of 128 MiB (blockwise:
+                 or 32 rows of logits where those are more); eager O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
     q, k, temperature, one_set = check_inputs(q, k, temperature)
@@ -89,8 +90,8 @@ def softmax_loss(q, k, targets, weights, temperature, rule, impl):
         needs_q, needs_k = (torch.is_grad_enabled() and (x.requires_grad or temperature.requires_grad and x is q) for x in (q, k))
         return torch.ops.tencl.softmax_loss(q, k, targets, weights, temperature, *rule, needs_q, needs_k)[0]
     lse = fused_lse(q, k, temperature, rule, impl)
-    # in float32, product and sum, also under autocast
-    positive = (q.to(temperature.dtype) * k[targets].to(temperature.dtype)).sum(1) / temperature
+    # float32 also under autocast, and before the rows are picked: the gradients of a repeated target add up in it
+    positive = (q.to(temperature.dtype) * k.to(temperature.dtype)[targets]).sum(1) / temperature
     return -(weights * F.logsigmoid(positive - lse)).sum()
 
 

@@ -111,14 +111,15 @@ def tables():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     running = {chip: subprocess.Popen([sys.executable, __file__, str(chip)], env=environment, text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for chip in CHIPS}
-    return {chip: process.communicate()[0] for chip, process in running.items()}
+    return {chip: (process.communicate()[0], process.returncode) for chip, process in running.items()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_spills_within_shared_memory_on_tensor_cores(chip, tables):
-    lines = tables[chip].splitlines()
-    assert not [line for line in lines if "WRONG" in line] and len(lines) > 150, tables[chip][-3000:]
+    text, code = tables[chip]
+    lines = text.splitlines()
+    assert code == 0 and not [line for line in lines if "WRONG" in line] and len(lines) > 150, text[-3000:]
 
 
 if __name__ == "__main__":

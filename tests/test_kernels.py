@@ -254,6 +254,16 @@ def test_all_targets_ignored_and_one_class():
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
+def test_repeated_targets_of_half_rows(impl):
+    """A frequent word's gradient is a sum of thousands of rows: in float16 steps it would stand still."""
+    h, w = rows(4000, 16, torch.float16, 45), rows(40, 16, torch.float16, 46)
+    targets = torch.zeros(4000, dtype=torch.long, device=DEVICE)
+    f = lambda impl: lambda h, w: 1000 * linear_cross_entropy(h, w, targets, temperature=0.2, impl=impl)
+    exact, ours = differentiate(f("eager"), h.double(), w.double())[2], differentiate(f(impl), h, w)[2]
+    assert (ours - exact).norm() < 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
 @pytest.mark.parametrize("name", RULES)
 def test_opcheck(impl, name):
     q, k = (rows(n, 5, torch.float32, 23).requires_grad_() for n in (6, 9))
@@ -362,6 +372,8 @@ IDS = torch.arange(4), torch.arange(5)
     (lambda: similarity_topk(Q, K, 0), "n: 0, wanted"),
     (lambda: info_nce(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
     (lambda: info_nce(Q, K, offset=-1), "offset -1"),
+    (lambda: info_nce(Q, K, offset=0.5), "offset: 0.5, wanted an integer"),
+    (lambda: linear_cross_entropy(Q, K, [0, 1, 2, 3]), "targets: found list, wanted an int64 tensor"),
     (lambda: info_nce(Q, K, symmetric=True), "symmetric: wanted as many rows in k as in q, found 5 and 4"),
     (lambda: nt_xent(Q, K), "z2: 5 rows, z1 has 4"),
     (lambda: linear_cross_entropy(Q, K, IDS[1]), r"targets: found torch.int64 of shape \(5,\), wanted int64 \(4,\)"),

@@ -29,7 +29,7 @@ def agree(ours, written_out, *inputs, tolerance=1e-10):
 
 
 def simcse_written_out(z1, z2, z3=None, temperature=0.05, w=0.0):
-    """Equations 4 and 5 of the paper as printed, alpha = exp(w)."""
+    """The paper's two objectives as printed, alpha = exp(w)."""
     total = 0
     for i in range(len(z1)):
         numerator = torch.exp(cosine(z1[i], z2[i]) / temperature)

@@ -2,6 +2,9 @@
 import itertools
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,3 +111,11 @@ def test_batches_of_two_ranks(rows, last):
 
 def test_lr_falls_linearly():
     assert [simcse.lr_at(step, 4, SimpleNamespace(lr=2.0)) for step in (1, 2, 3, 4)] == [2.0, 1.5, 1.0, 0.5]
+
+
+def test_shipped_data_is_what_its_generator_writes(tmp_path):
+    data = Path(__file__).parent / "data"
+    subprocess.run([sys.executable, data / "make.py", tmp_path], check=True)
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (data / file.name).read_bytes(), file.name
+    assert len(list(tmp_path.iterdir())) == 3

@@ -222,7 +222,7 @@ def pooled(encoder, tokenizer, sentences, pooling):
 @pytest.mark.parametrize("width, flag, value", [
     (1, "--mlm-weight", 0), (2, "--mlm-weight", 0), (3, "--hard-negative-weight", 1.5), (3, "--mlm-weight", 0.1)])
 def test_simcse_first_loss_is_the_papers(width, flag, value, tmp_path, bert):
-    """Without dropout and with all rows in one batch it is equation 4 or 5 of the folder's own embeddings."""
+    """Without dropout and with all rows in one batch it is the paper's objective on the folder's own embeddings."""
     rows = SENTENCES[:12] if width == 1 else [row[:width] for row in NLI[:12]]
     flags = ["--model", bert, "--pooling", "avg", "--max-length", 512, "--batch-size", 12, "--lr", 1e-3]
     losses = run_text("simcse", tmp_path, rows, *flags, "--steps", 3, flag, value).losses
