@@ -13,24 +13,45 @@ its passes over memory.
 import torch
 import torch.nn.functional as F
 
-from .rules import left_out
+from .rules import left_out, positive_of
 
 STRIP = 2 ** 24   # logits held at a time: 64 MB in float32, rows enough for a GEMM at full speed (2²² costs a tenth)
 ROWS = 32         # but never fewer rows than this, below which a GEMM turns into a pass over the keys per row
 
 
-def strips(q, k, temperature, rule):
-    """Yield (rows, s): a slice of the rows and their logits, what the rule leaves out at -inf, in one reused buffer."""
-    size = min(-(-len(q) // 4), max(ROWS, STRIP // len(k)))                     # small problems take four strips
-    buffer, columns = q.new_empty(size, len(k)), k.T
-    for start in range(0, len(q), size):
-        rows = slice(start, min(start + size, len(q)))
-        s = torch.mm(q[rows] / temperature, columns, out=buffer[:rows.stop - start])
-        if rule.exclude == "diagonal" and all(part is None for part in rule[1:7]):      # the common rule: one entry a row
-            s.diagonal(start + rule.offset).fill_(-torch.inf)
-        elif (out := left_out(rule, torch.arange(rows.start, rows.stop, device=q.device), len(k))) is not None:
-            s.masked_fill_(out, -torch.inf)
+def cast(q, k, temperature):
+    """Rows and columns in the dtype that sums have; one tensor for both where k is None."""
+    rows = q.to(temperature.dtype)
+    return rows, rows if k is None else k.to(temperature.dtype)
+
+
+def strips(q, k, temperature, rule, upper=False):
+    """Yield (rows, s): a slice of the rows and their logits, what the rule leaves out at -inf, in one reused buffer; upper:
+    of one set, only the columns from the strip's first row on."""
+    n, m = len(q), len(k)
+    size = min(-(-n // 4), max(ROWS, STRIP // m))                               # small problems take four strips
+    buffer, columns = q.new_empty(size * m), k.T
+    for start in range(0, n, size):
+        rows, first = slice(start, min(start + size, n)), start if upper else 0
+        s = buffer[:(rows.stop - start) * (m - first)].view(rows.stop - start, m - first)
+        torch.mm(q[rows] / temperature, columns[:, first:], out=s)
+        leave_out(s, rule, rows, first, n, m)
         yield rows, s
+
+
+def leave_out(s, rule, rows, first, n, m):
+    """Put −inf where the rule leaves a column out; the rules on index alone touch one or two entries a row."""
+    if rule.exclude == "none" and all(part is None for part in rule[1:7]):
+        return
+    if rule.exclude in ("diagonal", "pair", "target") and all(part is None for part in rule[3:7]):
+        if rule.exclude == "pair":
+            s.diagonal(rows.start - first).fill_(-torch.inf)
+        at = positive_of(rule, n, s.device)[rows, None] - first
+        inside = at.clamp(0, m - first - 1)
+        s.scatter_(1, inside, s.gather(1, inside).masked_fill_(at == inside, -torch.inf))
+        return
+    out = left_out(rule, torch.arange(rows.start, rows.stop, device=s.device), m)
+    s.masked_fill_(out[:, first:], -torch.inf)
 
 
 def exp_(s):
@@ -41,7 +62,7 @@ def exp_(s):
 
 def similarity_lse(q, k, temperature, rule):
     """(N,) in temperature's dtype."""
-    q, k = q.to(temperature.dtype), k.to(temperature.dtype)
+    q, k = cast(q, k, temperature)
     lse = q.new_empty(len(q))
     for rows, s in strips(q, k, temperature, rule):
         shift, total = exp_(s)
@@ -49,20 +70,22 @@ def similarity_lse(q, k, temperature, rule):
     return lse
 
 
-def similarity_lse_backward(grad, lse, q, k, temperature, rule, needs_q, needs_k):
-    """(dq (N, D) or empty, dk (M, D) or empty) in temperature's dtype, for the gradient of each row's lse."""
-    q, k = q.to(temperature.dtype), k.to(temperature.dtype)
-    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
+def similarity_lse_backward(q, k, temperature, rule, grad, lse, needs_q, needs_k, needs_temperature):
+    """(dq (N, D) or empty, dk (M, D) or empty, dτ) for the gradient of each row's lse; k None: all of it is dq."""
+    rows, columns, needs_q = *cast(q, k, temperature), needs_q or needs_temperature
+    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((rows, needs_q), (columns, needs_k or k is None)))
     shift = lse.clamp(min=torch.finfo(lse.dtype).min)
-    for rows, s in strips(q, k, temperature, rule):
-        p = s.sub_(shift[rows, None]).exp_()
-        add_gradients(dq, dk, q, k, p, rows, grad[rows] / temperature, needs_q, needs_k)
-    return dq, dk
+    for at, s in strips(rows, columns, temperature, rule):
+        p = s.sub_(shift[at, None]).exp_()
+        add_gradients(dq, dk, rows, columns, p, at, grad[at] / temperature, needs_q, needs_k or k is None)
+    dt = -torch.linalg.vecdot(rows, dq).sum() / temperature if needs_temperature else torch.zeros_like(temperature)
+    dq, dk = (dq + dk, dk.new_empty(0, dk.shape[1])) if k is None else (dq, dk)
+    return dq.to(q.dtype), dk.to(q.dtype), dt
 
 
 def similarity_lse_fixed_keys(q, k, temperature, rule):
     """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j: where the keys need no gradient, dq_i = g_i o_i / τ."""
-    q, k = q.to(temperature.dtype), k.to(temperature.dtype)
+    q, k = cast(q, k, temperature)
     lse, o = q.new_empty(len(q)), torch.empty_like(q)
     for rows, s in strips(q, k, temperature, rule):
         shift, total = exp_(s)
@@ -71,10 +94,26 @@ def similarity_lse_fixed_keys(q, k, temperature, rule):
     return lse, o
 
 
-def softmax_loss(q, k, targets, weights, temperature, rule, needs_q, needs_k):
-    """Σ_i w_i softplus(lse_i − q_i·k_target/τ) and, taken on the way, its gradients: (loss, dq or empty, dk or empty)."""
+def softmax_loss(q, k, temperature, rule, weights, both, needs_q, needs_k, needs_temperature):
+    """(loss, dq or empty, dk or empty, dτ), the gradients taken on the way; see operations.softmax_loss.
+
+    Σ_i w_i softplus(lse_i − positive_i), w (N,) or the mean; both: the mean of this and the same over columns.
+    """
+    needs_q = needs_q or needs_temperature
+    rows, columns = cast(q, k, temperature)
+    take = two_sided if both or k is None else one_sided
+    loss, dq, dk = take(rows, None if k is None else columns, temperature, rule, weights, needs_q, needs_k)
+    dt = torch.zeros_like(loss)
+    if needs_temperature:                                       # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
+        dt = -torch.linalg.vecdot(rows, dq).sum() / temperature / (2 if k is None else 1)
+    return loss, dq, dk, dt
+
+
+def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
+    """A softmax over the columns of each row. One pass: a strip's gradient is known as soon as its rows' sums are."""
     dtype = temperature.dtype
-    q, k, weights = q.to(dtype), k.to(dtype), weights.to(dtype)
+    weights = q.new_full((len(q),), 1 / len(q)) if weights is None else weights.to(dtype)
+    targets = positive_of(rule, len(q), q.device)
     loss = q.new_zeros(())
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
     for rows, s in strips(q, k, temperature, rule):
@@ -91,9 +130,58 @@ def softmax_loss(q, k, targets, weights, temperature, rule, needs_q, needs_k):
     return loss, dq, dk
 
 
+def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
+    """A softmax over the columns of each row and one over the rows of each column, from the same logits; a row of the one
+    belongs to a row of the other. Two passes, sums and then gradients: 8 N·M·D operations where two one_sided take 12. One
+    set (k None) is symmetric, its two sides are the same, and a strip starts at its own diagonal: 4."""
+    one_set = k is None
+    k, needs_k = (q, False) if one_set else (k, needs_k)
+    targets = positive_of(rule, len(q), q.device)
+    row_lse = q.new_full((len(q),), -torch.inf)
+    column_lse = row_lse if one_set else q.new_full((len(k),), -torch.inf)
+    # the CPU looks at a number for free: where no exp(s) can overflow or vanish, one serves rows and columns
+    bounded = not q.is_cuda and q.norm(dim=1).max() * k.norm(dim=1).max() / temperature < 69
+    for rows, s in strips(q, k, temperature, rule, upper=one_set):
+        first, inner = (rows.start, rows.stop - rows.start) if one_set else (0, 0)      # inner columns are rows of this strip
+        if bounded:
+            s.exp_()
+            of_rows, of_columns = s.sum(1).log(), s[:, inner:].sum(0).log()
+        else:
+            of_rows, of_columns = s.logsumexp(1), s[:, inner:].logsumexp(0)
+        row_lse[rows] = torch.logaddexp(row_lse[rows], of_rows)
+        column_lse[first + inner:] = torch.logaddexp(column_lse[first + inner:], of_columns)
+    positive = (q * k[targets]).sum(1) / temperature
+    gaps = [row_lse - positive] + ([] if one_set else [column_lse - positive])
+    loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
+    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
+    if not needs_q and not needs_k:
+        return loss, dq, dk
+    slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
+    shifts = [lse.where(lse > -torch.inf, 0) for lse in (row_lse, column_lse)]            # a row without columns: slope 0
+    for rows, s in strips(q, k, temperature, rule, upper=one_set):
+        first = rows.start if one_set else 0
+        if bounded:
+            w = s.exp_().mul_((slopes[0] * (-shifts[0]).exp())[rows, None] + (slopes[-1] * (-shifts[1]).exp())[first:])
+        else:
+            w = (s - shifts[0][rows, None]).exp_().mul_(slopes[0][rows, None])
+            w += s.sub_(shifts[1][first:]).exp_().mul_(slopes[-1][first:])
+        if needs_q:
+            dq[rows].addmm_(w, k[first:])
+        if one_set:
+            dq[rows.stop:].addmm_(w[:, rows.stop - rows.start:].T, q[rows])
+        elif needs_k:
+            dk.addmm_(w.T, q[rows])
+    share = slopes[0] + (slopes[0][targets] if one_set else slopes[1])
+    if needs_q:
+        dq.sub_(share[:, None] * k[targets])
+    if needs_k:
+        dk.sub_(share[:, None] * q)
+    return loss, dq, dk
+
+
 def similarity_topk(q, k, temperature, n, rule):
     """(values (N, n) in temperature's dtype, columns (N, n) int64, −1 where none is left), largest first."""
-    q, k = q.to(temperature.dtype), k.to(temperature.dtype)
+    q, k = cast(q, k, temperature)
     values, columns = q.new_empty(len(q), n), torch.empty(len(q), n, dtype=torch.int64, device=q.device)
     for rows, s in strips(q, k, temperature, rule):
         torch.topk(s, n, 1, out=(values[rows], columns[rows]))

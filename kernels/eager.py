@@ -24,10 +24,12 @@ def similarity_topk(q, k, temperature, n, rule):
     return values, columns.masked_fill(values.isneginf(), -1)
 
 
-def info_nce(q, k, temperature, offset=0):
+def info_nce(q, k, temperature, offset=0, symmetric=False):
     """Cross entropy of row i against column i + offset; the positive stays in the sum, as the papers write it."""
     logits = (q @ k.T).to(temperature.dtype) / temperature
-    return F.cross_entropy(logits, torch.arange(len(q), device=q.device) + offset)
+    targets = torch.arange(len(q), device=q.device) + offset
+    loss = F.cross_entropy(logits, targets)
+    return (loss + F.cross_entropy(logits.T, targets)) / 2 if symmetric else loss
 
 
 def nt_xent(z1, z2, temperature):

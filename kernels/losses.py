@@ -28,17 +28,9 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
         raise ValueError(f"k: {len(k)} rows, wanted at least {len(q)} + offset {offset}: one positive for each row of q")
     if symmetric and (len(q) != len(k)):
         raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
-    if symmetric:
-        return (one_direction(q, k, temperature, rule, impl) + one_direction(k, q, temperature, rule, impl)) / 2
-    return one_direction(q, k, temperature, rule, impl)
-
-
-def one_direction(q, k, temperature, rule, impl):
-    """info_nce of checked arguments, the rows of q as anchors; the rule leaves the positives out."""
     if impl == "eager":
-        return eager.info_nce(q, k, temperature, rule.offset)
-    targets = torch.arange(len(q), device=q.device) + rule.offset
-    return softmax_loss(q, k, targets, mean_of(q, temperature), temperature, rule, impl)
+        return eager.info_nce(q, k, temperature, offset, symmetric)
+    return softmax_loss(q, k, temperature, rule, impl, both=symmetric)
 
 
 def clip_loss(image, text, temperature=0.07, *, impl="auto"):
@@ -61,9 +53,7 @@ def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
         raise ValueError(f"z2: {len(z2)} rows, z1 has {len(z1)}")
     if impl == "eager":
         return eager.nt_xent(z1, z2, temperature)
-    z = torch.cat([z1, z2])
-    other_view = torch.arange(len(z), device=z.device).roll(len(z1))
-    return softmax_loss(z, z, other_view, mean_of(z, temperature), temperature, Rule(exclude="pair"), impl)
+    return softmax_loss(torch.cat([z1, z2]), None, temperature, Rule(exclude="pair"), impl)
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
@@ -87,12 +77,5 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     if impl == "eager":
         return eager.linear_cross_entropy(hidden, weight, targets, ignore_index, temperature)
     counts = targets != ignore_index
-    targets = targets.where(counts, 0)
-    weights = counts.to(temperature.dtype) / counts.sum().clamp(min=1)
-    rule = Rule("ids", targets, torch.arange(len(weight), device=weight.device))
-    return softmax_loss(hidden, weight, targets, weights, temperature, rule, impl)
-
-
-def mean_of(rows, temperature):
-    """(N,) weights 1/N in the dtype that sums have."""
-    return torch.full(rows.shape[:1], 1 / len(rows), dtype=temperature.dtype, device=rows.device)
+    rule = Rule("target", targets.where(counts, 0))
+    return softmax_loss(hidden, weight, temperature, rule, impl, weights=counts.to(temperature.dtype)) / counts.sum().clamp(min=1)

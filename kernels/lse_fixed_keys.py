@@ -16,28 +16,27 @@ import torch
 import triton
 import triton.language as tl
 
-from .lse_forward import LN2, PROGRAMS, arguments, check_device, kept, tile
+from .tiles import LN2, PROGRAMS, arguments, check_device, kept, load, octaves, tile, touched
 
 
 @triton.jit
-def fixed_keys_kernel(LSE, O, Q, K, TEMPERATURE, RULE, N, M, D, split, q_row, k_row, EXCLUDE: tl.constexpr,
+def fixed_keys_kernel(LSE, O, split, Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                       PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """LSE[y, rows of program x] in units of log 2, O[y, rows, :], over the columns [y·split, (y + 1)·split)."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    row_at = rows.to(tl.int64)[:, None]
-    q = tl.load(Q + row_at * q_row + d[None, :], mask=(rows < N)[:, None] & (d < D)[None, :], other=0.0)
-    scale = 1.4426950408889634 / tl.load(TEMPERATURE)
+    row = tl.program_id(0) * BLOCK_N
+    rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
+    scale = octaves(TEMPERATURE)
     first = tl.program_id(1) * split
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
-        k = tl.load(K + columns.to(tl.int64)[:, None] * k_row + d[None, :], mask=(columns < M)[:, None] & (d < D)[None, :],
-                    other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
+        k = load(K, start, 0, M, D, k_row, BLOCK_M, BLOCK_D)
+        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        if touched(row, start, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
+            s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)      # −inf − (−inf) would be NaN: nothing kept so far
         p = tl.exp2(s - reference[:, None])
@@ -48,7 +47,7 @@ def fixed_keys_kernel(LSE, O, Q, K, TEMPERATURE, RULE, N, M, D, split, q_row, k_
     slot = tl.program_id(1).to(tl.int64) * N
     tl.store(LSE + slot + rows, top + tl.log2(total), mask=rows < N)
     o = o / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(O + (slot + row_at) * D + d[None, :], o, mask=(rows < N)[:, None] & (d < D)[None, :])
+    tl.store(O + (slot + rows)[:, None] * D + d[None, :], o, mask=(rows < N)[:, None] & (d < D)[None, :])
 
 
 def block_sizes(q, rule):
@@ -62,14 +61,15 @@ def block_sizes(q, rule):
 def similarity_lse(q, k, temperature, rule):
     """(lse (N,), o (N, D)), both float32."""
     check_device(q)
-    pointers, sizes, rest = arguments(q, k, temperature, rule)
-    width, blocks = pointers[0].shape[1], block_sizes(pointers[0], rule)                 # rows as arguments() padded them
+    blocks = block_sizes(q, rule)
+    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    width = sizes[2]                                                                     # of rows as arguments() padded them
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
     split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
     splits = triton.cdiv(len(k), split)
     lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
     o = torch.empty(splits, len(q), width, dtype=torch.float32, device=q.device)
-    fixed_keys_kernel[row_blocks, splits](lse, o, *pointers, *sizes, split=split, **rest, **blocks)
+    fixed_keys_kernel[row_blocks, splits](lse, o, split, *pointers, *sizes, **rest)
     lse *= LN2
     if splits == 1:
         return lse[0], o[0, :, :q.shape[1]].contiguous()

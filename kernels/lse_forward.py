@@ -1,165 +1,199 @@
-"""Forward in Triton: row log-sum-exps of q·kᵀ/τ, one tile of logits at a time.
+"""Forward in Triton: log-sum-exps of q·kᵀ/τ over rows, or over rows and columns at once, and the softmax loss on top.
 
 Eager                                               bytes moved, N·M logits       here
     s = q @ k.T / temperature                       write 4 N·M                   tiles stay in registers
-    s = s.masked_fill(left_out, -inf)               read and write 8 N·M          where() on the tile
-    lse = s.logsumexp(1)                            read 4 N·M or more            two numbers a row
+    s = s.masked_fill(left_out, -inf)               read and write 8 N·M          where() on the few tiles it touches
+    lse = s.logsumexp(1), s.logsumexp(0)            read 8 N·M or more            two numbers per row and column of a tile
 
-              columns j →
-           ┌──────┬──────┬──────┐     A program owns BLOCK_N rows and walks the columns of its split, BLOCK_M at a time.
-    rows i │ tile │ tile │ tile │     A tile is Σ over D in blocks of BLOCK_D of (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M)
-           └──────┴──────┴──────┘     on the tensor cores, so no D is too large and every D has the same registers.
+Every tile (I, J) leaves the log-sum-exp of each of its rows, and where columns are asked for of each of its columns:
 
-Over the tiles of a row runs the online softmax. With top the largest logit so far and total = Σ exp2(s − top):
+    part[J, i] = log2 Σ_{j∈J} exp2(s_ij)        part'[I, j] = log2 Σ_{i∈I} exp2(s_ij)         one product for both
 
-    new   = max(top, max_j s_j)
-    total = total · exp2(top − new) + Σ_j exp2(s_j − new)        the old sum is moved to the new reference first
-    top   = new
+and a second kernel sums the parts of a row. With one set of rows (q = k) the matrix is symmetric: part' of tile (I, J)
+is part of tile (J, I), so the tiles on and above the diagonal fill the same table and half of the products are saved.
 
-Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has. Few rows leave most of the chip
-idle, so their columns are split over several programs and the splits merged by a logsumexp in PyTorch; the number of
-splits depends on the shape alone. No atomics: the same input gives the same bits.
+The parts of a large problem are made a block of tiles at a time and merged before the next. No atomics, no order left
+to chance: the same input gives the same bits.
+
+A softmax loss adds its positive by index. The rule leaves the positive out of the tile, where its logit is kept:
+
+    gap_i = lse_i − positive_i        loss = Σ_i w softplus(gap_i)        slope_i = σ(gap_i), of the loss in lse_i
+
+so no 1 − 0.999 is ever taken, and the second kernel has all three at hand when the parts of row i are summed.
 """
-import math
-import os
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-LN2 = math.log(2)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PROGRAMS = 264   # two for each of the 132 multiprocessors of an H100 or H200
+from .tiles import (LN2, LOG2E, PROGRAMS, arguments, check_device, is_bounded, kept, limit_of, load, log_sum, octaves,
+                    positive_of, product, tile, touched)
 
-
-class KernelRule(NamedTuple):
-    """A rule as the kernels take it, beside its name (EXCLUDE): what it has not is None and leaves no code behind."""
-    row_ids: Any
-    column_ids: Any
-    row_groups: Any
-    column_groups: Any
-    row_features: Any
-    column_features: Any
-    offset: Any
-    phi: Any
-    width: Any            # E
-    row_stride: Any       # of the features
-    column_stride: Any
+SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
+PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
+WALK = 16            # tiles of a row tile that a program takes one after the other
 
 
 @triton.jit
-def product_tile(Q, K, rows, columns, N, M, D, q_row, k_row, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(rows, columns) float32: q_i·k_j."""
-    d = tl.arange(0, BLOCK_D)
-    q_rows = Q + rows.to(tl.int64)[:, None] * q_row       # 64 bits: N·D may pass 2³¹
-    k_rows = K + columns.to(tl.int64)[:, None] * k_row
-    s = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    for start in range(0, D, BLOCK_D):
-        inside = (start + d < D)[None, :]
-        q = tl.load(q_rows + (start + d)[None, :], mask=(rows < N)[:, None] & inside, other=0.0)
-        k = tl.load(k_rows + (start + d)[None, :], mask=(columns < M)[:, None] & inside, other=0.0)
-        s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
-    return s
+def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, first_row, first_column,
+                 height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
+                 TRIANGLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block (height, width); a program walks tiles of row tile I."""
+    tile_i = tl.program_id(0)
+    row = first_row + tile_i * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
+    scale = octaves(TEMPERATURE)
+    bounded = is_bounded(LIMIT)
+    if RESIDENT:
+        q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
+    start = tl.program_id(1) * walk
+    stop = tl.minimum(start + walk, tl.cdiv(width, BLOCK_M))
+    if TRIANGLE:
+        start = tl.maximum(start, tile_i)
+    for tile_j in range(start, stop):
+        column = first_column + tile_j * BLOCK_M
+        columns = column + tl.arange(0, BLOCK_M)
+        if RESIDENT:
+            s = tl.dot(q, load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D).T, input_precision=PRECISION) * scale
+        else:
+            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * scale
+        if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
+            if POSITIVE is not None:
+                target = positive_of(rows, N, RULE, EXCLUDE)
+                logit = tl.sum(tl.where(columns[None, :] == target[:, None], s, 0.0), 1)
+                here = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
+                tl.store(POSITIVE + rows, logit, mask=here)
+                if EXCLUDE == "pair" and COLUMNS is not None:      # of one set only these tiles are seen
+                    tl.store(POSITIVE + target, logit, mask=here)
+            s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
+        if COLUMNS is None:
+            of_rows = log_sum(s, 1)
+        else:
+            if bounded:
+                e = tl.exp2(s)
+                of_rows, of_columns = tl.log2(tl.sum(e, 1)), tl.log2(tl.sum(e, 0))
+            else:
+                of_rows, of_columns = log_sum(s, 1), log_sum(s, 0)
+            tl.store(COLUMNS + tile_i * width + columns - first_column, of_columns,
+                     mask=(columns < first_column + width) & ((tile_i != tile_j) | (not TRIANGLE)))
+        tl.store(ROWS + tile_j * height + rows - first_row, of_rows, mask=rows < first_row + height)
 
 
 @triton.jit
-def kept(rows, columns, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr):
-    """(rows, columns) bool: the columns that the rule leaves to each row. The twin of rules.left_out."""
-    keep = (columns < M)[None, :]
-    if EXCLUDE == "diagonal":
-        keep = keep & (columns[None, :] != rows[:, None] + RULE.offset)
-    elif EXCLUDE == "pair":
-        other_view = tl.where(rows < M // 2, rows + M // 2, rows - M // 2)
-        keep = keep & (columns[None, :] != rows[:, None]) & (columns[None, :] != other_view[:, None])
-    elif EXCLUDE == "ids":
-        row_ids = tl.load(RULE.row_ids + rows, mask=rows < N, other=0)
-        column_ids = tl.load(RULE.column_ids + columns, mask=columns < M, other=0)
-        keep = keep & (row_ids[:, None] != column_ids[None, :])
-    if RULE.row_groups is not None:
-        row_groups = tl.load(RULE.row_groups + rows, mask=rows < N, other=0)
-        column_groups = tl.load(RULE.column_groups + columns, mask=columns < M, other=0)
-        keep = keep & (row_groups[:, None] == column_groups[None, :])
-    if RULE.row_features is not None:
-        f = product_tile(RULE.row_features, RULE.column_features, rows, columns, N, M, RULE.width, RULE.row_stride,
-                         RULE.column_stride, PRECISION, 16)
-        keep = keep & (f < RULE.phi)
-    return keep
+def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, count, SIDES: tl.constexpr,
+                 FRESH: tl.constexpr, BLOCK: tl.constexpr):
+    """LSE[i] = log(exp(LSE[i]) + Σ_J exp2(PARTS[J, i])) and, where LOSS is wanted, SLOPE[i] and a share of the loss."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < count
+    share = 0.0
+    for side in tl.static_range(SIDES):
+        top = tl.full((BLOCK,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
+        if not FRESH:
+            top = tl.load(LSE + side * count + rows, mask=inside, other=float("-inf")) * LOG2E
+            total = tl.where(top == float("-inf"), 0.0, 1.0)
+        for first in range(0, tiles, 8):
+            j = first + tl.arange(0, 8)
+            part = tl.load(PARTS + (side * tiles + j)[:, None] * count + rows[None, :], mask=(j < tiles)[:, None] & inside[None, :],
+                           other=float("-inf"))
+            new = tl.maximum(top, tl.max(part, 0))
+            reference = tl.where(new == float("-inf"), 0.0, new)
+            total = total * tl.exp2(top - reference) + tl.sum(tl.exp2(part - reference[None, :]), 0)
+            top = new
+        lse = (top + tl.log2(total)) / LOG2E
+        tl.store(LSE + side * count + rows, lse, mask=inside)
+        if LOSS is not None:
+            gap = lse - tl.load(POSITIVE + rows, mask=inside, other=0.0) / LOG2E
+            u = tl.exp(-tl.abs(gap))
+            tl.store(SLOPE + side * count + rows, tl.where(gap > 0, 1.0, u) / (1 + u), mask=inside)
+            # softplus(gap) = max(gap, 0) + log(1 + u); log(1 + u) loses u below 2⁻²⁴, the quotient gives it back (Kahan)
+            log1p = tl.where(1 + u == 1, u, tl.log(1 + u) * u / tl.where(1 + u == 1, 1.0, (1 + u) - 1))
+            loss = tl.maximum(gap, 0.0) + log1p
+            if WEIGHTS is not None:
+                loss = loss * tl.load(WEIGHTS + rows, mask=inside, other=0.0)
+            share += tl.sum(tl.where(inside, loss, 0.0), 0) * weight
+    if LOSS is not None:
+        tl.store(LOSS + tl.program_id(0), share)
 
 
-@triton.jit
-def lse_kernel(LSE, Q, K, TEMPERATURE, RULE, N, M, D, split, q_row, k_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-               BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """LSE[y, rows of program x] = log2 Σ exp2(s) over the columns [y·split, (y + 1)·split)."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1) * split
-    scale = 1.4426950408889634 / tl.load(TEMPERATURE)             # log2(e)/τ
-    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(first, tl.minimum(first + split, M), BLOCK_M):
-        columns = start + tl.arange(0, BLOCK_M)
-        s = product_tile(Q, K, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D) * scale
-        s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        reference = tl.where(new == float("-inf"), 0.0, new)      # −inf − (−inf) would be NaN: nothing kept so far
-        total = total * tl.exp2(top - reference) + tl.sum(tl.exp2(s - reference[:, None]), 1)
-        top = new
-    tl.store(LSE + tl.program_id(1).to(tl.int64) * N + rows, top + tl.log2(total), mask=rows < N)
+class Sums(NamedTuple):
+    """What the forward pass leaves behind; all float32."""
+    lse: Any               # (sides, N): of the rows, and of the columns where both are asked for
+    slope: Any             # (sides, N): dloss/dlse before weights, or None
+    loss: Any              # scalar, or None
 
 
-def tile(x, rule):
-    """Block sizes, warps, stages and input precision for rows of x. Registers and shared memory: tests/test_compile.py."""
-    # 64-bit ids of a tile's columns, or a second product, take the registers of half a tile, all three of three quarters
-    parts = sum(part is not None for part in (rule.row_ids, rule.row_groups, rule.row_features))
-    columns = (128, 64, 64, 32)[parts]
-    full = torch.get_float32_matmul_precision() == "highest"
-    if full and torch.float32 in (x.dtype, getattr(rule.row_features, "dtype", None)):
-        # plain multiply-adds: no tensor core takes full float32
-        columns = 64 if rule.row_features is None else 32
-        return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255, PRECISION="ieee")
-    return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64, num_warps=8, num_stages=3,
-                PRECISION="tf32")                             # of no effect on half types
+def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
+    """Sums over the columns of each row and, with both, over the rows of each column (N = M).
 
-
-def check_device(q):
-    """A CPU tensor needs the interpreter, which Triton turns on when the kernels are first imported."""
-    if q.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(f"impl: 'triton' on {q.device} wants TRITON_INTERPRET=1 in the environment before the start; "
-                         "use 'blockwise'")
-
-
-def in_whole_words(x):
-    """x itself where its rows are contiguous, aligned and a multiple of 16 long, else a copy with zeros behind each row.
-
-    A kernel reads 16 bytes at a time or falls back to single elements, whose addresses spill; zeros change no product.
+    k        None: one set of rows under a symmetric rule
+    loss     also Σ_i w_i softplus(gap_i), the mean of the two sides with both; w is 1/N, or weights (N,) float32
     """
-    if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    copy = x.new_zeros(len(x), triton.cdiv(x.shape[1], 16) * 16)
-    copy[:, :x.shape[1]] = x
-    return copy
+    check_device(q)
+    triangle = k is None
+    k = q if triangle else k
+    n, m = len(q), len(k)
+    sides = 2 if both else 1
+    lse = torch.empty(sides, n, dtype=torch.float32, device=q.device)
+    positive, slope = (torch.empty_like(lse[0]), torch.empty_like(lse)) if loss else (None, None)
+    limit = limit_of(q, k, temperature) if both or triangle else None
+    blocks = block_sizes(q, rule)
+    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+
+    def parts(i, j, height, width):
+        """The tables of a block, one behind the other: of rows (T, height), of columns (T', width) or the same or none."""
+        tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
+        on_diagonal = triangle and i == j
+        both_tables = both or triangle and not on_diagonal
+        of_rows, of_columns = lse.new_empty(tiles_j * height + both_tables * tiles_i * width).split(
+            [tiles_j * height, both_tables * tiles_i * width])
+        walk = max(1, min(WALK if blocks["RESIDENT"] else 1, tiles_i * tiles_j // (4 * PROGRAMS)))
+        parts_kernel[tiles_i, triton.cdiv(tiles_j, walk)](
+            of_rows, of_rows if on_diagonal else of_columns if both_tables else None, positive, limit, *pointers, *sizes,
+            first_row=i, first_column=j, height=height, width=width, walk=walk, TRIANGLE=on_diagonal, **rest)
+        return of_rows.view(tiles_j, height), of_columns.view(-1, width)
+
+    height, width = block_shape(q, k, square=both or triangle)
+    if height >= n and width >= m:
+        return Sums(lse, slope, merge(lse, parts(0, 0, n, m)[0], True, positive, slope, weights))
+    lse.fill_(-torch.inf)
+    for i in range(0, n, height):
+        for j in range(i if triangle else 0, m, width):
+            of_rows, of_columns = parts(i, j, min(height, n - i), min(width, m - j))
+            merge(lse[:1, i:i + height], of_rows)
+            if len(of_columns):
+                merge(lse[-1:, j:j + width], of_columns)
+    return Sums(lse, slope, merge(lse, lse[:0], False, positive, slope, weights) if loss else None)
 
 
-def arguments(q, k, temperature, rule):
-    """What all kernels take: tensors and rule, sizes, and the rest by name."""
-    q, k = in_whole_words(q), in_whole_words(k)
-    f_q, f_k = (f if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)    # tiles sum in float32
-                for f in (rule.row_features, rule.column_features))
-    shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
-    taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape)
-    return (q, k, temperature, taken), (len(q), *k.shape), dict(q_row=q.stride(0), k_row=k.stride(0), EXCLUDE=rule.exclude,
-                                                                enable_fp_fusion=True)
+def merge(lse, parts, fresh=False, positive=None, slope=None, weights=None):
+    """lse (sides, N) takes in parts (T, N), of two sides twice that, in place of what it was if fresh; with positives also
+    slope is filled and the loss returned."""
+    sides, n = lse.shape
+    block = min(1024, max(64, triton.next_power_of_2(n))) if n <= 1024 else 256        # few rows: all in one program
+    programs = triton.cdiv(n, block)
+    shares = None if positive is None else lse.new_empty(programs)
+    merge_kernel[programs,](lse, slope, shares, parts, positive, weights, (1 if weights is not None else 1 / n) / sides,
+                            len(parts), n, SIDES=sides, FRESH=fresh, BLOCK=block, num_warps=8, enable_fp_fusion=True)
+    return None if shares is None else shares[0] if programs == 1 else shares.sum()
+
+
+def block_shape(q, k, square):
+    """(rows, columns) of a block: rows that stay in cache, columns so that a table of parts has no more than PARTS entries."""
+    height = max(1024, min(SIDE, 2 ** 24 // q.shape[1] // 1024 * 1024))
+    return height, height if square else PARTS * 64 // height // 1024 * 1024
+
+
+def block_sizes(q, rule):
+    """As tile(). Narrow rows stay in shared memory while the columns pass; two programs share a multiprocessor."""
+    blocks, width = tile(q, rule), max(16, triton.next_power_of_2(q.shape[1]))
+    resident = q.element_size() == 2 and width <= 128
+    if resident:
+        blocks |= dict(BLOCK_D=width, num_stages=2)
+    return blocks | dict(RESIDENT=resident)
 
 
 def similarity_lse(q, k, temperature, rule):
     """(N,) float32; see kernels.similarity_lse."""
-    check_device(q)
-    pointers, sizes, rest = arguments(q, k, temperature, rule)
-    blocks = tile(q, rule)
-    row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
-    split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
-    splits = triton.cdiv(len(k), split)
-    lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
-    lse_kernel[row_blocks, splits](lse, *pointers, *sizes, split=split, **rest, **blocks)
-    lse *= LN2
-    return lse[0] if splits == 1 else lse.logsumexp(0)
+    return log_sums(q, k, temperature, rule).lse[0]

@@ -1,185 +1,205 @@
 """The fused operations as PyTorch knows them: opaque to torch.compile, with fake tensors, autograd and autocast off inside.
 
-One operation forward, one backward, whatever the implementation; the rule travels as its fields. Each backward is an
-operation of its own so that asking for a second derivative is an error and not silently zero.
+One operation forward, one backward, whatever the implementation; the rule travels as its fields. k is None where the rows of
+q meet each other under a symmetric rule: then all of the gradient is dq. Each backward is an operation of its own so that
+asking for a second derivative is an error and not silently zero.
 """
-from typing import Optional, Tuple
-
 import torch
-from torch import Tensor, library
+from torch import library
 
 from . import blockwise
 from .rules import Rule
 
-
-@library.custom_op("tencl::similarity_lse", mutates_args=())
-def _lse(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor], column_ids: Optional[Tensor],
-         row_groups: Optional[Tensor], column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float, impl: str) -> Tensor:
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
-        if impl == "blockwise":
-            return blockwise.similarity_lse(q, k, temperature, rule)
-        from . import lse_forward
-        return lse_forward.similarity_lse(q, k, temperature, rule)
+RULE = ("str exclude, Tensor? row_ids, Tensor? column_ids, Tensor? row_groups, Tensor? column_groups, "
+        "Tensor? row_features, Tensor? column_features, SymInt offset, float phi, str impl")
+NEEDS = "bool needs_q, bool needs_k, bool needs_temperature"
+FIELDS = len(Rule._fields) + 1                                   # of RULE
 
 
-@_lse.register_fake
-def _(q, k, temperature, *rule_and_impl):
-    return temperature.new_empty(q.shape[0])
+def operation(name, schema):
+    """The decorated function (q, …) as tencl::name, with autocast off and on q's device."""
+    def register(function):
+        def run(q, *arguments):
+            with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
+                return function(q, *arguments)
+        return library.custom_op(f"tencl::{name}", run, mutates_args=(), schema=schema)
+    return register
 
 
-@library.custom_op("tencl::similarity_lse_backward", mutates_args=())
-def _lse_backward(grad: Tensor, lse: Tensor, q: Tensor, k: Tensor, temperature: Tensor, exclude: str,
-                  row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
-                  column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float, impl: str, needs_q: bool, needs_k: bool,
-                  needs_temperature: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
-        if impl == "blockwise":
-            path = blockwise
-        else:
-            from . import lse_gradient as path
-        dq, dk = path.similarity_lse_backward(grad, lse, q, k, temperature, rule, needs_q or needs_temperature, needs_k)
-        dt = temperature_gradient(q, dq, temperature) if needs_temperature else temperature.new_zeros(())
-        return dq.to(q.dtype), dk.to(k.dtype), dt
-
-
-@_lse_backward.register_fake
-def _(grad, lse, q, k, temperature, *rest):
-    needs_q, needs_k, needs_temperature = rest[-3:]
-    return (q.new_empty(q.shape if needs_q or needs_temperature else (0, q.shape[1])),
-            k.new_empty(k.shape if needs_k else (0, k.shape[1])), temperature.new_empty(()))
-
-
-def temperature_gradient(q, dq, temperature):
-    """dL/dτ = −(1/τ) Σ_ij g_i p_ij q_i·k_j/τ = −⟨q, dq⟩/τ: a product of (N, D) tensors that are there anyway."""
-    return -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
-
-
-def _save(ctx, inputs, output):
-    q, k, temperature, ctx.exclude, *rule, ctx.offset, ctx.phi, ctx.impl = inputs
-    ctx.save_for_backward(q, k, temperature, output, *rule)
-
-
-def _differentiate(ctx, grad):
-    q, k, temperature, lse, *rule = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    grads = torch.ops.tencl.similarity_lse_backward(
-        grad, lse, q, k, temperature, ctx.exclude, *rule, ctx.offset, ctx.phi, ctx.impl, needs[0], needs[1], needs[2])
-    return *(g if needed else None for g, needed in zip(grads, needs)), *[None] * 10
-
-
-def _no_second_derivative(ctx, *grads):
+def no_second_derivative(ctx, *grads):
     raise RuntimeError("kernels: the fused operations have no second derivative; use impl='eager', which has all of them")
 
 
-_lse.register_autograd(_differentiate, setup_context=_save)
-_lse_backward.register_autograd(_no_second_derivative)
+# the log-sum-exp of each row ----------------------------------------------------------------------------------------------
+
+@operation("similarity_lse", f"(Tensor q, Tensor? k, Tensor temperature, {RULE}) -> Tensor")
+def lse(q, k, temperature, *rule):
+    *rule, impl = rule
+    if impl == "blockwise":
+        return blockwise.similarity_lse(q, q if k is None else k, temperature, Rule(*rule))
+    from . import lse_forward
+    return lse_forward.log_sums(q, k, temperature, Rule(*rule)).lse[0]
 
 
-@library.custom_op("tencl::similarity_lse_fixed_keys", mutates_args=())
-def _lse_fixed_keys(q: Tensor, k: Tensor, temperature: Tensor, exclude: str, row_ids: Optional[Tensor],
-                    column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float,
-                    impl: str) -> Tuple[Tensor, Tensor]:
+@lse.register_fake
+def _(q, k, temperature, *rule):
+    return q.new_empty(q.shape[0], dtype=temperature.dtype)
+
+
+@operation("similarity_lse_backward",
+           f"(Tensor q, Tensor? k, Tensor temperature, Tensor grad, Tensor lse, {RULE}, {NEEDS}) -> (Tensor, Tensor, Tensor)")
+def lse_backward(q, k, temperature, grad, lse, *rest):
+    rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
+    if impl == "blockwise":
+        return blockwise.similarity_lse_backward(q, k, temperature, rule, grad, lse, *needs)
+    from . import gradient
+    largest = grad.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    rows = lse, (grad / largest).contiguous()
+    return gradient.gradients(q, k, temperature, rule, rows, rows if k is None else None, largest, 1.0, *needs)
+
+
+@lse_backward.register_fake
+def empty_gradients(q, k, temperature, *rest):
+    needs_q, needs_k, needs_temperature = rest[-3:]
+    k, needs_k = (q, False) if k is None else (k, needs_k)
+    return (q.new_empty(q.shape if needs_q or needs_temperature else (0, q.shape[1])),
+            k.new_empty(k.shape if needs_k else (0, k.shape[1])), q.new_empty((), dtype=temperature.dtype))
+
+
+def given(needs, gradients):
+    """The gradients that autograd asked for, None for the others."""
+    return [gradient if needed else None for needed, gradient in zip(needs, gradients)]
+
+
+def save_lse(ctx, inputs, output):
+    q, k, temperature, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl = inputs
+    ctx.save_for_backward(q, k, temperature, output, *tensors)
+
+
+def differentiate_lse(ctx, grad):
+    q, k, temperature, lse, *tensors = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    return *given(needs, torch.ops.tencl.similarity_lse_backward(
+        q, k, temperature, grad, lse, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl, *needs)), *[None] * FIELDS
+
+
+lse.register_autograd(differentiate_lse, setup_context=save_lse)
+lse_backward.register_autograd(no_second_derivative)
+
+
+# the same where the keys need no gradient -----------------------------------------------------------------------------------
+
+@operation("similarity_lse_fixed_keys", f"(Tensor q, Tensor k, Tensor temperature, {RULE}) -> (Tensor, Tensor)")
+def fixed_keys(q, k, temperature, *rule):
     """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j, from which the gradient of q follows without the keys."""
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
-        if impl == "blockwise":
-            return blockwise.similarity_lse_fixed_keys(q, k, temperature, rule)
-        from . import lse_fixed_keys
-        return lse_fixed_keys.similarity_lse(q, k, temperature, rule)
+    *rule, impl = rule
+    if impl == "blockwise":
+        return blockwise.similarity_lse_fixed_keys(q, k, temperature, Rule(*rule))
+    from . import lse_fixed_keys
+    return lse_fixed_keys.similarity_lse(q, k, temperature, Rule(*rule))
 
 
-@_lse_fixed_keys.register_fake
-def _(q, k, temperature, *rule_and_impl):
-    return temperature.new_empty(q.shape[0]), temperature.new_empty(q.shape)
+@fixed_keys.register_fake
+def _(q, k, temperature, *rule):
+    return q.new_empty(q.shape[0], dtype=temperature.dtype), q.new_empty(q.shape, dtype=temperature.dtype)
 
 
-@library.custom_op("tencl::similarity_lse_fixed_keys_backward", mutates_args=())
-def _lse_fixed_keys_backward(grad: Tensor, q: Tensor, temperature: Tensor, o: Tensor) -> Tuple[Tensor, Tensor]:
+@operation("similarity_lse_fixed_keys_backward", "(Tensor q, Tensor temperature, Tensor grad, Tensor o) -> (Tensor, Tensor)")
+def fixed_keys_backward(q, temperature, grad, o):
     dq = o * (grad / temperature)[:, None]
-    return dq.to(q.dtype), temperature_gradient(q, dq, temperature)
+    return dq.to(q.dtype), -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
 
 
-@_lse_fixed_keys_backward.register_fake
-def _(grad, q, temperature, o):
-    return torch.empty_like(q), torch.empty_like(temperature)
+@fixed_keys_backward.register_fake
+def _(q, temperature, grad, o):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((), dtype=temperature.dtype)
 
 
-def _save_o(ctx, inputs, output):
-    q, _, temperature, *_ = inputs
-    ctx.save_for_backward(q, temperature, output[1])
+def save_o(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], inputs[2], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate_fixed_keys(ctx, grad, _):
-    dq, dt = torch.ops.tencl.similarity_lse_fixed_keys_backward(grad, *ctx.saved_tensors)
-    return dq if ctx.needs_input_grad[0] else None, None, dt if ctx.needs_input_grad[2] else None, *[None] * 10
+def differentiate_fixed_keys(ctx, grad, _):
+    q, temperature, o = ctx.saved_tensors
+    dq, dt = torch.ops.tencl.similarity_lse_fixed_keys_backward(q, temperature, grad, o)
+    return *given(ctx.needs_input_grad[:3], (dq, None, dt)), *[None] * FIELDS
 
 
-_lse_fixed_keys.register_autograd(_differentiate_fixed_keys, setup_context=_save_o)
-_lse_fixed_keys_backward.register_autograd(_no_second_derivative)
+fixed_keys.register_autograd(differentiate_fixed_keys, setup_context=save_o)
+fixed_keys_backward.register_autograd(no_second_derivative)
 
 
-@library.custom_op("tencl::softmax_loss", mutates_args=())
-def _softmax_loss(q: Tensor, k: Tensor, targets: Tensor, weights: Tensor, temperature: Tensor, exclude: str,
-                  row_ids: Optional[Tensor], column_ids: Optional[Tensor], row_groups: Optional[Tensor],
-                  column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float, needs_q: bool, needs_k: bool
-                  ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Blockwise only: the loss and, while each strip is at hand, its gradients in q, k and temperature."""
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
-    with torch.autocast(q.device.type, enabled=False):
-        loss, dq, dk = blockwise.softmax_loss(q, k, targets, weights, temperature, rule, needs_q, needs_k)
-        dt = temperature_gradient(q, dq, temperature) if needs_q else temperature.new_zeros(())
-        return loss, dq, dk, dt                         # float32 even for half rows, until the loss's own gradient is known
+# cross entropies, positives left out by the rule -----------------------------------------------------------------------------
+
+@operation("softmax_loss", f"(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, {RULE}, {NEEDS}) "
+           "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+def softmax_loss(q, k, temperature, weights, both, *rest):
+    """(loss, dq, dk, dτ, lse, slope): blockwise takes the gradients while a strip is at hand, and leaves the last two empty;
+    Triton keeps what its backward kernels need in them, and leaves the gradients empty."""
+    rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
+    new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
+    if impl == "blockwise":
+        return *blockwise.softmax_loss(q, k, temperature, rule, weights, both, *needs), new(0), new(0)
+    from . import lse_forward
+    sums = lse_forward.log_sums(q, k, temperature, rule, both, True, weights)
+    return sums.loss, new(0), new(0), new(), sums.lse, sums.slope
 
 
-@_softmax_loss.register_fake
-def _(q, k, targets, weights, temperature, *rest):
-    shapes = (x.shape if needed else (0, x.shape[1]) for x, needed in zip((q, k), rest[-2:]))
-    return tuple(temperature.new_empty(shape) for shape in ((), *shapes, ()))
+@softmax_loss.register_fake
+def _(q, k, temperature, weights, both, *rest):
+    new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
+    if rest[-4] == "blockwise":
+        return new(), *(new(*g.shape) for g in empty_gradients(q, k, temperature, *rest[-3:])), new(0), new(0)
+    return new(), new(0), new(0), new(), *(new(2 if both else 1, q.shape[0]) for _ in range(2))
 
 
-@library.custom_op("tencl::softmax_loss_backward", mutates_args=())
-def _softmax_loss_backward(grad: Tensor, q: Tensor, k: Tensor, temperature: Tensor, dq: Tensor, dk: Tensor, dt: Tensor
-                           ) -> Tuple[Tensor, Tensor, Tensor]:
-    """The gradients (empty ones stay so) times the scalar that reached the loss; the inputs tell autograd what they hang on."""
-    return (grad * dq).to(q.dtype), (grad * dk).to(k.dtype), grad * dt
+@operation("softmax_loss_backward",
+           "(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, Tensor grad, Tensor dq, Tensor dk, Tensor dt, "
+           f"Tensor lse, Tensor slope, {RULE}, {NEEDS}) -> (Tensor, Tensor, Tensor)")
+def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, lse, slope, *rest):
+    rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
+    if impl == "blockwise":
+        return (grad * dq).to(q.dtype), (grad * dk).to(q.dtype), grad * dt
+    from . import gradient
+    slope, unit = (slope, 1 / len(q)) if weights is None else (slope * weights, 1.0)
+    rows = lse[0], slope[0]
+    columns = (lse[1], slope[1]) if both else rows if k is None else None
+    return gradient.gradients(q, k, temperature, rule, rows, columns, grad, unit / len(lse), *needs, True)
 
 
-@_softmax_loss_backward.register_fake
-def _(grad, q, k, temperature, dq, dk, dt):
-    return q.new_empty(dq.shape), k.new_empty(dk.shape), torch.empty_like(dt)
+softmax_loss_backward.register_fake(empty_gradients)
 
 
-def _save_gradients(ctx, inputs, output):
-    q, k, _, _, temperature, *_ = inputs
-    ctx.save_for_backward(q, k, temperature, *output[1:])
+def save_loss(ctx, inputs, output):
+    q, k, temperature, weights, ctx.both, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl, _, _, _ = inputs
+    ctx.save_for_backward(q, k, temperature, weights, *output[1:], *tensors)
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _scale_gradients(ctx, grad, *_):
-    dq, dk, dt = torch.ops.tencl.softmax_loss_backward(grad, *ctx.saved_tensors)
-    needs = ctx.needs_input_grad
-    return dq if needs[0] else None, dk if needs[1] else None, None, None, dt if needs[4] else None, *[None] * 11
+def differentiate_loss(ctx, grad, *_):
+    q, k, temperature, weights, dq, dk, dt, lse, slope, *tensors = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    return *given(needs, torch.ops.tencl.softmax_loss_backward(
+        q, k, temperature, weights, ctx.both, grad, dq, dk, dt, lse, slope, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl,
+        *needs)), *[None] * (2 + FIELDS + 3)
 
 
-_softmax_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
-_softmax_loss_backward.register_autograd(_no_second_derivative)
+softmax_loss.register_autograd(differentiate_loss, setup_context=save_loss)
+softmax_loss_backward.register_autograd(no_second_derivative)
 
 
-@library.custom_op("tencl::similarity_topk", mutates_args=())
-def _topk(q: Tensor, k: Tensor, temperature: Tensor, n: int, exclude: str, row_ids: Optional[Tensor],
-          column_ids: Optional[Tensor], row_groups: Optional[Tensor], column_groups: Optional[Tensor], row_features: Optional[Tensor], column_features: Optional[Tensor], offset: int, phi: float,
-          impl: str) -> Tuple[Tensor, Tensor]:
-    rule = Rule(exclude, row_ids, column_ids, row_groups, column_groups, row_features, column_features, offset, phi)
-    with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
-        if impl == "blockwise":
-            return blockwise.similarity_topk(q, k, temperature, n, rule)
-        from . import topk
-        return topk.similarity_topk(q, k, temperature, n, rule)
+# the nearest columns --------------------------------------------------------------------------------------------------------
+
+@operation("similarity_topk", f"(Tensor q, Tensor k, Tensor temperature, int n, {RULE}) -> (Tensor, Tensor)")
+def topk(q, k, temperature, n, *rule):
+    *rule, impl = rule
+    if impl == "blockwise":
+        return blockwise.similarity_topk(q, k, temperature, n, Rule(*rule))
+    from . import topk
+    return topk.similarity_topk(q, k, temperature, n, Rule(*rule))
 
 
-@_topk.register_fake
-def _(q, k, temperature, n, *rest):
-    return temperature.new_empty(q.shape[0], n), q.new_empty(q.shape[0], n, dtype=torch.int64)
+@topk.register_fake
+def _(q, k, temperature, n, *rule):
+    return q.new_empty(q.shape[0], n, dtype=temperature.dtype), q.new_empty(q.shape[0], n, dtype=torch.int64)

@@ -9,7 +9,8 @@ class Rule(NamedTuple):
     """A checked rule, in the order in which the operations take it.
 
     exclude                      "none" | "diagonal" (j = i + offset) | "pair" (j = i, j = i ± N/2) | "ids" (equal ids)
-    row_ids, column_ids          (N,), (M,) integers where exclude is "ids", else None
+                                 | "target" (j = row_ids[i]; swapped: i = column_ids[j])
+    row_ids, column_ids          (N,), (M,) integers where exclude is "ids", (N,) and None where "target", else None
     row_groups, column_groups    (N,), (M,) integers: only columns of the row's own group are kept; None: all
     row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are left out; None: none
     offset                       index of row 0 among the columns
@@ -24,6 +25,26 @@ class Rule(NamedTuple):
     column_features: Optional[Tensor] = None
     offset: int = 0
     phi: float = 0.0
+
+
+def positive_of(rule, n, device):
+    """(n,) the column of each row's positive, for a rule that leaves it out: "diagonal", "pair" or "target"."""
+    if rule.exclude == "target":
+        return rule.row_ids
+    rows = torch.arange(n, device=device)
+    return (rows + n // 2) % n if rule.exclude == "pair" else rows + rule.offset
+
+
+def is_symmetric(rule):
+    """Whether, of one set of rows, i leaves out j where j leaves out i, for any rows."""
+    return rule.exclude in ("none", "diagonal", "pair") and rule.offset == 0 and all(part is None for part in rule[1:7])
+
+
+def swapped(rule):
+    """The rule with rows and columns in each other's place: the entries that it leaves out are the same."""
+    return rule._replace(row_ids=rule.column_ids, column_ids=rule.row_ids, row_groups=rule.column_groups,
+                         column_groups=rule.row_groups, row_features=rule.column_features,
+                         column_features=rule.row_features, offset=-rule.offset)
 
 
 def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
@@ -84,6 +105,8 @@ def left_out(rule, rows, m):
         out = columns == rows[:, None] + rule.offset
     elif rule.exclude == "pair":
         out = (columns - rows[:, None]) % (m // 2) == 0
+    elif rule.exclude == "target":
+        out = columns == rule.row_ids[rows, None]
     elif rule.exclude == "ids":
         out = rule.row_ids[rows, None] == rule.column_ids
     if rule.row_groups is not None:

@@ -6,11 +6,10 @@ import importlib.util
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import eager, operations                                  # operations registers torch.ops.tencl
-from .rules import make_rule
+from .rules import is_symmetric, make_rule
 
 IMPLS = ("auto", "triton", "blockwise", "eager")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -44,12 +43,14 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     impl = choose_impl(impl, q)
     if impl == "eager":
         return eager.similarity_lse(q, k, temperature, rule)
-    return fused_lse(q, k, temperature, rule, impl)
+    return fused_lse(q, None if one_set and is_symmetric(rule) else k, temperature, rule, impl)
 
 
 def fused_lse(q, k, temperature, rule, impl):
-    """similarity_lse of checked arguments: keys that need no gradient (a queue, a frozen tower) have a cheaper way."""
-    needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad) and not k.requires_grad
+    """similarity_lse of checked arguments; k None: one set of rows under a symmetric rule. Keys that need no gradient (a
+    queue, a frozen tower) have a cheaper way."""
+    needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad)
+    needed = needed and k is not None and not k.requires_grad
     if needed and (impl == "blockwise" or q.shape[1] <= FIXED_KEYS_WIDEST.get(q.dtype, 0)):
         return torch.ops.tencl.similarity_lse_fixed_keys(q, k, temperature, *rule, impl)[0]
     return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
@@ -80,19 +81,16 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     return torch.ops.tencl.similarity_topk(q, k, one, n, *rule, impl)
 
 
-def softmax_loss(q, k, targets, weights, temperature, rule, impl):
-    """Σ_i w_i softplus(lse_i − q_i·k_target/τ), scalar: a cross entropy whose positives the rule leaves out of lse.
+def softmax_loss(q, k, temperature, rule, impl, both=False, weights=None):
+    """Σ_i w_i softplus(lse_i − q_i·k_p/τ), scalar: a cross entropy whose positives p, by index, the rule leaves out of lse.
 
-    Arguments are checked ones; targets (N,) rows of k, weights (N,). Taking the positive out of the sum costs nothing and
-    keeps the gradient exact where training has succeeded: its coefficient is σ(lse − positive), never 1 − 0.999.
+    Arguments are checked ones; k None: one set under a symmetric rule. w is 1/N or weights (N,) in [0, 1]; both: the mean of
+    this and the same over columns. Taking the positive out of the sum costs nothing and keeps the gradient exact where
+    training has succeeded: its coefficient is σ(lse − positive), never 1 − 0.999.
     """
-    if impl == "blockwise":
-        needs_q, needs_k = (torch.is_grad_enabled() and (x.requires_grad or temperature.requires_grad and x is q) for x in (q, k))
-        return torch.ops.tencl.softmax_loss(q, k, targets, weights, temperature, *rule, needs_q, needs_k)[0]
-    lse = fused_lse(q, k, temperature, rule, impl)
-    # float32 also under autocast, and before the rows are picked: the gradients of a repeated target add up in it
-    positive = (q.to(temperature.dtype) * k.to(temperature.dtype)[targets]).sum(1) / temperature
-    return -(weights * F.logsigmoid(positive - lse)).sum()
+    grad = torch.is_grad_enabled()
+    needs = [grad and x is not None and x.requires_grad for x in (q, k, temperature)]
+    return torch.ops.tencl.softmax_loss(q, k, temperature, weights, both, *rule, impl, *needs)[0]
 
 
 def check_inputs(q, k, temperature, names=("q", "k")):
@@ -113,13 +111,14 @@ def check_inputs(q, k, temperature, names=("q", "k")):
         raise ValueError(f"{names[1]}: {k.shape[1]} features a row, {names[0]} has {q.shape[1]}")
     device = q.device.type
     if q.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        q, k = (x.to(torch.get_autocast_dtype(device)) for x in (q, k))
+        q = q.to(torch.get_autocast_dtype(device))
+        k = q if one_set else k.to(q.dtype)
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q, k, check_temperature(temperature, accumulate, q.device), one_set
 
 
 def check_temperature(temperature, dtype, device):
-    """A 0-dim tensor on the device: a kernel reads it there, so a learned one costs no synchronisation."""
+    """A 0-dim tensor; a given one is on the device: a kernel reads it there, so a learned one costs no synchronisation."""
     if isinstance(temperature, Tensor):
         if temperature.dim() or not temperature.dtype.is_floating_point:
             raise ValueError(f"temperature: found {temperature.dtype} of shape {tuple(temperature.shape)}, "
@@ -131,7 +130,7 @@ def check_temperature(temperature, dtype, device):
         raise ValueError(f"temperature: found {type(temperature).__name__}, wanted a number or a 0-dim tensor")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature: {temperature}, wanted a number above 0")
-    return torch.full((), temperature, dtype=dtype, device=device)
+    return torch.full((), temperature, dtype=dtype)             # on the CPU: a kernel takes it as a number, without a launch
 
 
 def choose_impl(impl, x):

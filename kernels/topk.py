@@ -13,22 +13,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .lse_forward import PROGRAMS, arguments, check_device, kept, product_tile, tile
+from .tiles import PROGRAMS, arguments, check_device, kept, product, tile
 
 
 @triton.jit
-def topk_kernel(VALUES, PLACES, Q, K, TEMPERATURE, RULE, N, M, D, split, q_row, k_row, EXCLUDE: tl.constexpr,
+def topk_kernel(VALUES, PLACES, split, Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                 PRECISION: tl.constexpr, SLOTS: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of the columns [y·split, (y + 1)·split)."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * split
     slot = tl.arange(0, SLOTS)[None, :]
     values = tl.full((BLOCK_N, SLOTS), float("-inf"), tl.float32)
     places = tl.full((BLOCK_N, SLOTS), -1, tl.int32)
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
-        s = product_tile(Q, K, rows, columns, N, M, D, q_row, k_row, PRECISION, BLOCK_D) / tl.load(TEMPERATURE)
+        s = product(Q, K, row, start, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
         better = tl.max(s, 1) > tl.min(values, 1)
         while tl.max(better.to(tl.int32), 0) > 0:
@@ -53,13 +54,13 @@ def block_sizes(q, rule):
 def similarity_topk(q, k, temperature, n, rule):
     """(values (N, n) float32, columns (N, n) int64), largest first; see kernels.similarity_topk."""
     check_device(q)
-    pointers, sizes, rest = arguments(q, k, temperature, rule)
     blocks = block_sizes(q, rule)
+    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
     split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
     splits, slots = triton.cdiv(len(k), split), triton.next_power_of_2(max(n, 2))
     values = torch.empty(len(q), splits * slots, dtype=torch.float32, device=q.device)
     places = torch.empty(len(q), splits * slots, dtype=torch.int32, device=q.device)
-    topk_kernel[row_blocks, splits](values, places, *pointers, *sizes, split=split, SLOTS=slots, **rest, **blocks)
+    topk_kernel[row_blocks, splits](values, places, split, *pointers, *sizes, SLOTS=slots, **rest)
     values, order = values.topk(n, 1)
     return values, places.gather(1, order).long()

@@ -1,0 +1,45 @@
+"""Gradient in Triton: softmax weights of a tile, recomputed, times rows; narrow rows in one kernel, wide ones by blocks.
+
+With g_i the gradient that reaches lse_i and p_ij = exp(s_ij − lse_i) the softmax over the kept columns,
+
+    W_ij = g_i p_ij        dq_i = (1/τ) Σ_j W_ij k_j        dk_j = (1/τ) Σ_i W_ij q_i        dτ = −⟨q, dq⟩ / τ
+
+Where the loss has a softmax over the columns too, W_ij = g_i p_ij + g'_j p'_ij, from the same product. Where q and k are
+one set, dz = (1/τ) W z with W_ij = g_i p_ij + g_j p_ji. The positive was left out by index; its coefficient −g_i (−g'_j)
+comes in at the end, in float32, where nothing cancels.
+
+    D ≤ 256 (half types), few rows, or groups        gradient_rows: a program owns rows of q, walks k, keeps dq in registers
+    everything else                                  gradient_blocks: blocks of W, and cuBLAS for the products with them
+
+Both fix the order of every sum, so the same input gives the same bits. In a half type W must neither overflow nor vanish:
+|g| ≤ 1 by the choice of the unit that is taken out of it, and W is held times 2¹⁴, which uses float16's range to the full
+(p_ij of 2⁻³⁸ still counts) and costs bfloat16 and float32 nothing; both factors come back at the end, in float32.
+"""
+import torch
+
+from . import gradient_blocks, gradient_rows
+from .tiles import SMALL, check_device, limit_of
+
+WIDEST = 256      # features that a program of gradient_rows keeps beside their gradient
+
+
+def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, positives=False):
+    """(dq (N, D) or empty, dk (M, D) or empty) in the dtype of the rows, and dτ, a float32 scalar.
+
+    rows, columns    (lse, slope), (N,) and (M,) float32 each, |slope| ≤ 1: the softmaxes that the loss has; None: has not
+    grad, unit       a scalar tensor and a number: what slope is to be multiplied by to reach dloss/dlse
+    positives        whether row i's positive (rule's index) has the logit s_ip whose gradient is −slope_i (−slope'_p)
+    k None: one set of rows under a symmetric rule, columns is rows; all of the gradient is dq then, and dk is empty.
+    """
+    check_device(q)
+    one_set = k is None
+    k, needs_k = (q, False) if one_set else (k, needs_k)
+    few = max(len(q), len(k)) <= SMALL
+    narrow = q.element_size() == 2 and (q.shape[1] <= WIDEST or few or rule.row_groups is not None)
+    path = gradient_rows if narrow and rule.exclude != "target" else gradient_blocks
+    limit = limit_of(q, k, temperature) if rows is not None and columns is not None else None
+    dq, dk, dot = path.gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k,
+                                 needs_temperature, positives, one_set)
+    if needs_temperature:                # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
+        return dq, dk, -dot.sum() / temperature / (2 if one_set else 1)
+    return dq, dk, torch.zeros((), device=q.device)

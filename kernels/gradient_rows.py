@@ -1,0 +1,105 @@
+"""Gradient of rows that stay on the chip: a program owns BLOCK_N rows x_i and walks the rows y_j of the other side.
+
+           ┌─ (BLOCK_D, BLOCK_M) ─┐
+    x_i ·  │        y_Jᵀ          │  = s       w = weights(s)       dx += w · y_J       (formulas: gradient.py)
+           └──────────────────────┘
+
+The tile of y is read once for both products, and dx stays in registers. The gradient of q owns rows of q and walks k, that of
+k the other way round: 4 N·M·D operations each, half of which recompute s. More than 256 features take turns, 128 of dx at
+a time, with s computed again for each: for few rows, and where groups leave so little of the matrix that it costs nothing.
+
+With groups (within=) whose column ids are sorted a program walks only from the first to the last column that its rows
+have in common with; the cost follows the number of kept pairs.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from .rules import swapped
+from .tiles import SMALL, arguments, finish, is_bounded, kept, load, octaves, product, statistics, tile, touched, weights
+
+SHIFT = 14        # weights are held times 2¹⁴
+
+
+@triton.jit
+def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, LIMIT, RANGES, unit, width, x_stride, y_stride,
+                X, Y, TEMPERATURE, RULE, N, M, D, x_row, y_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                POSITIVES: tl.constexpr, SHIFT: tl.constexpr, RESIDENT: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """DX[rows of program x, features of program y] and DOT[x, y] = their share of ⟨x, dx⟩."""
+    row = tl.program_id(0) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
+    first_d = tl.program_id(1) * BLOCK_D
+    scale = octaves(TEMPERATURE)
+    bounded = is_bounded(LIMIT)
+    row_lse, row_slope = statistics(X_LSE, X_SLOPE, rows, N)
+    if RESIDENT:
+        x = load(X, row, 0, N, D, x_row, BLOCK_N, BLOCK_D)
+    start, stop = 0, M
+    if RANGES is not None:
+        start = tl.load(RANGES + 2 * tl.program_id(0)) // BLOCK_M * BLOCK_M
+        stop = tl.load(RANGES + 2 * tl.program_id(0) + 1)
+    dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for column in range(start, stop, BLOCK_M):
+        columns = column + tl.arange(0, BLOCK_M)
+        y = load(Y, column, first_d, M, D, y_row, BLOCK_M, BLOCK_D)
+        if RESIDENT:
+            s = tl.dot(x, y.T, input_precision=PRECISION) * scale
+        else:
+            s = product(X, Y, row, column, N, M, D, x_row, y_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * scale
+        column_lse, column_slope = statistics(Y_LSE, Y_SLOPE, columns, M)
+        w = weights(s, row_lse, row_slope, column_lse, column_slope, bounded, SHIFT)
+        if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
+            w = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), w, 0.0)
+        dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
+    d = first_d + tl.arange(0, BLOCK_D)
+    dx, inside, dot = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows,
+                             d, N, M, width, x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
+    tl.store(DX + rows.to(tl.int64)[:, None] * width + d[None, :], dx.to(DX.dtype.element_ty), mask=inside)
+    if DOT is not None:
+        tl.store(DOT + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), dot)
+
+
+def block_sizes(x, rule):
+    """As tile(), with the whole row in one block where it fits beside its gradient, and fewer columns."""
+    blocks, width = tile(x, rule), max(16, triton.next_power_of_2(x.shape[1]))
+    if width <= 128:
+        sizes = dict(BLOCK_N=128, BLOCK_M=min(64, blocks["BLOCK_M"]), BLOCK_D=width, num_warps=8, num_stages=3)
+    else:
+        sizes = dict(BLOCK_N=64, BLOCK_M=min(64, blocks["BLOCK_M"]), BLOCK_D=256 if width == 256 else 128, num_warps=8, num_stages=2)
+    return {**blocks, **sizes, "RESIDENT": width <= 256, "maxnreg": 255}
+
+
+def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k, needs_temperature, positives, one_set):
+    """See gradient.gradients: (dq, dk, shares of ⟨q, dq⟩ or None)."""
+    def of(x, y, rule, x_statistics, y_statistics, dot):
+        blocks = block_sizes(x, rule)
+        grid = triton.cdiv(len(x), blocks["BLOCK_N"]), triton.cdiv(x.shape[1], blocks["BLOCK_D"])
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dot = torch.empty(grid, dtype=torch.float32, device=x.device) if dot else None
+        pointers, sizes, rest = arguments(x, y, temperature, rule, blocks)
+        x, y = (a if a.stride(1) == 1 else a.contiguous() for a in (x, y))
+        rows_kernel[grid](dx, dot, grad, x, y, *(x_statistics or (None, None)), *(y_statistics or (None, None)), limit,
+                          ranges(rule, blocks, len(x)), unit, x.shape[1], x.stride(0), y.stride(0), *pointers, *sizes,
+                          POSITIVES=positives, SHIFT=SHIFT, **rest)
+        return dx, dot
+
+    dq, dot = of(q, k, rule, rows, columns, needs_temperature) if needs_q or needs_temperature else (q.new_empty(0, q.shape[1]), None)
+    dk, _ = of(k, q, swapped(rule), columns, rows, False) if needs_k else (q.new_empty(0, q.shape[1]), None)
+    return dq, dk, dot
+
+
+def ranges(rule, blocks, n):
+    """(row tiles, 2) int32: first and one past the last column of the groups of each tile's rows; None: all columns.
+
+    No value is looked at on the host: column ids that are not sorted give every tile all columns.
+    """
+    if rule.row_groups is None or n <= SMALL:
+        return None
+    size = blocks["BLOCK_N"]
+    rows, columns = rule.row_groups, rule.column_groups
+    rows = torch.cat([rows, rows[-1:].expand(-n % size)]).view(-1, size)
+    first = torch.searchsorted(columns, rows.amin(1))
+    last = torch.searchsorted(columns, rows.amax(1), right=True)
+    is_sorted = (columns[1:] >= columns[:-1]).all()
+    return torch.stack([first * is_sorted, torch.where(is_sorted, last, len(columns))], 1).int()
