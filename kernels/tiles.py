@@ -46,10 +46,12 @@ class KernelRule(NamedTuple):
 def load(X, row, d, count, width, stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """(BLOCK, BLOCK_D) of X (count, width) from (row, d) on, zeros outside."""
     if stride is None:
-        return X.load([row, d])
-    rows, features = row + tl.arange(0, BLOCK), d + tl.arange(0, BLOCK_D)
-    return tl.load(X + rows.to(tl.int64)[:, None] * stride + features[None, :],            # 64 bits: N·D may pass 2³¹
-                   mask=(rows < count)[:, None] & (features < width)[None, :], other=0.0)
+        x = X.load([row, d])
+    else:
+        rows, features = row + tl.arange(0, BLOCK), d + tl.arange(0, BLOCK_D)
+        x = tl.load(X + rows.to(tl.int64)[:, None] * stride + features[None, :],           # 64 bits: N·D may pass 2³¹
+                    mask=(rows < count)[:, None] & (features < width)[None, :], other=0.0)
+    return x
 
 
 @triton.jit
@@ -68,8 +70,10 @@ def product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION: tl.constexpr,
 def octaves(TEMPERATURE):
     """log2(e)/τ: from q·k to a logit in units of log 2. τ is a number, or learned and read on the device."""
     if TEMPERATURE.dtype.is_ptr():
-        return LOG2E / tl.load(TEMPERATURE)
-    return LOG2E / TEMPERATURE
+        temperature = tl.load(TEMPERATURE)
+    else:
+        temperature = TEMPERATURE
+    return LOG2E / temperature
 
 
 @triton.jit
@@ -96,10 +100,12 @@ def touched(row, column, N, M, RULE, EXCLUDE: tl.constexpr, BLOCK_N: tl.constexp
 def positive_of(rows, N, RULE, EXCLUDE: tl.constexpr):
     """The column that holds each row's positive, which the rule leaves out; it may lie outside [0, M)."""
     if EXCLUDE == "pair":
-        return tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
-    if EXCLUDE == "target":
-        return tl.load(RULE.row_ids + rows, mask=rows < N, other=-1)
-    return rows + RULE.offset
+        column = tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
+    elif EXCLUDE == "target":
+        column = tl.load(RULE.row_ids + rows, mask=rows < N, other=-1)
+    else:
+        column = rows + RULE.offset
+    return column
 
 
 @triton.jit
@@ -143,19 +149,21 @@ def log_sum(s, axis: tl.constexpr):
 @triton.jit
 def statistics(LSE, SLOPE, at, count):
     """(lse in units of log 2, slope) of these rows; None where their softmax is not part of the loss."""
-    if LSE is None:
-        return None, None
-    return tl.load(LSE + at, mask=at < count, other=0.0) * LOG2E, tl.load(SLOPE + at, mask=at < count, other=0.0)
+    lse, slope = None, None
+    if LSE is not None:
+        lse = tl.load(LSE + at, mask=at < count, other=0.0) * LOG2E
+        slope = tl.load(SLOPE + at, mask=at < count, other=0.0)
+    return lse, slope
 
 
 @triton.jit
 def weights(s, row_lse, row_slope, column_lse, column_slope, bounded, SHIFT: tl.constexpr):
     """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)): dloss/ds of a tile, each part where it exists."""
     if column_lse is None:
-        return row_slope[:, None] * tl.exp2(s - (row_lse - SHIFT)[:, None])
-    if row_lse is None:
-        return column_slope[None, :] * tl.exp2(s - (column_lse - SHIFT)[None, :])
-    if bounded:
+        w = row_slope[:, None] * tl.exp2(s - (row_lse - SHIFT)[:, None])
+    elif row_lse is None:
+        w = column_slope[None, :] * tl.exp2(s - (column_lse - SHIFT)[None, :])
+    elif bounded:
         factor = (row_slope * tl.exp2(SHIFT - row_lse))[:, None] + (column_slope * tl.exp2(SHIFT - column_lse))[None, :]
         w = tl.exp2(s) * factor
     else:
@@ -193,8 +201,10 @@ def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, row
 def is_bounded(LIMIT):
     """Whether every |s| ≤ BOUND, as far as LIMIT, the largest possible |s|, tells; None tells nothing."""
     if LIMIT is None:
-        return False
-    return tl.load(LIMIT) <= BOUND
+        bounded = False
+    else:
+        bounded = tl.load(LIMIT) <= BOUND
+    return bounded
 
 
 def limit_of(q, k, temperature):

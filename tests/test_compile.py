@@ -46,52 +46,78 @@ class AbsentChip:
 
 
 def launches(name, precision):
-    """(rule's name, kernel, function that launches it): everything that can be launched on rows of a dtype."""
+    """(what is launched, function that does): everything that can be launched on rows of a dtype."""
     import torch
-    from kernels import lse_fixed_keys, lse_forward, lse_gradient, similarity, topk
+    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, similarity, topk
     from kernels.rules import make_rule
-    lse_forward.INTERPRETED = True                             # CPU tensors will do: nothing runs
     torch.set_float32_matmul_precision(precision)
-    q, k = (torch.zeros(n, 256, dtype=getattr(torch, name)) for n in (300, 500))
-    t, vector = torch.ones(()), torch.ones(300)
-    ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
-    rules = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids), "within": dict(within=ids),
-             "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
-    rules = {title: make_rule(q, k, False, **rule) for title, rule in rules.items()} | {"pair": make_rule(q, q, True, "pair")}
-    for title, rule in rules.items():
-        if (name, precision) == ("bfloat16", "highest") and rule.row_features is None:
-            continue                                           # it asks for full precision of float32 features alone
-        b = q if title == "pair" else k
-        yield title, lse_forward.lse_kernel, lambda: lse_forward.similarity_lse(q, b, t, rule)
-        yield title, lse_gradient.weights_kernel, lambda: lse_gradient.similarity_lse_backward(
-            vector, vector, q, b, t, rule, True, True)
-        if name == "float16":                                  # as bfloat16, to the last register
+    half, t = name != "float32", torch.ones(())
+    for d in (64, 128, 256, 768):
+        q, k = (torch.zeros(n, d, dtype=getattr(torch, name)) for n in (300, 500))
+        ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
+        rules = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids), "within": dict(within=ids),
+                 "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
+        for title, rule in rules.items():
+            if (name, precision) == ("bfloat16", "highest") and "similar" not in rule:
+                continue                                       # it asks for full precision of float32 features alone
+            rule, rows = make_rule(q, k, False, **rule), (torch.ones(300),) * 2
+            if d in (128, 256):                                # one that stays in shared memory and one that does not
+                yield f"{d:4} {title}", lambda: lse_forward.log_sums(q, k, t, rule)
+            if d == 256:
+                yield f"{d:4} {title}", lambda: gradient_blocks.gradients(q, k, t, rule, rows, None, None, t, 1.0, True, True,
+                                                                          True, False, False)
+            if name == "float16":                              # as bfloat16, to the last register
+                continue
+            if half:
+                yield f"{d:4} {title}", lambda: gradient_rows.gradients(q, k, t, rule, rows, None, None, t, 1.0, True, True, True,
+                                                                        False, False)
+            if half and d <= similarity.FIXED_KEYS_WIDEST[q.dtype]:
+                yield f"{d:4} {title}", lambda: lse_fixed_keys.similarity_lse(q, k, t, rule)
+            for n in (2, 16, 64) if d == 256 else ():
+                yield f"{d:4} {title}", lambda: topk.similarity_topk(q, k, t, n, rule)
+        if (name, precision) == ("bfloat16", "highest"):
             continue
-        for n in (2, 16, 64):
-            yield title, topk.topk_kernel, lambda: topk.similarity_topk(q, b, t, n, rule)
-        for d in (16, 64, 128, 256):
-            if d <= similarity.FIXED_KEYS_WIDEST.get(q.dtype, 0):
-                yield title, lse_fixed_keys.fixed_keys_kernel, lambda: lse_fixed_keys.similarity_lse(q[:, :d], b[:, :d], t, rule)
+        square, sides = torch.zeros(300, d, dtype=q.dtype), (torch.ones(300),) * 2
+        for title, other, rule, both, columns in (
+                ("one side", square, make_rule(q, square, False, "diagonal"), False, None),
+                ("targets", square, make_rule(q, square, False)._replace(exclude="target", row_ids=ids[0]), False, None),
+                ("two sides", square, make_rule(q, square, False, "diagonal"), True, sides),
+                ("one set", None, make_rule(q, q, True, "pair"), False, sides)):
+            if d != 64 or half:
+                yield f"{d:4} {title}", lambda: lse_forward.log_sums(q, other, t, rule, both, True, t if title == "targets" else None)
+            for path in [gradient_blocks] * (d == 256) + [gradient_rows] * (half and title != "targets"):
+                yield f"{d:4} {title}", lambda: path.gradients(q, square if other is None else other, t, rule, sides, columns,
+                                                               t if columns else None, t, 1.0, True, True, True, True, other is None)
 
 
 def table(chip):
     """A row for every kernel that the launches compile for a chip, with what is wrong with it."""
     from triton.runtime import driver
+    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, tiles, topk
+    tiles.INTERPRETED = True                                   # CPU tensors will do: nothing runs
+    tiles.descriptors = lambda x: chip >= 90
+    tiles.SMALL = 0                                            # rows are looked at for a bound
     driver.set_active(AbsentChip(chip))
     instruction, most_shared = CHIPS[chip]
-    for (name, precision), (title, kernel, launch) in itertools.chain.from_iterable(
+    kernels = [lse_forward.parts_kernel, lse_forward.merge_kernel, gradient_rows.rows_kernel, gradient_blocks.weights_kernel,
+               gradient_blocks.finish_kernel, lse_fixed_keys.fixed_keys_kernel, topk.topk_kernel]
+    known = set()
+    for (name, precision), (title, launch) in itertools.chain.from_iterable(
             (((case, row) for row in launches(*case)) for case in DTYPES)):
-        known = set(kernel.device_caches[chip][0])
         launch()
-        for key, made in kernel.device_caches[chip][0].items():
-            if key in known:
-                continue
-            registers, stack = resources(made.asm["cubin"])
-            shared, threads = made.metadata.shared, 32 * made.metadata.num_warps
-            programs = min(SM_REGISTERS // (registers * threads), SM_SHARED[chip] // (shared + 1024))
-            wrong = ["spills"] * (stack > 0) + ["too much shared memory"] * (shared > most_shared)
-            wrong += [f"no {instruction}"] * (name != "float32" and instruction not in made.asm["ptx"])
-            yield f"sm_{chip:<4}{kernel.__name__:19}{name:9} {precision:8}{title:9}{registers:9}{stack:6}{shared:8}{programs:6}", wrong
+        for kernel in kernels:
+            for key, made in kernel.device_caches[chip][0].items():
+                if (kernel, key) in known:
+                    continue
+                known.add((kernel, key))
+                registers, stack = resources(made.asm["cubin"])
+                shared, threads = made.metadata.shared, 32 * made.metadata.num_warps
+                programs = min(SM_REGISTERS // (registers * threads), SM_SHARED[chip] // (shared + 1024))
+                multiplies = ".dot" in made.asm["ttgir"] or "tt.dot" in made.asm["ttgir"] or "_dot" in made.asm["ttgir"]
+                wrong = ["spills"] * (stack > 0) + ["too much shared memory"] * (shared > most_shared)
+                wrong += [f"no {instruction}"] * (name != "float32" and multiplies and instruction not in made.asm["ptx"])
+                yield (f"sm_{chip:<4}{kernel.__name__:19}{name:9} {precision:8}{title:16}{registers:9}{stack:6}{shared:8}"
+                       f"{programs:6}", wrong)
 
 
 def resources(cubin):
@@ -124,7 +150,7 @@ def test_no_spills_within_shared_memory_on_tensor_cores(chip, tables):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    print(f"chip   {'kernel':19}{'dtype':9} {'float32':8}{'rule':9}registers stack  shared programs/SM")
+    print(f"chip   {'kernel':19}{'dtype':9} {'float32':8}{'D, rule or loss':16}registers stack  shared programs/SM")
     for chip in map(int, sys.argv[1:] or CHIPS):
         for line, wrong in table(chip):
             print(line + (f"   WRONG: {', '.join(wrong)}" if wrong else ""), flush=True)
