@@ -17,7 +17,7 @@ import triton.language as tl
 from torch.torch_version import TorchVersion
 
 from .rules import swapped
-from .tiles import arguments, finish, is_bounded, kept, octaves, product, statistics, tile, touched, weights
+from .tiles import arguments, finish, is_bounded, kept, octaves, product, shifts, tile, touched, weights
 
 BUFFER_MB = 128   # of weights: 8192 × 8192 in a half type
 SHIFT = 14        # weights are stored times 2¹⁴
@@ -27,14 +27,15 @@ ACCUMULATES = TorchVersion(torch.__version__) >= (2, 11)     # addmm adds half p
 @triton.jit
 def weights_kernel(W, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, LIMIT, first_row, first_column, last_row, last_column, w_row,
                    Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                   SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+                   SIGNED: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_D: tl.constexpr):
     """W[i − first_row, j − first_column] = 2^SHIFT (slope_i exp(s_ij − lse_i) + …) for the rows and columns of the block."""
     row, column = first_row + tl.program_id(0) * BLOCK_N, first_column + tl.program_id(1) * BLOCK_M
     rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
     s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * octaves(TEMPERATURE)
-    row_lse, row_slope = statistics(X_LSE, X_SLOPE, rows, N)
-    column_lse, column_slope = statistics(Y_LSE, Y_SLOPE, columns, M)
-    w = weights(s, row_lse, row_slope, column_lse, column_slope, is_bounded(LIMIT), SHIFT)
+    row_shift, row_sign = shifts(X_LSE, X_SLOPE, rows, N, SHIFT)
+    column_shift, column_sign = shifts(Y_LSE, Y_SLOPE, columns, M, SHIFT)
+    w = weights(s, row_shift, row_sign, column_shift, column_sign, is_bounded(LIMIT), X_LSE is not None, Y_LSE is not None, SIGNED)
     if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
         w = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), w, 0.0)
     inside = (rows < last_row)[:, None] & (columns < last_column)[None, :]
@@ -50,11 +51,11 @@ def finish_kernel(DX, DOT, SUM, GRAD, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, TEMPERAT
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     place = rows.to(tl.int64)[:, None] * width + d[None, :]
     dx = tl.load(SUM + place, mask=(rows < N)[:, None] & (d < width)[None, :], other=0.0)
-    dx, inside, dot = finish(dx, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows, d, N, M, width,
+    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows, d, N, M, width,
                              x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
     tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
     if DOT is not None:
-        tl.store(DOT + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), dot)
+        tl.store(DOT + tl.program_id(1) * N + rows, dots, mask=rows < N)
 
 
 def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k, needs_temperature, positives, one_set):
@@ -64,7 +65,10 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
     sums_q, sums_k = (torch.zeros(len(x) if needed else 0, x.shape[1], dtype=torch.float32, device=q.device)
                       for x, needed in ((q, needs_q or needs_temperature), (k, needs_k)))
     statistics = *(rows or (None, None)), *(columns or (None, None)), limit
-    blocks = tile(q, rule)
+    two_sided = rows is not None and columns is not None
+    blocks = tile(q, rule, two_sided)
+    if two_sided:
+        blocks |= dict(maxnreg=255, num_warps=4 if q.element_size() == 2 else 8)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     height, width = block_shape(q, k, one_set)
     buffer = torch.empty(height * width, dtype=q.dtype, device=q.device)
@@ -74,7 +78,8 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
             shape = at_i.stop - i, at_j.stop - j
             w = buffer[:shape[0] * shape[1]].view(shape)
             grid = triton.cdiv(shape[0], blocks["BLOCK_N"]), triton.cdiv(shape[1], blocks["BLOCK_M"])
-            weights_kernel[grid](w, *statistics, i, j, at_i.stop, at_j.stop, shape[1], *pointers, *sizes, SHIFT=SHIFT, **rest)
+            weights_kernel[grid](w, *statistics, i, j, at_i.stop, at_j.stop, shape[1], *pointers, *sizes, SIGNED=not positives,
+                                 SHIFT=SHIFT, **rest)
             if len(sums_q):
                 add_product(sums_q[at_i], w, k[at_j])
             if len(sums_k) or one_set and i != j:
@@ -89,7 +94,7 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
         """(gradient in the dtype of the rows, shares of ⟨x, dx⟩ or None)."""
         grid = triton.cdiv(len(x), 32), triton.cdiv(x.shape[1], 128)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dot = torch.empty(grid, dtype=torch.float32, device=x.device) if dot else None
+        dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
         slopes = [None if side is None else side[1] for side in (x_statistics, y_statistics)]
         partners = y if positives and (exclude != "target" or rule.row_ids is not None) else None
         finish_kernel[grid](dx, dot, sums, grad, x, partners, *slopes, temperature, rule, unit, len(x), len(y), x.shape[1],

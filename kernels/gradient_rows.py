@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .rules import swapped
-from .tiles import SMALL, arguments, finish, is_bounded, kept, load, octaves, product, statistics, tile, touched, weights
+from .tiles import SMALL, arguments, capability, finish, is_bounded, kept, load, octaves, product, shifts, tile, touched, weights
 
 SHIFT = 14        # weights are held times 2¹⁴
 
@@ -26,13 +26,13 @@ def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, L
                 X, Y, TEMPERATURE, RULE, N, M, D, x_row, y_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 POSITIVES: tl.constexpr, SHIFT: tl.constexpr, RESIDENT: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """DX[rows of program x, features of program y] and DOT[x, y] = their share of ⟨x, dx⟩."""
+    """DX[rows of program x, features of program y], and DOT[y, rows] = their share of each row's x·dx."""
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     first_d = tl.program_id(1) * BLOCK_D
     scale = octaves(TEMPERATURE)
     bounded = is_bounded(LIMIT)
-    row_lse, row_slope = statistics(X_LSE, X_SLOPE, rows, N)
+    row_shift, row_sign = shifts(X_LSE, X_SLOPE, rows, N, SHIFT)
     if RESIDENT:
         x = load(X, row, 0, N, D, x_row, BLOCK_N, BLOCK_D)
     start, stop = 0, M
@@ -47,36 +47,37 @@ def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, L
             s = tl.dot(x, y.T, input_precision=PRECISION) * scale
         else:
             s = product(X, Y, row, column, N, M, D, x_row, y_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * scale
-        column_lse, column_slope = statistics(Y_LSE, Y_SLOPE, columns, M)
-        w = weights(s, row_lse, row_slope, column_lse, column_slope, bounded, SHIFT)
+        column_shift, column_sign = shifts(Y_LSE, Y_SLOPE, columns, M, SHIFT)
+        w = weights(s, row_shift, row_sign, column_shift, column_sign, bounded, X_LSE is not None, Y_LSE is not None, not POSITIVES)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             w = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), w, 0.0)
         dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
     d = first_d + tl.arange(0, BLOCK_D)
-    dx, inside, dot = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows,
+    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows,
                              d, N, M, width, x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
     tl.store(DX + rows.to(tl.int64)[:, None] * width + d[None, :], dx.to(DX.dtype.element_ty), mask=inside)
     if DOT is not None:
-        tl.store(DOT + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), dot)
+        tl.store(DOT + tl.program_id(1) * N + rows, dots, mask=rows < N)
 
 
 def block_sizes(x, rule):
-    """As tile(), with the whole row in one block where it fits beside its gradient, and fewer columns."""
+    """As tile(), with the whole row in one block where it fits beside its gradient; up to 128 features three programs share a
+    multiprocessor."""
     blocks, width = tile(x, rule), max(16, triton.next_power_of_2(x.shape[1]))
-    if width <= 128:
-        sizes = dict(BLOCK_N=128, BLOCK_M=min(64, blocks["BLOCK_M"]), BLOCK_D=width, num_warps=8, num_stages=3)
-    else:
-        sizes = dict(BLOCK_N=64, BLOCK_M=min(64, blocks["BLOCK_M"]), BLOCK_D=256 if width == 256 else 128, num_warps=8, num_stages=2)
-    return {**blocks, **sizes, "RESIDENT": width <= 256, "maxnreg": 255}
+    roomy = width > 128 or rule.row_features is not None
+    warps, registers = (8, 255) if roomy else (4, 168 if capability(x) == 9 else 255)
+    columns = min(32 if width == 256 and rule.row_features is not None else 64, blocks["BLOCK_M"])
+    return {**blocks, "BLOCK_N": 64, "BLOCK_M": columns, "BLOCK_D": width if width <= 256 else 128,
+            "RESIDENT": width <= 256, "num_warps": warps, "num_stages": 2, "maxnreg": registers}
 
 
 def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k, needs_temperature, positives, one_set):
     """See gradient.gradients: (dq, dk, shares of ⟨q, dq⟩ or None)."""
     def of(x, y, rule, x_statistics, y_statistics, dot):
-        blocks = block_sizes(x, rule)
+        blocks = block_sizes(x, rule) | (dict(maxnreg=255) if dot else {})
         grid = triton.cdiv(len(x), blocks["BLOCK_N"]), triton.cdiv(x.shape[1], blocks["BLOCK_D"])
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dot = torch.empty(grid, dtype=torch.float32, device=x.device) if dot else None
+        dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
         pointers, sizes, rest = arguments(x, y, temperature, rule, blocks)
         x, y = (a if a.stride(1) == 1 else a.contiguous() for a in (x, y))
         rows_kernel[grid](dx, dot, grad, x, y, *(x_statistics or (None, None)), *(y_statistics or (None, None)), limit,

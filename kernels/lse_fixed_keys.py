@@ -54,7 +54,8 @@ def block_sizes(q, rule):
     """As tile(), with all of a row in one block and few enough columns that o fits beside the logits; maxnreg keeps the
     assembler from spilling to run more programs."""
     blocks, width = tile(q, rule), max(16, triton.next_power_of_2(q.shape[1]))
-    return {**blocks, "BLOCK_N": 64, "BLOCK_M": min(64 if width <= 128 else 32, blocks["BLOCK_M"]), "BLOCK_D": width,
+    columns = 64 if width <= 128 else 32 if rule.row_features is None else 16
+    return {**blocks, "BLOCK_N": 64, "BLOCK_M": min(columns, blocks["BLOCK_M"]), "BLOCK_D": width,
             "num_warps": 4 if width <= 128 else 8, "num_stages": 2, "maxnreg": 255}
 
 

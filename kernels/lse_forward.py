@@ -138,7 +138,7 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     lse = torch.empty(sides, n, dtype=torch.float32, device=q.device)
     positive, slope = (torch.empty_like(lse[0]), torch.empty_like(lse)) if loss else (None, None)
     limit = limit_of(q, k, temperature) if both or triangle else None
-    blocks = block_sizes(q, rule)
+    blocks = block_sizes(q, rule, both or triangle)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
 
     def parts(i, j, height, width):
@@ -185,9 +185,9 @@ def block_shape(q, k, square):
     return height, height if square else PARTS * 64 // height // 1024 * 1024
 
 
-def block_sizes(q, rule):
-    """As tile(). Narrow rows stay in shared memory while the columns pass; two programs share a multiprocessor."""
-    blocks, width = tile(q, rule), max(16, triton.next_power_of_2(q.shape[1]))
+def block_sizes(q, rule, two_sided):
+    """As tile(); narrow rows stay in shared memory while the columns pass."""
+    blocks, width = tile(q, rule, two_sided), max(16, triton.next_power_of_2(q.shape[1]))
     resident = q.element_size() == 2 and width <= 128
     if resident:
         blocks |= dict(BLOCK_D=width, num_stages=2)

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LN2, LOG2E = math.log(2), tl.constexpr(math.log2(math.e))
 BOUND = tl.constexpr(100.0)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED, PLAYED = os.environ.get("TRITON_INTERPRET") == "1", 9
 SMALL = 1024          # rows up to which launches cost more than arithmetic
 PROGRAMS = 264        # two for each of the 132 multiprocessors of an H100 or H200
 
@@ -147,35 +147,41 @@ def log_sum(s, axis: tl.constexpr):
 
 
 @triton.jit
-def statistics(LSE, SLOPE, at, count):
-    """(lse in units of log 2, slope) of these rows; None where their softmax is not part of the loss."""
-    lse, slope = None, None
+def shifts(LSE, SLOPE, at, count, SHIFT: tl.constexpr):
+    """(lse_i − log2 |slope_i| − SHIFT, sign of slope_i) in units of log 2: one vector instead of two, where no slope is negative."""
+    shift, sign = 0.0, 1.0
     if LSE is not None:
-        lse = tl.load(LSE + at, mask=at < count, other=0.0) * LOG2E
         slope = tl.load(SLOPE + at, mask=at < count, other=0.0)
-    return lse, slope
+        shift = tl.load(LSE + at, mask=at < count, other=0.0) * LOG2E - tl.log2(tl.abs(slope)) - SHIFT
+        sign = tl.where(slope < 0, -1.0, 1.0)
+    return shift, sign
 
 
 @triton.jit
-def weights(s, row_lse, row_slope, column_lse, column_slope, bounded, SHIFT: tl.constexpr):
-    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)): dloss/ds of a tile, each part where it exists."""
-    if column_lse is None:
-        w = row_slope[:, None] * tl.exp2(s - (row_lse - SHIFT)[:, None])
-    elif row_lse is None:
-        w = column_slope[None, :] * tl.exp2(s - (column_lse - SHIFT)[None, :])
-    elif bounded:
-        factor = (row_slope * tl.exp2(SHIFT - row_lse))[:, None] + (column_slope * tl.exp2(SHIFT - column_lse))[None, :]
-        w = tl.exp2(s) * factor
+def weights(s, row_shift, row_sign, column_shift, column_sign, bounded, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr,
+            SIGNED: tl.constexpr):
+    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)): dloss/ds of a tile; either part may be missing."""
+    if OF_ROWS and OF_COLUMNS and not SIGNED:
+        if bounded:
+            w = tl.exp2(s) * (tl.exp2(-row_shift)[:, None] + tl.exp2(-column_shift)[None, :])
+        else:
+            w = tl.exp2(s - row_shift[:, None]) + tl.exp2(s - column_shift[None, :])
     else:
-        w = row_slope[:, None] * tl.exp2(s - (row_lse - SHIFT)[:, None]) + \
-            column_slope[None, :] * tl.exp2(s - (column_lse - SHIFT)[None, :])
+        w = tl.zeros(s.shape, tl.float32)
+        if OF_ROWS:
+            of_rows = tl.exp2(s - row_shift[:, None])
+            w = of_rows * row_sign[:, None] if SIGNED else of_rows
+        if OF_COLUMNS:
+            of_columns = tl.exp2(s - column_shift[None, :])
+            w += of_columns * column_sign[None, :] if SIGNED else of_columns
     return w
 
 
 @triton.jit
 def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows, d, N, M, width, x_row, partner_row,
            EXCLUDE: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr):
-    """From Σ_j w_ij y_j to the gradient: less the positive's share, times what reached the loss; and Σ x·dx if DOT."""
+    """From Σ_j w_ij y_j to the gradient: less the positive's share, times what reached the loss; and if DOT each row's
+    share of ⟨x, dx⟩."""
     dx = dx * (1.0 / (1 << SHIFT))
     inside = (rows < N)[:, None] & (d < width)[None, :]
     if PARTNERS is not None:
@@ -190,11 +196,11 @@ def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, row
                           mask=there[:, None] & (d < width)[None, :], other=0.0)
         dx = dx - share[:, None] * partner.to(tl.float32)
     dx = dx * (tl.load(GRAD) * unit * octaves(TEMPERATURE) / LOG2E)
-    dot = 0.0
+    dots = 0.0
     if DOT:
         x = tl.load(X + rows.to(tl.int64)[:, None] * x_row + d[None, :], mask=inside, other=0.0)
-        dot = tl.sum(tl.sum(dx * x.to(tl.float32), 1), 0)
-    return dx, inside, dot
+        dots = tl.sum(dx * x.to(tl.float32), 1)
+    return dx, inside, dots
 
 
 @triton.jit
@@ -215,13 +221,16 @@ def limit_of(q, k, temperature):
     return longest[0] * longest[-1] * LOG2E.value / temperature
 
 
-def descriptors(x):
-    """Whether x's device loads tiles by descriptor."""
-    return INTERPRETED or torch.cuda.get_device_capability(x.device)[0] >= 9
+def capability(x):
+    """8 for an A100, 9 for H100 and H200, 10 for B200; what a CPU tensor stands in for is PLAYED."""
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else PLAYED
 
 
-def tile(x, rule):
-    """Block sizes, warps, stages and input precision for rows of x. Registers and shared memory: tests/test_compile.py."""
+def tile(x, rule, two_sided=False):
+    """Block sizes, warps, stages and input precision for rows of x. Registers and shared memory: tests/test_compile.py.
+
+    two_sided    the tile is reduced along, or weighted with vectors of, both of its sides
+    """
     # 64-bit ids of a tile's columns, or a second product, take the registers of half a tile, all three of three quarters
     parts = sum(part is not None for part in (rule.row_ids, rule.row_groups, rule.row_features))
     columns = (128, 64, 64, 32)[parts]
@@ -230,8 +239,12 @@ def tile(x, rule):
         # plain multiply-adds: no tensor core takes full float32
         columns = 64 if rule.row_features is None else 32
         return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255, PRECISION="ieee")
-    return dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64, num_warps=8, num_stages=3,
-                PRECISION="tf32")                             # of no effect on half types
+    blocks = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64, num_warps=8, num_stages=3,
+                  maxnreg=128 if capability(x) == 9 else 255,  # 128: two programs share a multiprocessor
+                  PRECISION="tf32")                            # of no effect on half types
+    if two_sided and capability(x) >= 10:
+        blocks |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)    # 128 × 128 spills there
+    return blocks
 
 
 def check_device(q):
@@ -262,7 +275,7 @@ def arguments(q, k, temperature, rule, blocks):
     shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape)
     sizes, strides = (len(q), *k.shape), (q.stride(0), k.stride(0))
-    if descriptors(q):
+    if capability(q) >= 9:
         strides = None, None
         q, k = (TensorDescriptor.from_tensor(x, [rows, blocks["BLOCK_D"]])
                 for x, rows in ((q, blocks["BLOCK_N"]), (k, blocks["BLOCK_M"])))
