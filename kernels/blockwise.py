@@ -179,6 +179,15 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     return loss, dq, dk
 
 
+def queue_loss(q, k, queue, temperature, rule):
+    """(mean of softplus(lse_i − q_i·k_i/τ), dq, dk), lse over the queue, which gets no gradient."""
+    lse, o = similarity_lse_fixed_keys(q, queue, temperature, rule)
+    q, k = cast(q, k, temperature)
+    gap = lse - (q * k).sum(1) / temperature
+    slope = (gap.sigmoid() / len(q) / temperature)[:, None]
+    return -F.logsigmoid(-gap).mean(), slope * (o - k), -slope * q
+
+
 def similarity_topk(q, k, temperature, n, rule):
     """(values (N, n) in temperature's dtype, columns (N, n) int64, −1 where none is left), largest first."""
     q, k = cast(q, k, temperature)

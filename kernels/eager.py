@@ -32,6 +32,12 @@ def info_nce(q, k, temperature, offset=0, symmetric=False):
     return (loss + F.cross_entropy(logits.T, targets)) / 2 if symmetric else loss
 
 
+def queue_loss(q, k, queue, temperature):
+    """MoCo's algorithm 1: cross entropy of the positive, first, against the queue."""
+    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1).to(temperature.dtype) / temperature
+    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
+
+
 def nt_xent(z1, z2, temperature):
     """SimCLR's algorithm 1: cross entropy over the 2N × 2N similarities, the diagonal at -inf."""
     z = torch.cat([z1, z2])

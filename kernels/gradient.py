@@ -8,20 +8,18 @@ Where the loss has a softmax over the columns too, W_ij = g_i p_ij + g'_j p'_ij,
 one set, dz = (1/τ) W z with W_ij = g_i p_ij + g_j p_ji. The positive was left out by index; its coefficient −g_i (−g'_j)
 comes in at the end, in float32, where nothing cancels.
 
-    D ≤ 256 (half types), few rows, or groups        gradient_rows: a program owns rows of q, walks k, keeps dq in registers
-    everything else                                  gradient_blocks: blocks of W, and cuBLAS for the products with them
+    narrow rows      gradient_rows: a program owns rows of q, walks k, and keeps dq in registers
+    wide rows        gradient_blocks: blocks of W, and cuBLAS for the products with them
 
-Both fix the order of every sum, so the same input gives the same bits. In a half type W must neither overflow nor vanish:
+Both (paths.py tells them apart) fix the order of every sum, so the same input gives the same bits. In a half type W must neither overflow nor vanish:
 |g| ≤ 1 by the choice of the unit that is taken out of it, and W is held times 2¹⁴, which uses float16's range to the full
 (p_ij of 2⁻³⁸ still counts) and costs bfloat16 and float32 nothing; both factors come back at the end, in float32.
 """
 import torch
 
 from . import gradient_blocks, gradient_rows
-from .tiles import SMALL, check_device, limit_of
-
-WIDEST = 256      # features that a program of gradient_rows keeps beside their gradient
-
+from .paths import is_narrow
+from .tiles import check_device, limit_of
 
 def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, positives=False):
     """(dq (N, D) or empty, dk (M, D) or empty) in the dtype of the rows, and dτ, a float32 scalar.
@@ -34,9 +32,7 @@ def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs
     check_device(q)
     one_set = k is None
     k, needs_k = (q, False) if one_set else (k, needs_k)
-    few = max(len(q), len(k)) <= SMALL
-    narrow = q.element_size() == 2 and (q.shape[1] <= WIDEST or few or rule.row_groups is not None)
-    path = gradient_rows if narrow and rule.exclude != "target" else gradient_blocks
+    path = gradient_rows if is_narrow(q, k, rule) else gradient_blocks
     limit = limit_of(q, k, temperature) if rows is not None and columns is not None else None
     dq, dk, dot = path.gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k,
                                  needs_temperature, positives, one_set)

@@ -1,6 +1,6 @@
 """Gradient of wide rows: blocks of softmax weights, and plain matrix products with them.
 
-W is (N, M), so it exists one block of at most BUFFER_MB at a time (formulas: gradient.py). A kernel computes a block from q,
+W is (N, M), so it exists one block of at most paths.BUFFER at a time: 8192 × 8192 in a half type (formulas: gradient.py). A kernel computes a block from q,
 k and the statistics, a matrix product with an exponential at its end; cuBLAS does the other products, with float32 sums:
 
                columns J                          for each block of rows I, each block of columns J:
@@ -16,23 +16,23 @@ import triton
 import triton.language as tl
 from torch.torch_version import TorchVersion
 
+from .paths import BUFFER
 from .rules import swapped
 from .tiles import arguments, finish, is_bounded, kept, octaves, product, shifts, tile, touched, weights
 
-BUFFER_MB = 128   # of weights: 8192 × 8192 in a half type
 SHIFT = 14        # weights are stored times 2¹⁴
 ACCUMULATES = TorchVersion(torch.__version__) >= (2, 11)     # addmm adds half products to a float32 matrix
 
 
 @triton.jit
 def weights_kernel(W, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, LIMIT, first_row, first_column, last_row, last_column, w_row,
-                   Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                   Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                    SIGNED: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_D: tl.constexpr):
     """W[i − first_row, j − first_column] = 2^SHIFT (slope_i exp(s_ij − lse_i) + …) for the rows and columns of the block."""
     row, column = first_row + tl.program_id(0) * BLOCK_N, first_column + tl.program_id(1) * BLOCK_M
     rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
-    s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * octaves(TEMPERATURE)
+    s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * octaves(RULE)
     row_shift, row_sign = shifts(X_LSE, X_SLOPE, rows, N, SHIFT)
     column_shift, column_sign = shifts(Y_LSE, Y_SLOPE, columns, M, SHIFT)
     w = weights(s, row_shift, row_sign, column_shift, column_sign, is_bounded(LIMIT), X_LSE is not None, Y_LSE is not None, SIGNED)
@@ -44,14 +44,14 @@ def weights_kernel(W, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, LIMIT, first_row, first_co
 
 
 @triton.jit
-def finish_kernel(DX, DOT, SUM, GRAD, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, TEMPERATURE, RULE, unit, N, M, width, x_stride, y_stride,
+def finish_kernel(DX, DOT, SUM, GRAD, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, RULE, unit, N, M, width, x_stride, y_stride,
                   EXCLUDE: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """DX = finish(SUM), a tile of rows and features at a time."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     place = rows.to(tl.int64)[:, None] * width + d[None, :]
     dx = tl.load(SUM + place, mask=(rows < N)[:, None] & (d < width)[None, :], other=0.0)
-    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows, d, N, M, width,
+    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, GRAD, unit, RULE, rows, d, N, M, width,
                              x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
     tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
     if DOT is not None:
@@ -84,26 +84,26 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
                 add_product(sums_q[at_i], w, k[at_j])
             if len(sums_k) or one_set and i != j:
                 add_product((sums_q if one_set else sums_k)[at_j], w.T, q[at_i])
-    if rule.exclude == "target" and positives and len(sums_k):
-        add_targets(sums_k, q, rule.row_ids, rows[1])
-
-    *_, temperature, taken = pointers
-    exclude = rule.exclude
-
-    def finished(sums, x, y, rule, x_statistics, y_statistics, dot):
-        """(gradient in the dtype of the rows, shares of ⟨x, dx⟩ or None)."""
-        grid = triton.cdiv(len(x), 32), triton.cdiv(x.shape[1], 128)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
-        slopes = [None if side is None else side[1] for side in (x_statistics, y_statistics)]
-        partners = y if positives and (exclude != "target" or rule.row_ids is not None) else None
-        finish_kernel[grid](dx, dot, sums, grad, x, partners, *slopes, temperature, rule, unit, len(x), len(y), x.shape[1],
-                            x.stride(0), y.stride(0), EXCLUDE=exclude, SHIFT=SHIFT, BLOCK_N=32, BLOCK_D=128)
-        return dx, dot
-
-    dq, dot = finished(sums_q, q, k, taken, rows, columns, needs_temperature) if len(sums_q) else (q.new_empty(0, q.shape[1]), None)
-    dk, _ = finished(sums_k, k, q, swapped(taken), columns, rows, False) if len(sums_k) else (q.new_empty(0, q.shape[1]), None)
+    *_, taken = pointers
+    slopes = [None if side is None else side[1] for side in (rows, columns)]
+    rest = rule.exclude, grad, unit, positives
+    dq, dot = finished(sums_q, q, k, taken, *slopes, *rest, needs_temperature) if len(sums_q) else (q.new_empty(0, q.shape[1]), None)
+    dk, _ = finished(sums_k, k, q, swapped(taken), *slopes[::-1], *rest, False) if len(sums_k) else (q.new_empty(0, q.shape[1]), None)
     return dq, dk, dot
+
+
+def finished(sums, x, y, rule, x_slope, y_slope, exclude, grad, unit, positives, dot, in_place=False):
+    """(gradient of x from Σ_j w_ij y_j 2^SHIFT, in x's dtype or in place; each row's x·dx or None)."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if not in_place else sums
+    grid = triton.cdiv(len(x), 32), triton.cdiv(x.shape[1], 128)
+    dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
+    if exclude == "target" and rule.row_ids is None:              # any number of rows aim at one of x
+        if positives:
+            add_targets(sums, y, rule.column_ids, y_slope)
+        positives = False
+    finish_kernel[grid](dx, dot, sums, grad, x, y if positives else None, x_slope, y_slope, rule, unit, len(x), len(y),
+                        x.shape[1], x.stride(0), y.stride(0), EXCLUDE=exclude, SHIFT=SHIFT, BLOCK_N=32, BLOCK_D=128)
+    return dx, dot
 
 
 def add_product(total, a, b):
@@ -119,14 +119,14 @@ def add_product(total, a, b):
 
 
 def add_targets(sums, q, targets, slope):
-    """sums[target_i] −= 2^SHIFT slope_i q_i, repeated targets in a fixed order: a few rows at a time, in float32."""
+    """sums[target_i] −= 2^SHIFT slope_i q_i, repeated targets in a fixed order; in float32, a few rows at a time."""
     for rows in torch.arange(len(q), device=q.device).split(8192):
         sums.index_put_((targets[rows],), q[rows] * (slope[rows] * -2 ** SHIFT)[:, None], accumulate=True)
 
 
 def block_shape(q, k, square):
-    """(rows, columns) of the largest block of weights that BUFFER_MB holds, near square so that all products are large."""
-    entries = BUFFER_MB * 2 ** 20 // q.element_size()
+    """(rows, columns) of the largest block of weights that BUFFER holds, near square so that all products are large."""
+    entries = BUFFER // q.element_size()
     side = 1 << (entries.bit_length() - 1) // 2
     if square:
         return min(len(q), side), min(len(q), side)

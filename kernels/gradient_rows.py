@@ -15,22 +15,23 @@ import torch
 import triton
 import triton.language as tl
 
+from .paths import FEW
 from .rules import swapped
-from .tiles import SMALL, arguments, capability, finish, is_bounded, kept, load, octaves, product, shifts, tile, touched, weights
+from .tiles import arguments, capability, finish, is_bounded, kept, load, octaves, product, shifts, tile, touched, weights
 
 SHIFT = 14        # weights are held times 2¹⁴
 
 
 @triton.jit
 def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, LIMIT, RANGES, unit, width, x_stride, y_stride,
-                X, Y, TEMPERATURE, RULE, N, M, D, x_row, y_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                X, Y, RULE, N, M, D, x_row, y_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 POSITIVES: tl.constexpr, SHIFT: tl.constexpr, RESIDENT: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """DX[rows of program x, features of program y], and DOT[y, rows] = their share of each row's x·dx."""
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     first_d = tl.program_id(1) * BLOCK_D
-    scale = octaves(TEMPERATURE)
+    scale = octaves(RULE)
     bounded = is_bounded(LIMIT)
     row_shift, row_sign = shifts(X_LSE, X_SLOPE, rows, N, SHIFT)
     if RESIDENT:
@@ -53,7 +54,7 @@ def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, L
             w = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), w, 0.0)
         dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
     d = first_d + tl.arange(0, BLOCK_D)
-    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows,
+    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SLOPE, Y_SLOPE, GRAD, unit, RULE, rows,
                              d, N, M, width, x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
     tl.store(DX + rows.to(tl.int64)[:, None] * width + d[None, :], dx.to(DX.dtype.element_ty), mask=inside)
     if DOT is not None:
@@ -95,7 +96,7 @@ def ranges(rule, blocks, n):
 
     No value is looked at on the host: column ids that are not sorted give every tile all columns.
     """
-    if rule.row_groups is None or n <= SMALL:
+    if rule.row_groups is None or n <= FEW:
         return None
     size = blocks["BLOCK_N"]
     rows, columns = rule.row_groups, rule.column_groups

@@ -4,10 +4,12 @@ Rows are taken as given: for cosine similarities normalise first (F.normalize). 
 the fused sum by rule and comes back as softplus(lse − positive), the same number with a far better gradient.
 """
 import torch
+import torch.nn.functional as F
 
 from . import eager
+from .paths import choose_impl, keeps_keys
 from .rules import Rule, make_rule
-from .similarity import check_inputs, choose_impl, softmax_loss
+from .similarity import check_inputs, fused_lse, softmax_loss
 
 
 def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
@@ -36,6 +38,31 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
 def clip_loss(image, text, temperature=0.07, *, impl="auto"):
     """Symmetric info_nce over image-text pairs: (N, D) and (N, D), scalar. Source: Radford et al. 2021, fig. 3."""
     return info_nce(image, text, temperature, symmetric=True, impl=impl)
+
+
+def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
+    """Mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ): MoCo's loss.
+
+    q, k         (N, D) queries and their positives, row by row; other rows of k are no negatives
+    queue        (K, D) negatives of every row; never gets a gradient, which makes this cheaper than any two-sided loss
+    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    impl         see similarity_lse
+    returns      scalar, float32 (float64 for float64)
+    raises       ValueError naming the argument, what it was and what is wanted
+    source       He et al. 2020 (MoCo), eq. 1
+    """
+    q, k, temperature, _ = check_inputs(q, k, temperature)
+    queue = check_inputs(q, queue, 1.0, names=("q", "queue"))[1].detach()
+    impl = choose_impl(impl, q)
+    if len(q) != len(k):
+        raise ValueError(f"k: {len(k)} rows, q has {len(q)}")
+    if impl == "eager":
+        return eager.queue_loss(q, k, queue, temperature)
+    if keeps_keys(q, impl):
+        needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
+        return torch.ops.tencl.queue_loss(q, k, queue, temperature, *Rule(), impl, *needs)[0]
+    positive = torch.linalg.vecdot(q.to(temperature.dtype), k.to(temperature.dtype)) / temperature
+    return -F.logsigmoid(positive - fused_lse(q, queue, temperature, Rule(), impl)).mean()
 
 
 def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):

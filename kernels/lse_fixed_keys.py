@@ -1,4 +1,4 @@
-"""Keys without gradient in Triton (a queue, a frozen tower, a memory bank): lse and dq in one pass, no backward kernel.
+"""Keys without gradient in Triton (a queue, a frozen tower, a memory bank): loss and gradient in one pass, no backward kernel.
 
     lse_i = log Σ_j exp(q_i·k_j / τ)        dq_i = (g_i / τ) o_i,    o_i = Σ_j p_ij k_j,    p_ij = exp(q_i·k_j / τ − lse_i)
 
@@ -9,34 +9,37 @@ needs 6. A tile of keys is read once for both products:
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − top)       o = o · exp2(old top − top) + p · k_J
            └──────────────────────┘
 
-Few rows leave most of the chip idle, so their columns are split over several programs, each with its own top, total and o;
-the splits are merged by their weights exp(lse_split − lse) in PyTorch. o stays in registers, hence half types and D ≤ 256.
+Few rows leave most of the chip idle, so their columns are split over several programs, each with its own lse and o, and a
+second kernel merges them by the weights exp2(lse_split − lse). o stays in registers, hence half types and D ≤ 256.
+
+A queue's positive is not among its keys, so the second kernel takes it in: with gap_i = lse_i − q_i·k_i/τ
+
+    loss_i = softplus(gap_i)        dq_i = σ(gap_i) (o_i − k_i) / τ        dk_i = −σ(gap_i) q_i / τ
 """
 import torch
 import triton
 import triton.language as tl
 
-from .tiles import LN2, PROGRAMS, arguments, check_device, kept, load, octaves, tile, touched
+from .tiles import LOG2E, PROGRAMS, arguments, check_device, kept, load, octaves, softplus, tile, touched
 
 
 @triton.jit
-def fixed_keys_kernel(LSE, O, split, Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
+def fixed_keys_kernel(LSE, O, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                       PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """LSE[y, rows of program x] in units of log 2, O[y, rows, :], over the columns [y·split, (y + 1)·split)."""
     row = tl.program_id(0) * BLOCK_N
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
-    scale = octaves(TEMPERATURE)
+    scale = octaves(RULE)
     first = tl.program_id(1) * split
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for start in range(first, tl.minimum(first + split, M), BLOCK_M):
-        columns = start + tl.arange(0, BLOCK_M)
-        k = load(K, start, 0, M, D, k_row, BLOCK_M, BLOCK_D)
+    for column in range(first, tl.minimum(first + split, M), BLOCK_M):
+        k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        if touched(row, start, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
-            s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
+        if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
+            s = tl.where(kept(rows, column + tl.arange(0, BLOCK_M), N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)      # −inf − (−inf) would be NaN: nothing kept so far
         p = tl.exp2(s - reference[:, None])
@@ -50,6 +53,42 @@ def fixed_keys_kernel(LSE, O, split, Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_
     tl.store(O + (slot + rows)[:, None] * D + d[None, :], o, mask=(rows < N)[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE, unit, splits, N, D, width, q_row,
+                      positive_row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The splits of a row as one: LSE and O, or with POSITIVES the loss of each row, unit times its gradients DQ and DK."""
+    rows, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside, wide = rows < N, (rows < N)[:, None] & (d < width)[None, :]
+    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for split in range(0, splits):
+        at = split * N + rows
+        lse = tl.load(PART_LSE + at, mask=inside, other=float("-inf"))
+        new = tl.maximum(top, lse)
+        reference = tl.where(new == float("-inf"), 0.0, new)
+        shrink, weight = tl.exp2(top - reference), tl.exp2(lse - reference)
+        part = tl.load(PART_O + at.to(tl.int64)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        total = total * shrink + weight
+        o = o * shrink[:, None] + part * weight[:, None]
+        top = new
+    lse = (top + tl.log2(total)) / LOG2E
+    o = o / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = rows.to(tl.int64)[:, None] * width + d[None, :]
+    if POSITIVES is None:
+        tl.store(LSE + rows, lse, mask=inside)
+        tl.store(O + at, o, mask=wide)
+    else:
+        q = tl.load(Q + rows.to(tl.int64)[:, None] * q_row + d[None, :], mask=wide, other=0.0).to(tl.float32)
+        k = tl.load(POSITIVES + rows.to(tl.int64)[:, None] * positive_row + d[None, :], mask=wide, other=0.0).to(tl.float32)
+        scale = octaves(RULE) / LOG2E
+        loss, slope = softplus(lse - tl.sum(q * k, 1) * scale)
+        tl.store(LOSS + rows, loss * unit, mask=inside)
+        slope = (slope * unit * scale)[:, None]
+        tl.store(DQ + at, slope * (o - k), mask=wide)
+        tl.store(DK + at, -slope * q, mask=wide)
+
+
 def block_sizes(q, rule):
     """As tile(), with all of a row in one block and few enough columns that o fits beside the logits; maxnreg keeps the
     assembler from spilling to run more programs."""
@@ -59,21 +98,37 @@ def block_sizes(q, rule):
             "num_warps": 4 if width <= 128 else 8, "num_stages": 2, "maxnreg": 255}
 
 
-def similarity_lse(q, k, temperature, rule):
-    """(lse (N,), o (N, D)), both float32."""
+def splits_of(q, k, temperature, rule):
+    """(lse (splits, N) in units of log 2, o (splits, N, padded D)): what each program leaves of its rows and columns."""
     check_device(q)
     blocks = block_sizes(q, rule)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
-    width = sizes[2]                                                                     # of rows as arguments() padded them
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
     split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
     splits = triton.cdiv(len(k), split)
     lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
-    o = torch.empty(splits, len(q), width, dtype=torch.float32, device=q.device)
+    o = torch.empty(splits, len(q), sizes[2], dtype=torch.float32, device=q.device)
     fixed_keys_kernel[row_blocks, splits](lse, o, split, *pointers, *sizes, **rest)
-    lse *= LN2
-    if splits == 1:
-        return lse[0], o[0, :, :q.shape[1]].contiguous()
-    whole = lse.logsumexp(0)
-    weights = (lse - whole.clamp(min=torch.finfo(torch.float32).min)).exp()              # 0 for a row without columns
-    return whole, torch.einsum("sn,snd->nd", weights, o)[:, :q.shape[1]].contiguous()
+    return lse, o, pointers[2], blocks["BLOCK_D"]
+
+
+def similarity_lse(q, k, temperature, rule):
+    """(lse (N,), o (N, D)), both float32."""
+    parts, o_parts, _, width = splits_of(q, k, temperature, rule)
+    lse = torch.empty(len(q), dtype=torch.float32, device=q.device)
+    o = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    merge_keys_kernel[triton.cdiv(len(q), 16),](lse, o, None, None, None, parts, o_parts, None, None, None, 1.0, len(parts), len(q),
+                                                o_parts.shape[2], q.shape[1], 0, 0, BLOCK_N=16, BLOCK_D=width, enable_fp_fusion=True)
+    return lse, o
+
+
+def queue_loss(q, k, queue, temperature, rule):
+    """(mean loss, its gradients in q and k (N, D)), all float32; see kernels.queue_loss."""
+    parts, o_parts, taken, width = splits_of(q, queue, temperature, rule)
+    q, k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
+    loss = torch.empty(len(q), dtype=torch.float32, device=q.device)
+    dq, dk = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    merge_keys_kernel[triton.cdiv(len(q), 16),](None, None, loss, dq, dk, parts, o_parts, q, k, taken, 1 / len(q), len(parts), len(q),
+                                                o_parts.shape[2], q.shape[1], q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=width,
+                                                enable_fp_fusion=True)
+    return loss.sum(), dq, dk

@@ -27,8 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import (LN2, LOG2E, PROGRAMS, arguments, check_device, is_bounded, kept, limit_of, load, log_sum, octaves,
-                    positive_of, product, tile, touched)
+from .tiles import (LOG2E, PROGRAMS, arguments, check_device, is_bounded, kept, limit_of, load, log_sum, octaves,
+                    positive_of, product, softplus, tile, touched)
 
 SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
 PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
@@ -36,14 +36,14 @@ WALK = 16            # tiles of a row tile that a program takes one after the ot
 
 
 @triton.jit
-def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, first_row, first_column,
+def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, Q, K, RULE, N, M, D, q_row, k_row, first_row, first_column,
                  height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
                  TRIANGLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block (height, width); a program walks tiles of row tile I."""
     tile_i = tl.program_id(0)
     row = first_row + tile_i * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
-    scale = octaves(TEMPERATURE)
+    scale = octaves(RULE)
     bounded = is_bounded(LIMIT)
     if RESIDENT:
         q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
@@ -104,12 +104,8 @@ def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, coun
         lse = (top + tl.log2(total)) / LOG2E
         tl.store(LSE + side * count + rows, lse, mask=inside)
         if LOSS is not None:
-            gap = lse - tl.load(POSITIVE + rows, mask=inside, other=0.0) / LOG2E
-            u = tl.exp(-tl.abs(gap))
-            tl.store(SLOPE + side * count + rows, tl.where(gap > 0, 1.0, u) / (1 + u), mask=inside)
-            # softplus(gap) = max(gap, 0) + log(1 + u); log(1 + u) loses u below 2⁻²⁴, the quotient gives it back (Kahan)
-            log1p = tl.where(1 + u == 1, u, tl.log(1 + u) * u / tl.where(1 + u == 1, 1.0, (1 + u) - 1))
-            loss = tl.maximum(gap, 0.0) + log1p
+            loss, slope = softplus(lse - tl.load(POSITIVE + rows, mask=inside, other=0.0) / LOG2E)
+            tl.store(SLOPE + side * count + rows, slope, mask=inside)
             if WEIGHTS is not None:
                 loss = loss * tl.load(WEIGHTS + rows, mask=inside, other=0.0)
             share += tl.sum(tl.where(inside, loss, 0.0), 0) * weight
@@ -167,14 +163,14 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     return Sums(lse, slope, merge(lse, lse[:0], False, positive, slope, weights) if loss else None)
 
 
-def merge(lse, parts, fresh=False, positive=None, slope=None, weights=None):
+def merge(lse, parts, fresh=False, positive=None, slope=None, weights=None, of=None):
     """lse (sides, N) takes in parts (T, N), of two sides twice that, in place of what it was if fresh; with positives also
-    slope is filled and the loss returned."""
+    slope is filled and the loss returned, the mean over N rows, or as many as they are of."""
     sides, n = lse.shape
     block = min(1024, max(64, triton.next_power_of_2(n))) if n <= 1024 else 256        # few rows: all in one program
     programs = triton.cdiv(n, block)
     shares = None if positive is None else lse.new_empty(programs)
-    merge_kernel[programs,](lse, slope, shares, parts, positive, weights, (1 if weights is not None else 1 / n) / sides,
+    merge_kernel[programs,](lse, slope, shares, parts, positive, weights, (1 if weights is not None else 1 / (of or n)) / sides,
                             len(parts), n, SIDES=sides, FRESH=fresh, BLOCK=block, num_warps=8, enable_fp_fusion=True)
     return None if shares is None else shares[0] if programs == 1 else shares.sum()
 

@@ -8,6 +8,7 @@ import torch
 from torch import library
 
 from . import blockwise
+from .paths import in_one_pass
 from .rules import Rule
 
 RULE = ("str exclude, Tensor? row_ids, Tensor? column_ids, Tensor? row_groups, Tensor? column_groups, "
@@ -64,6 +65,11 @@ def empty_gradients(q, k, temperature, *rest):
     k, needs_k = (q, False) if k is None else (k, needs_k)
     return (q.new_empty(q.shape if needs_q or needs_temperature else (0, q.shape[1])),
             k.new_empty(k.shape if needs_k else (0, k.shape[1])), q.new_empty((), dtype=temperature.dtype))
+
+
+def scaled(x, factor, dtype):
+    """factor · x in dtype, without a copy of x in its own."""
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 def given(needs, gradients):
@@ -135,23 +141,26 @@ fixed_keys_backward.register_autograd(no_second_derivative)
 @operation("softmax_loss", f"(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def softmax_loss(q, k, temperature, weights, both, *rest):
-    """(loss, dq, dk, dτ, lse, slope): blockwise takes the gradients while a strip is at hand, and leaves the last two empty;
-    Triton keeps what its backward kernels need in them, and leaves the gradients empty."""
+    """(loss, dq, dk, dτ, lse, slope): either the gradients, taken on the way, and the last two empty; or what the backward
+    kernels need, and the gradients empty."""
     rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
     new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
     if impl == "blockwise":
         return *blockwise.softmax_loss(q, k, temperature, rule, weights, both, *needs), new(0), new(0)
+    if in_one_pass(q, k, both, rule, impl, needs):
+        from . import one_pass
+        return *one_pass.softmax_loss(q, k, temperature, rule, weights, *needs), new(0), new(0)
     from . import lse_forward
     sums = lse_forward.log_sums(q, k, temperature, rule, both, True, weights)
-    return sums.loss, new(0), new(0), new(), sums.lse, sums.slope
+    return sums.loss, new(0), new(0), new(0), sums.lse, sums.slope
 
 
 @softmax_loss.register_fake
 def _(q, k, temperature, weights, both, *rest):
     new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
-    if rest[-4] == "blockwise":
+    if in_one_pass(q, k, both, Rule(*rest[:-4]), rest[-4], rest[-3:]):
         return new(), *(new(*g.shape) for g in empty_gradients(q, k, temperature, *rest[-3:])), new(0), new(0)
-    return new(), new(0), new(0), new(), *(new(2 if both else 1, q.shape[0]) for _ in range(2))
+    return new(), new(0), new(0), new(0), *(new(2 if both else 1, q.shape[0]) for _ in range(2))
 
 
 @operation("softmax_loss_backward",
@@ -159,8 +168,8 @@ def _(q, k, temperature, weights, both, *rest):
            f"Tensor lse, Tensor slope, {RULE}, {NEEDS}) -> (Tensor, Tensor, Tensor)")
 def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, lse, slope, *rest):
     rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
-    if impl == "blockwise":
-        return (grad * dq).to(q.dtype), (grad * dk).to(q.dtype), grad * dt
+    if in_one_pass(q, k, both, rule, impl, needs):
+        return scaled(dq, grad, q.dtype), scaled(dk, grad, q.dtype), grad * dt
     from . import gradient
     slope, unit = (slope, 1 / len(q)) if weights is None else (slope * weights, 1.0)
     rows = lse[0], slope[0]
@@ -187,6 +196,53 @@ def differentiate_loss(ctx, grad, *_):
 
 softmax_loss.register_autograd(differentiate_loss, setup_context=save_loss)
 softmax_loss_backward.register_autograd(no_second_derivative)
+
+
+# a queue of negatives without gradient ----------------------------------------------------------------------------------------
+
+@operation("queue_loss", f"(Tensor q, Tensor k, Tensor queue, Tensor temperature, {RULE}, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)")
+def queue_loss(q, k, queue, temperature, *rest):
+    """(loss, dq, dk, dτ), the gradients in the dtype that sums have."""
+    rule, impl, needs_temperature = Rule(*rest[:-4]), rest[-4], rest[-1]
+    if impl == "blockwise":
+        loss, dq, dk = blockwise.queue_loss(q, k, queue, temperature, rule)
+    else:
+        from . import lse_fixed_keys
+        loss, dq, dk = lse_fixed_keys.queue_loss(q, k, queue, temperature, rule)
+    dt = -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature if needs_temperature else torch.zeros_like(loss)
+    return loss, dq, dk, dt
+
+
+@queue_loss.register_fake
+def _(q, k, queue, temperature, *rest):
+    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in ((), q.shape, k.shape, ()))
+
+
+@operation("queue_loss_backward", "(Tensor q, Tensor k, Tensor temperature, Tensor grad, Tensor dq, Tensor dk, Tensor dt) "
+           "-> (Tensor, Tensor, Tensor)")
+def queue_loss_backward(q, k, temperature, grad, dq, dk, dt):
+    return scaled(dq, grad, q.dtype), scaled(dk, grad, q.dtype), grad * dt
+
+
+@queue_loss_backward.register_fake
+def _(q, k, temperature, grad, dq, dk, dt):
+    return torch.empty_like(dq, dtype=q.dtype), torch.empty_like(dk, dtype=q.dtype), torch.empty_like(dt)
+
+
+def save_queue_loss(ctx, inputs, output):
+    q, k, _, temperature, *_ = inputs
+    ctx.save_for_backward(q, k, temperature, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def differentiate_queue_loss(ctx, grad, *_):
+    q, k, temperature, dq, dk, dt = ctx.saved_tensors
+    dq, dk, dt = torch.ops.tencl.queue_loss_backward(q, k, temperature, grad, dq, dk, dt)
+    return *given(ctx.needs_input_grad[:4], (dq, dk, None, dt)), *[None] * (FIELDS + 3)
+
+
+queue_loss.register_autograd(differentiate_queue_loss, setup_context=save_queue_loss)
+queue_loss_backward.register_autograd(no_second_derivative)
 
 
 # the nearest columns --------------------------------------------------------------------------------------------------------

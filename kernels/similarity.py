@@ -2,20 +2,16 @@
 
 Every softmax loss over similarities is a log-sum-exp against one positive, and only the log-sum-exp is quadratic.
 """
-import importlib.util
 import math
 
 import torch
 from torch import Tensor
 
 from . import eager, operations                                  # operations registers torch.ops.tencl
+from .paths import TOPK_SLOTS, choose_impl, keeps_keys
 from .rules import is_symmetric, make_rule
 
-IMPLS = ("auto", "triton", "blockwise", "eager")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-FIXED_KEYS_WIDEST = {torch.float16: 256, torch.bfloat16: 256}      # D that lse_fixed_keys keeps in registers
-TOPK_SLOTS = 64                                                  # columns a row that topk keeps in registers
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0, impl="auto"):
@@ -51,7 +47,7 @@ def fused_lse(q, k, temperature, rule, impl):
     queue, a frozen tower) have a cheaper way."""
     needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad)
     needed = needed and k is not None and not k.requires_grad
-    if needed and (impl == "blockwise" or q.shape[1] <= FIXED_KEYS_WIDEST.get(q.dtype, 0)):
+    if needed and keeps_keys(q, impl):
         return torch.ops.tencl.similarity_lse_fixed_keys(q, k, temperature, *rule, impl)[0]
     return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
 
@@ -131,17 +127,3 @@ def check_temperature(temperature, dtype, device):
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature: {temperature}, wanted a number above 0")
     return torch.full((), temperature, dtype=dtype)             # on the CPU: a kernel takes it as a number, without a launch
-
-
-def choose_impl(impl, x):
-    """The implementation that impl means for the tensor x (see similarity_lse)."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl: {impl!r}, wanted one of {', '.join(IMPLS)}")
-    if impl == "auto":
-        return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
-    if impl == "triton":
-        if not HAS_TRITON:
-            raise ValueError("impl: 'triton' wants the package triton, which is not installed; use 'blockwise'")
-        if x.dtype == torch.float64:
-            raise ValueError("impl: 'triton' has no float64; use 'blockwise' or 'eager'")
-    return impl

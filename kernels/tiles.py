@@ -20,15 +20,16 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LN2, LOG2E = math.log(2), tl.constexpr(math.log2(math.e))
+from .paths import FEW
+
+LOG2E = tl.constexpr(math.log2(math.e))
 BOUND = tl.constexpr(100.0)
 INTERPRETED, PLAYED = os.environ.get("TRITON_INTERPRET") == "1", 9
-SMALL = 1024          # rows up to which launches cost more than arithmetic
 PROGRAMS = 264        # two for each of the 132 multiprocessors of an H100 or H200
 
 
 class KernelRule(NamedTuple):
-    """A rule as the kernels take it, beside its name (EXCLUDE): what it has not is None and leaves no code behind."""
+    """Rule and temperature as the kernels take them, the rule's name aside (EXCLUDE): None is not there and leaves no code."""
     row_ids: Any
     column_ids: Any
     row_groups: Any
@@ -40,6 +41,8 @@ class KernelRule(NamedTuple):
     width: Any            # E
     row_stride: Any       # of the features
     column_stride: Any
+    temperature: Any      # where it is learned: read on the device
+    octaves: Any          # log2(e)/τ where it is a number
 
 
 @triton.jit
@@ -67,13 +70,13 @@ def product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION: tl.constexpr,
 
 
 @triton.jit
-def octaves(TEMPERATURE):
-    """log2(e)/τ: from q·k to a logit in units of log 2. τ is a number, or learned and read on the device."""
-    if TEMPERATURE.dtype.is_ptr():
-        temperature = tl.load(TEMPERATURE)
+def octaves(RULE):
+    """log2(e)/τ: from q·k to a logit in units of log 2."""
+    if RULE.temperature is None:
+        scale = RULE.octaves
     else:
-        temperature = TEMPERATURE
-    return LOG2E / temperature
+        scale = LOG2E / tl.load(RULE.temperature)
+    return scale
 
 
 @triton.jit
@@ -178,7 +181,7 @@ def weights(s, row_shift, row_sign, column_shift, column_sign, bounded, OF_ROWS:
 
 
 @triton.jit
-def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, rows, d, N, M, width, x_row, partner_row,
+def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, GRAD, unit, RULE, rows, d, N, M, width, x_row, partner_row,
            EXCLUDE: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr):
     """From Σ_j w_ij y_j to the gradient: less the positive's share, times what reached the loss; and if DOT each row's
     share of ⟨x, dx⟩."""
@@ -195,12 +198,22 @@ def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, TEMPERATURE, GRAD, unit, RULE, row
         partner = tl.load(PARTNERS + at.to(tl.int64)[:, None] * partner_row + d[None, :],
                           mask=there[:, None] & (d < width)[None, :], other=0.0)
         dx = dx - share[:, None] * partner.to(tl.float32)
-    dx = dx * (tl.load(GRAD) * unit * octaves(TEMPERATURE) / LOG2E)
+    dx = dx * (tl.load(GRAD) * unit * octaves(RULE) / LOG2E)
     dots = 0.0
     if DOT:
         x = tl.load(X + rows.to(tl.int64)[:, None] * x_row + d[None, :], mask=inside, other=0.0)
         dots = tl.sum(dx * x.to(tl.float32), 1)
     return dx, inside, dots
+
+
+@triton.jit
+def softplus(x):
+    """(log(1 + exp(x)), σ(x)), to the last digits for every x."""
+    u = tl.exp(-tl.abs(x))
+    # log(1 + u) loses u below 2⁻²⁴; the quotient gives it back (Kahan)
+    rounded = 1 + u
+    log1p = tl.where(rounded == 1, u, tl.log(rounded) * u / tl.where(rounded == 1, 1.0, rounded - 1))
+    return tl.maximum(x, 0.0) + log1p, tl.where(x > 0, 1.0, u) / rounded
 
 
 @triton.jit
@@ -215,7 +228,7 @@ def is_bounded(LIMIT):
 
 def limit_of(q, k, temperature):
     """Largest possible |s| (Cauchy and Schwarz), a 0-dim float32 tensor; None where reading the rows again costs too much."""
-    if len(q) * len(k) <= SMALL ** 2:
+    if max(len(q), len(k)) <= FEW:
         return None
     longest = [torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax() for x in ((q,) if k is q else (q, k))]
     return longest[0] * longest[-1] * LOG2E.value / temperature
@@ -266,6 +279,11 @@ def in_whole_words(x):
     return copy
 
 
+def is_number(temperature, x):
+    """Whether the temperature was given as a number: similarity.check_temperature left it on the CPU."""
+    return temperature.device != x.device
+
+
 def arguments(q, k, temperature, rule, blocks):
     """(pointers and rule, sizes and strides, the rest by name): what every kernel takes of its rows q and columns k."""
     words = in_whole_words(q)
@@ -273,12 +291,11 @@ def arguments(q, k, temperature, rule, blocks):
     f_q, f_k = (f if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)    # tiles sum in float32
                 for f in (rule.row_features, rule.column_features))
     shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
-    taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape)
+    scale = (None, LOG2E.value / temperature.item()) if is_number(temperature, q) else (temperature, None)
+    taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape, *scale)
     sizes, strides = (len(q), *k.shape), (q.stride(0), k.stride(0))
     if capability(q) >= 9:
         strides = None, None
         q, k = (TensorDescriptor.from_tensor(x, [rows, blocks["BLOCK_D"]])
                 for x, rows in ((q, blocks["BLOCK_N"]), (k, blocks["BLOCK_M"])))
-    if temperature.device != words.device:                        # a number: kernels.check_temperature left it on the CPU
-        temperature = temperature.item()
-    return (q, k, temperature, taken), (*sizes, *strides), dict(EXCLUDE=rule.exclude, enable_fp_fusion=True, **blocks)
+    return (q, k, taken), (*sizes, *strides), dict(EXCLUDE=rule.exclude, enable_fp_fusion=True, **blocks)

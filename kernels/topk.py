@@ -17,7 +17,7 @@ from .tiles import PROGRAMS, arguments, check_device, kept, product, tile
 
 
 @triton.jit
-def topk_kernel(VALUES, PLACES, split, Q, K, TEMPERATURE, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
+def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                 PRECISION: tl.constexpr, SLOTS: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of the columns [y·split, (y + 1)·split)."""

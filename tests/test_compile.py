@@ -48,7 +48,7 @@ class AbsentChip:
 def launches(name, precision):
     """(what is launched, function that does): everything that can be launched on rows of a dtype."""
     import torch
-    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, similarity, topk
+    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, one_pass, paths, topk
     from kernels.rules import make_rule
     torch.set_float32_matmul_precision(precision)
     half, t = name != "float32", torch.ones(())
@@ -71,7 +71,7 @@ def launches(name, precision):
             if half:
                 yield f"{d:4} {title}", lambda: gradient_rows.gradients(q, k, t, rule, rows, None, None, t, 1.0, True, True, True,
                                                                         False, False)
-            if half and d <= similarity.FIXED_KEYS_WIDEST[q.dtype]:
+            if half and d <= paths.WIDEST:
                 yield f"{d:4} {title}", lambda: lse_fixed_keys.similarity_lse(q, k, t, rule)
             for n in (2, 16, 64) if d == 256 else ():
                 yield f"{d:4} {title}", lambda: topk.similarity_topk(q, k, t, n, rule)
@@ -85,6 +85,8 @@ def launches(name, precision):
                 ("one set", None, make_rule(q, q, True, "pair"), False, sides)):
             if d != 64 or half:
                 yield f"{d:4} {title}", lambda: lse_forward.log_sums(q, other, t, rule, both, True, t if title == "targets" else None)
+            if d == 256 and title in ("one side", "targets"):
+                yield f"{d:4} {title}", lambda: one_pass.softmax_loss(q, other, t, rule, None, True, True, True)
             for path in [gradient_blocks] * (d == 256) + [gradient_rows] * (half and title != "targets"):
                 yield f"{d:4} {title}", lambda: path.gradients(q, square if other is None else other, t, rule, sides, columns,
                                                                t if columns else None, t, 1.0, True, True, True, True, other is None)
@@ -93,14 +95,15 @@ def launches(name, precision):
 def table(chip):
     """A row for every kernel that the launches compile for a chip, with what is wrong with it."""
     from triton.runtime import driver
-    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, tiles, topk
+    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, one_pass, tiles, topk
     tiles.INTERPRETED = True                                   # CPU tensors will do: nothing runs
     tiles.PLAYED = chip // 10
-    tiles.SMALL = 0                                            # rows are looked at for a bound
+    tiles.FEW = 0                                              # rows are looked at for a bound
     driver.set_active(AbsentChip(chip))
     instruction, most_shared = CHIPS[chip]
     kernels = [lse_forward.parts_kernel, lse_forward.merge_kernel, gradient_rows.rows_kernel, gradient_blocks.weights_kernel,
-               gradient_blocks.finish_kernel, lse_fixed_keys.fixed_keys_kernel, topk.topk_kernel]
+               gradient_blocks.finish_kernel, one_pass.strip_kernel, one_pass.scale_kernel, lse_fixed_keys.fixed_keys_kernel,
+               topk.topk_kernel]
     known = set()
     for (name, precision), (title, launch) in itertools.chain.from_iterable(
             (((case, row) for row in launches(*case)) for case in DTYPES)):

@@ -14,8 +14,9 @@ import torch
 from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, similarity_lse, similarity_topk
-from kernels.rules import make_rule
+from kernels import (blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, queue_loss, similarity_lse,
+                     similarity_topk)
+from kernels.rules import Rule, make_rule
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -162,22 +163,20 @@ def test_many_strips(name, monkeypatch):
     compare(lambda q, k, t, impl: info_nce(q, k, t, offset=3, impl=impl), q.dtype, q, k, impl="blockwise")
 
 
-def test_blocks_of_weights(monkeypatch):
-    """The Triton gradient in many blocks instead of one, the last ones short in both directions."""
-    from kernels import lse_gradient
-    monkeypatch.setattr(lse_gradient, "block_shape", lambda q, k: (48, 80))
-    q, k = rows(130, 20, torch.float32, 14), rows(259, 20, torch.float32, 15)
-    compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", offset=7, impl=impl), q.dtype, q, k)
-
-
 @pytest.mark.parametrize("n, m, size", [(1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
-def test_block_shape_fits_the_buffer(n, m, size):
-    from kernels import lse_gradient
-    dtype = torch.float32 if size == 4 else torch.float16
-    height, width = lse_gradient.block_shape(torch.empty(n, 1, dtype=dtype), torch.empty(m, 1, dtype=dtype))
-    assert 1 <= height <= n and 1 <= width <= m and height * width * size <= lse_gradient.BUFFER_MB * 2 ** 20
-    assert height * width == n * m or height * width * size > lse_gradient.BUFFER_MB * 2 ** 20 // 4 or width == 2 ** 22
-    assert width <= 128 * 65_535
+def test_blocks_fit_their_buffers(n, m, size):
+    from kernels import gradient_blocks, lse_forward
+    q, k = (torch.empty(rows, 1, dtype=torch.float32 if size == 4 else torch.float16) for rows in (n, m))
+    for square in (False, True):
+        height, width = gradient_blocks.block_shape(q, q if square else k, square)
+        assert 1 <= height <= n and 1 <= width <= max(n, m) and height * width * size <= paths.BUFFER
+        assert square or height * width == n * m or height * width * size > paths.BUFFER // 4 or width == 2 ** 22
+        assert width <= 128 * 65_535
+    assert paths.strip_height(q, k) * m * size <= paths.BUFFER
+    for d in (1, 768, 4096):
+        for square in (False, True):
+            height, width = lse_forward.block_shape(torch.empty(1, d), k, square)
+            assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.PARTS
 
 
 class Largest(TorchDispatchMode):
@@ -201,8 +200,10 @@ def test_blockwise_never_holds_the_matrix():
         t = torch.tensor(0.1, device=DEVICE)
         with Largest() as seen:
             lse = blockwise.similarity_lse(q, q, t, selected)
-            blockwise.similarity_lse_backward(torch.ones_like(lse), lse, q, q, t, selected, True, True)
-            blockwise.softmax_loss(q, q, torch.arange(n, device=DEVICE), lse, t, selected, True, True)
+            blockwise.similarity_lse_backward(q, q, t, selected, torch.ones_like(lse), lse, True, True, True)
+            if exclude == "diagonal":
+                for k, both in ((q, False), (q, True), (None, False)):
+                    blockwise.softmax_loss(q, k, t, selected, None, both, True, True, True)
         assert seen.entries <= blockwise.STRIP < n * n
 
 
@@ -212,6 +213,7 @@ LOSSES = {
     "info_nce, symmetric": lambda q, k, t, impl: info_nce(q, k, t, symmetric=True, impl=impl),
     "clip_loss": lambda q, k, t, impl: clip_loss(q, k, t, impl=impl),
     "nt_xent": lambda q, k, t, impl: nt_xent(q, k, t, impl=impl),
+    "queue_loss": lambda q, k, t, impl: queue_loss(q, k, k.detach().roll(3, 0)[:31].flip(1), t, impl=impl),
     "linear_cross_entropy": lambda q, k, t, impl: linear_cross_entropy(
         q, k, torch.arange(37, device=DEVICE) * 3 % 37, temperature=t, impl=impl),
     "linear_cross_entropy, ignored": lambda q, k, t, impl: linear_cross_entropy(
@@ -219,13 +221,65 @@ LOSSES = {
         temperature=t, impl=impl)}
 
 
+def pairs(n, d, dtype):
+    q = rows(n, d, dtype, 17)
+    return q, torch.nn.functional.normalize(q.double() + 0.3 * rows(n, d, torch.float64, 18), dim=1).to(dtype)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("impl, dtype", [("blockwise", torch.float64), ("blockwise", torch.float32)]
                          + [("triton", x) for x in TRITON], ids=str)
 def test_losses(loss, impl, dtype):
-    q = rows(37, 24, dtype, 17)
-    k = torch.nn.functional.normalize(q.double() + 0.3 * rows(37, 24, torch.float64, 18), dim=1).to(dtype)
-    compare(LOSSES[loss], dtype, q, k, impl=impl)
+    compare(LOSSES[loss], dtype, *pairs(37, 24, dtype), impl=impl, units=32)
+
+
+WIDE = dict(paths__WIDEST=0, paths__FEW=0)
+WAYS = {                                               # each way through the kernels that a shape or a chip may choose
+    "sums that need no maximum": dict(tiles__FEW=0),
+    "pointers": dict(tiles__PLAYED=8),
+    "pointers, wide": dict(tiles__PLAYED=8, **WIDE),
+    "tiles of a B200": dict(tiles__PLAYED=10, tiles__FEW=0),
+    "temperature as a number": dict(tiles__is_number=lambda temperature, x: True),
+    "many blocks": dict(lse_forward__block_shape=lambda q, k, square: (128, 128)),
+    "one pass": WIDE,
+    "one pass, many strips": dict(one_pass__strip_height=lambda q, k: 128, **WIDE),
+    "two passes": dict(operations__in_one_pass=lambda *x: False, tiles__FEW=0, **WIDE),
+    "two passes, many blocks": dict(operations__in_one_pass=lambda *x: False, lse_forward__block_shape=lambda q, k, square: (128, 128),
+                                    gradient_blocks__block_shape=lambda q, k, square: (80, 80) if square else (48, 80), **WIDE)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+def test_every_way_through_the_kernels(loss, way, dtype, monkeypatch):
+    from kernels import gradient_blocks, lse_forward, one_pass, operations, tiles
+    modules = dict(gradient_blocks=gradient_blocks, lse_forward=lse_forward, one_pass=one_pass, operations=operations, paths=paths, tiles=tiles)
+    for name, value in WAYS[way].items():
+        module, name = name.split("__")
+        monkeypatch.setattr(modules[module], name, value)
+    n = 37 if "ignored" in loss else 150
+    q, k = pairs(n, 24, dtype)
+    compare(LOSSES[loss] if n == 37 else lambda q, k, t, impl: LARGE.get(loss, LOSSES[loss])(q, k, t, impl), dtype, q, k)
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", offset=7, impl=impl), dtype, q, k)
+    compare(lambda q, k, t, impl: similarity_lse(q, None, t, exclude="diagonal", impl=impl) + 0 * k.sum(), dtype, q, k)
+
+
+LARGE = {"linear_cross_entropy": lambda q, k, t, impl: linear_cross_entropy(
+    q, k, torch.arange(150, device=DEVICE) * 3 % 150, temperature=t, impl=impl)}
+
+
+@pytest.mark.parametrize("order", ["sorted", "only columns sorted", "not sorted"])
+def test_groups_by_ranges(order, monkeypatch):
+    """Sorted column groups let a program skip the columns of other groups; the result must not know."""
+    from kernels import gradient_rows
+    monkeypatch.setattr(gradient_rows, "FEW", 0)
+    q, k = rows(200, 24, torch.float16, 47), rows(300, 24, torch.float16, 48)
+    groups = [torch.randint(0, 9, (n,), generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (200, 300)]
+    groups = [x.sort()[0] if order == "sorted" or order.startswith("only") and len(x) == 300 else x for x in groups]
+    blocks = dict(BLOCK_N=64)
+    found = gradient_rows.ranges(make_rule(q, k, False, within=groups), blocks, 200)
+    assert found.shape == (4, 2) and (found[:, 1] - found[:, 0] < 300).all().item() == (order == "sorted")
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, within=groups, impl=impl), torch.float16, q, k)
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
@@ -268,14 +322,23 @@ def test_repeated_targets_of_half_rows(impl):
 def test_opcheck(impl, name):
     q, k = (rows(n, 5, torch.float32, 23).requires_grad_() for n in (6, 9))
     t = torch.tensor(0.3, device=DEVICE, requires_grad=True)
-    arguments = rule(name, 6, 9)
-    selected = make_rule(q, k, False, **arguments)
+    selected = make_rule(q, k, False, **rule(name, 6, 9))
     library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
     library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, k.detach(), t, *selected, impl))
     library.opcheck(torch.ops.tencl.similarity_topk.default, (q.detach(), k.detach(), t.detach(), 2, *selected, impl))
-    if impl == "blockwise":
-        targets, weights = torch.arange(6, device=DEVICE), torch.full((6,), 1 / 6, device=DEVICE)
-        library.opcheck(torch.ops.tencl.softmax_loss.default, (q, k, targets, weights, t, *selected, True, True))
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)          # in Triton one pass and two
+def test_opcheck_losses(impl, dtype):
+    q, k = (rows(6, 5, dtype, 23).requires_grad_() for _ in range(2))
+    t, needs = torch.tensor(0.3, device=DEVICE, requires_grad=True), (True, True, True)
+    for other, both, selected in ((k, False, Rule("diagonal")), (k, True, Rule("diagonal")), (None, False, Rule("pair")),
+                                  (k, False, Rule("target", torch.tensor([0, 2, 2, 1, 5, 0], device=DEVICE)))):
+        weights = torch.ones(6, device=DEVICE) if selected.exclude == "target" else None
+        library.opcheck(torch.ops.tencl.softmax_loss.default, (q, other, t, weights, both, *selected, impl, *needs))
+    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, None, t, *Rule("pair"), impl))
+    library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, k.detach(), t, *Rule(), impl, *needs))
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])

@@ -1,0 +1,59 @@
+"""Which kernels run. Shapes and dtypes decide, never values: nothing waits for the device, and fake tensors take the same way.
+
+                                      narrow: half types, and           wide: everything else
+                                      D ≤ 256, few rows or groups
+    loss over rows                    lse_forward, gradient_rows        one_pass
+    loss over rows and columns,       lse_forward, gradient_rows        lse_forward, gradient_blocks
+        or over one set
+    similarity_lse                    lse_forward, gradient_rows        lse_forward, gradient_blocks
+        keys without gradient         lse_fixed_keys (D ≤ 256)          lse_forward, gradient_blocks
+
+The thresholds come from registers and arithmetic (tests/test_compile.py prints the first), not from a measurement yet.
+"""
+import importlib.util
+
+import torch
+
+IMPLS = ("auto", "triton", "blockwise", "eager")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+WIDEST = 256              # features that a program keeps beside as many of their gradient
+FEW = 1024                # rows up to which launches cost more than arithmetic
+TOPK_SLOTS = 64           # columns a row that topk keeps in registers
+BUFFER = 128 * 2 ** 20    # bytes of softmax weights that exist at a time
+
+
+def choose_impl(impl, x):
+    """The implementation that impl means for the tensor x (see similarity_lse)."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl: {impl!r}, wanted one of {', '.join(IMPLS)}")
+    if impl == "auto":
+        return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
+    if impl == "triton":
+        if not HAS_TRITON:
+            raise ValueError("impl: 'triton' wants the package triton, which is not installed; use 'blockwise'")
+        if x.dtype == torch.float64:
+            raise ValueError("impl: 'triton' has no float64; use 'blockwise' or 'eager'")
+    return impl
+
+
+def is_narrow(q, k, rule):
+    """Whether gradient_rows takes the gradient."""
+    few = max(len(q), len(k)) <= FEW
+    return q.element_size() == 2 and rule.exclude != "target" and (q.shape[1] <= WIDEST or few or rule.row_groups is not None)
+
+
+def keeps_keys(q, impl):
+    """Whether keys without gradient have a kernel of their own, which takes the gradient of q with the log-sum-exp."""
+    return impl == "blockwise" or q.element_size() == 2 and q.shape[1] <= WIDEST
+
+
+def strip_height(q, k):
+    """Rows of a strip of softmax weights, whole tiles of them; 0 where BUFFER does not hold one."""
+    return BUFFER // (q.element_size() * len(k)) // 128 * 128
+
+
+def in_one_pass(q, k, both, rule, impl, needs):
+    """Whether a loss takes its gradients with its value."""
+    if impl == "blockwise":
+        return True
+    return any(needs) and k is not None and not both and not is_narrow(q, k, rule) and strip_height(q, k) > 0
