@@ -71,14 +71,14 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
         blocks |= dict(maxnreg=255, num_warps=4 if q.element_size() == 2 else 8)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     height, width = block_shape(q, k, one_set)
-    buffer = torch.empty(height * width, dtype=q.dtype, device=q.device)
+    buffer = torch.empty(height, triton.cdiv(width, 16) * 16, dtype=q.dtype, device=q.device)      # rows of whole 16-byte words
     for i in range(0, len(q), height):
         for j in range(i if one_set else 0, len(k), width):
             at_i, at_j = slice(i, min(i + height, len(q))), slice(j, min(j + width, len(k)))
             shape = at_i.stop - i, at_j.stop - j
-            w = buffer[:shape[0] * shape[1]].view(shape)
+            w = buffer[:shape[0], :shape[1]]
             grid = triton.cdiv(shape[0], blocks["BLOCK_N"]), triton.cdiv(shape[1], blocks["BLOCK_M"])
-            weights_kernel[grid](w, *statistics, i, j, at_i.stop, at_j.stop, shape[1], *pointers, *sizes, SIGNED=not positives,
+            weights_kernel[grid](w, *statistics, i, j, at_i.stop, at_j.stop, buffer.stride(0), *pointers, *sizes, SIGNED=not positives,
                                  SHIFT=SHIFT, **rest)
             if len(sums_q):
                 add_product(sums_q[at_i], w, k[at_j])

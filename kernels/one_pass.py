@@ -23,7 +23,7 @@ from .tiles import LOG2E, arguments, kept, octaves, positive_of, product, tile, 
 
 
 @triton.jit
-def strip_kernel(E, TOPS, PARTS, POSITIVE, Q, K, RULE, N, M, D, q_row, k_row, first_row, height,
+def strip_kernel(E, TOPS, PARTS, POSITIVE, Q, K, RULE, N, M, D, q_row, k_row, first_row, height, e_row,
                  EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_D: tl.constexpr):
     """E[i, j] = exp2(s − TOPS[J, i]), PARTS[J, i] = log2 Σ_j exp2(s), POSITIVE[i]; i counts from first_row, to height."""
@@ -43,18 +43,18 @@ def strip_kernel(E, TOPS, PARTS, POSITIVE, Q, K, RULE, N, M, D, q_row, k_row, fi
     tl.store(TOPS + place, top, mask=at < height)
     tl.store(PARTS + place, top + tl.log2(tl.sum(e, 1)), mask=at < height)
     inside = (at < height)[:, None] & (columns < M)[None, :]
-    tl.store(E + at.to(tl.int64)[:, None] * M + columns[None, :], e.to(E.dtype.element_ty), mask=inside)
+    tl.store(E + at.to(tl.int64)[:, None] * e_row + columns[None, :], e.to(E.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def scale_kernel(E, TOPS, LSE, SLOPE, height, M, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+def scale_kernel(E, TOPS, LSE, SLOPE, height, M, e_row, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """E[i, j] becomes w_ij 2^SHIFT, a row tile of the tiles that made it at a time."""
     rows, columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < height
     top = tl.load(TOPS + tl.program_id(1) * height + rows, mask=inside, other=0.0)
     lse = tl.load(LSE + rows, mask=inside, other=0.0) * LOG2E
     factor = tl.load(SLOPE + rows, mask=inside, other=0.0) * tl.exp2(tl.minimum(top - lse, 0.0) + SHIFT)
-    place = E + rows.to(tl.int64)[:, None] * M + columns[None, :]
+    place = E + rows.to(tl.int64)[:, None] * e_row + columns[None, :]
     mask = inside[:, None] & (columns < M)[None, :]
     e = tl.load(place, mask=mask, other=0.0)
     tl.store(place, (e.to(tl.float32) * factor[:, None]).to(e.dtype), mask=mask)
@@ -69,20 +69,20 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
     blocks = tile(q, rule)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     tiles = triton.cdiv(m, blocks["BLOCK_M"])
-    strip = torch.empty(height, m, dtype=q.dtype, device=q.device)
+    strip = torch.empty(height, triton.cdiv(m, 16) * 16, dtype=q.dtype, device=q.device)      # rows of whole 16-byte words
     tops, parts, positive = new(tiles * height), new(tiles * height), new(height)
     lse, slope, loss = new(1, n), new(1, n), []
     for i in range(0, n, height):
         at = slice(i, min(i + height, n))
-        w = strip[:at.stop - i]
+        w = strip[:at.stop - i, :m]
         grid = triton.cdiv(len(w), blocks["BLOCK_N"]), tiles
-        strip_kernel[grid](w, tops, parts, positive, *pointers, *sizes, first_row=i, height=len(w), **rest)
+        strip_kernel[grid](w, tops, parts, positive, *pointers, *sizes, first_row=i, height=len(w), e_row=strip.stride(0), **rest)
         of_strip = parts[:tiles * len(w)].view(tiles, len(w))
         loss.append(merge(lse[:, at], of_strip, True, positive, slope[:, at], None if weights is None else weights[at], of=n))
         if weights is not None:
             slope[:, at] *= weights[at]
-        scale_kernel[grid](w, tops, lse[0, at], slope[0, at], len(w), m, SHIFT=SHIFT, BLOCK_N=blocks["BLOCK_N"],
-                           BLOCK_M=blocks["BLOCK_M"], num_warps=8)
+        scale_kernel[triton.cdiv(len(w), 32), tiles](w, tops, lse[0, at], slope[0, at], len(w), m, strip.stride(0), SHIFT=SHIFT,
+                                                     BLOCK_N=32, BLOCK_M=blocks["BLOCK_M"])
         if len(dq):
             add_product(dq[at], w, k)
         if len(dk):

@@ -49,7 +49,7 @@ def keeps_keys(q, impl):
 
 def strip_height(q, k):
     """Rows of a strip of softmax weights, whole tiles of them; 0 where BUFFER does not hold one."""
-    return BUFFER // (q.element_size() * len(k)) // 128 * 128
+    return BUFFER // (q.element_size() * -(-len(k) // 16) * 16) // 128 * 128
 
 
 def in_one_pass(q, k, both, rule, impl, needs):
