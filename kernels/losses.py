@@ -6,7 +6,7 @@ the fused sum by rule and comes back as softplus(lse − positive), the same num
 import torch
 import torch.nn.functional as F
 
-from . import eager
+from . import eager, operations
 from .paths import choose_impl, keeps_keys
 from .rules import Rule, make_rule
 from .similarity import check_inputs, fused_lse, softmax_loss
@@ -60,7 +60,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
         return eager.queue_loss(q, k, queue, temperature)
     if keeps_keys(q, impl):
         needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
-        return torch.ops.tencl.queue_loss(q, k, queue, temperature, *Rule(), impl, *needs)[0]
+        return operations.call(operations.queue_loss, q, k, queue, temperature, *Rule(), impl, *needs)[0]
     positive = torch.linalg.vecdot(q.to(temperature.dtype), k.to(temperature.dtype)) / temperature
     return -F.logsigmoid(positive - fused_lse(q, queue, temperature, Rule(), impl)).mean()
 

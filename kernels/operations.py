@@ -6,6 +6,7 @@ asking for a second derivative is an error and not silently zero.
 """
 import torch
 from torch import library
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import blockwise
 from .paths import in_one_pass
@@ -21,14 +22,48 @@ def operation(name, schema):
     """The decorated function (q, …) as tencl::name, with autocast off and on q's device."""
     def register(function):
         def run(q, *arguments):
-            with torch.autocast(q.device.type, enabled=False), torch.cuda.device_of(q):
-                return function(q, *arguments)
-        return library.custom_op(f"tencl::{name}", run, mutates_args=(), schema=schema)
+            if torch.is_autocast_enabled(q.device.type):
+                with torch.autocast(q.device.type, enabled=False):
+                    return run(q, *arguments)
+            if q.is_cuda and q.get_device() != torch.cuda.current_device():
+                with torch.cuda.device_of(q):
+                    return function(q, *arguments)
+            return function(q, *arguments)
+        made = library.custom_op(f"tencl::{name}", run, mutates_args=(), schema=schema)
+        made.run, made.traced, made.plain = run, getattr(torch.ops.tencl, name), None
+        return made
     return register
 
 
-def no_second_derivative(ctx, *grads):
-    raise RuntimeError("kernels: the fused operations have no second derivative; use impl='eager', which has all of them")
+def differentiable(operation, backward, save, differentiate):
+    """Teach autograd that operation has the gradient differentiate(ctx, *grads), which calls backward and no more."""
+    def no_second_derivative(ctx, *grads):
+        raise RuntimeError("kernels: the fused operations have no second derivative; use impl='eager', which has all of them")
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            output = operation.run(*arguments)
+            save(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return differentiate(ctx, *grads)
+
+    operation.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(no_second_derivative)
+    operation.plain = Plain.apply
+
+
+def call(operation, q, *arguments):
+    """operation(q, …). The dispatcher and its checks take longer than a small batch, so they are asked only where somebody
+    listens: a compiler, a mode, a tensor that is more than a tensor, or a gradient that is to be differentiated again."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (torch.Tensor, torch.nn.Parameter):
+        return operation.traced(q, *arguments)
+    if operation.plain is not None:
+        return operation.plain(q, *arguments)
+    return operation.traced(q, *arguments) if torch.is_grad_enabled() else operation.run(q, *arguments)
 
 
 # the log-sum-exp of each row ----------------------------------------------------------------------------------------------
@@ -85,12 +120,11 @@ def save_lse(ctx, inputs, output):
 def differentiate_lse(ctx, grad):
     q, k, temperature, lse, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    return *given(needs, torch.ops.tencl.similarity_lse_backward(
-        q, k, temperature, grad, lse, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl, *needs)), *[None] * FIELDS
+    return *given(needs, call(
+        lse_backward, q, k, temperature, grad, lse, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl, *needs)), *[None] * FIELDS
 
 
-lse.register_autograd(differentiate_lse, setup_context=save_lse)
-lse_backward.register_autograd(no_second_derivative)
+differentiable(lse, lse_backward, save_lse, differentiate_lse)
 
 
 # the same where the keys need no gradient -----------------------------------------------------------------------------------
@@ -128,12 +162,11 @@ def save_o(ctx, inputs, output):
 
 def differentiate_fixed_keys(ctx, grad, _):
     q, temperature, o = ctx.saved_tensors
-    dq, dt = torch.ops.tencl.similarity_lse_fixed_keys_backward(q, temperature, grad, o)
+    dq, dt = call(fixed_keys_backward, q, temperature, grad, o)
     return *given(ctx.needs_input_grad[:3], (dq, None, dt)), *[None] * FIELDS
 
 
-fixed_keys.register_autograd(differentiate_fixed_keys, setup_context=save_o)
-fixed_keys_backward.register_autograd(no_second_derivative)
+differentiable(fixed_keys, fixed_keys_backward, save_o, differentiate_fixed_keys)
 
 
 # cross entropies, positives left out by the rule -----------------------------------------------------------------------------
@@ -189,13 +222,12 @@ def save_loss(ctx, inputs, output):
 def differentiate_loss(ctx, grad, *_):
     q, k, temperature, weights, dq, dk, dt, lse, slope, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    return *given(needs, torch.ops.tencl.softmax_loss_backward(
-        q, k, temperature, weights, ctx.both, grad, dq, dk, dt, lse, slope, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl,
+    return *given(needs, call(
+        softmax_loss_backward, q, k, temperature, weights, ctx.both, grad, dq, dk, dt, lse, slope, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl,
         *needs)), *[None] * (2 + FIELDS + 3)
 
 
-softmax_loss.register_autograd(differentiate_loss, setup_context=save_loss)
-softmax_loss_backward.register_autograd(no_second_derivative)
+differentiable(softmax_loss, softmax_loss_backward, save_loss, differentiate_loss)
 
 
 # a queue of negatives without gradient ----------------------------------------------------------------------------------------
@@ -237,12 +269,11 @@ def save_queue_loss(ctx, inputs, output):
 
 def differentiate_queue_loss(ctx, grad, *_):
     q, k, temperature, dq, dk, dt = ctx.saved_tensors
-    dq, dk, dt = torch.ops.tencl.queue_loss_backward(q, k, temperature, grad, dq, dk, dt)
+    dq, dk, dt = call(queue_loss_backward, q, k, temperature, grad, dq, dk, dt)
     return *given(ctx.needs_input_grad[:4], (dq, dk, None, dt)), *[None] * (FIELDS + 3)
 
 
-queue_loss.register_autograd(differentiate_queue_loss, setup_context=save_queue_loss)
-queue_loss_backward.register_autograd(no_second_derivative)
+differentiable(queue_loss, queue_loss_backward, save_queue_loss, differentiate_queue_loss)
 
 
 # the nearest columns --------------------------------------------------------------------------------------------------------

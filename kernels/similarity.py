@@ -48,8 +48,8 @@ def fused_lse(q, k, temperature, rule, impl):
     needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad)
     needed = needed and k is not None and not k.requires_grad
     if needed and keeps_keys(q, impl):
-        return torch.ops.tencl.similarity_lse_fixed_keys(q, k, temperature, *rule, impl)[0]
-    return torch.ops.tencl.similarity_lse(q, k, temperature, *rule, impl)
+        return operations.call(operations.fixed_keys, q, k, temperature, *rule, impl)[0]
+    return operations.call(operations.lse, q, k, temperature, *rule, impl)
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
         return eager.similarity_topk(q, k, one, n, rule)
     if n > TOPK_SLOTS:
         impl = "blockwise"
-    return torch.ops.tencl.similarity_topk(q, k, one, n, *rule, impl)
+    return operations.call(operations.topk, q, k, one, n, *rule, impl)
 
 
 def softmax_loss(q, k, temperature, rule, impl, both=False, weights=None):
@@ -86,7 +86,7 @@ def softmax_loss(q, k, temperature, rule, impl, both=False, weights=None):
     """
     grad = torch.is_grad_enabled()
     needs = [grad and x is not None and x.requires_grad for x in (q, k, temperature)]
-    return torch.ops.tencl.softmax_loss(q, k, temperature, weights, both, *rule, impl, *needs)[0]
+    return operations.call(operations.softmax_loss, q, k, temperature, weights, both, *rule, impl, *needs)[0]
 
 
 def check_inputs(q, k, temperature, names=("q", "k")):

@@ -341,6 +341,67 @@ def test_opcheck_losses(impl, dtype):
     library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, k.detach(), t, *Rule(), impl, *needs))
 
 
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be asked to run: kernels of ours, and operations of PyTorch that do more than hand out memory."""
+    FREE = {"empty", "new_empty", "empty_like", "view", "slice", "select", "split", "split_with_sizes", "detach", "t", "alias", "_to_copy"}
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        from kernels import gradient_rows, lse_forward
+        self.ran = []
+        for module, name in ((lse_forward, "parts_kernel"), (lse_forward, "merge_kernel"), (gradient_rows, "rows_kernel")):
+            monkeypatch.setattr(module, name, self.counted(name, getattr(module, name)))
+
+    def counted(self, name, kernel):
+        class Counted:
+            def __getitem__(_, grid):
+                self.ran.append(name)
+                return kernel[grid]
+        return Counted()
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        on_the_cpu = f is torch.ops.aten.full.default and not out.dim() and out.device.type == "cpu"       # a temperature
+        if f.namespace == "aten" and f._schema.name.split("::")[1] not in self.FREE and not on_the_cpu:
+            self.ran.append(f._schema.name)
+        return out
+
+
+@pytest.mark.parametrize("n", [64, 1024] if GPU else [64])
+@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent"])
+def test_small_batches_take_two_launches(loss, n, monkeypatch):
+    """At most two forward and two backward, beside putting two views together: launches cost more than such a batch."""
+    q, k = (rows(n, 128, torch.float16, seed).requires_grad_() for seed in (49, 50))
+    launches = Launches(monkeypatch)
+    with launches:
+        value = LOSSES[loss](q, k, 0.07, "triton")
+    assert launches.ran == ["aten::cat"] * (loss == "nt_xent") + ["parts_kernel", "merge_kernel"]
+    launches.ran.clear()
+    one = torch.ones_like(value)
+    with launches:
+        torch.autograd.grad(value, (q, k), one)
+    assert launches.ran == ["rows_kernel"] * (1 if loss == "nt_xent" else 2)
+
+
+@pytest.mark.skipif(not GPU, reason="no GPU")
+@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss"])
+def test_gpu_graph(loss):
+    """Forward and backward are captured in a CUDA graph: nothing waits for the device. A replay reads the rows anew."""
+    q, k = (rows(1024, 128, torch.bfloat16, seed).requires_grad_() for seed in (51, 52))
+    step = lambda: torch.autograd.grad(LOSSES[loss](q, k, 0.07, "triton"), q)[0]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(rows(1024, 128, torch.bfloat16, 53))
+    graph.replay()
+    assert torch.equal(captured, step())
+
+
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 @pytest.mark.parametrize("loss", ["info_nce, symmetric", "nt_xent", "linear_cross_entropy"])
 def test_compiles_in_one_graph(impl, loss):
