@@ -71,14 +71,14 @@ def similarity_lse(q, k, temperature, rule):
 
 
 def similarity_lse_backward(q, k, temperature, rule, grad, lse, needs_q, needs_k, needs_temperature):
-    """(dq (N, D) or empty, dk (M, D) or empty, dτ) for the gradient of each row's lse; k None: all of it is dq."""
+    """(dq (N, D) or empty, dk (M, D) or empty, dτ or empty) for the gradient of each row's lse; k None: all of it is dq."""
     rows, columns, needs_q = *cast(q, k, temperature), needs_q or needs_temperature
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((rows, needs_q), (columns, needs_k or k is None)))
     shift = lse.clamp(min=torch.finfo(lse.dtype).min)
     for at, s in strips(rows, columns, temperature, rule):
         p = s.sub_(shift[at, None]).exp_()
         add_gradients(dq, dk, rows, columns, p, at, grad[at] / temperature, needs_q, needs_k or k is None)
-    dt = -torch.linalg.vecdot(rows, dq).sum() / temperature if needs_temperature else torch.zeros_like(temperature)
+    dt = -torch.linalg.vecdot(rows, dq).sum() / temperature if needs_temperature else rows.new_empty(0)
     dq, dk = (dq + dk, dk.new_empty(0, dk.shape[1])) if k is None else (dq, dk)
     return dq.to(q.dtype), dk.to(q.dtype), dt
 
@@ -95,7 +95,7 @@ def similarity_lse_fixed_keys(q, k, temperature, rule):
 
 
 def softmax_loss(q, k, temperature, rule, weights, both, needs_q, needs_k, needs_temperature):
-    """(loss, dq or empty, dk or empty, dτ), the gradients taken on the way; see operations.softmax_loss.
+    """(loss, dq or empty, dk or empty, dτ or empty), the gradients taken on the way; see operations.softmax_loss.
 
     Σ_i w_i softplus(lse_i − positive_i), w (N,) or the mean; both: the mean of this and the same over columns.
     """
@@ -103,7 +103,7 @@ def softmax_loss(q, k, temperature, rule, weights, both, needs_q, needs_k, needs
     rows, columns = cast(q, k, temperature)
     take = two_sided if both or k is None else one_sided
     loss, dq, dk = take(rows, None if k is None else columns, temperature, rule, weights, needs_q, needs_k)
-    dt = torch.zeros_like(loss)
+    dt = rows.new_empty(0)
     if needs_temperature:                                       # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
         dt = -torch.linalg.vecdot(rows, dq).sum() / temperature / (2 if k is None else 1)
     return loss, dq, dk, dt

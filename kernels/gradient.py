@@ -22,7 +22,7 @@ from .paths import is_narrow
 from .tiles import check_device, limit_of
 
 def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, positives=False):
-    """(dq (N, D) or empty, dk (M, D) or empty) in the dtype of the rows, and dτ, a float32 scalar.
+    """(dq (N, D) or empty, dk (M, D) or empty) in the dtype of the rows, and dτ, a float32 scalar (empty).
 
     rows, columns    (lse, slope), (N,) and (M,) float32 each, |slope| ≤ 1: the softmaxes that the loss has; None: has not
     grad, unit       a scalar tensor and a number: what slope is to be multiplied by to reach dloss/dlse
@@ -38,4 +38,4 @@ def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs
                                  needs_temperature, positives, one_set)
     if needs_temperature:                # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
         return dq, dk, -dot.sum() / temperature / (2 if one_set else 1)
-    return dq, dk, torch.zeros((), device=q.device)
+    return dq, dk, q.new_empty(0, dtype=torch.float32)

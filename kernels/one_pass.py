@@ -61,7 +61,7 @@ def scale_kernel(E, TOPS, LSE, SLOPE, height, M, e_row, SHIFT: tl.constexpr, BLO
 
 
 def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_temperature):
-    """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ), all float32; see operations.softmax_loss."""
+    """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ or empty), all float32; see operations.softmax_loss."""
     q, k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
     n, m, height = len(q), len(k), min(len(q), strip_height(q, k))
@@ -93,5 +93,5 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
         dq, dot = finished(dq, q, k, taken, slope[0], None, *rest, needs_temperature, in_place=True)
     if len(dk):
         dk, _ = finished(dk, k, q, swapped(taken), None, slope[0], *rest, False, in_place=True)
-    dt = -dot.sum() / temperature if needs_temperature else new().zero_()
+    dt = -dot.sum() / temperature if needs_temperature else new(0)
     return torch.stack(loss).sum(), dq, dk, dt

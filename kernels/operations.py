@@ -40,18 +40,22 @@ def differentiable(operation, backward, save, differentiate):
     def no_second_derivative(ctx, *grads):
         raise RuntimeError("kernels: the fused operations have no second derivative; use impl='eager', which has all of them")
 
+    def prepare(ctx, inputs, output):
+        ctx.set_materialize_grads(False)                         # no zeros for what is not differentiable
+        save(ctx, inputs, output)
+
     class Plain(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
             output = operation.run(*arguments)
-            save(ctx, arguments, output)
+            prepare(ctx, arguments, output)
             return output
 
         @staticmethod
         def backward(ctx, *grads):
             return differentiate(ctx, *grads)
 
-    operation.register_autograd(differentiate, setup_context=save)
+    operation.register_autograd(differentiate, setup_context=prepare)
     backward.register_autograd(no_second_derivative)
     operation.plain = Plain.apply
 
@@ -99,7 +103,7 @@ def empty_gradients(q, k, temperature, *rest):
     needs_q, needs_k, needs_temperature = rest[-3:]
     k, needs_k = (q, False) if k is None else (k, needs_k)
     return (q.new_empty(q.shape if needs_q or needs_temperature else (0, q.shape[1])),
-            k.new_empty(k.shape if needs_k else (0, k.shape[1])), q.new_empty((), dtype=temperature.dtype))
+            k.new_empty(k.shape if needs_k else (0, k.shape[1])), q.new_empty(() if needs_temperature else 0, dtype=temperature.dtype))
 
 
 def scaled(x, factor, dtype):
@@ -241,13 +245,13 @@ def queue_loss(q, k, queue, temperature, *rest):
     else:
         from . import lse_fixed_keys
         loss, dq, dk = lse_fixed_keys.queue_loss(q, k, queue, temperature, rule)
-    dt = -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature if needs_temperature else torch.zeros_like(loss)
+    dt = -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature if needs_temperature else loss.new_empty(0)
     return loss, dq, dk, dt
 
 
 @queue_loss.register_fake
 def _(q, k, queue, temperature, *rest):
-    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in ((), q.shape, k.shape, ()))
+    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in ((), q.shape, k.shape, () if rest[-1] else 0))
 
 
 @operation("queue_loss_backward", "(Tensor q, Tensor k, Tensor temperature, Tensor grad, Tensor dq, Tensor dk, Tensor dt) "
