@@ -1,17 +1,24 @@
-"""Time, peak extra memory and error of every implementation, forward + backward.
+"""Time, memory and error of every implementation that can be imported, in one run.
 
-    python -m kernels.benchmark                                   sizes that suit the device at hand
-    python -m kernels.benchmark --loss info_nce --sizes 16384x16384x768 --dtype float32
-    python -m kernels.benchmark --json results.json               the rows as data, with device and versions
+    python -m kernels.benchmark                                    the grid that suits the device at hand
+    python -m kernels.benchmark --loss clip_loss --sizes 16384x16384x768 --impl eager blockwise
+    python -m kernels.benchmark --json kernels/results/h200.json   the rows as data, with device, versions, date and command
+    python -m kernels.benchmark --from kernels/results/h200.json --markdown --plot h200.png        a table and a picture of them
 
-Each row is a process of its own, so that the peak of one implementation is not hidden by another's. Inputs are random
-unit rows. Times are medians over --repeat runs after one warm-up, with the 20th and 80th percentile; extra memory is the
-peak above the inputs, gradients included; error is the largest difference of the gradient of q from float64, relative to
-its largest entry. A case that does not fit says so.
-On the CPU the memory is read from /proc, so it wants Linux.
+A row is a loss, a size N x M x D and an implementation. Rows of q and k are unit vectors, random or, with --set trained,
+pairs so close that the mean loss is about 5e-3. ms are medians over --repeat runs with the 20th and 80th percentile, on a
+GPU with its second-level cache flushed before each; extra MB is the peak above inputs, gradients included; error is that
+of the gradient of q against float64, relative, both as Euclidean norms; peak % is what the fewest known multiplications
+(PRODUCTS) take at the speed of a plain matrix product of the same run, in percent of the time. A case that does not fit
+says so, and so does an implementation of a related loss, which is a marker and has no error.
+Implementations share a process on a GPU; on the CPU each has its own, as its memory is read from /proc (Linux).
 """
 import argparse
+import contextlib
+import importlib.metadata
 import json
+import math
+import os
 import platform
 import subprocess
 import sys
@@ -22,51 +29,172 @@ import torch.nn.functional as F
 
 import kernels
 
-LOSSES = {
-    "info_nce": lambda q, k, impl: kernels.info_nce(q, k, 0.07, impl=impl),
-    "clip_loss": lambda q, k, impl: kernels.clip_loss(q, k, 0.07, impl=impl),
-    "nt_xent": lambda q, k, impl: kernels.nt_xent(q, k, 0.07, impl=impl),
-    "linear_cross_entropy": lambda q, k, impl: kernels.linear_cross_entropy(
-        q, k, torch.arange(len(q), device=q.device) % len(k), impl=impl)}
-SIZES = {"cpu": ["1024x1024x128", "4096x4096x128", "4096x4096x768"],
-         "cuda": ["1024x1024x128", "4096x4096x128", "32768x32768x128", "32768x32768x768", "65536x65536x768"]}
+TAU = 0.05
+# multiplications of the fewest products known, in N·M·D (one product of all pairs is 2); nt_xent's two views are one set
+PRODUCTS = {"nt_xent": 4, "clip_loss": 8, "info_nce": 6, "queue_loss": 4, "linear_cross_entropy": 6}
+GRID = {
+    "cuda": {"nt_xent": ["256x256x128", "1024x1024x128", "4096x4096x128", "32768x32768x128", "32768x32768x768", "65536x65536x768",
+                         "1048576x1048576x768"],
+             "clip_loss": ["1024x1024x768", "65536x65536x768"],
+             "info_nce": ["64x64x768", "1024x1024x768", "65536x65536x768"],
+             "queue_loss": ["256x65536x128", "4096x65536x128"],
+             "linear_cross_entropy": ["8192x128256x4096"]},
+    "cpu": {"nt_xent": ["256x256x128", "4096x4096x128"], "clip_loss": ["4096x4096x768"],
+            "info_nce": ["256x256x128", "4096x4096x768", "16384x16384x768"], "queue_loss": ["256x65536x128"]}}
+PEERS = {"memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy", "Liger": "liger-kernel", "siglip-kernel": "siglip-kernel"}
+IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS]
 
 
-def shape(text):
-    """"4096x4096x128" as [4096, 4096, 128]."""
-    size = [int(x) for x in text.split("x")]
-    if len(size) != 3 or min(size) < 1:
-        raise ValueError
-    return size
+def ours(loss, impl):
+    """loss(q, k, targets) by this package."""
+    f = getattr(kernels, loss)
+    if loss == "linear_cross_entropy":
+        return lambda q, k, targets: f(q, k, targets, impl=impl)
+    if loss == "queue_loss":                                       # the positives are the rows after the queue
+        return lambda q, k, targets: f(q, k[-len(q):], k[:-len(q)], TAU, impl=impl)
+    if loss == "nt_xent":
+        return lambda q, k, targets: f(q[:len(q) // 2], k[:len(q) // 2], TAU, impl=impl)
+    return lambda q, k, targets: f(q, k, TAU, impl=impl)
 
 
-def measure(loss, size, dtype, impl, device, repeat):
-    """One row: seconds, percentiles, peak extra MB and error, of one implementation at one size."""
+def peer(loss, impl):
+    """loss(q, k, targets) by another package, as its documentation calls it; None where it has no such loss."""
+    tau, both = 1.0 if loss == "linear_cross_entropy" else TAU, loss == "clip_loss"
+    one_sided = None
+    if impl == "torch" and hasattr(F, "linear_cross_entropy"):
+        options = torch.nn.LinearCrossEntropyOptions()
+        one_sided = lambda q, k, targets: F.linear_cross_entropy(q / tau, k, targets, options=options)
+    elif impl == "CCE":
+        from cut_cross_entropy import linear_cross_entropy
+        one_sided = lambda q, k, targets: linear_cross_entropy(q / tau, k, targets, filter_eps=None)
+    elif impl == "Inf-CL":
+        from inf_cl import cal_flash_loss
+        one_sided = lambda q, k, targets: cal_flash_loss(q, k, targets, 1 / tau, head_dim=min(256, q.shape[1])).mean()
+    elif impl == "Liger" and loss == "linear_cross_entropy":
+        from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+        def one_sided(q, k, targets):
+            out = LigerFusedLinearScaledCrossEntropyFunction.apply(q, k, targets)
+            return (out[0] if isinstance(out, tuple) else out).mean()
+    elif impl == "Liger":
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        one_sided = lambda q, k, targets: LigerFusedLinearCrossEntropyLoss()(k, q / tau, targets)
+    elif impl == "memeff" and loss in ("clip_loss", "nt_xent"):
+        from memeff import MemoryEfficientCLIPLoss
+        f = MemoryEfficientCLIPLoss(temperature=TAU, normalized_inputs=True, stable=False)
+        return lambda q, k, targets: f(q, k) if both else f(z := views(q, k), z.roll(len(z) // 2, 0))
+    elif impl == "siglip-kernel" and both:
+        from siglip_kernel import fused_siglip_loss
+        scale, bias = torch.tensor(math.log(1 / TAU), device="cuda"), torch.tensor(-10.0, device="cuda")
+        return lambda q, k, targets: fused_siglip_loss(q, k, scale, bias)
+    if one_sided is None or loss == "queue_loss":
+        return None
+    if both:
+        return lambda q, k, targets: (one_sided(q, k, targets) + one_sided(k, q, targets)) / 2
+    if loss == "nt_xent":
+        return lambda q, k, targets: one_sided(z := views(q, k), z, targets.roll(len(z) // 2))
+    return one_sided
+
+
+def views(q, k):
+    """The one set of nt_xent: N points are two views of N / 2 things."""
+    return torch.cat([q[:len(q) // 2], k[:len(q) // 2]])
+
+
+def is_marker(loss, impl):
+    """Whether impl computes another loss from as many products: over one set nobody else leaves a row itself out."""
+    return impl == "siglip-kernel" or loss == "nt_xent" and impl in ("torch", *PEERS)
+
+
+def rows(loss, size, dtype, device, trained):
+    """(q, k, targets) of a case: q and k require a gradient, a queue's rows do not."""
     n, m, d = size
-    q, k = (F.normalize(torch.randn(rows, d, generator=torch.Generator().manual_seed(seed)), dim=1)
-            .to(device, dtype).requires_grad_() for seed, rows in enumerate((n, m)))
+    draw = lambda count, seed: F.normalize(torch.randn(count, d, device=device, generator=torch.Generator(device).manual_seed(seed)), dim=1)
+    q, extra = draw(n, 0), n if loss == "queue_loss" else 0
+    k = draw(m + extra, 1)
+    if trained:                                                    # cosine at which log Σ over random rows − positive is log 5e-3
+        cosine = TAU * (math.log(m) + 1 / (2 * d * TAU ** 2) - math.log(5e-3))
+        noise = k[-n:] - (k[-n:] * q).sum(1, keepdim=True) * q
+        k[-n:] = cosine * q + (1 - cosine ** 2) ** 0.5 * F.normalize(noise, dim=1)
+    targets = torch.randint(m, (n,), device=device, generator=torch.Generator(device).manual_seed(2))
+    if loss != "linear_cross_entropy":
+        targets = torch.arange(n, device=device)
+    return q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(loss != "queue_loss"), targets
 
-    def step():
+
+def function(loss, impl):
+    """loss(q, k, targets) by impl, None where it has none."""
+    if impl == "compile":
+        return torch.compile(ours(loss, "eager"), dynamic=False)
+    return ours(loss, impl) if impl in ("eager", "blockwise", "triton") else peer(loss, impl)
+
+
+def measure(loss, size, dtype, impl, device, repeat, trained, peak):
+    """One row: milliseconds forward and forward + backward, extra MB and error; or why there is none."""
+    f = function(loss, impl)
+    if f is None:
+        return {"failed": "has no such loss"}
+    q, k, targets = rows(loss, size, dtype, device, trained)
+
+    def both():
         q.grad = k.grad = None
-        LOSSES[loss](q, k, impl).backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        f(q, k, targets).backward()
 
-    LOSSES[loss](q[:8], k[:8], impl).backward()              # what PyTorch imports and sets up once is nobody's memory
-    q.grad = k.grad = None
+    def forward():
+        with torch.no_grad():
+            f(q, k, targets)
+
+    warm = [x[:256] for x in rows(loss, size, dtype, device, trained)] if device == "cpu" else (q, k, targets)
+    if device == "cpu" and loss != "queue_loss":                   # what PyTorch imports and sets up once is nobody's memory
+        f(warm[0], warm[1], warm[2] % len(warm[1])).backward()
     before = memory(device, reset=True)
-    step()
+    both()
+    synchronize(device)
     row = dict(extra_mb=(memory(device) - before) / 2 ** 20)
-    seconds = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    row["ms_20"], row["ms"], row["ms_80"] = (1e3 * torch.tensor(seconds).quantile(x).item() for x in (0.2, 0.5, 0.8))
-    exact_q, exact_k = (x.detach().double().requires_grad_() for x in (q, k))
-    LOSSES[loss](exact_q, exact_k, "blockwise").backward()
-    row["error"] = ((q.grad - exact_q.grad).abs().max() / exact_q.grad.abs().max()).item()
+    row["forward_ms"], _, _ = seconds(forward, device, repeat)
+    row["ms"], row["ms_20"], row["ms_80"] = seconds(both, device, repeat)
+    n, m, d = size
+    if peak:
+        row["peak_percent"] = 100 * PRODUCTS[loss] * n * m * d / (row["ms"] / 1e3) / peak
+    if not is_marker(loss, impl) and n * m * d <= 2 ** (42 if device == "cuda" else 38):
+        both()
+        grad, exact_q, exact_k = q.grad.double(), q.detach().double().requires_grad_(), k.detach().double().requires_grad_(k.requires_grad)
+        q.grad = k.grad = None
+        ours(loss, "blockwise")(exact_q, exact_k, targets).backward()
+        row["error"] = ((grad - exact_q.grad).norm() / exact_q.grad.norm()).item()
     return row
+
+
+def seconds(step, device, repeat):
+    """(median, 20th and 80th percentile) of milliseconds a step; slow ones are repeated for ten seconds, three times at least."""
+    step()
+    taken = []
+    flush = torch.empty(2 ** 28, dtype=torch.uint8, device=device) if device == "cuda" else None
+    while len(taken) < repeat and (len(taken) < 3 or sum(taken) < 10_000):
+        if device == "cuda":
+            flush.zero_()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            stop.record()
+            stop.synchronize()
+            taken.append(start.elapsed_time(stop))
+        else:
+            start = time.perf_counter()
+            step()
+            taken.append(1e3 * (time.perf_counter() - start))
+    return [torch.tensor(taken).quantile(x).item() for x in (0.5, 0.2, 0.8)]
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def matrix_peak(dtype, device):
+    """Multiplications and additions a second of the best plain matrix product."""
+    side = 8192 if device == "cuda" else 2048
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side ** 3 / (seconds(lambda: a @ b, device, 10)[1] / 1e3)
 
 
 def memory(device, reset=False):
@@ -82,59 +210,165 @@ def memory(device, reset=False):
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024
 
 
-def versions(device):
-    """What the numbers were made with."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return dict(device=name, torch=torch.__version__, kernels=kernels.__version__, python=platform.python_version(),
-                date=time.strftime("%Y-%m-%d"), command=" ".join(["python -m kernels.benchmark", *sys.argv[1:]]))
+def child(case):
+    """Measure the implementations of a case, a line of JSON each; one that raises is the reason in its row."""
+    dtype = getattr(torch, case.pop("dtype"))
+    for impl in case.pop("impls"):
+        try:
+            with contextlib.redirect_stdout(sys.stderr):           # peers talk
+                row = measure(impl=impl, dtype=dtype, **case)
+        except ImportError as error:
+            row = {"failed": f"not installed ({error.name})"}
+        except Exception as error:
+            row = {"failed": reason(str(error))}
+        if case["device"] == "cuda":
+            torch.cuda.empty_cache()
+        print(json.dumps({"impl": impl, **row}), flush=True)
+
+
+def reason(message):
+    """The last line of a failure, in the words of the table where memory ran out."""
+    if "out of memory" in message.lower() or "can't allocate" in message.lower():
+        return "does not fit in memory"
+    return (message.strip().splitlines() or ["failed"])[-1][:80]
+
+
+def run(case):
+    """Yield a row for each implementation of a case. A process that dies costs the row at work, and the rest go on."""
+    impls = list(case["impls"])
+    while impls:
+        together = impls if case["device"] == "cuda" else impls[:1]
+        process = subprocess.Popen([sys.executable, "-m", "kernels.benchmark", "--child", json.dumps({**case, "impls": together})],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        out, errors = process.communicate()
+        for line in out.splitlines():
+            yield json.loads(line)
+            impls.pop(0)
+        if process.returncode:
+            killed = process.returncode == -9
+            yield {"impl": impls.pop(0), "failed": "does not fit in memory" if killed else reason(errors)}
+
+
+def about(device):
+    """What the rows were made with."""
+    versions = {"torch": torch.__version__, "triton": None, "kernels": kernels.__version__, "python": platform.python_version()}
+    for package in ("triton", *PEERS.values()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return dict(device=name, **versions, date=time.strftime("%Y-%m-%d"), command=" ".join(["python -m kernels.benchmark", *sys.argv[1:]]))
+
+
+COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"), ("80 %", "ms_80", ".4g"),
+           ("extra MB", "extra_mb", ".0f"), ("error", "error", ".1e"), ("peak %", "peak_percent", ".0f"))
+
+
+def cells(row):
+    """A row's columns as text; one that failed has its reason behind the name."""
+    name = [row["loss"], "x".join(map(str, row["size"])), row["set"], row["impl"]]
+    if "failed" in row:
+        return name + [row["failed"]]
+    return name + [format(row[key], style) if key in row else "" for _, key, style in COLUMNS]
+
+
+def markdown(result):
+    """The rows as a table, headed by what they were made with."""
+    head = ["loss", "N x M x D", "rows", "implementation", *(title for title, _, _ in COLUMNS)]
+    lines = ["  \n".join(f"{name}: {value}" for name, value in result.items() if name != "rows"), "",
+             "| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(x + [""] * (len(head) - len(x))) + " |" for x in map(cells, result["rows"])])
+
+
+def plot(result, path):
+    """One panel a loss: milliseconds against N·M of each implementation, both logarithmic."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot wants the package matplotlib: pip install matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    done = [row for row in result["rows"] if "ms" in row and row["set"] == "random"]
+    losses = list(dict.fromkeys(row["loss"] for row in done))
+    figure, axes = pyplot.subplots(1, len(losses), figsize=(4 * len(losses), 4), squeeze=False)
+    for axis, loss in zip(axes[0], losses):
+        for impl in IMPLS:
+            points = sorted((math.prod(row["size"]), row["ms"]) for row in done if (row["loss"], row["impl"]) == (loss, impl))
+            if points:
+                axis.loglog(*zip(*points), "o-", label=impl)
+        axis.set(title=loss, xlabel="N·M·D", ylabel="ms, forward + backward")
+        axis.legend(fontsize=7)
+    figure.suptitle(f"{result['device']}, torch {result['torch']}, {result['date']}")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def shape(text):
+    """"4096x4096x128" as [4096, 4096, 128]."""
+    size = [int(x) for x in text.split("x")]
+    if len(size) != 3 or min(size) < 1:
+        raise ValueError
+    return size
+
+
+def write(result, path):
+    """The file is whole at any time, whatever happens to the run."""
+    with open(f"{path}.part", "w") as file:
+        json.dump(result, file, indent=1)
+    os.replace(f"{path}.part", path)
 
 
 def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loss", nargs="+", default=["info_nce"], choices=LOSSES, help="losses to run")
-    parser.add_argument("--sizes", nargs="+", type=shape, default=[shape(x) for x in SIZES[device]], help="N x M x D, as 4096x4096x128")
+    parser.add_argument("--loss", nargs="+", choices=PRODUCTS, help="losses to run (default: the grid's)")
+    parser.add_argument("--sizes", nargs="+", type=shape, help="N x M x D, as 4096x4096x128 (default: the grid's)")
+    parser.add_argument("--set", nargs="+", choices=("random", "trained"), default=["random"], help="rows: unrelated, or pairs after training")
     parser.add_argument("--dtype", default="bfloat16" if device == "cuda" else "float32", help="of the rows",
                         choices=("float64", "float32", "float16", "bfloat16"))
-    parser.add_argument("--impl", nargs="+", default=["eager", "triton" if device == "cuda" else "blockwise"], help="what to run")
-    parser.add_argument("--repeat", type=int, default=5, help="timed runs of each")
-    parser.add_argument("--json", help="write the rows to this file")
-    parser.add_argument("--one", help=argparse.SUPPRESS)                  # a row's own process: its arguments as JSON
+    parser.add_argument("--impl", nargs="+", choices=IMPLS, help="what to run (default: all that the device has)",
+                        default=[x for x in IMPLS if x != "blockwise"] if device == "cuda" else ["eager", "blockwise"])
+    parser.add_argument("--repeat", type=int, default=20 if device == "cuda" else 5, help="timed runs of each")
+    parser.add_argument("--json", help="write the rows to this file, after each")
+    parser.add_argument("--from", dest="source", help="measure nothing: take the rows from this file")
+    parser.add_argument("--markdown", action="store_true", help="print the rows as a markdown table at the end")
+    parser.add_argument("--plot", help="draw the rows to this file (wants matplotlib)")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)         # a case's own process
     args = parser.parse_args(argv)
-    if args.one:
-        case = json.loads(args.one)
-        print(json.dumps(measure(**{**case, "dtype": getattr(torch, case["dtype"])})))
-        return
-    about = versions(device)
-    print(*(f"{name} {value}" for name, value in about.items()), sep="   ")
-    print(f"{'loss':22}{'N x M x D':20}{'impl':11}{'ms':>10}{'20 %':>10}{'80 %':>10}{'extra MB':>10}{'error':>10}")
-    rows = []
-    for loss in args.loss:
-        for size in args.sizes:
-            for impl in args.impl:
-                case = dict(loss=loss, size=size, dtype=args.dtype, impl=impl, device=device,
-                            repeat=args.repeat)
-                done = subprocess.run([sys.executable, "-m", "kernels.benchmark", "--one", json.dumps(case)],
-                                      capture_output=True, text=True)
-                rows.append({**case, **(json.loads(done.stdout) if done.returncode == 0 else {"failed": why(done)})})
-                print(f"{loss:22}{'x'.join(map(str, size)):20}{impl:11}", line(rows[-1]), sep="", flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({**about, "rows": rows}, file, indent=1)
+    if args.child:
+        return child(args.child)
+    if args.source:
+        with open(args.source) as file:
+            result = json.load(file)
+    else:
+        result = measured(args, device)
+    if args.markdown:
+        print(markdown(result))
+    if args.plot:
+        plot(result, args.plot)
 
 
-def line(row):
-    """A row's numbers, or why there are none."""
-    if "failed" in row:
-        return row["failed"]
-    return f"{row['ms']:10.2f}{row['ms_20']:10.2f}{row['ms_80']:10.2f}{row['extra_mb']:10.0f}{row['error']:10.1e}"
-
-
-def why(done):
-    """The last line of a failed process, in the words of this table where it ran out of memory."""
-    message = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
-    out = done.returncode == -9 or "out of memory" in message.lower() or "can't allocate" in message.lower()
-    return "does not fit in memory" if out else message
+def measured(args, device):
+    """Run the cases that the arguments ask for, print each row as it is done, and return them all."""
+    from tqdm import tqdm
+    grid = {loss: args.sizes or [shape(x) for x in GRID[device].get(loss, [])] for loss in args.loss or GRID[device]}
+    cases = [(loss, size, rows) for loss, sizes in grid.items() for size in sizes for rows in args.set]
+    result = {**about(device), "rows": []}
+    print(*(f"{name} {value}" for name, value in result.items() if name != "rows"), sep="   ")
+    if device == "cpu":
+        print("no GPU: the Triton kernels and their peers are not measured here")
+    print(f"{'loss':21}{'N x M x D':22}{'rows':8}{'impl':14}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS))
+    peak = matrix_peak(getattr(torch, args.dtype), device)
+    with tqdm(total=len(cases) * len(args.impl), disable=None, unit="row") as bar:
+        for loss, size, rows in cases:
+            case = dict(loss=loss, size=size, dtype=args.dtype, device=device, repeat=args.repeat, trained=rows == "trained", peak=peak)
+            for row in run({**case, "impls": args.impl}):
+                result["rows"].append({**dict(loss=loss, size=size, set=rows, dtype=args.dtype), **row})
+                name, shaped, kind, impl, *numbers = cells(result["rows"][-1])
+                bar.write(f"{loss:21}{shaped:22}{kind:8}{impl:14}" + "".join(f"{x:>11}" for x in numbers))
+                bar.update()
+                if args.json:
+                    write(result, args.json)
+    return result
 
 
 if __name__ == "__main__":

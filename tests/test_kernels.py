@@ -5,6 +5,7 @@ units of rounding where eager happens to be exact. Triton runs on the GPU where 
 whose bfloat16 products are wrong: there that dtype waits for a GPU.
 """
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -532,6 +533,22 @@ def test_without_triton():
 
 def test_transformers_imports_beside_a_folder_named_kernels():
     assert python("import transformers, kernels; from transformers import AutoModel; print(kernels.__version__)").endswith("0.1.0")
+
+
+def test_benchmark(tmp_path):
+    """Every row has its numbers or its reason; the file is the table."""
+    done = subprocess.run([sys.executable, "-m", "kernels.benchmark", "--loss", "nt_xent", "info_nce", "--sizes", "64x64x16",
+                           "--impl", "eager", "blockwise", "CCE", "--dtype", "float32", "--repeat", "3", "--set", "trained", "--json",
+                           str(tmp_path / "rows.json"), "--markdown"], cwd=os.path.dirname(os.path.dirname(__file__)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "rows.json").read_text())
+    assert {"device", "torch", "date", "command"} <= set(result) and len(result["rows"]) == 6
+    for row in result["rows"]:
+        if row["impl"] == "CCE" and "failed" in row:
+            continue                                              # not installed, or wants a GPU
+        assert 0 < row["ms_20"] <= row["ms"] <= row["ms_80"] and row["forward_ms"] > 0 and row["peak_percent"] > 0
+        assert row["impl"] == "CCE" or row["error"] < 1e-3
+    assert done.stdout.count("| trained |") == 6
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")
