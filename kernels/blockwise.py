@@ -13,9 +13,10 @@ its passes over memory.
 import torch
 import torch.nn.functional as F
 
-from .rules import left_out, positive_of
+from .rules import Rule, left_out, positive_of
 
 STRIP = 2 ** 24   # logits held at a time: 64 MB in float32, rows enough for a GEMM at full speed (2²² costs a tenth)
+SMALL = 2 ** 20   # logits up to which there is one strip
 ROWS = 32         # but never fewer rows than this, below which a GEMM turns into a pass over the keys per row
 
 
@@ -29,7 +30,8 @@ def strips(q, k, temperature, rule, upper=False):
     """Yield (rows, s): a slice of the rows and their logits, what the rule leaves out at -inf, in one reused buffer; upper:
     of one set, only the columns from the strip's first row on."""
     n, m = len(q), len(k)
-    size = min(-(-n // 4), max(ROWS, STRIP // m))                               # small problems take four strips
+    # a few hundred rows are one strip, as every further one costs more than it saves; thousands are four
+    size = n if n * m <= SMALL else min(-(-n // 4), max(ROWS, STRIP // m))
     buffer, columns = q.new_empty(size * m), k.T
     for start in range(0, n, size):
         rows, first = slice(start, min(start + size, n)), start if upper else 0
@@ -43,15 +45,21 @@ def leave_out(s, rule, rows, first, n, m):
     """Put −inf where the rule leaves a column out; the rules on index alone touch one or two entries a row."""
     if rule.exclude == "none" and all(part is None for part in rule[1:7]):
         return
-    if rule.exclude in ("diagonal", "pair", "target") and all(part is None for part in rule[3:7]):
+    if rule.exclude in ("diagonal", "pair") and all(part is None for part in rule[1:7]):
         if rule.exclude == "pair":
             s.diagonal(rows.start - first).fill_(-torch.inf)
-        at = positive_of(rule, n, s.device)[rows, None] - first
-        inside = at.clamp(0, m - first - 1)
-        s.scatter_(1, inside, s.gather(1, inside).masked_fill_(at == inside, -torch.inf))
+        put_(s, positive_of(rule, n, s.device)[rows] - first, -torch.inf)
         return
     out = left_out(rule, torch.arange(rows.start, rows.stop, device=s.device), m)
     s.masked_fill_(out[:, first:], -torch.inf)
+
+
+def put_(s, at, new):
+    """s[i, at_i] becomes new_i wherever at_i is a column of s; returns what was there, and whether it was."""
+    inside = at.clamp(0, s.shape[1] - 1)
+    was, there = s.gather(1, inside[:, None]).squeeze(1), at == inside
+    s.scatter_(1, inside[:, None], torch.where(there, new, was)[:, None])
+    return was, there
 
 
 def exp_(s):
@@ -111,22 +119,18 @@ def softmax_loss(q, k, temperature, rule, weights, both, needs_q, needs_k, needs
 
 def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     """A softmax over the columns of each row. One pass: a strip's gradient is known as soon as its rows' sums are."""
-    dtype = temperature.dtype
-    weights = q.new_full((len(q),), 1 / len(q)) if weights is None else weights.to(dtype)
+    weights = q.new_full((len(q),), 1 / len(q)) if weights is None else weights.to(q.dtype)
     targets = positive_of(rule, len(q), q.device)
     loss = q.new_zeros(())
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
-    for rows, s in strips(q, k, temperature, rule):
-        positive_k = k[targets[rows]]
+    for rows, s in strips(q, k, temperature, Rule()):
+        positive, _ = put_(s, targets[rows], -torch.inf)
         shift, total = exp_(s)
-        gap = shift + total.log() - (q[rows] * positive_k).sum(1) / temperature
-        loss -= weights[rows] @ F.logsigmoid(-gap)          # softplus(x) = −log σ(−x), exact for every x
-        slope = weights[rows] * gap.sigmoid() / temperature                        # of lse_i; minus that of the positive
-        add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=torch.finfo(dtype).tiny), needs_q, needs_k)
-        if needs_q:
-            dq[rows] -= slope[:, None] * positive_k
-        if needs_k:
-            add_rows(dk, targets[rows], -slope[:, None] * q[rows])
+        gap = shift + total.log() - positive
+        loss -= weights[rows] @ F.logsigmoid(-gap)               # softplus(x) = −log σ(−x), exact for every x
+        put_(s, targets[rows], -total)                           # its coefficient, −slope, in the units of the others
+        slope = weights[rows] * gap.sigmoid() / temperature
+        add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=torch.finfo(q.dtype).tiny), needs_q, needs_k)
     return loss, dq, dk
 
 
@@ -137,12 +141,18 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     one_set = k is None
     k, needs_k = (q, False) if one_set else (k, needs_k)
     targets = positive_of(rule, len(q), q.device)
-    row_lse = q.new_full((len(q),), -torch.inf)
-    column_lse = row_lse if one_set else q.new_full((len(k),), -torch.inf)
+    positive, row_lse = torch.empty_like(targets, dtype=q.dtype), q.new_full((len(q),), -torch.inf)
+    column_lse = row_lse if one_set else torch.full_like(row_lse, -torch.inf)
     # the CPU looks at a number for free: where no exp(s) can overflow or vanish, one serves rows and columns
     bounded = not q.is_cuda and q.norm(dim=1).max() * k.norm(dim=1).max() / temperature < 69
-    for rows, s in strips(q, k, temperature, rule, upper=one_set):
+    one_strip = len(q) * len(k) <= SMALL
+    for rows, s in strips(q, k, temperature, Rule(), upper=one_set):
         first, inner = (rows.start, rows.stop - rows.start) if one_set else (0, 0)      # inner columns are rows of this strip
+        logit, there = put_(s, targets[rows] - first, -torch.inf)
+        for at in (rows, targets[rows]) if one_set else (rows,):
+            positive[at] = torch.where(there, logit, positive[at])
+        if one_set:
+            s.diagonal().fill_(-torch.inf)
         if bounded:
             s.exp_()
             of_rows, of_columns = s.sum(1).log(), s[:, inner:].sum(0).log()
@@ -150,7 +160,6 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
             of_rows, of_columns = s.logsumexp(1), s[:, inner:].logsumexp(0)
         row_lse[rows] = torch.logaddexp(row_lse[rows], of_rows)
         column_lse[first + inner:] = torch.logaddexp(column_lse[first + inner:], of_columns)
-    positive = (q * k[targets]).sum(1) / temperature
     gaps = [row_lse - positive] + ([] if one_set else [column_lse - positive])
     loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
@@ -158,24 +167,21 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
         return loss, dq, dk
     slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
     shifts = [lse.where(lse > -torch.inf, 0) for lse in (row_lse, column_lse)]            # a row without columns: slope 0
-    for rows, s in strips(q, k, temperature, rule, upper=one_set):
+    for rows, s in [(rows, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set):
         first = rows.start if one_set else 0
         if bounded:
-            w = s.exp_().mul_((slopes[0] * (-shifts[0]).exp())[rows, None] + (slopes[-1] * (-shifts[1]).exp())[first:])
+            w = s if one_strip else s.exp_()
+            w.mul_((slopes[0] * (-shifts[0]).exp())[rows, None] + (slopes[-1] * (-shifts[1]).exp())[first:])
         else:
             w = (s - shifts[0][rows, None]).exp_().mul_(slopes[0][rows, None])
             w += s.sub_(shifts[1][first:]).exp_().mul_(slopes[-1][first:])
+        put_(w, targets[rows] - first, -slopes[0][rows] - slopes[-1][targets[rows]])
         if needs_q:
             dq[rows].addmm_(w, k[first:])
         if one_set:
             dq[rows.stop:].addmm_(w[:, rows.stop - rows.start:].T, q[rows])
         elif needs_k:
             dk.addmm_(w.T, q[rows])
-    share = slopes[0] + (slopes[0][targets] if one_set else slopes[1])
-    if needs_q:
-        dq.sub_(share[:, None] * k[targets])
-    if needs_k:
-        dk.sub_(share[:, None] * q)
     return loss, dq, dk
 
 
@@ -195,14 +201,6 @@ def similarity_topk(q, k, temperature, n, rule):
     for rows, s in strips(q, k, temperature, rule):
         torch.topk(s, n, 1, out=(values[rows], columns[rows]))
     return values, columns.masked_fill_(values.isneginf(), -1)
-
-
-def add_rows(total, index, rows):
-    """total[index] += rows, repeated indices too, always in the same order: on each device the function that keeps it."""
-    if total.is_cuda:
-        total.index_put_((index,), rows, accumulate=True)
-    else:
-        total.index_add_(0, index, rows)
 
 
 def add_gradients(dq, dk, q, k, p, rows, g, needs_q, needs_k):

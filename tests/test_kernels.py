@@ -158,10 +158,12 @@ def test_same_input_same_bits(impl):
 @pytest.mark.parametrize("name", RULES)
 def test_many_strips(name, monkeypatch):
     """Blockwise with strips of 3 rows instead of all rows at once, the last one short."""
-    monkeypatch.setattr(blockwise, "ROWS", 3), monkeypatch.setattr(blockwise, "STRIP", 1)
+    monkeypatch.setattr(blockwise, "ROWS", 3), monkeypatch.setattr(blockwise, "STRIP", 1), monkeypatch.setattr(blockwise, "SMALL", 0)
     q, k = rows(37, 12, torch.float64, 12), rows(53, 12, torch.float64, 13)
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, 37, 53)), q.dtype, q, k, impl="blockwise")
     compare(lambda q, k, t, impl: info_nce(q, k, t, offset=3, impl=impl), q.dtype, q, k, impl="blockwise")
+    for loss in ("info_nce, symmetric", "nt_xent", "linear_cross_entropy"):
+        compare(LOSSES[loss], q.dtype, q, k[:37], impl="blockwise", units=32)
 
 
 @pytest.mark.parametrize("n, m, size", [(1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
