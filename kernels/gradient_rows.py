@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .paths import FEW
 from .rules import swapped
-from .tiles import arguments, capability, finish, is_bounded, kept, load, octaves, product, shifts, tile, touched, weights
+from .tiles import (arguments, capability, finish, in_range, is_bounded, kept, load, octaves, product, ranges, shifts, tile,
+                    touched, weights)
 
 SHIFT = 14        # weights are held times 2¹⁴
 
@@ -36,10 +36,7 @@ def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, L
     row_shift, row_sign = shifts(X_LSE, X_SLOPE, rows, N, SHIFT)
     if RESIDENT:
         x = load(X, row, 0, N, D, x_row, BLOCK_N, BLOCK_D)
-    start, stop = 0, M
-    if RANGES is not None:
-        start = tl.load(RANGES + 2 * tl.program_id(0)) // BLOCK_M * BLOCK_M
-        stop = tl.load(RANGES + 2 * tl.program_id(0) + 1)
+    start, stop = in_range(RANGES, tl.program_id(0), 0, M, BLOCK_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for column in range(start, stop, BLOCK_M):
         columns = column + tl.arange(0, BLOCK_M)
@@ -82,26 +79,10 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
         pointers, sizes, rest = arguments(x, y, temperature, rule, blocks)
         x, y = (a if a.stride(1) == 1 else a.contiguous() for a in (x, y))
         rows_kernel[grid](dx, dot, grad, x, y, *(x_statistics or (None, None)), *(y_statistics or (None, None)), limit,
-                          ranges(rule, blocks, len(x)), unit, x.shape[1], x.stride(0), y.stride(0), *pointers, *sizes,
+                          ranges(rule, blocks), unit, x.shape[1], x.stride(0), y.stride(0), *pointers, *sizes,
                           POSITIVES=positives, SHIFT=SHIFT, **rest)
         return dx, dot
 
     dq, dot = of(q, k, rule, rows, columns, needs_temperature) if needs_q or needs_temperature else (q.new_empty(0, q.shape[1]), None)
     dk, _ = of(k, q, swapped(rule), columns, rows, False) if needs_k else (q.new_empty(0, q.shape[1]), None)
     return dq, dk, dot
-
-
-def ranges(rule, blocks, n):
-    """(row tiles, 2) int32: first and one past the last column of the groups of each tile's rows; None: all columns.
-
-    No value is looked at on the host: column ids that are not sorted give every tile all columns.
-    """
-    if rule.row_groups is None or n <= FEW:
-        return None
-    size = blocks["BLOCK_N"]
-    rows, columns = rule.row_groups, rule.column_groups
-    rows = torch.cat([rows, rows[-1:].expand(-n % size)]).view(-1, size)
-    first = torch.searchsorted(columns, rows.amin(1))
-    last = torch.searchsorted(columns, rows.amax(1), right=True)
-    is_sorted = (columns[1:] >= columns[:-1]).all()
-    return torch.stack([first * is_sorted, torch.where(is_sorted, last, len(columns))], 1).int()

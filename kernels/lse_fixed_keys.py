@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, PROGRAMS, arguments, check_device, kept, load, octaves, softplus, tile, touched
+from .tiles import LOG2E, PROGRAMS, arguments, check_device, in_range, kept, load, octaves, ranges, softplus, tile, touched
 
 
 @triton.jit
-def fixed_keys_kernel(LSE, O, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
+def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                       PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """LSE[y, rows of program x] in units of log 2, O[y, rows, :], over the columns [y·split, (y + 1)·split)."""
     row = tl.program_id(0) * BLOCK_N
@@ -32,10 +32,11 @@ def fixed_keys_kernel(LSE, O, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE:
     q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
     scale = octaves(RULE)
     first = tl.program_id(1) * split
+    start, stop = in_range(RANGES, tl.program_id(0), first, tl.minimum(first + split, M), BLOCK_M)
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for column in range(first, tl.minimum(first + split, M), BLOCK_M):
+    for column in range(start, stop, BLOCK_M):
         k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
@@ -108,7 +109,7 @@ def splits_of(q, k, temperature, rule):
     splits = triton.cdiv(len(k), split)
     lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
     o = torch.empty(splits, len(q), sizes[2], dtype=torch.float32, device=q.device)
-    fixed_keys_kernel[row_blocks, splits](lse, o, split, *pointers, *sizes, **rest)
+    fixed_keys_kernel[row_blocks, splits](lse, o, ranges(rule, blocks), split, *pointers, *sizes, **rest)
     return lse, o, pointers[2], blocks["BLOCK_D"]
 
 

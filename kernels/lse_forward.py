@@ -27,8 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import (LOG2E, PROGRAMS, arguments, check_device, is_bounded, kept, limit_of, load, log_sum, octaves,
-                    positive_of, product, softplus, tile, touched)
+from .tiles import (LOG2E, PROGRAMS, arguments, check_device, in_range, is_bounded, kept, limit_of, load, log_sum, octaves,
+                    positive_of, product, ranges, softplus, tile, touched)
 
 SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
 PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
@@ -36,7 +36,7 @@ WALK = 16            # tiles of a row tile that a program takes one after the ot
 
 
 @triton.jit
-def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, Q, K, RULE, N, M, D, q_row, k_row, first_row, first_column,
+def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, RANGES, Q, K, RULE, N, M, D, q_row, k_row, first_row, first_column,
                  height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
                  TRIANGLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block (height, width); a program walks tiles of row tile I."""
@@ -47,12 +47,13 @@ def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, Q, K, RULE, N, M, D, q_row, k_r
     bounded = is_bounded(LIMIT)
     if RESIDENT:
         q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
-    start = tl.program_id(1) * walk
-    stop = tl.minimum(start + walk, tl.cdiv(width, BLOCK_M))
+    start = first_column + tl.program_id(1) * walk * BLOCK_M
+    stop = tl.minimum(start + walk * BLOCK_M, first_column + width)
     if TRIANGLE:
-        start = tl.maximum(start, tile_i)
-    for tile_j in range(start, stop):
-        column = first_column + tile_j * BLOCK_M
+        start = tl.maximum(start, first_column + tile_i * BLOCK_M)
+    start, stop = in_range(RANGES, row // BLOCK_N, start, stop, BLOCK_M)
+    for column in range(start, stop, BLOCK_M):
+        tile_j = (column - first_column) // BLOCK_M
         columns = column + tl.arange(0, BLOCK_M)
         if RESIDENT:
             s = tl.dot(q, load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D).T, input_precision=PRECISION) * scale
@@ -136,17 +137,20 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     limit = limit_of(q, k, temperature) if both or triangle else None
     blocks = block_sizes(q, rule, both or triangle)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    of_groups = ranges(rule, blocks)
 
     def parts(i, j, height, width):
         """The tables of a block, one behind the other: of rows (T, height), of columns (T', width) or the same or none."""
         tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
         on_diagonal = triangle and i == j
         both_tables = both or triangle and not on_diagonal
-        of_rows, of_columns = lse.new_empty(tiles_j * height + both_tables * tiles_i * width).split(
-            [tiles_j * height, both_tables * tiles_i * width])
-        walk = max(1, min(WALK if blocks["RESIDENT"] else 1, tiles_i * tiles_j // (4 * PROGRAMS)))
+        sizes_of = tiles_j * height, both_tables * tiles_i * width
+        of_rows, of_columns = lse.new_empty(sum(sizes_of)).split(sizes_of)
+        if of_groups is not None:
+            of_rows.fill_(-torch.inf)                              # tiles that no program will see
+        walk = max(1, min(1 if of_groups is None and not blocks["RESIDENT"] else WALK, tiles_i * tiles_j // (4 * PROGRAMS)))
         parts_kernel[tiles_i, triton.cdiv(tiles_j, walk)](
-            of_rows, of_rows if on_diagonal else of_columns if both_tables else None, positive, limit, *pointers, *sizes,
+            of_rows, of_rows if on_diagonal else of_columns if both_tables else None, positive, limit, of_groups, *pointers, *sizes,
             first_row=i, first_column=j, height=height, width=width, walk=walk, TRIANGLE=on_diagonal, **rest)
         return of_rows.view(tiles_j, height), of_columns.view(-1, width)
 

@@ -226,6 +226,29 @@ def is_bounded(LIMIT):
     return bounded
 
 
+@triton.jit
+def in_range(RANGES, tile, start, stop, BLOCK_M: tl.constexpr):
+    """Of the columns [start, stop), start a multiple of BLOCK_M, those whole tiles that the rows of a tile may keep any of."""
+    if RANGES is not None:
+        start = tl.maximum(start, tl.load(RANGES + 2 * tile) // BLOCK_M * BLOCK_M)
+        stop = tl.minimum(stop, tl.load(RANGES + 2 * tile + 1))
+    return start, stop
+
+
+def ranges(rule, blocks):
+    """(row tiles, 2) int32: first and one past the last column of the groups of each tile's rows; None: all columns.
+
+    No value is looked at on the host: column ids that are not sorted give every tile all columns.
+    """
+    rows, columns, size = rule.row_groups, rule.column_groups, blocks["BLOCK_N"]
+    if rows is None or max(len(rows), len(columns)) <= FEW:
+        return None
+    rows = torch.cat([rows, rows[-1:].expand(-len(rows) % size)]).view(-1, size)
+    first, last = torch.searchsorted(columns, rows.amin(1)), torch.searchsorted(columns, rows.amax(1), right=True)
+    is_sorted = (columns[1:] >= columns[:-1]).all()
+    return torch.stack([first * is_sorted, torch.where(is_sorted, last, len(columns))], 1).int()
+
+
 def limit_of(q, k, temperature):
     """Largest possible |s| (Cauchy and Schwarz), a 0-dim float32 tensor; None where reading the rows again costs too much."""
     if max(len(q), len(k)) <= FEW:
@@ -272,7 +295,7 @@ def in_whole_words(x):
 
     Kernels read 16 bytes at a time, and descriptors nothing else; zeros change no product.
     """
-    if x.stride(1) == 1 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0:
+    if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
     copy = x.new_zeros(len(x), triton.cdiv(x.shape[1], 16) * 16)
     copy[:, :x.shape[1]] = x

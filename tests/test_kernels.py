@@ -271,18 +271,23 @@ LARGE = {"linear_cross_entropy": lambda q, k, t, impl: linear_cross_entropy(
     q, k, torch.arange(150, device=DEVICE) * 3 % 150, temperature=t, impl=impl)}
 
 
+@pytest.mark.parametrize("keys", ["with gradient", "without"])
 @pytest.mark.parametrize("order", ["sorted", "only columns sorted", "not sorted"])
-def test_groups_by_ranges(order, monkeypatch):
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+def test_groups_by_ranges(dtype, order, keys, monkeypatch):
     """Sorted column groups let a program skip the columns of other groups; the result must not know."""
-    from kernels import gradient_rows
-    monkeypatch.setattr(gradient_rows, "FEW", 0)
-    q, k = rows(200, 24, torch.float16, 47), rows(300, 24, torch.float16, 48)
-    groups = [torch.randint(0, 9, (n,), generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (200, 300)]
-    groups = [x.sort()[0] if order == "sorted" or order.startswith("only") and len(x) == 300 else x for x in groups]
-    blocks = dict(BLOCK_N=64)
-    found = gradient_rows.ranges(make_rule(q, k, False, within=groups), blocks, 200)
-    assert found.shape == (4, 2) and (found[:, 1] - found[:, 0] < 300).all().item() == (order == "sorted")
-    compare(lambda q, k, t, impl: similarity_lse(q, k, t, within=groups, impl=impl), torch.float16, q, k)
+    from kernels import tiles
+    monkeypatch.setattr(tiles, "FEW", 0)
+    q, k = rows(300, 24, dtype, 47), rows(400, 24, dtype, 48)
+    groups = [torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (300, 400)]
+    groups = [x.sort()[0] if order == "sorted" or order.startswith("only") and len(x) == 400 else x for x in groups]
+    groups[0][:70] = 30                                                    # rows that have no column: a whole tile of none
+    found = tiles.ranges(make_rule(q, k, False, within=groups), dict(BLOCK_N=64))
+    assert found.shape == (5, 2)
+    seen = (found[:, 1] - found[:, 0]).clamp(min=0)
+    assert (seen == 400).all() if order == "not sorted" else (seen < 400).any() if order == "sorted" else seen[0] < 400
+    f = lambda q, k, t, impl: similarity_lse(q, k.detach() if keys == "without" else k, t, within=groups, impl=impl) + 0 * k.sum()
+    compare(f, dtype, q, k)
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
