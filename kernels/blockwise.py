@@ -128,9 +128,15 @@ def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
         shift, total = exp_(s)
         gap = shift + total.log() - positive
         loss -= weights[rows] @ F.logsigmoid(-gap)               # softplus(x) = −log σ(−x), exact for every x
-        put_(s, targets[rows], -total)                           # its coefficient, −slope, in the units of the others
         slope = weights[rows] * gap.sigmoid() / temperature
         add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=torch.finfo(q.dtype).tiny), needs_q, needs_k)
+        at = targets[rows] if rule.exclude == "target" else slice(rows.start + rule.offset, rows.stop + rule.offset)
+        if needs_q:                                              # the positives last: their coefficient is the largest
+            dq[rows].addcmul_(k[at], slope[:, None], value=-1)
+        if needs_k and isinstance(at, slice):
+            dk[at].addcmul_(q[rows], slope[:, None], value=-1)
+        elif needs_k:
+            add_rows(dk, at, -slope[:, None] * q[rows])
     return loss, dq, dk
 
 
@@ -175,13 +181,18 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
         else:
             w = (s - shifts[0][rows, None]).exp_().mul_(slopes[0][rows, None])
             w += s.sub_(shifts[1][first:]).exp_().mul_(slopes[-1][first:])
-        put_(w, targets[rows] - first, -slopes[0][rows] - slopes[-1][targets[rows]])
         if needs_q:
             dq[rows].addmm_(w, k[first:])
         if one_set:
             dq[rows.stop:].addmm_(w[:, rows.stop - rows.start:].T, q[rows])
         elif needs_k:
             dk.addmm_(w.T, q[rows])
+    share = (slopes[0] + slopes[-1][targets])[:, None]            # of the positives, whose coefficient is the largest: last
+    half = len(q) // 2
+    pairs = [(dq[:half], q[half:], share[:half]), (dq[half:], q[:half], share[half:])] if one_set else [(dq, k, share), (dk, q, share)]
+    for dx, y, coefficient in pairs:
+        if len(dx):
+            dx.addcmul_(y, coefficient, value=-1)
     return loss, dq, dk
 
 
@@ -201,6 +212,14 @@ def similarity_topk(q, k, temperature, n, rule):
     for rows, s in strips(q, k, temperature, rule):
         torch.topk(s, n, 1, out=(values[rows], columns[rows]))
     return values, columns.masked_fill_(values.isneginf(), -1)
+
+
+def add_rows(total, index, rows):
+    """total[index] += rows, repeated indices too, always in the same order: on each device the function that keeps it."""
+    if total.is_cuda:
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)
 
 
 def add_gradients(dq, dk, q, k, p, rows, g, needs_q, needs_k):

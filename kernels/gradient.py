@@ -11,15 +11,17 @@ comes in at the end, in float32, where nothing cancels.
     narrow rows      gradient_rows: a program owns rows of q, walks k, and keeps dq in registers
     wide rows        gradient_blocks: blocks of W, and cuBLAS for the products with them
 
-Both (paths.py tells them apart) fix the order of every sum, so the same input gives the same bits. In a half type W must neither overflow nor vanish:
-|g| ≤ 1 by the choice of the unit that is taken out of it, and W is held times 2¹⁴, which uses float16's range to the full
-(p_ij of 2⁻³⁸ still counts) and costs bfloat16 and float32 nothing; both factors come back at the end, in float32.
+Both (paths.py tells them apart) fix the order of every sum, so the same input gives the same bits. In a half type W must
+neither overflow nor vanish: |g| ≤ 1 by the choice of the unit that is taken out of it, and W is held times 2¹⁴, which uses
+float16's range to the full (p_ij of 2⁻³⁸ still counts) and costs bfloat16 and float32 nothing; both factors come back at
+the end, in float32.
 """
 import torch
 
 from . import gradient_blocks, gradient_rows
 from .paths import is_narrow
 from .tiles import check_device, limit_of
+
 
 def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, positives=False):
     """(dq (N, D) or empty, dk (M, D) or empty) in the dtype of the rows, and dτ, a float32 scalar (empty).

@@ -87,7 +87,9 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
     *_, taken = pointers
     slopes = [None if side is None else side[1] for side in (rows, columns)]
     rest = rule.exclude, grad, unit, positives
+    del buffer, w                                                 # each makes room for the next
     dq, dot = finished(sums_q, q, k, taken, *slopes, *rest, needs_temperature) if len(sums_q) else (q.new_empty(0, q.shape[1]), None)
+    del sums_q
     dk, _ = finished(sums_k, k, q, swapped(taken), *slopes[::-1], *rest, False) if len(sums_k) else (q.new_empty(0, q.shape[1]), None)
     return dq, dk, dot
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .gradient_blocks import SHIFT, add_product, finished
 from .lse_forward import merge
-from .paths import strip_height
+from .paths import gradient_dtype, strip_height
 from .rules import swapped
 from .tiles import LOG2E, arguments, kept, octaves, positive_of, product, tile, touched
 
@@ -61,7 +61,7 @@ def scale_kernel(E, TOPS, LSE, SLOPE, height, M, e_row, SHIFT: tl.constexpr, BLO
 
 
 def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_temperature):
-    """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ or empty), all float32; see operations.softmax_loss."""
+    """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ or empty); see operations.softmax_loss."""
     q, k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
     n, m, height = len(q), len(k), min(len(q), strip_height(q, k))
@@ -89,9 +89,9 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
             add_product(dk, w.T, q[at])
     *_, taken = pointers
     rest = rule.exclude, new().fill_(1), 1 / n if weights is None else 1.0, True
-    if len(dq):
-        dq, dot = finished(dq, q, k, taken, slope[0], None, *rest, needs_temperature, in_place=True)
-    if len(dk):
-        dk, _ = finished(dk, k, q, swapped(taken), None, slope[0], *rest, False, in_place=True)
-    dt = -dot.sum() / temperature if needs_temperature else new(0)
-    return torch.stack(loss).sum(), dq, dk, dt
+    del strip, w, tops, parts
+    dtype = gradient_dtype(q, temperature, "triton")
+    none, in_place = q.new_empty(0, q.shape[1], dtype=dtype), dtype == torch.float32
+    dq, dot = finished(dq, q, k, taken, slope[0], None, *rest, needs_temperature, in_place) if len(dq) else (none, None)
+    dk = finished(dk, k, q, swapped(taken), None, slope[0], *rest, False, in_place)[0] if len(dk) else none.clone()
+    return torch.stack(loss).sum(), dq, dk, -dot.sum() / temperature if needs_temperature else new(0)

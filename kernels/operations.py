@@ -9,7 +9,7 @@ from torch import library
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import blockwise
-from .paths import in_one_pass
+from .paths import gradient_dtype, in_one_pass
 from .rules import Rule
 
 RULE = ("str exclude, Tensor? row_ids, Tensor? column_ids, Tensor? row_groups, Tensor? column_groups, "
@@ -196,7 +196,9 @@ def softmax_loss(q, k, temperature, weights, both, *rest):
 def _(q, k, temperature, weights, both, *rest):
     new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
     if in_one_pass(q, k, both, Rule(*rest[:-4]), rest[-4], rest[-3:]):
-        return new(), *(new(*g.shape) for g in empty_gradients(q, k, temperature, *rest[-3:])), new(0), new(0)
+        dq, dk, dt = empty_gradients(q, k, temperature, *rest[-3:])
+        waiting = gradient_dtype(q, temperature, rest[-4])
+        return new(), dq.to(waiting), dk.to(waiting), dt, new(0), new(0)
     return new(), new(0), new(0), new(0), *(new(2 if both else 1, q.shape[0]) for _ in range(2))
 
 

@@ -52,6 +52,11 @@ def strip_height(q, k):
     return BUFFER // (q.element_size() * -(-len(k) // 16) * 16) // 128 * 128
 
 
+def gradient_dtype(q, temperature, impl):
+    """Of gradients that wait for the loss's own: bfloat16 has the range of float32, float16's would vanish before a scale."""
+    return torch.bfloat16 if impl == "triton" and q.dtype == torch.bfloat16 else temperature.dtype
+
+
 def in_one_pass(q, k, both, rule, impl, needs):
     """Whether a loss takes its gradients with its value."""
     if impl == "blockwise":

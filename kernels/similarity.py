@@ -22,7 +22,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     temperature  float > 0, or a 0-dim tensor, which then gets its gradient (its value is not checked)
     exclude      what each row leaves out: None | "diagonal" (j = i + offset) | "pair" (j = i and j = i ± N/2; k is None)
                  | (row ids (N,), column ids (M,)) integers: columns of equal id
-    within       (row ids, column ids) integers: only columns of equal id are kept
+    within       (row ids, column ids) integers: only columns of equal id are kept; in Triton, half types, where the column
+                 ids are sorted (packed sequences) the cost follows the pairs that are kept
     similar      (f_q (N, E), f_k (M, E), phi): columns with f_q_i·f_k_j ≥ phi are left out; no gradient reaches f
     offset       this rank's first row among the gathered columns
     impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
@@ -30,8 +31,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     raises       ValueError naming the argument, what it was and what is wanted
     precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in float32.
                  Under torch.autocast float32 rows are cast as a matrix product would cast them
-    memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and a buffer of 128 MiB (blockwise:
-                 or 32 rows of logits where those are more); eager O(N·M)
+    memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB (blockwise: 64 MiB, or
+                 32 rows of logits where those are more); eager O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
     q, k, temperature, one_set = check_inputs(q, k, temperature)
