@@ -9,8 +9,11 @@ import random
 import pytest
 import torch
 
-from kernels import similarity_lse, similarity_topk
+from kernels import clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, queue_loss, similarity_lse, similarity_topk
 from test_kernels import DEVICE, GPU, compare
+
+if paths.HAS_TRITON:
+    from kernels import lse_forward, tiles
 
 CASES = int(os.environ.get("TENCL_FUZZ", 100))
 DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
@@ -62,6 +65,34 @@ def test_lse(first):
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {impl}, {q.dtype}, {tuple(q.shape)} × {tuple(k.shape)}, τ {temperature:.3g}, "
                                  f"{ {name: type(x).__name__ for name, x in rule.items()} }: {error}") from error
+
+
+@pytest.mark.parametrize("first", range(0, CASES, 25))
+def test_losses(first, monkeypatch):
+    """The mean losses on the same rows, narrow and wide, in blocks of random sizes."""
+    for seed in range(first, min(first + 25, CASES)):
+        impl, q, k, temperature, _ = draw(seed)
+        pick = random.Random(seed)
+        temperature, n, m = max(temperature, 0.02), len(q), len(k)
+        if pick.random() < 0.5:
+            monkeypatch.setattr(paths, "FEW", 0), monkeypatch.setattr(paths, "WIDEST", pick.choice([0, 64, 256]))
+            monkeypatch.setattr(lse_forward, "block_shape", lambda q, k, square, side=pick.choice([128, 256, 2 ** 14]): (side, side))
+            monkeypatch.setattr(tiles, "FEW", pick.choice([0, 1024]))
+        offset = pick.randint(0, m - n) if n <= m else 0
+        targets = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        half, few = n // 2 or 1, min(n, m)
+        name, loss = pick.choice([
+            ("info_nce", lambda q, k, t, impl: info_nce(q[:few], k, t, offset=offset, impl=impl)),
+            ("clip_loss", lambda q, k, t, impl: clip_loss(q[:few], k[:few], t, impl=impl)),
+            ("nt_xent", lambda q, k, t, impl: nt_xent(q[:half], q[-half:], t, impl=impl) + 0 * k.sum()),
+            ("queue_loss", lambda q, k, t, impl: queue_loss(q[:few], k[:few], k.detach(), t, impl=impl)),
+            ("linear_cross_entropy", lambda q, k, t, impl: linear_cross_entropy(q, k, targets, temperature=t, impl=impl))])
+        try:
+            compare(loss, q.dtype, q, k, temperature, impl, units=64, floor=1 / temperature / n)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {name}, {impl}, {q.dtype}, {tuple(q.shape)} × {tuple(k.shape)}, τ {temperature:.3g}: "
+                                 f"{error}") from error
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("first", range(0, CASES, 25))
