@@ -53,12 +53,12 @@ def make_parser():
     add("--test", nargs="*", default=[], help="files of scored pairs, read with the best model at the end")
     add("--data", required=True, help="training data; see above")
     add("--dev", help="scored pairs that choose the best checkpoint; none: the last one is kept")
-    add("--model", default="bert-base-uncased", help="hub name, local folder or scratch; default bert-base-uncased")
+    add("--model", default="bert-base-uncased", help="hub name, local folder, or from scratch; default bert-base-uncased, from scratch: scratch")
     add("--out", default="out/simcse", help="folder to write; default out/simcse")
     add("--batch-size", type=at_least(1, int), help="over all GPUs; default 512, unsupervised 64 (paper), scratch 32")
     add("--epochs", type=at_least(1, int), help="default 3, unsupervised 1 (paper), scratch 4")
     add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
-    add("--lr", type=at_least(0), help="falls linearly to 0; default 5e-5, unsupervised 3e-5 (paper), scratch 2e-3")
+    add("--lr", type=at_least(0), help="learning rate; default 5e-5, unsupervised 3e-5 (paper), scratch 2e-3, falling linearly to 0")
     add("--temperature", type=at_least(1e-4), default=0.05, help="τ; default 0.05 (paper)")
     add("--max-length", type=at_least(3, int), default=32, help="tokens a training sentence keeps; default 32 (paper)")
     add("--seed", type=at_least(0, int), default=42, help="default 42")
@@ -506,8 +506,8 @@ def report(step, total, values, began, args):
         left, done = round(seconds / (step - first) * (total - step)), 16 * step // total
         line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  lr {values['lr']:.1e}  "
                 f"{(step - first) * args.batch_size / seconds:,.0f} rows/s  left {left // 60}:{left % 60:02}")
-        if "dev_spearman" in values:
-            line += f"  dev {values['dev_spearman']:.2f}{' best' if values['best'] else ''}"
+        for score in (values[name] for name in ("dev_spearman", "dev_knn") if name in values):
+            line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
         bar = sys.stdout.isatty()
         print(f"\r\x1b[K{line}" if bar else line, end="" if bar and "best" not in values else "\n", flush=True)
 

@@ -284,7 +284,8 @@ def plot(result, path):
     try:
         import matplotlib
     except ImportError:
-        sys.exit("--plot wants the package matplotlib: pip install matplotlib")
+        print("--plot wants the package matplotlib: pip install matplotlib", file=sys.stderr)
+        sys.exit(2)
     matplotlib.use("Agg")
     from matplotlib import pyplot
     done = [row for row in result["rows"] if "ms" in row and row["set"] == "random"]
