@@ -169,11 +169,17 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     gaps = [row_lse - positive] + ([] if one_set else [column_lse - positive])
     loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
-    if not needs_q and not needs_k:
-        return loss, dq, dk
-    slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
-    shifts = [lse.where(lse > -torch.inf, 0) for lse in (row_lse, column_lse)]            # a row without columns: slope 0
-    for rows, s in [(rows, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set):
+    if needs_q or needs_k:
+        slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
+        again = [(rows, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set)
+        add_two_sided(dq, dk, q, k, again, slopes, (row_lse, column_lse), targets, bounded, one_set, one_strip)
+    return loss, dq, dk
+
+
+def add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, one_strip):
+    """The second pass of two_sided: dq and dk, zeros or empty, take in the strips' weights; one strip still holds the first's."""
+    shifts = [lse.where(lse > -torch.inf, 0) for lse in lses]                  # a row without columns: slope 0
+    for rows, s in again:
         first = rows.start if one_set else 0
         if bounded:
             w = s if one_strip else s.exp_()
@@ -181,11 +187,11 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
         else:
             w = (s - shifts[0][rows, None]).exp_().mul_(slopes[0][rows, None])
             w += s.sub_(shifts[1][first:]).exp_().mul_(slopes[-1][first:])
-        if needs_q:
+        if len(dq):
             dq[rows].addmm_(w, k[first:])
         if one_set:
             dq[rows.stop:].addmm_(w[:, rows.stop - rows.start:].T, q[rows])
-        elif needs_k:
+        elif len(dk):
             dk.addmm_(w.T, q[rows])
     share = (slopes[0] + slopes[-1][targets])[:, None]            # of the positives, whose coefficient is the largest: last
     half = len(q) // 2
@@ -193,7 +199,6 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     for dx, y, coefficient in pairs:
         if len(dx):
             dx.addcmul_(y, coefficient, value=-1)
-    return loss, dq, dk
 
 
 def queue_loss(q, k, queue, temperature, rule):

@@ -19,8 +19,8 @@ the end, in float32.
 import torch
 
 from . import gradient_blocks, gradient_rows
+from .launch import check_device, limit_of
 from .paths import is_narrow
-from .tiles import check_device, limit_of
 
 
 def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, positives=False):

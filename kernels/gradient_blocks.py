@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch.torch_version import TorchVersion
 
+from .launch import arguments, tile
 from .paths import BUFFER
 from .rules import swapped
-from .tiles import arguments, finish, is_bounded, kept, octaves, product, shifts, tile, touched, weights
+from .tiles import finish, is_bounded, kept, octaves, product, shifts, touched, weights
 
 SHIFT = 14        # weights are stored times 2¹⁴
 ACCUMULATES = TorchVersion(torch.__version__) >= (2, 11)     # addmm adds half products to a float32 matrix

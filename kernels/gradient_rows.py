@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import arguments, capability, ranges, tile
 from .rules import swapped
-from .tiles import (arguments, capability, finish, in_range, is_bounded, kept, load, octaves, product, ranges, shifts, tile,
-                    touched, weights)
+from .tiles import finish, in_range, is_bounded, kept, load, octaves, product, shifts, touched, weights
 
 SHIFT = 14        # weights are held times 2¹⁴
 

@@ -20,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, PROGRAMS, arguments, check_device, in_range, kept, load, octaves, ranges, softplus, tile, touched
+from .launch import PROGRAMS, arguments, check_device, ranges, tile
+from .tiles import LOG2E, in_range, kept, load, octaves, softplus, touched
 
 
 @triton.jit

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from .gradient_blocks import SHIFT, add_product, finished
+from .launch import arguments, tile
 from .lse_forward import merge
 from .paths import gradient_dtype, strip_height
 from .rules import swapped
-from .tiles import LOG2E, arguments, kept, octaves, positive_of, product, tile, touched
+from .tiles import LOG2E, kept, octaves, positive_of, product, touched
 
 
 @triton.jit

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import PROGRAMS, arguments, check_device, kept, product, tile
+from .launch import PROGRAMS, arguments, check_device, tile
+from .tiles import kept, product
 
 
 @triton.jit

@@ -95,10 +95,10 @@ def launches(name, precision):
 def table(chip):
     """A row for every kernel that the launches compile for a chip, with what is wrong with it."""
     from triton.runtime import driver
-    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, one_pass, tiles, topk
-    tiles.INTERPRETED = True                                   # CPU tensors will do: nothing runs
-    tiles.PLAYED = chip // 10
-    tiles.FEW = 0                                              # rows are looked at for a bound
+    from kernels import gradient_blocks, gradient_rows, lse_fixed_keys, launch, lse_forward, one_pass, topk
+    launch.INTERPRETED = True                                   # CPU tensors will do: nothing runs
+    launch.PLAYED = chip // 10
+    launch.FEW = 0                                              # rows are looked at for a bound
     driver.set_active(AbsentChip(chip))
     instruction, most_shared = CHIPS[chip]
     kernels = [lse_forward.parts_kernel, lse_forward.merge_kernel, gradient_rows.rows_kernel, gradient_blocks.weights_kernel,

@@ -13,7 +13,7 @@ from kernels import clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, q
 from test_kernels import DEVICE, GPU, compare
 
 if paths.HAS_TRITON:
-    from kernels import lse_forward, tiles
+    from kernels import launch, lse_forward
 
 CASES = int(os.environ.get("TENCL_FUZZ", 100))
 DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
@@ -77,7 +77,7 @@ def test_losses(first, monkeypatch):
         if pick.random() < 0.5:
             monkeypatch.setattr(paths, "FEW", 0), monkeypatch.setattr(paths, "WIDEST", pick.choice([0, 64, 256]))
             monkeypatch.setattr(lse_forward, "block_shape", lambda q, k, square, side=pick.choice([128, 256, 2 ** 14]): (side, side))
-            monkeypatch.setattr(tiles, "FEW", pick.choice([0, 1024]))
+            monkeypatch.setattr(launch, "FEW", pick.choice([0, 1024]))
         offset = pick.randint(0, m - n) if n <= m else 0
         targets = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         half, few = n // 2 or 1, min(n, m)

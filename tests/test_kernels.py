@@ -239,15 +239,15 @@ def test_losses(loss, impl, dtype):
 
 WIDE = dict(paths__WIDEST=0, paths__FEW=0)
 WAYS = {                                               # each way through the kernels that a shape or a chip may choose
-    "sums that need no maximum": dict(tiles__FEW=0),
-    "pointers": dict(tiles__PLAYED=8),
-    "pointers, wide": dict(tiles__PLAYED=8, **WIDE),
-    "tiles of a B200": dict(tiles__PLAYED=10, tiles__FEW=0),
-    "temperature as a number": dict(tiles__is_number=lambda temperature, x: True),
+    "sums that need no maximum": dict(launch__FEW=0),
+    "pointers": dict(launch__PLAYED=8),
+    "pointers, wide": dict(launch__PLAYED=8, **WIDE),
+    "tiles of a B200": dict(launch__PLAYED=10, launch__FEW=0),
+    "temperature as a number": dict(launch__is_number=lambda temperature, x: True),
     "many blocks": dict(lse_forward__block_shape=lambda q, k, square: (128, 128)),
     "one pass": WIDE,
     "one pass, many strips": dict(one_pass__strip_height=lambda q, k: 128, **WIDE),
-    "two passes": dict(operations__in_one_pass=lambda *x: False, tiles__FEW=0, **WIDE),
+    "two passes": dict(operations__in_one_pass=lambda *x: False, launch__FEW=0, **WIDE),
     "two passes, many blocks": dict(operations__in_one_pass=lambda *x: False, lse_forward__block_shape=lambda q, k, square: (128, 128),
                                     gradient_blocks__block_shape=lambda q, k, square: (80, 80) if square else (48, 80), **WIDE)}
 
@@ -256,8 +256,8 @@ WAYS = {                                               # each way through the ke
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", TRITON, ids=str)
 def test_every_way_through_the_kernels(loss, way, dtype, monkeypatch):
-    from kernels import gradient_blocks, lse_forward, one_pass, operations, tiles
-    modules = dict(gradient_blocks=gradient_blocks, lse_forward=lse_forward, one_pass=one_pass, operations=operations, paths=paths, tiles=tiles)
+    from kernels import gradient_blocks, launch, lse_forward, one_pass, operations
+    modules = dict(gradient_blocks=gradient_blocks, lse_forward=lse_forward, one_pass=one_pass, operations=operations, paths=paths, launch=launch)
     for name, value in WAYS[way].items():
         module, name = name.split("__")
         monkeypatch.setattr(modules[module], name, value)
@@ -278,13 +278,13 @@ LARGE = {"linear_cross_entropy": lambda q, k, t, impl: linear_cross_entropy(
 @pytest.mark.parametrize("dtype", TRITON, ids=str)
 def test_groups_by_ranges(dtype, order, keys, monkeypatch):
     """Sorted column groups let a program skip the columns of other groups; the result must not know."""
-    from kernels import tiles
-    monkeypatch.setattr(tiles, "FEW", 0)
+    from kernels import launch
+    monkeypatch.setattr(launch, "FEW", 0)
     q, k = rows(300, 24, dtype, 47), rows(400, 24, dtype, 48)
     groups = [torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (300, 400)]
     groups = [x.sort()[0] if order == "sorted" or order.startswith("only") and len(x) == 400 else x for x in groups]
     groups[0][:70] = 30                                                    # rows that have no column: a whole tile of none
-    found = tiles.ranges(make_rule(q, k, False, within=groups), dict(BLOCK_N=64))
+    found = launch.ranges(make_rule(q, k, False, within=groups), dict(BLOCK_N=64))
     assert found.shape == (5, 2)
     seen = (found[:, 1] - found[:, 0]).clamp(min=0)
     assert (seen == 400).all() if order == "not sorted" else (seen < 400).any() if order == "sorted" else seen[0] < 400
