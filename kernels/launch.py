@@ -41,6 +41,7 @@ def ranges(rule, blocks):
     rows, columns, size = rule.row_groups, rule.column_groups, blocks["BLOCK_N"]
     if rows is None or max(len(rows), len(columns)) <= FEW:
         return None
+    rows, columns = rows.long(), columns.long()
     rows = torch.cat([rows, rows[-1:].expand(-len(rows) % size)]).view(-1, size)
     first, last = torch.searchsorted(columns, rows.amin(1)), torch.searchsorted(columns, rows.amax(1), right=True)
     is_sorted = (columns[1:] >= columns[:-1]).all()
