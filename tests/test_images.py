@@ -369,6 +369,14 @@ def bad(tmp_path, name):
         (tmp_path / "cifar").mkdir()
         pickle.dump(Evil(), open(tmp_path / "cifar" / "data_batch_1", "wb"))
         return [tmp_path / "cifar", *flags]
+    elif name == "cut off":
+        np.savez(tmp_path / "x.npz", images=images)
+        (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:-40])
+        return [tmp_path / "x.npz", *flags]
+    elif name == "no batch":
+        (tmp_path / "cifar").mkdir()
+        pickle.dump([1, 2], open(tmp_path / "cifar" / "data_batch_1", "wb"))
+        return [tmp_path / "cifar", *flags]
     elif name == "absent":
         return [tmp_path / "nowhere", *flags]
     return [folder, *flags]
@@ -378,7 +386,7 @@ def bad(tmp_path, name):
     ("unreadable", "1.png: not readable (UnidentifiedImageError); repair or delete it"), ("mixed sizes", "1.png: 16 x 8, 0.png is 16 x 16"),
     ("beside", "pictures beside the folders a"), ("no labels", "--supervised wants labels"), ("few", "1 pictures, wanted at least --batch-size, which is 400"),
     ("floats", "images are float64 (8, 16, 16, 3), wanted uint8"), ("keys", "holds pictures; wanted images"), ("labels", "labels are int64 (3,), wanted 8 integers"),
-    ("pickle", "holds posix.system, which no CIFAR batch does"), ("absent", "nowhere: No such file or directory")])
+    ("cut off", "x.npz: File is not a zip file"), ("no batch", "cifar: list indices must be integers"), ("pickle", "holds posix.system, which no CIFAR batch does"), ("absent", "nowhere: No such file or directory")])
 def test_bad_pictures_get_one_line(name, said, tmp_path):
     path, *flags = bad(tmp_path, name)
     done = run("--data", path, "--out", tmp_path / "out", *flags)
