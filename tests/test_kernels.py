@@ -269,6 +269,20 @@ def test_every_way_through_the_kernels(loss, way, dtype, monkeypatch):
         compare(lambda q, k, t, impl: similarity_lse(q, None, t, exclude="diagonal", impl=impl) + 0 * k.sum(), dtype, q, k)
 
 
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+@pytest.mark.parametrize("loss", ["clip_loss", "nt_xent"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("temperature", [0.02, 0.01, 0.003])
+def test_sums_beyond_the_range_of_float32_have_a_maximum(temperature, wide, loss, dtype, monkeypatch):
+    """At 0.01 exp2(s) of unit rows overflows, at 0.003 it vanishes too: the way without a maximum must not be taken."""
+    from kernels import launch
+    monkeypatch.setattr(launch, "FEW", 0)
+    if wide:
+        monkeypatch.setattr(paths, "FEW", 0), monkeypatch.setattr(paths, "WIDEST", 0)
+    q, k = pairs(40, 24, dtype)
+    compare(LOSSES[loss], dtype, q, torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k), temperature, units=64)
+
+
 LARGE = {"linear_cross_entropy": lambda q, k, t, impl: linear_cross_entropy(
     q, k, torch.arange(150, device=DEVICE) * 3 % 150, temperature=t, impl=impl)}
 
@@ -282,8 +296,10 @@ def test_groups_by_ranges(dtype, order, keys, monkeypatch):
     monkeypatch.setattr(launch, "FEW", 0)
     q, k = rows(300, 24, dtype, 47), rows(400, 24, dtype, 48)
     groups = [torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (300, 400)]
+    if order == "sorted":                                                  # groups that end one column into a tile
+        groups = [(torch.arange(300, device=DEVICE) - 78).clamp(min=0) // 50, torch.arange(400, device=DEVICE) // 65]
     groups = [x.sort()[0] if order == "sorted" or order.startswith("only") and len(x) == 400 else x for x in groups]
-    groups[0][:70] = 30                                                    # rows that have no column: a whole tile of none
+    groups[0][:64] = 30                                                    # rows that have no column: a whole tile of none
     groups[1] = groups[1].int()
     found = launch.ranges(make_rule(q, k, False, within=groups), dict(BLOCK_N=64))
     assert found.shape == (5, 2)
