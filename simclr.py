@@ -43,7 +43,7 @@ def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error, add = fail, parser.add_argument
     add("--supervised", action="store_true", help="SupCon over the labels instead of NT-Xent")
-    add("--head-layers", type=int, choices=(2, 3), default=2, help="of the projection head; default 2 (SimCLR), 3 is v2's")
+    add("--head-layers", type=int, choices=(2, 3), default=2, help="of the projection head; default 2 (paper), 3 in SimCLR v2")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
     add("--form", choices=("paper", "code"), default="paper", help="code: batch norms in the head; default paper")
     add("--crop", type=at_least(0), default=0.08, help="least share of a picture that a view shows; default 0.08 (paper)")
@@ -111,8 +111,9 @@ def augment(pictures, args):
 
     Every picture has its own draw of every parameter.
     """
-    x = crop_and_flip(pictures.permute(0, 3, 1, 2).float() / 255, args.crop)
-    x = jitter(x, args.colour)
+    x = pictures.permute(0, 3, 1, 2).float() / 255
+    x = crop_and_flip(x, args.crop, uniform(3 / 4, 4 / 3, (len(x), 100), x), cubic)
+    x = jitter(x, 0.8 * args.colour, 0.2 * args.colour, 0.8)
     x = torch.where(coin(args.grey, x), grey(x), x)
     if args.blur:
         x = torch.where(coin(args.blur, x), blur(x), x)
@@ -128,18 +129,19 @@ def coin(p, like):
     return uniform(0, 1, (len(like), 1, 1, 1), like) < p
 
 
-def crop_and_flip(x, least):
-    """A box of at least `least` of the area, of aspect 3/4 to 4/3 times the picture's, resized to all of it; half are flipped."""
+def crop_and_flip(x, least, aspects, resize):
+    """A box of at least `least` of the area, resized to all of the picture; half are flipped. aspects (n, tries): the box is that
+    many times as wide for its height as the picture; the first that fits is taken, else all of it."""
     n, _, height, width = x.shape
-    area, ratio = uniform(least, 1, (n, 100), x), uniform(3 / 4, 4 / 3, (n, 100), x) * width / height
+    area, ratio = uniform(least, 1, aspects.shape, x), aspects * width / height
     h = (area * height * width / ratio).sqrt().round().clamp(min=1)
     w = (h * ratio).round().clamp(min=1)
     fits = (h <= height) & (w <= width)
-    try_ = fits.int().argmax(1, keepdim=True)                                    # the first of 100 that fits, else all of it
+    try_ = fits.int().argmax(1, keepdim=True)
     h, w = (torch.where(fits.any(1), side.gather(1, try_)[:, 0], whole) for side, whole in ((h, height), (w, width)))
     top = (uniform(0, 1, (n,), x) * (height - h + 1)).floor()
     left = (uniform(0, 1, (n,), x) * (width - w + 1)).floor()
-    rows, columns = cubic(top, h, height, x), cubic(left, w, width, x)
+    rows, columns = resize(top, h, height, x), resize(left, w, width, x)
     columns = torch.where(coin(0.5, x)[:, 0], columns.flip(1), columns)
     return (rows[:, None] @ x @ columns.mT[:, None]).clamp(0, 1)
 
@@ -157,14 +159,13 @@ def cubic(first, length, size, x):
     return matrix
 
 
-def jitter(x, strength):
-    """Brightness, contrast, saturation (0.8 strength) and hue (0.2 strength) in random order, for 80 % of the pictures."""
+def jitter(x, colour, hue, share):
+    """Brightness, contrast and saturation by up to `colour`, hue by up to `hue` circles, in random order, for a share of the pictures."""
     n = len(x)
     order = uniform(0, 1, (n, 4), x).argsort(1)
-    on = coin(0.8, x)
-    low, high = max(0, 1 - 0.8 * strength), 1 + 0.8 * strength
-    factors = [uniform(low, high, (n, 1, 1, 1), x) for _ in range(3)]
-    shift = uniform(-0.2 * strength, 0.2 * strength, (n, 1, 1), x)
+    on = coin(share, x)
+    factors = [uniform(max(0, 1 - colour), 1 + colour, (n, 1, 1, 1), x) for _ in range(3)]
+    shift = uniform(-hue, hue, (n, 1, 1), x)
     for place in range(4):
         now = [(order[:, place] == which).view(n, 1, 1, 1) & on for which in range(4)]
         x = torch.where(now[0], x * factors[0], x)
@@ -227,7 +228,11 @@ def build_model(args):
     """The encoder, and the projection head that training alone uses."""
     model = nn.Module()
     model.device, model.bf16 = torch.device(args.device), args.device != "cpu" and not args.fp32
+    model.mean, model.std = torch.zeros(3, 1, 1, device=args.device), torch.ones(3, 1, 1, device=args.device)    # as they are (code)
     model.encoder = load_encoder(args)
+    if args.model in RESNETS:
+        for block in (block for stage in model.encoder.encoder.stages for block in stage.layers):
+            nn.init.zeros_(block.layer[-1].normalization.weight)                 # a residual block starts as the identity (paper)
     width = model.encoder.config.hidden_sizes[-1]
     sizes, layers = [width] * args.head_layers + [args.width], []
     for i, (inside, outside) in enumerate(zip(sizes, sizes[1:])):
@@ -249,11 +254,7 @@ def load_encoder(args):
     """A random ResNet, with the small stem for small pictures, or the one of a folder or a hub name."""
     if args.model in RESNETS:
         config = ResNetConfig(**RESNETS[args.model])
-        encoder = (SmallPictureResNet if args.size <= 32 else ResNetModel)(config)
-        for stage in encoder.encoder.stages:
-            for block in stage.layers:                         # each residual block starts as the identity (paper)
-                nn.init.zeros_(block.layer[-1].normalization.weight)
-        return encoder
+        return (SmallPictureResNet if args.size <= 32 else ResNetModel)(config)
     local = Path(args.model).is_dir()
     try:
         if local and "auto_map" in json.loads((Path(args.model) / "config.json").read_text()):
@@ -269,9 +270,10 @@ def load_encoder(args):
 
 
 def embed(model, pictures):
-    """(n, H) float32 features of pictures (n, 3, S, S): the encoder's pooled output, before the head."""
+    """(n, H) float32 features of pictures (n, 3, S, S) from 0 to 1: the encoder's pooled output, before the head."""
+    pictures = ((pictures - model.mean) / model.std).contiguous(memory_format=torch.channels_last)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-        return model.encoder(pictures.contiguous(memory_format=torch.channels_last)).pooler_output.flatten(1).float()
+        return model.encoder(pictures).pooler_output.flatten(1).float()
 
 
 # ── the paper ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -382,21 +384,24 @@ def evaluate(model, test, args):
 
 
 def linear_probe(model, test, args):
-    """Percent of test pictures that one linear layer on the frozen features labels right (the paper's protocol: crop and flip,
-    Nesterov momentum, lr 0.1 · batch / 256 falling along a cosine, no decay)."""
+    """Percent of test pictures that one linear layer on the frozen features labels right. Training sees crops and flips.
+
+    Nesterov momentum, rate 0.1 · batch / 256 along a cosine (SimCLR); or rate 5, a fifth at 60, 75 and 90 % (SupCon).
+    """
     model.eval()
     labels, classes = model.labels.to(model.device), int(model.labels.max()) + 1
     probe = nn.Linear(model.encoder.config.hidden_sizes[-1], classes, device=model.device)
     nn.init.zeros_(probe.weight), nn.init.zeros_(probe.bias)
     batch = min(512, len(labels))
-    rate, total = 0.1 * batch / 256, args.probe_epochs * (len(labels) // batch)
-    optimizer = torch.optim.SGD(probe.parameters(), lr=rate, momentum=0.9, nesterov=True)
+    rate, total = 5 if args.supervised else 0.1 * batch / 256, args.probe_epochs * (len(labels) // batch)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=rate, momentum=0.9, nesterov=not args.supervised)
     for step, rows in zip(range(total), full_batches(len(labels), 0, batch, args.seed)):
         rows = torch.tensor(rows, device=model.pictures.device)
         with torch.no_grad():
-            pictures = model.pictures[rows].to(model.device).permute(0, 3, 1, 2).float() / 255
-            h = embed(model, crop_and_flip(pictures, args.crop))
-        optimizer.param_groups[0]["lr"] = warmup_cosine(step, total, 0, rate)
+            x = model.pictures[rows].to(model.device).permute(0, 3, 1, 2).float() / 255
+            h = embed(model, crop_and_flip(x, args.crop, uniform(3 / 4, 4 / 3, (batch, 100), x), cubic))
+        falls = sum(step >= share * total for share in (0.6, 0.75, 0.9))
+        optimizer.param_groups[0]["lr"] = rate * 0.2 ** falls if args.supervised else warmup_cosine(step, total, 0, rate)
         optimizer.zero_grad()
         F.cross_entropy(probe(h), labels[rows.to(model.device)]).backward()
         optimizer.step()
@@ -559,11 +564,18 @@ def all_gather(x, args):
 def average_gradients(model, args):
     """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
     if args.world > 1:
-        for parameter in model.parameters():
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
             parameter.grad /= args.world
+
+
+def average_statistics(model, args):
+    """The mean over ranks of what batch norms have seen, so that all save and evaluate the same model."""
+    for statistic in (buffer for buffer in model.buffers() if args.world > 1 and buffer.is_floating_point()):
+        dist.all_reduce(statistic)
+        statistic /= args.world
 
 
 def warmup_cosine(step, total, warmup, lr):
@@ -616,6 +628,9 @@ def save_model(model, scores, args):
     if isinstance(model.encoder, SmallPictureResNet):
         source = "from torch import nn\nfrom transformers import ResNetModel\n\n\n" + inspect.getsource(SmallPictureResNet)
         (aside / "modeling.py").write_text(source, encoding="utf-8")
+    scale = dict(image_mean=model.mean.flatten().tolist(), image_std=model.std.flatten().tolist())
+    size = dict(height=args.size, width=model.pictures.shape[2])
+    (aside / "preprocessor_config.json").write_text(json.dumps(dict(image_processor_type="ViTImageProcessor", size=size, **scale)))
     (aside / "README.md").write_text(model_card(model, scores, args), encoding="utf-8")
     for file in [path for path in aside.rglob("*") if path.is_file()]:
         os.replace(file, out / file.relative_to(aside))
@@ -631,7 +646,7 @@ pipeline_tag: image-feature-extraction
 
 Features of pictures, {model.encoder.config.hidden_sizes[-1]} numbers each, compared by cosine, trained by {Path(__file__).name} on
 {Path(args.data).name}: {", ".join(f"{name} {value:.4g}" for name, value in scores.items())}.
-Every setting is in args.json, the course of the training in metrics.jsonl. Input: RGB from 0 to 1, {args.size} pixels.
+Every setting is in args.json, the course of the training in metrics.jsonl; AutoImageProcessor makes the input.
 
     {load_line(model, args)}
 """
@@ -759,6 +774,8 @@ def main(argv=None):
         optimizer.step()
         values["lr"] = optimizer.param_groups[0]["lr"]
         due = step % args.eval_every == 0 or step == total
+        if due:
+            average_statistics(model, args)
         if due and args.rank == 0:
             scores = evaluate(model, test, args) if test else {}
             values |= {f"dev_{name}": value for name, value in scores.items()} | {"best": True}

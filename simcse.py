@@ -464,7 +464,7 @@ def all_gather(x, args):
 def average_gradients(model, args):
     """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
     if args.world > 1:
-        for parameter in model.parameters():
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)

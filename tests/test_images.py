@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-simclr = importlib.import_module("simclr")
+simclr, moco = importlib.import_module("simclr"), importlib.import_module("moco")
 
 
 def pictures(n, size, seed=0):
@@ -47,7 +48,21 @@ def test_crops_are_resized_by_keys_cubic():
             np.testing.assert_allclose(matrix[picture, out].numpy(), wanted, atol=1e-6)
 
 
-def test_crop_draws_the_papers_boxes(monkeypatch):
+def test_linear_resizing_is_pillows():
+    from PIL import Image
+    size = 12
+    picture = np.random.default_rng(0).integers(0, 256, (size, size)).astype(np.float32)
+    for top, left, h, w in ((0, 0, 12, 12), (3, 1, 5, 9), (11, 4, 1, 8), (2, 0, 10, 2)):
+        box = torch.tensor([[top, left], [h, w]]).float()
+        rows, columns = (moco.linear(*box[:, i:i + 1], size, torch.zeros(1, 1))[0] for i in (0, 1))
+        wanted = Image.fromarray(picture).crop((left, top, left + w, top + h)).resize((size, size), Image.Resampling.BILINEAR)
+        np.testing.assert_allclose((rows @ torch.tensor(picture) @ columns.T).numpy(), np.asarray(wanted), atol=1e-3)
+
+
+@pytest.mark.parametrize("script, tries", [("simclr", 100), ("moco", 10)])
+def test_crop_draws_the_papers_boxes(script, tries, monkeypatch):
+    """Aspects are flat in simclr.py, as TensorFlow draws them, and flat in their logarithm in moco.py, as torchvision does."""
+    script = {"simclr": simclr, "moco": moco}[script]
     boxes, size = [], 320
 
     def stop_after_two(first, length, *_):
@@ -55,10 +70,15 @@ def test_crop_draws_the_papers_boxes(monkeypatch):
         if len(boxes) == 2:
             raise StopIteration
 
-    monkeypatch.setattr(simclr, "cubic", stop_after_two)
+    def crop(x, least, aspects, resize):
+        assert aspects.shape == (20_000, tries)
+        real(torch.zeros(1, 1, 1, 1).expand(20_000, 1, size, size), least, aspects, stop_after_two)
+
+    real = script.crop_and_flip
+    monkeypatch.setattr(script, "crop_and_flip", crop)
     torch.manual_seed(0)
     with pytest.raises(StopIteration):
-        simclr.crop_and_flip(torch.zeros(1, 1, 1, 1).expand(20_000, 1, size, size), 0.08)
+        script.augment(torch.zeros(20_000, 1, 1, 3, dtype=torch.uint8), SimpleNamespace(crop=0.08))
     (top, h), (left, w) = boxes
     area, ratio = h * w / size ** 2, w / h
     assert (top + h <= size).all() and (left + w <= size).all() and (top >= 0).all() and (left >= 0).all()
@@ -66,7 +86,10 @@ def test_crop_draws_the_papers_boxes(monkeypatch):
     # boxes of up to half the area fit at any aspect: of those, area and aspect are flat, and so are the places
     flat = [((area >= low) & (area < low + 0.1)).float().mean() for low in (0.1, 0.2, 0.3, 0.4)]
     assert max(flat) / min(flat) < 1.1
-    flat = [((ratio >= low) & (ratio < low + 0.1) & (area < 0.5)).float().mean() for low in (0.8, 0.9, 1.0, 1.1, 1.2)]
+    ratio = ratio.log() if script is moco else ratio
+    low, high = (math.log(3 / 4), math.log(4 / 3)) if script is moco else (3 / 4, 4 / 3)
+    edges = np.linspace(low, high, 8)[1:-1]
+    flat = [((ratio >= a) & (ratio < b) & (area < 0.5)).float().mean() for a, b in zip(edges, edges[1:])]
     assert max(flat) / min(flat) < 1.15
     for first, length in boxes:
         places = (first / (size - length))[length < size - 20]
@@ -76,9 +99,22 @@ def test_crop_draws_the_papers_boxes(monkeypatch):
 def test_flip_is_half_and_keeps_the_picture():
     torch.manual_seed(1)
     x = pictures(1, 8)
-    views = simclr.crop_and_flip(x.expand(400, 3, 8, 8), 1.0)
+    views = simclr.crop_and_flip(x.expand(400, 3, 8, 8), 1.0, torch.ones(400, 1), simclr.cubic)
     whole = [(views - side).abs().amax((1, 2, 3)) < 1e-5 for side in (x, x.flip(3))]
-    assert 0.05 < whole[0].float().mean() and abs(whole[0].float().mean() - whole[1].float().mean()) < 0.1
+    assert (whole[0] | whole[1]).all() and abs(whole[0].float().mean() - 0.5) < 0.1
+
+
+@pytest.mark.parametrize("v1", [True, False])
+def test_moco_views_are_the_versions(v1, monkeypatch):
+    """What is done to a view, in order, with which amounts: v1 greys before a jitter of every picture; v2 jitters four in five,
+    greys and blurs."""
+    done = []
+    for name in ("jitter", "grey", "blur"):
+        monkeypatch.setattr(moco, name, lambda x, *amounts, name=name: done.append((name, *amounts)) or x)
+    monkeypatch.setattr(moco, "coin", lambda p, x: done.append(p) or simclr.coin(p, x))
+    moco.augment(torch.zeros(2, 8, 8, 3, dtype=torch.uint8), SimpleNamespace(crop=0.2, v1=v1, blur=0.5))
+    steps = [0.2, ("grey",), ("jitter", 0.4, 0.4, 1)] if v1 else [("jitter", 0.4, 0.1, 0.8), 0.2, ("grey",), 0.5, ("blur",)]
+    assert done == [0.5, *steps]                               # the flip's coin comes first
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.1, -0.2, 0.5])
@@ -96,7 +132,7 @@ def test_jitter_is_one_of_the_orders_of_four_plain_operations():
     torch.manual_seed(2)
     x = pictures(1, 5).expand(60, 3, 5, 5)
     torch.manual_seed(3)
-    out = simclr.jitter(x, 0.5)
+    out = simclr.jitter(x, 0.4, 0.1, 0.8)
     torch.manual_seed(3)                                           # the same draws, read off one by one
     order = torch.rand(60, 4).argsort(1)
     on = torch.rand(60, 1, 1, 1) < 0.8
@@ -204,6 +240,81 @@ def test_gathered_rows_are_the_same_loss():
     torch.testing.assert_close(torch.stack(parts).mean(), whole, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("impl", ["eager", "blockwise"])
+@pytest.mark.parametrize("n, k", [(1, 1), (5, 12), (4, 3)])
+def test_moco_loss_is_the_papers(n, k, impl):
+    random = torch.Generator().manual_seed(10)
+    q, keys, queue = (torch.randn(rows, 6, dtype=torch.float64, generator=random) for rows in (n, n, k))
+    queue = F.normalize(queue, dim=1)
+
+    def naive(q):
+        total = 0
+        for i in range(n):
+            q_i, key = q[i] / q[i].norm(), keys[i] / keys[i].norm()
+            logits = torch.stack([q_i @ key, *(q_i @ row for row in queue)]) / 0.07
+            total = total - logits.log_softmax(0)[0]
+        return total / n
+
+    same(lambda q: moco.moco_loss(q, keys, queue, impl=impl), naive, q)
+    keys.requires_grad_(), queue.requires_grad_()
+    moco.moco_loss(q.requires_grad_(), keys, queue, impl=impl).backward()
+    assert q.grad is not None and keys.grad is None and queue.grad is None
+
+
+def test_queue_turns_round():
+    queue = torch.arange(6.0)[:, None].repeat(1, 2)
+    pointer = moco.enqueue(queue, 0, torch.full((4, 2), 10.0))
+    assert pointer == 4 and queue[:, 0].tolist() == [10, 10, 10, 10, 4, 5]
+    pointer = moco.enqueue(queue, pointer, torch.tensor([[20.0], [21], [22], [23]]).repeat(1, 2).requires_grad_())
+    assert pointer == 2 and queue[:, 0].tolist() == [22, 23, 10, 10, 20, 21] and not queue.requires_grad
+    assert moco.enqueue(queue, 0, torch.zeros(6, 2)) == 0 and not queue.any()
+    with pytest.raises(ValueError, match="7 rows, the queue holds 6"):
+        moco.enqueue(queue, 0, torch.zeros(7, 2))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999, 1.0])
+def test_key_encoder_follows(momentum):
+    torch.manual_seed(11)
+    query, key = (torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).double() for _ in range(2))
+    query[1].running_mean += 5
+    wanted = [momentum * k + (1 - momentum) * q for k, q in zip(key.parameters(), query.parameters())]
+    moco.update_key_encoder(key, query, momentum)
+    for k, q, w in zip(key.parameters(), query.parameters(), wanted):
+        torch.testing.assert_close(k, w, rtol=1e-14, atol=1e-14)
+        assert momentum > 0 or torch.equal(k, q)
+    assert not key[1].running_mean.any() and key[1].num_batches_tracked == 0          # statistics are the key encoder's own
+
+
+def test_split_batch_norm_is_one_a_part():
+    torch.manual_seed(12)
+    x = torch.randn(8, 3, 4, 4, dtype=torch.float64)
+    parts = [torch.nn.BatchNorm2d(3).double() for _ in range(4)]
+    split = moco.SplitBatchNorm(3).double()
+    split.splits = 4
+    wanted = torch.cat([norm(part) for norm, part in zip(parts, x.chunk(4))])
+    torch.testing.assert_close(split(x), wanted, rtol=1e-12, atol=1e-12)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(split, name), torch.stack([getattr(norm, name) for norm in parts]).mean(0))
+    split.eval(), parts[0].load_state_dict(split.state_dict()), parts[0].eval()
+    assert torch.equal(split(x), parts[0](x)) and split.num_batches_tracked == 1
+
+
+def test_keys_are_encoded_in_other_parts_and_come_back_in_order(monkeypatch):
+    seen = []
+    monkeypatch.setattr(moco, "embed", lambda model, views: seen.append(views) or views)
+    model = SimpleNamespace(key=SimpleNamespace(head=lambda x: x))
+    views = F.normalize(torch.randn(16, 5), dim=1)
+    keys = moco.encode_keys(model, views, SimpleNamespace(world=1, rank=0))
+    torch.testing.assert_close(keys, views)
+    assert not torch.equal(seen[0], views) and torch.equal(seen[0].sum(1).sort()[0], views.sum(1).sort()[0])
+
+
+def test_moco_schedules():
+    rates = [moco.epoch_rate(epoch, 200, SimpleNamespace(v1=True)) for epoch in (0, 119, 120, 159, 160, 199)]
+    assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert [moco.epoch_rate(epoch, 200, SimpleNamespace(v1=False)) for epoch in (0, 100, 150)] == pytest.approx([1, 0.5, 0.5 - 0.125 ** 0.5])
+
+
 def test_lars_step():
     random = torch.Generator().manual_seed(9)
     matrix, bias, zero = torch.randn(3, 4, generator=random).double(), torch.randn(3, generator=random).double(), torch.zeros(2, 2).double()
@@ -257,53 +368,101 @@ def data(tmp_path_factory):
     return path
 
 
-def run(*flags, cwd=ROOT):
-    return subprocess.run([sys.executable, "simclr.py", "--model", "resnet-small", *map(str, flags)], cwd=cwd, text=True, capture_output=True,
+def run(script, *flags, cwd=ROOT):
+    return subprocess.run([sys.executable, f"{script}.py", "--model", "resnet-small", *map(str, flags)], cwd=cwd, text=True, capture_output=True,
                           env={**os.environ, "TRITON_INTERPRET": "0"})
 
 
-SMALL = ["--batch-size", 50, "--epochs", 3, "--warmup", 0, "--optimizer", "sgd", "--lr", 0.1, "--probe-epochs", 5]
+SMALL = {"simclr": ["--batch-size", 50, "--epochs", 3, "--warmup", 0, "--optimizer", "sgd", "--lr", 0.1, "--probe-epochs", 5],
+         "moco": ["--batch-size", 50, "--bn-splits", 5, "--queue", 100, "--epochs", 3, "--probe-epochs", 5]}
+SCRIPTS = {"simclr": simclr, "moco": moco}
 
 
-@pytest.mark.parametrize("flags", [[], ["--supervised", "--temperature", 0.1], ["--form", "code", "--head-layers", 3]], ids=["paper", "supervised", "code, v2"])
-def test_run_and_load(flags, data, tmp_path):
+@pytest.mark.parametrize("script, flags", [
+    ("simclr", []), ("simclr", ["--supervised", "--temperature", 0.1]), ("simclr", ["--form", "code", "--head-layers", 3]),
+    ("moco", []), ("moco", ["--v1"]), ("moco", ["--symmetric", "--head-layers", 1])], ids=str)
+def test_run_and_load(script, flags, data, tmp_path):
     out = tmp_path / "out"
-    done = run("--data", data, "--out", out, *SMALL, *flags)
+    done = run(script, "--data", data, "--out", out, *SMALL[script], *flags)
     assert done.returncode == 0, done.stderr
     assert "kNN" in done.stdout and "linear" in done.stdout and "load     AutoModel" in done.stdout
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     assert all(math.isfinite(row["loss"]) for row in rows) and rows[-1]["step"] == 12 and "dev_knn" in rows[-1]
-    from transformers import AutoModel
+    from transformers import AutoImageProcessor, AutoModel
     model = AutoModel.from_pretrained(out, trust_remote_code=True).eval()
     assert type(model).__name__ == "SmallPictureResNet" and model.embedder.embedder.convolution.kernel_size == (3, 3)
-    again = simclr.SmallPictureResNet.from_pretrained(out).eval()
-    x = pictures(2, 16)
-    assert torch.equal(model(x).pooler_output, again(x).pooler_output)
+    module = SCRIPTS[script]
+    (images, _), _ = module.read_pictures(data)
+    again = module.build_model(build_args(script, out))
+    prepared = AutoImageProcessor.from_pretrained(out)([image.numpy() for image in images[:4]], return_tensors="pt")
+    torch.testing.assert_close(model(**prepared).pooler_output.flatten(1), module.features(again, images[:4]), rtol=1e-4, atol=1e-5)
 
 
-def test_probe_moves_nothing(data):
-    train, test = simclr.read_pictures(data)
-    args = SimpleNamespace(device="cpu", fp32=True, model="resnet-small", size=16, head_layers=2, width=8, form="paper", world=1, impl="auto",
-                           probe_epochs=2, crop=0.08, seed=0)
-    model = simclr.build_model(args)
+def build_args(script, model="resnet-small"):
+    flags = ["--data", "x", "--model", str(model), *map(str, SMALL[script])]
+    args = SCRIPTS[script].make_parser().parse_args(flags)
+    defaults = dict(head_layers=2, momentum=0.99, temperature=0.2, v1=False, crop=0.08, blur=0.0) if script == "moco" else {}
+    for name, value in dict(size=16, device="cpu", rank=0, world=1, **defaults).items():
+        setattr(args, name, value)
+    return args
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_probe_moves_nothing(script, data):
+    module, args = SCRIPTS[script], build_args(script)
+    train, test = module.read_pictures(data)
+    model = module.build_model(args)
     model.pictures, model.labels = train
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    simclr.evaluate(model, test, args), simclr.linear_probe(model, test, args)
+    module.evaluate(model, test, args), module.linear_probe(model, test, args)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_resume_is_exact(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script, flags", [("simclr", []), ("moco", []), ("moco", ["--symmetric"])])
+def test_resume_is_exact(script, flags, data, tmp_path, monkeypatch):
     """Step 5 begins the second epoch; step 7, which the interrupted run did after its evaluation, is done again."""
-    flags = list(map(str, ["--data", data, "--model", "resnet-small", *SMALL, "--eval-every", 6, "--probe-epochs", 0]))
-    simclr.main([*flags, "--out", str(tmp_path / "whole")])
+    module = SCRIPTS[script]
+    flags = list(map(str, ["--data", data, "--model", "resnet-small", *SMALL[script], *flags, "--eval-every", 6, "--probe-epochs", 0]))
+    module.main([*flags, "--out", str(tmp_path / "whole")])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(simclr, "average_gradients", Mock(side_effect=[None] * 7 + [KeyboardInterrupt]))
-        simclr.main([*flags, "--out", str(tmp_path / "parts")])
-    simclr.main([*flags, "--out", str(tmp_path / "parts"), "--resume"])
+        patch.setattr(module, "average_gradients", Mock(side_effect=[None] * 7 + [KeyboardInterrupt]))
+        module.main([*flags, "--out", str(tmp_path / "parts")])
+    module.main([*flags, "--out", str(tmp_path / "parts"), "--resume"])
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    one, two = (torch.load(tmp_path / name / "state.pt")["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
     one, two = ([json.loads(line) | {"seconds": 0} for line in open(tmp_path / name / "metrics.jsonl")] for name in ("whole", "parts"))
     assert one == two
+
+
+def same_views(pictures, args):
+    """Views without chance: the picture, and the picture in a mirror."""
+    x = pictures.permute(0, 3, 1, 2).float() / 255
+    return torch.cat([x[: len(x) // 2], x[len(x) // 2:].flip(3)])
+
+
+def rank_of_two(rank, port, flags):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    moco.augment = same_views
+    moco.main(flags)
+
+
+@pytest.mark.parametrize("flags", [[], ["--symmetric"]])
+def test_two_processes_equal_one(flags, data, tmp_path, monkeypatch):
+    """Shuffled and split batch norms, the queue and its pointer included: five of ten parts on each rank."""
+    flags = [*map(str, ["--data", data, "--model", "resnet-small", *SMALL["moco"], *flags, "--bn-splits", 10, "--probe-epochs", 0, "--steps", 3])]
+    monkeypatch.setattr(moco, "augment", same_views)
+    moco.main([*flags, "--out", str(tmp_path / "one")])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(rank_of_two, (port, [*flags, "--out", str(tmp_path / "two")]), nprocs=2)
+    one, two = (torch.load(tmp_path / name / "state.pt") for name in ("one", "two"))
+    assert one["progress"]["pointer"] == two["progress"]["pointer"] and one["progress"]["best"] == two["progress"]["best"]
+    for name, tensor in one["model"].items():
+        torch.testing.assert_close(two["model"][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_knn_accuracy():
@@ -354,6 +513,12 @@ def bad(tmp_path, name):
     elif name == "no labels":
         np.save(tmp_path / "x.npy", images)
         return [tmp_path / "x.npy", *flags, "--supervised"]
+    elif name == "queue":
+        np.save(tmp_path / "x.npy", images)
+        return [tmp_path / "x.npy", *flags, "--queue", 10]
+    elif name == "splits":
+        np.save(tmp_path / "x.npy", images)
+        return [tmp_path / "x.npy", *flags, "--queue", 8, "--bn-splits", 3]
     elif name == "few":
         flags = ["--batch-size", 400]
     elif name == "floats":
@@ -384,11 +549,13 @@ def bad(tmp_path, name):
 
 @pytest.mark.parametrize("name, said", [
     ("unreadable", "1.png: not readable (UnidentifiedImageError); repair or delete it"), ("mixed sizes", "1.png: 16 x 8, 0.png is 16 x 16"),
+    ("queue", "--queue 10 is no multiple of the 4 keys of a step; try 8"), ("splits", "--bn-splits 3 does not divide --batch-size, which is 4"),
     ("beside", "pictures beside the folders a"), ("no labels", "--supervised wants labels"), ("few", "1 pictures, wanted at least --batch-size, which is 400"),
     ("floats", "images are float64 (8, 16, 16, 3), wanted uint8"), ("keys", "holds pictures; wanted images"), ("labels", "labels are int64 (3,), wanted 8 integers"),
     ("cut off", "x.npz: File is not a zip file"), ("no batch", "cifar: list indices must be integers"), ("pickle", "holds posix.system, which no CIFAR batch does"), ("absent", "nowhere: No such file or directory")])
 def test_bad_pictures_get_one_line(name, said, tmp_path):
     path, *flags = bad(tmp_path, name)
-    done = run("--data", path, "--out", tmp_path / "out", *flags)
+    script = "moco" if name in ("queue", "splits") else "simclr"
+    done = run(script, "--data", path, "--out", tmp_path / "out", *flags)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
