@@ -1,8 +1,10 @@
-"""Writes the small data beside this file. Every sentence grows from the tables below; nothing is copied from a data set.
+"""Writes the small data beside this file. Every sentence grows from the tables below and every picture is drawn here; nothing is
+copied from a data set.
 
 nli.csv        600 triples sent0,sent1,hard_neg: a premise, a sentence it entails, a sentence it contradicts
 sentences.txt  600 plain sentences of 6 to 25 words, one a line
 sts.tsv        300 pairs sentence1, sentence2, score from 0 (nothing shared) to 5 (same meaning), subset indoors or outdoors
+shapes.npz     600 pictures and 300 test pictures of 16 px, labelled: discs, rings, squares, triangles, crosses, stripes
 
 A meaning is four choices (who, act, where, time), and each choice has several wordings: equal meanings may share few words
 and unequal ones many, so counting words is not enough.    python tests/data/make.py [folder]    same bytes every time
@@ -11,6 +13,8 @@ import csv
 import random
 import sys
 from pathlib import Path
+
+import numpy as np
 
 # Six lines a domain: who, where, four times an act # its opposite. ";" parts choices, "/" wordings. The first four are indoors.
 WORLD = """
@@ -136,6 +140,25 @@ def fresh(make, *args):  # no sentence comes twice, neither in one file nor in t
             return row
 
 
+GRID = (np.arange(16) + 0.5) / 8 - 1  # pixel centres, from −1 to 1
+SHAPES = [lambda x, y: np.hypot(x, y) - 0.9, lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.25,
+          lambda x, y: np.maximum(abs(x), abs(y)) - 0.75, lambda x, y: np.maximum(abs(x) * 0.87 + y * 0.5, -y) - 0.5,
+          lambda x, y: np.minimum(np.maximum(abs(x) - 0.3, abs(y) - 1), np.maximum(abs(y) - 0.3, abs(x) - 1)),
+          lambda x, y: np.maximum(abs((x * 1.8) % 1 - 0.5) / 1.8 - 0.14, np.hypot(x, y) - 1.1)]  # distances from the edge
+
+
+def picture(shape):
+    """A shape of any place, size, angle and colour before another colour; neither colour says which shape it is."""
+    turn, size = 6.283 * rng.random(), 0.45 + 0.3 * rng.random()
+    x, y = ((GRID - (rng.random() - 0.5) * (1 - size)) / size for _ in range(2))
+    x, y = x[None] * np.cos(turn) - y[:, None] * np.sin(turn), x[None] * np.sin(turn) + y[:, None] * np.cos(turn)
+    cover = np.clip(0.5 - 8 * size * SHAPES[shape](x, y), 0, 1)[:, :, None]
+    front, back = ([rng.random() for _ in range(3)] for _ in range(2))
+    while sum(abs(a - b) for a, b in zip(front, back)) < 0.8:
+        front = [rng.random() for _ in range(3)]
+    return np.round(8 * (cover * front + (1 - cover) * back)) * 31  # few colours make a small file
+
+
 def main(folder=Path(__file__).parent):
     nli = [fresh(triple, domains) for _ in range(300) for domains in SUBSETS.values()]
     sts = [(*fresh(pair, SUBSETS[name], score), str(score), name) for _ in range(19) for score in CHANGED for name in SUBSETS]
@@ -144,6 +167,9 @@ def main(folder=Path(__file__).parent):
         csv.writer(file, lineterminator="\n").writerows([("sent0", "sent1", "hard_neg"), *nli])
     for name, rows in ("sts.tsv", [("sentence1", "sentence2", "score", "subset"), *sts[:300]]), ("sentences.txt", sentences):
         Path(folder, name).write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
+    labels = np.arange(900, dtype=np.uint8) % len(SHAPES)
+    images = np.stack([picture(label) for label in labels]).astype(np.uint8)
+    np.savez_compressed(Path(folder, "shapes.npz"), images=images[:600], labels=labels[:600], test_images=images[600:], test_labels=labels[600:])
 
 
 if __name__ == "__main__":
