@@ -93,6 +93,8 @@ def load_data(path, args):
     keys = args.batch_size * (2 if args.symmetric else 1)
     if args.queue % keys:
         fail(f"--queue {args.queue} is no multiple of the {keys} keys of a step; try {max(1, args.queue // keys) * keys}")
+    if args.momentum > 1:
+        fail(f"--momentum {args.momentum}: wanted a share from 0 to 1")
     if args.batch_size % args.bn_splits:
         fail(f"--bn-splits {args.bn_splits} does not divide --batch-size, which is {args.batch_size}")
     if test is not None and test[0].shape[1:] != train[0].shape[1:]:

@@ -54,6 +54,7 @@ def make_parser():
     add("--lr-scaling", choices=("linear", "sqrt"), default="linear", help="lr · batch / 256, or lr · √batch; default linear")
     add("--warmup", type=at_least(0), default=10, help="epochs of linear warm-up before the cosine; default 10 (paper)")
     add("--weight-decay", type=at_least(0), default=1e-6, help="default 1e-6 (paper); the released code has 1e-4")
+    add("--profile", action="store_true", help="time ten steps, and their loss alone, instead of training")
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe at the end; default 100, 0: none")
     add("--data", required=True, help="training data; see above")
     add("--dev", help="labelled pictures to evaluate on, where --data holds no test set of its own")
@@ -282,14 +283,17 @@ def embed(model, pictures):
 def compute_loss(model, batch, args):
     """The loss of a batch (views, labels or None): both views in one pass, so batch norms see all of them."""
     views, labels = batch
-    z1, z2 = model.head(embed(model, views)).float().chunk(2)
-    if args.supervised:
-        z = torch.stack([all_gather(z1, args), all_gather(z2, args)], 1)
-        loss = sup_con_loss(z, labels, args.temperature, impl=args.impl)
-    else:
-        gathered = (all_gather(z1, args), all_gather(z2, args)) if args.world > 1 else None
-        loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=args.rank * len(z1), impl=args.impl)
+    loss = loss_of_projections(model.head(embed(model, views)).float(), labels, args)
     return loss, {"loss": loss.detach()}
+
+
+def loss_of_projections(z, labels, args):
+    """The loss of this rank's raw projections z (2n, D), first views before second, among those of all ranks."""
+    z1, z2 = z.chunk(2)
+    gathered = (all_gather(z1, args), all_gather(z2, args)) if args.supervised or args.world > 1 else None
+    if args.supervised:
+        return sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
+    return simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=args.rank * len(z1), impl=args.impl)
 
 
 def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, impl="auto"):
@@ -697,6 +701,29 @@ def load_state(model, optimizer, args):
     return state["progress"]
 
 
+def profile(model, optimizer, batch, args):
+    """Says what share of a step the loss is, forward and backward: medians of ten after three."""
+    def step():
+        optimizer.zero_grad()
+        compute_loss(model, batch, args)[0].backward()
+        optimizer.step()
+
+    def milliseconds(run):
+        times = []
+        for _ in range(13):
+            began = time.perf_counter()
+            run()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - began))
+        return float(np.median(times[3:]))
+
+    whole, peak = milliseconds(step), peak_gb(model.device)
+    z = model.head(embed(model, batch[0])).float().detach().requires_grad_()
+    alone = milliseconds(lambda: loss_of_projections(z, batch[1], args).backward())
+    say("profile", f"step {whole:.1f} ms, loss {alone:.2f} ms, {100 * alone / whole:.1f} % of it; peak {peak:.2f} GB; views not counted")
+
+
 def peak_gb(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
@@ -751,6 +778,8 @@ def main(argv=None):
     say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {'bf16' if model.bf16 else 'fp32'}, "
                f"kernels {choose_impl(args.impl, torch.empty(0, device=model.device))}, "
                f"{total:,} steps of {args.batch_size}, writing {args.out}")
+    if args.profile:
+        return profile(model.train(), optimizer, make_batch(list(range(args.batch_size // args.world)), model, args), args)
 
     progress = {"step": 0, "before": None, "best": None}
     if args.resume:

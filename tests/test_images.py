@@ -5,6 +5,8 @@ import json
 import math
 import os
 import pickle
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -363,24 +365,32 @@ def data(tmp_path_factory):
     return path
 
 
-def run(script, *flags, cwd=ROOT):
-    return subprocess.run([sys.executable, f"{script}.py", "--model", "resnet-small", *map(str, flags)], cwd=cwd, text=True, capture_output=True,
-                          env={**os.environ, "TRITON_INTERPRET": "0"})
-
-
 SMALL = {"simclr": ["--batch-size", 50, "--epochs", 3, "--warmup", 0, "--optimizer", "sgd", "--lr", 0.1, "--probe-epochs", 5],
          "moco": ["--batch-size", 50, "--bn-splits", 5, "--queue", 100, "--epochs", 3, "--probe-epochs", 5]}
 SCRIPTS = {"simclr": simclr, "moco": moco}
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_copied_with_kernels_alone(script, data, tmp_path):
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / f"{script}.py", tmp_path)
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    command = [sys.executable, f"{script}.py", "--model", "resnet-small", "--data", data, "--out", "out", "--steps", 3, *SMALL[script]]
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, env=env | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files = {file.name for file in (tmp_path / "out").iterdir()}
+    assert files == {"README.md", "args.json", "config.json", "metrics.jsonl", "model.safetensors", "modeling.py", "preprocessor_config.json",
+                     "state.pt", f"{script}.py"}
+
+
 @pytest.mark.parametrize("script, flags", [
     ("simclr", []), ("simclr", ["--supervised", "--temperature", 0.1]), ("simclr", ["--form", "code", "--head-layers", 3]),
     ("moco", []), ("moco", ["--v1"]), ("moco", ["--symmetric", "--head-layers", 1])], ids=str)
-def test_run_and_load(script, flags, data, tmp_path):
+def test_run_and_load(script, flags, data, tmp_path, capsys):
     out = tmp_path / "out"
-    done = run(script, "--data", data, "--out", out, *SMALL[script], *flags)
-    assert done.returncode == 0, done.stderr
-    assert "kNN" in done.stdout and "linear" in done.stdout and "load     AutoModel" in done.stdout
+    SCRIPTS[script].main([*map(str, ["--model", "resnet-small", "--data", data, "--out", out, *SMALL[script], *flags])])
+    said = capsys.readouterr().out
+    assert "kNN" in said and "linear" in said and "load     AutoModel" in said
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     assert all(math.isfinite(row["loss"]) for row in rows) and rows[-1]["step"] == 12 and "dev_knn" in rows[-1]
     from transformers import AutoImageProcessor, AutoModel
@@ -391,6 +401,12 @@ def test_run_and_load(script, flags, data, tmp_path):
     again = module.build_model(build_args(script, out))
     prepared = AutoImageProcessor.from_pretrained(out)([image.numpy() for image in images[:4]], return_tensors="pt")
     torch.testing.assert_close(model(**prepared).pooler_output.flatten(1), module.features(again, images[:4]), rtol=1e-4, atol=1e-5)
+
+
+def test_profile_times_and_writes_nothing(data, tmp_path, capsys):
+    simclr.main([*map(str, ["--model", "resnet-small", "--data", data, "--out", tmp_path / "out", *SMALL["simclr"], "--profile"])])
+    step, loss, share = (float(word) for word in re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])[:3])
+    assert share == pytest.approx(100 * loss / step, abs=0.1) and 0 < loss < step and not (tmp_path / "out").exists()
 
 
 def build_args(script, model="resnet-small"):
@@ -557,11 +573,13 @@ def bad(tmp_path, name):
     ("unreadable", "1.png: not readable (UnidentifiedImageError); repair or delete it"), ("mixed sizes", "1.png: 16 x 8, 0.png is 16 x 16"),
     ("queue", "--queue 10 is no multiple of the 4 keys of a step; try 8"), ("splits", "--bn-splits 3 does not divide --batch-size, which is 4"),
     ("beside", "pictures beside the folders a"), ("no labels", "--supervised wants labels"), ("few", "1 pictures, wanted at least --batch-size, which is 400"),
-    ("floats", "images are float64 (8, 16, 16, 3), wanted uint8"), ("keys", "holds pictures; wanted images"), ("labels", "labels are int64 (3,), wanted 8 integers"),
+    ("floats", "images are float64 (8, 16, 16, 3), wanted uint8"), ("keys", "holds pictures; wanted images"), ("labels", "labels are uint8 (3,), wanted 8 integers"),
     ("cut off", "x.npz: File is not a zip file"), ("no batch", "cifar: list indices must be integers"), ("pickle", "holds posix.system, which no CIFAR batch does"), ("absent", "nowhere: No such file or directory")])
-def test_bad_pictures_get_one_line(name, said, tmp_path):
+def test_bad_pictures_get_one_line(name, said, tmp_path, capsys):
     path, *flags = bad(tmp_path, name)
-    script = "moco" if name in ("queue", "splits") else "simclr"
-    done = run(script, "--data", path, "--out", tmp_path / "out", *flags)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
+    script = SCRIPTS["moco" if name in ("queue", "splits") else "simclr"]
+    with pytest.raises(SystemExit) as end:
+        script.main([*map(str, ["--model", "resnet-small", "--data", path, "--out", tmp_path / "out", *flags])])
+    written = capsys.readouterr().err
+    assert end.value.code == 2 and written.count("\n") == 1 and said in written
     assert not (tmp_path / "out").exists()
