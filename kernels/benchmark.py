@@ -272,11 +272,15 @@ def cells(row):
 
 
 def markdown(result):
-    """The rows as a table, headed by what they were made with."""
-    head = ["loss", "N x M x D", "rows", "implementation", *(title for title, _, _ in COLUMNS)]
-    lines = ["  \n".join(f"{name}: {value}" for name, value in result.items() if name != "rows"), "",
-             "| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(x + [""] * (len(head) - len(x))) + " |" for x in map(cells, result["rows"])])
+    """A line a case and a column an implementation: ms of forward and backward, extra MB, error."""
+    cases, impls = {}, list(dict.fromkeys(row["impl"] for row in result["rows"]))
+    for row in result["rows"]:
+        text = row.get("failed") or f"{row['ms']:,.{0 if row['ms'] >= 100 else 3}{'f' if row['ms'] >= 100 else 'g'}} ms, {row['extra_mb']:,.0f} MB" + (f", {row['error']:.0e}" if "error" in row else "")
+        cases.setdefault((row["loss"], "x".join(map(str, row["size"])), row["set"]), {})[row["impl"]] = text
+    table = [["loss", "N x M x D", "rows", *impls], ["---"] * (3 + len(impls))]
+    table += [[*case, *(found.get(impl, "") for impl in impls)] for case, found in cases.items()]
+    head = ", ".join(f"{name} {value}" for name, value in result.items() if name not in ("rows", "command"))
+    return "\n".join([head, "", *("| " + " | ".join(line) + " |" for line in table)])
 
 
 def plot(result, path):

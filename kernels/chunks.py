@@ -1,0 +1,69 @@
+"""Embeddings of a batch whose activations do not fit, with exact gradients.
+
+    z = torch.cat([embed(chunk) for chunk in chunks])          keeps the activations of all chunks until backward
+    z = embed_in_chunks(embed, chunks)                         keeps those of one chunk
+
+The loss sees the weights θ through the embeddings alone, L(z_1(θ), ..., z_C(θ)), so
+
+    dL/dθ = Σ_c (dz_c/dθ)ᵀ dL/dz_c
+
+and all that a chunk has to know of the others is its dL/dz_c, a tensor as small as z_c (GradCache: Gao, Zhang, Han, Callan 2021,
+arXiv 2101.06983). Forward therefore forgets each chunk's activations; the loss and dL/dz are computed once, over the whole batch;
+backward embeds each chunk again, with the random numbers and the autocast of the first time, and goes through it at once.
+Price: one forward more.
+"""
+import torch
+
+
+def embed_in_chunks(embed, chunks, module):
+    """torch.cat of embed(chunk) over the chunks, holding the activations of one chunk at a time.
+
+    embed    callable, chunk → (n, D) tensor on the device of the module; dropout inside is repeated exactly in backward
+    chunks   list of what embed takes; no gradient goes to them
+    module   whose parameters embed uses: they get the gradients that they would get without this function. Batch norms inside
+             normalise by each chunk's own statistics, as as many GPUs would without synchronisation, and count them once
+    returns  (Σ n, D)
+    source   Gao et al. 2021, section 3.2
+    """
+    if not torch.is_grad_enabled() or len(chunks) == 1:
+        return torch.cat([embed(chunk) for chunk in chunks])
+    return Chunks.apply(embed, chunks, module, next(p for p in module.parameters() if p.requires_grad))
+
+
+class Chunks(torch.autograd.Function):
+    """Its last argument, one of the parameters, makes autograd call backward; their gradients are put in place there."""
+
+    @staticmethod
+    def forward(ctx, embed, chunks, module, _):
+        ctx.embed, ctx.chunks, ctx.module, ctx.random, parts = embed, chunks, module, [], []
+        ctx.device = _.device
+        ctx.autocast = torch.is_autocast_enabled(ctx.device.type), torch.get_autocast_dtype(ctx.device.type)
+        for chunk in chunks:
+            ctx.random.append(random_state(ctx.device))
+            parts.append(embed(chunk))
+        ctx.sizes = [len(part) for part in parts]
+        return torch.cat(parts)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        now, buffers = random_state(ctx.device), [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
+        for chunk, random, part in zip(ctx.chunks, ctx.random, gradient.split(ctx.sizes)):
+            set_random_state(random, ctx.device)
+            with torch.enable_grad(), torch.autocast(ctx.device.type, ctx.autocast[1], enabled=ctx.autocast[0]):
+                z = ctx.embed(chunk)
+            torch.autograd.backward(z, part)
+        set_random_state(now, ctx.device)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        return None, None, None, None
+
+
+def random_state(device):
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(state, device):
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
