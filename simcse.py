@@ -23,7 +23,7 @@ unsupervised RoBERTa-base takes --batch-size 512 --lr 1e-5 and large 512 and 3e-
 Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is the one of the
 global batch, there 1/world of it. Evaluation every 125 steps is the released scripts'; the paper says 250.
 """
-import argparse, csv, io, json, logging, math, os, re, shutil, sys, time
+import argparse, csv, datetime, functools, io, json, logging, math, os, re, shutil, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file             # comes with transformers
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
@@ -416,7 +417,8 @@ def start(args):
     if "RANK" in os.environ:
         if args.device != "cpu":
             torch.cuda.set_device(args.device)
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+        timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
     if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
@@ -451,9 +453,10 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
 
 
 def all_gather(x, args):
@@ -489,6 +492,54 @@ def batches(rows, step, args):
         epoch, done = epoch + 1, 0
 
 
+SIGNALS = []                                                   # Ctrl-C and SIGTERM that came during a step
+
+
+def command(main):
+    """main, telling the faults of the machine in one line; during training Ctrl-C and SIGTERM wait for the end of a step."""
+    @functools.wraps(main)
+    def run(argv=None):
+        kept = "; the last checkpoint in --out is whole, and --resume continues from it"
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(argv)
+        except torch.OutOfMemoryError:
+            fail("the GPU's memory is full; lower --chunk-size, --batch-size or --max-length" + kept, every_rank=True)
+        except (OSError, SafetensorError) as error:
+            fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
+        except RuntimeError as error:
+            if not dist.is_initialized() or not re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error)):
+                raise
+            fail(f"another process of this run has died or hangs ({str(error).splitlines()[0][:80]})" + kept, every_rank=True)
+        finally:
+            SIGNALS.clear()
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+    return run
+
+
+def asked_to_stop(step, args):
+    """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    if step == 0:
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+    if args.world == 1 or step % 10:
+        return bool(SIGNALS) and args.world == 1
+    asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
+    dist.all_reduce(asked)
+    return asked.item() > 0
+
+
+def refuse_bad_loss(first_bad, rows_of, progress, args):
+    """Ends the run if a loss was not finite: at which step, of which rows, and what is left."""
+    if args.world > 1:
+        dist.all_reduce(first_bad, dist.ReduceOp.MAX)
+    if step := int(first_bad):
+        rows = ", ".join(str(row + 1) for row in rows_of(step)[:20])
+        left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
+        fail(f"step {step}: the loss is not finite; rows {rows}, ... of --data; {left}; try a lower --lr")
+
+
 def report(step, total, values, began, args):
     """A row of metrics.jsonl, and a bar on a terminal or a line in a log. Tensors become means over the ranks."""
     for name in values:
@@ -496,8 +547,6 @@ def report(step, total, values, began, args):
             if args.world > 1:
                 dist.all_reduce(values[name])
             values[name] = values[name].item() / args.world
-    if not math.isfinite(values["loss"]):
-        fail(f"step {step}: the loss is {values['loss']}; try a lower --lr")
     if args.rank == 0:
         first, clock = began
         seconds = time.perf_counter() - clock
@@ -591,7 +640,9 @@ def save_state(model, optimizer, progress, args):
         dist.all_gather_object(random, random[0])
     if args.rank == 0:
         state = dict(progress=progress, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
-        torch.save(state, Path(args.out) / "state.tmp")
+        with open(Path(args.out) / "state.tmp", "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())                            # whole on the disk before it takes the old one's place
         os.replace(Path(args.out) / "state.tmp", Path(args.out) / "state.pt")
 
 
@@ -602,14 +653,15 @@ def load_state(model, optimizer, args):
         for name, value in json.loads((out / "args.json").read_text()).items():
             if getattr(args, name, None) != value:
                 fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
-        load_best(model, args)                                 # would be missed at the end only
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
+        if state["progress"]["best"]:
+            load_best(model, args)                             # would be missed at the end only
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"][args.rank][0].cpu())
         if model.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
-        rows = [row for row in open(out / "metrics.jsonl") if json.loads(row)["step"] <= state["progress"]["step"]]
+        rows = [row for row in open(out / "metrics.jsonl") if row.endswith("\n") and json.loads(row)["step"] <= state["progress"]["step"]]
     except Exception as error:                                 # a damaged file has many ways to fail
         fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
     if args.rank == 0:
@@ -643,9 +695,9 @@ def say(label, text):
         print(f"{label:<8} {text}", flush=True)
 
 
-def fail(message):
-    """Ends the run with one line for the person who started it; the ranks of a run find the same fault."""
-    if os.environ.get("RANK", "0") == "0":
+def fail(message, every_rank=False):
+    """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -653,6 +705,7 @@ def fail(message):
 # ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@command
 def main(argv=None):
     args = make_parser().parse_args(argv)
     sentences = load_data(args.data, args)
@@ -682,7 +735,8 @@ def main(argv=None):
     if dev and args.rank == 0:
         say("before", f"dev Spearman {progress['before']['spearman']:.2f}")
     model.train()
-    began = progress["step"], time.perf_counter()
+    asked_to_stop(0, args)
+    began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
     for step, batch in zip(range(progress["step"] + 1, total + 1), batches(rows, progress["step"], args)):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, total, args)
@@ -693,7 +747,11 @@ def main(argv=None):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         values["lr"] = lr_at(step, total, args)
-        due = step % args.eval_every == 0 or step == total
+        first_bad = torch.where((first_bad == 0) & ~values["loss"].isfinite(), step, first_bad)
+        stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
+        shown = due or stop or step % (1 + total // 40) == 0
+        if shown:
+            refuse_bad_loss(first_bad, lambda step: next(batches(range(len(rows)), step - 1, args)), progress, args)
         if due and args.rank == 0:
             scores = evaluate(model, dev, args) if dev else {}
             values |= {f"dev_{name}": value for name, value in scores.items()}
@@ -701,11 +759,14 @@ def main(argv=None):
             if values["best"]:
                 progress["best"] = {"step": step, **scores}
                 save_model(model, progress["best"], args)
-        if due or step % (1 + total // 40) == 0:
+        if shown:
             report(step, total, values, began, args)
-        if due:
+        if due or stop:
             progress["step"] = step
             save_state(model, optimizer, progress, args)
+        if stop:
+            say("stopped", f"at step {step}, saved; --resume continues")
+            sys.exit(130)
 
     if args.rank == 0:
         minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)

@@ -1,0 +1,106 @@
+"""What happens to runs: Ctrl-C, SIGTERM, kill -9, a full disk, a dead rank, a loss that is no number."""
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 16]
+PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
+SCRIPTS = {"simcse": TEXT, "simclr": PICTURES, "moco": [*PICTURES, "--queue", 64, "--bn-splits", 2]}
+every_script = pytest.mark.parametrize("name", SCRIPTS)
+
+
+def start(name, out, *flags, before=None, **variables):
+    """The script in a process of its own."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    command = [sys.executable, "-u", f"{name}.py", *SCRIPTS[name], "--out", out, *flags]
+    return subprocess.Popen([*map(str, command)], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before)
+
+
+def wait_for_step(process, out, step):
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if (out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step}: {process.communicate()}")
+
+
+def last_step(out):
+    return torch.load(out / "state.pt", weights_only=True)["progress"]["step"]
+
+
+@every_script
+def test_signals_save_and_resume_to_the_same_end(name, tmp_path):
+    whole = start(name, tmp_path / "whole", "--steps", 16)
+    parts = start(name, tmp_path / "parts", "--steps", 16)
+    wait_for_step(parts, tmp_path / "parts", 2)
+    parts.send_signal(signal.SIGINT if name == "moco" else signal.SIGTERM)
+    said, errors = parts.communicate(timeout=120)
+    assert parts.returncode == 130 and errors == "" and "stopped" in said.splitlines()[-1]
+    assert 2 <= last_step(tmp_path / "parts") < 16
+    again = start(name, tmp_path / "parts", "--steps", 16, "--resume")
+    assert again.wait(120) == whole.wait(120) == 0, again.stderr.read()
+    one, two = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_killed_at_any_moment_the_last_checkpoint_loads(tmp_path):
+    """Killed while it saves, most of the time: every step is evaluated and saved."""
+    out = tmp_path / "out"
+    process = start("simcse", out, "--steps", 200, "--eval-every", 1)
+    for kill in range(4):
+        wait_for_step(process, out, 3 + 3 * kill)
+        time.sleep(0.03 * kill)
+        process.kill()
+        process.wait()
+        step = last_step(out)
+        assert step >= 2 + 3 * kill
+        process = start("simcse", out, "--steps", 200, "--eval-every", 1, "--resume")
+    wait_for_step(process, out, step + 1)
+    process.kill()
+    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().split("\n")[:-1]]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+
+
+@every_script
+def test_full_disk_is_one_line_and_keeps_the_checkpoint(name, tmp_path):
+    """A limit on the size of a file is what a test can set; it fails as a full disk does."""
+    first = start(name, tmp_path / "out", "--steps", 2, "--eval-every", 2)
+    assert first.wait(120) == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.suffix in (".pt", ".safetensors")}
+    (tmp_path / "out" / "args.json").write_text((tmp_path / "out" / "args.json").read_text().replace('"steps": 2', '"steps": 4'))
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    full = start(name, tmp_path / "out", "--steps", 4, "--eval-every", 2, "--resume", before=limit)
+    _, errors = full.communicate(timeout=120)
+    assert full.returncode == 2 and errors.count("\n") == 1 and "the last checkpoint in --out is whole" in errors, errors
+    assert before == {name: (tmp_path / "out" / name).read_bytes() for name in before} and last_step(tmp_path / "out") == 2
+
+
+def test_a_dead_rank_ends_the_others(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = [start("simcse", tmp_path / "out", "--steps", 500, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                   MASTER_PORT=port) for rank in (0, 1)]
+    wait_for_step(ranks[0], tmp_path / "out", 2)
+    ranks[1].kill()
+    _, errors = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode == 2 and "another process of this run has died or hangs" in errors
+
+
+@every_script
+def test_a_loss_that_is_no_number_names_step_rows_and_checkpoint(name, tmp_path):
+    run = start(name, tmp_path / "out", "--steps", 60, "--eval-every", 2, "--lr", 1e15, *["--optimizer", "sgd", "--warmup", 0][: 4 * (name == "simclr")])
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 2 and errors.count("\n") == 1 and "the loss is not finite; rows " in errors and "checkpoint" in errors, errors
