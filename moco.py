@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, ResNetConfig, ResNetModel
 
-from kernels import choose_impl, queue_loss, similarity_lse, similarity_topk
+from kernels import choose_impl, embed_in_chunks, queue_loss, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -62,6 +62,7 @@ def make_parser():
     add("--model", default="resnet-50", help="hub name, local folder, or from scratch; default resnet-50, from scratch as resnet-small, -18, -34")
     add("--out", default="out/moco", help="folder to write; default out/moco")
     add("--batch-size", type=at_least(1, int), default=256, help="over all GPUs; default 256 pictures (paper)")
+    add("--chunk-size", type=at_least(1, int), help="rows embedded at a time, with the whole batch's gradients; default the batch")
     add("--epochs", type=at_least(1, int), default=200, help="default 200 (paper)")
     add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
     add("--lr", type=at_least(0), default=0.03, help="learning rate; default 0.03, times batch / 256 (paper)")
@@ -94,6 +95,8 @@ def load_data(path, args):
     keys = args.batch_size * (2 if args.symmetric else 1)
     if args.queue % keys:
         fail(f"--queue {args.queue} is no multiple of the {keys} keys of a step; try {max(1, args.queue // keys) * keys}")
+    if args.chunk_size and args.chunk_size % (args.batch_size // args.bn_splits):
+        fail(f"--chunk-size {args.chunk_size}: wanted a multiple of {args.batch_size // args.bn_splits}, --batch-size / --bn-splits")
     if args.momentum > 1:
         fail(f"--momentum {args.momentum}: wanted a share from 0 to 1")
     if args.batch_size % args.bn_splits:
@@ -232,15 +235,15 @@ RESNETS = {"resnet-small": dict(embedding_size=32, hidden_sizes=[32, 64, 128, 25
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """A batch norm that sees the batch as `splits` equal parts in a row, each with its own mean and variance, like as many GPUs
+    """A batch norm that sees every `rows` pictures in a row apart, each part with its own mean and variance, like as many GPUs
     without synchronisation; the running ones are means over the parts (the authors' demo, which takes every n-th picture)."""
 
     def forward(self, x):
-        if not self.training or self.splits == 1:
+        if not self.training or len(x) <= self.rows:
             return super().forward(x)
-        running = [(self.running_mean.clone(), self.running_var.clone()) for _ in range(self.splits)]
-        parts = [F.batch_norm(part, *stats, self.weight, self.bias, True, self.momentum, self.eps)
-                 for part, stats in zip(x.chunk(self.splits), running)]
+        parts = x.split(self.rows)
+        running = [(self.running_mean.clone(), self.running_var.clone()) for _ in parts]
+        parts = [F.batch_norm(part, *stats, self.weight, self.bias, True, self.momentum, self.eps) for part, stats in zip(parts, running)]
         for mine, stats in zip((self.running_mean, self.running_var), zip(*running)):
             mine.copy_(torch.stack(stats).mean(0))
         self.num_batches_tracked += 1
@@ -263,7 +266,7 @@ def build_model(args):
         for name, norm in module.named_children():
             if isinstance(norm, nn.BatchNorm2d):
                 split = SplitBatchNorm(norm.num_features, norm.eps, norm.momentum)
-                split.splits = args.bn_splits // args.world
+                split.rows = args.batch_size // args.bn_splits
                 split.load_state_dict(norm.state_dict())
                 setattr(module, name, split)
     model.key = copy.deepcopy(model).requires_grad_(False)
@@ -316,8 +319,9 @@ def compute_loss(model, batch, args):
     """The loss of a batch (queries, keys): lists of views (n, 3, S, S) of this rank, and of keys (n · world, D) of all."""
     loss = 0
     for views, keys in zip(*batch):
-        q, k = model.head(embed(model, views)).float(), keys.chunk(args.world)[args.rank]
-        loss = loss + moco_loss(q, k, model.queue, args.temperature, impl=args.impl)
+        chunks = views.split(args.chunk_size or len(views))    # of whole parts: only running statistics notice
+        q = embed_in_chunks(lambda x: model.head(embed(model, x)).float(), chunks, model if args.chunk_size else None)
+        loss = loss + moco_loss(q, keys.chunk(args.world)[args.rank], model.queue, args.temperature, impl=args.impl)
     return loss, {"loss": loss.detach()}
 
 

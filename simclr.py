@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, ResNetConfig, ResNetModel
 
-from kernels import choose_impl, nt_xent, similarity_lse, similarity_topk
+from kernels import choose_impl, embed_in_chunks, nt_xent, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -62,6 +62,7 @@ def make_parser():
     add("--model", default="resnet-18", help="hub name, local folder, or from scratch; default resnet-18, from scratch as resnet-small, -34, -50")
     add("--out", default="out/simclr", help="folder to write; default out/simclr")
     add("--batch-size", type=at_least(1, int), default=512, help="over all GPUs; default 512 pictures")
+    add("--chunk-size", type=at_least(1, int), help="rows embedded at a time, with the whole batch's gradients; default the batch")
     add("--epochs", type=at_least(1, int), default=100, help="default 100")
     add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
     add("--lr", type=at_least(0), default=1.0, help="learning rate; default 1.0 before --lr-scaling (CIFAR-10; ImageNet 0.3, or sqrt 0.075)")
@@ -282,9 +283,11 @@ def embed(model, pictures):
 
 
 def compute_loss(model, batch, args):
-    """The loss of a batch (views, labels or None): both views in one pass, so batch norms see all of them."""
+    """The loss of a batch (views, labels or None): both views in one pass, so batch norms see all of them, or a chunk of them."""
     views, labels = batch
-    loss = loss_of_projections(model.head(embed(model, views)).float(), labels, args)
+    chunks = views.split(args.chunk_size or len(views))
+    z = embed_in_chunks(lambda x: model.head(embed(model, x)).float(), chunks, model if args.chunk_size else None)
+    loss = loss_of_projections(z, labels, args)
     return loss, {"loss": loss.detach()}
 
 

@@ -38,7 +38,7 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertTokenizer
 
-from kernels import choose_impl, similarity_lse
+from kernels import choose_impl, embed_in_chunks, similarity_lse
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -57,6 +57,7 @@ def make_parser():
     add("--model", default="bert-base-uncased", help="hub name, local folder, or from scratch; default bert-base-uncased, from scratch: scratch")
     add("--out", default="out/simcse", help="folder to write; default out/simcse")
     add("--batch-size", type=at_least(1, int), help="over all GPUs; default 512, unsupervised 64 (paper), scratch 32")
+    add("--chunk-size", type=at_least(1, int), help="rows embedded at a time, with the whole batch's gradients; default the batch")
     add("--epochs", type=at_least(1, int), help="default 3, unsupervised 1 (paper), scratch 4")
     add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
     add("--lr", type=at_least(0), help="learning rate; default 5e-5, unsupervised 3e-5 (paper), scratch 2e-3, falling linearly to 0")
@@ -112,7 +113,7 @@ def make_batch(rows, model, args):
     flat = [ids for view in zip(*rows) for ids in view]
     order = sorted(range(len(flat)), key=lambda i: len(flat[i]))
     batch = []
-    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type]):
+    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type], args.chunk_size):
         places = torch.tensor(order[start:end])
         group = [torch.from_numpy(flat[i]) for i in order[start:end]]
         ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=model.tokenizer.pad_token_id or 0)
@@ -128,7 +129,7 @@ def build_model(args):
     """The encoder without its pretrained pooler, its tokenizer, and what is trained beside it: the head, a masked LM."""
     model = torch.nn.Module()
     model.device, model.pooling = torch.device(args.device), args.pooling
-    model.bf16 = model.device.type == "cuda" and not args.fp32
+    model.bf16, model.chunked = model.device.type == "cuda" and not args.fp32, bool(args.chunk_size)
     loaded, model.tokenizer = load_encoder(args)
     model.encoder, config = loaded.base_model, loaded.config
     model.lm = loaded if args.mlm_weight else None
@@ -187,24 +188,27 @@ def load_encoder(args):
 
 def embed(model, batch):
     """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
-    pieces = []
-    for _, ids, mask in batch:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            output = model.encoder(input_ids=ids, attention_mask=mask)
-            hidden = output.last_hidden_state                  # (n, L, H)
-            if model.pooling == "avg_top2":
-                hidden = (hidden + output.hidden_states[-2]) / 2
-            if model.pooling == "avg_first_last":              # the first transformer layer; 0 is the word embeddings
-                hidden = (hidden + output.hidden_states[1]) / 2
-            if model.pooling.startswith("avg"):                # special tokens count, padding does not
-                z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-            else:
-                z = hidden[:, 0]
-            if model.head is not None and (model.training or model.keep_head):
-                z = torch.tanh(model.head(z))
-        pieces.append(z.float())
+    z = embed_in_chunks(lambda group: pool(model, *group[1:]), batch, model if model.chunked else None)
     places = torch.cat([places for places, _, _ in batch])
-    return torch.cat(pieces)[places.argsort()]
+    return z[places.argsort()]
+
+
+def pool(model, ids, mask):
+    """(n, H) float32 embeddings of ids (n, L)."""
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+        output = model.encoder(input_ids=ids, attention_mask=mask)
+        hidden = output.last_hidden_state                      # (n, L, H)
+        if model.pooling == "avg_top2":
+            hidden = (hidden + output.hidden_states[-2]) / 2
+        if model.pooling == "avg_first_last":                  # the first transformer layer; 0 is the word embeddings
+            hidden = (hidden + output.hidden_states[1]) / 2
+        if model.pooling.startswith("avg"):                    # special tokens count, padding does not
+            z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        else:
+            z = hidden[:, 0]
+        if model.head is not None and (model.training or model.keep_head):
+            z = torch.tanh(model.head(z))
+    return z.float()
 
 
 # ── the paper ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,8 +252,10 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
 def mlm_loss(model, batch, args):
     """Mean cross entropy of the tokens chosen in all views: 15 %, of which 80 % are masked and 10 % replaced (BERT)."""
     special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)         # padding is one of them
-    total, chosen_tokens = 0.0, torch.zeros((), device=model.device)
-    for _, ids, mask in batch:
+
+    def total(group):
+        """(1, 2): the sum of a group's cross entropies, and of how many tokens."""
+        _, ids, mask = group
         chosen = (torch.rand(ids.shape, device=ids.device) < 0.15) & ~torch.isin(ids, special)
         dice, masked = torch.rand(ids.shape, device=ids.device), ids.clone()
         masked[chosen & (dice < 0.8)] = model.tokenizer.mask_token_id
@@ -260,11 +266,13 @@ def mlm_loss(model, batch, args):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16), \
                 decoder.register_forward_pre_hook(lambda _, hidden: (hidden[0][chosen],)):
             logits = model.lm(input_ids=masked, attention_mask=mask).logits               # (chosen, vocabulary)
-        total = total + F.cross_entropy(logits.float(), ids[chosen], reduction="sum")
-        chosen_tokens += chosen.sum()
+        return torch.stack([F.cross_entropy(logits.float(), ids[chosen], reduction="sum"), chosen.sum().float()])[None]
+
+    loss, tokens = embed_in_chunks(total, batch, model if model.chunked else None).sum(0)
+    tokens = tokens.detach()
     if args.world > 1:
-        dist.all_reduce(chosen_tokens)
-    return total * args.world / chosen_tokens.clamp(min=1)     # its mean over ranks is the mean over all tokens
+        dist.all_reduce(tokens)
+    return loss * args.world / tokens.clamp(min=1)             # its mean over ranks is the mean over all tokens
 
 
 # ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -387,8 +395,9 @@ def tokenise(sentences, model, longest):
     return rows, cut
 
 
-def length_groups(lengths, cost):
-    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming."""
+def length_groups(lengths, cost, most=None):
+    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming. No group has
+    more than `most` rows."""
     best = {0: (0, 0)}                                         # the first n rows: (least cost, start of their last group)
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
@@ -397,7 +406,8 @@ def length_groups(lengths, cost):
     while end:
         cuts.append((best[end][1], end))
         end = best[end][1]
-    return cuts[::-1]
+    most = most or len(lengths)
+    return [(first, min(first + most, end)) for start, end in cuts[::-1] for first in range(start, end, most)]
 
 
 def start(args):

@@ -7,10 +7,12 @@ clip_loss              the same over rows and columns of image-text pairs
 nt_xent                SimCLR's loss over the 2N views of one set
 queue_loss             MoCo's loss: a positive a row against a queue without gradient
 linear_cross_entropy   cross entropy of hidden·weightᵀ, for heads over a large vocabulary
+embed_in_chunks        the embeddings of a batch whose activations do not fit, with exact gradients
 
 Each takes impl="auto" | "triton" | "blockwise" | "eager": Triton on CUDA, plain PyTorch over blocks of rows elsewhere
 (any device, float64 too), and the textbook formula with the matrix stored, which is the oracle and the baseline.
 """
+from .chunks import embed_in_chunks
 from .losses import clip_loss, info_nce, linear_cross_entropy, nt_xent, queue_loss
 from .paths import choose_impl
 from .similarity import similarity_lse, similarity_topk
@@ -19,4 +21,5 @@ from .similarity import similarity_lse, similarity_topk
 # releases parse the version of whatever they find: without this line `import transformers` crashes there.
 __version__ = "0.1.0"
 
-__all__ = ["similarity_lse", "similarity_topk", "info_nce", "clip_loss", "nt_xent", "queue_loss", "linear_cross_entropy", "choose_impl"]
+__all__ = ["similarity_lse", "similarity_topk", "info_nce", "clip_loss", "nt_xent", "queue_loss", "linear_cross_entropy", "embed_in_chunks",
+           "choose_impl"]

@@ -21,11 +21,12 @@ def embed_in_chunks(embed, chunks, module):
     embed    callable, chunk → (n, D) tensor on the device of the module; dropout inside is repeated exactly in backward
     chunks   list of what embed takes; no gradient goes to them
     module   whose parameters embed uses: they get the gradients that they would get without this function. Batch norms inside
-             normalise by each chunk's own statistics, as as many GPUs would without synchronisation, and count them once
+             normalise by each chunk's own statistics, as as many GPUs would without synchronisation, and count them once.
+             None: plain torch.cat, which keeps all activations
     returns  (Σ n, D)
     source   Gao et al. 2021, section 3.2
     """
-    if not torch.is_grad_enabled() or len(chunks) == 1:
+    if module is None or not torch.is_grad_enabled() or len(chunks) == 1:
         return torch.cat([embed(chunk) for chunk in chunks])
     return Chunks.apply(embed, chunks, module, next(p for p in module.parameters() if p.requires_grad))
 
