@@ -26,32 +26,54 @@ def cast(q, k, temperature):
     return rows, rows if k is None else k.to(temperature.dtype)
 
 
-def strips(q, k, temperature, rule, upper=False):
-    """Yield (rows, s): a slice of the rows and their logits, what the rule leaves out at -inf, in one reused buffer; upper:
-    of one set, only the columns from the strip's first row on."""
-    n, m = len(q), len(k)
+def strips(q, k, temperature, rule, upper=False, least=1):
+    """Yield (rows, columns, s): slices and the logits between them, what the rule leaves out at -inf, in one reused buffer.
+
+    upper, of one set: only the columns from the strip's first row on. least: columns that a strip has at the least.
+    """
+    cuts = list(spans(len(q), len(k), rule, upper, least))
+    buffer, columns = q.new_empty(max((rows.stop - rows.start) * (at.stop - at.start) for rows, at in cuts)), k.T
+    for rows, at in cuts:
+        shape = rows.stop - rows.start, at.stop - at.start
+        s = buffer[:shape[0] * shape[1]].view(shape)
+        torch.mm(q[rows] / temperature, columns[:, at], out=s)
+        leave_out(s, rule, rows, at, len(q), len(k))
+        yield rows, at, s
+
+
+def spans(n, m, rule, upper, least):
+    """Yields the rows and columns of each strip. Where both have sorted groups, strips end with a group and meet its columns alone."""
+    rows, columns = rule.row_groups, rule.column_groups
     # a few hundred rows are one strip, as every further one costs more than it saves; thousands are four
-    size = n if n * m <= SMALL else min(-(-n // 4), max(ROWS, STRIP // m))
-    buffer, columns = q.new_empty(size * m), k.T
-    for start in range(0, n, size):
-        rows, first = slice(start, min(start + size, n)), start if upper else 0
-        s = buffer[:(rows.stop - start) * (m - first)].view(rows.stop - start, m - first)
-        torch.mm(q[rows] / temperature, columns[:, first:], out=s)
-        leave_out(s, rule, rows, first, n, m)
-        yield rows, s
+    if n * m <= SMALL or rows is None or rows.is_cuda or not all((x[1:] >= x[:-1]).all() for x in (rows, columns)):
+        size = n if n * m <= SMALL else min(-(-n // 4), max(ROWS, STRIP // m))
+        for start in range(0, n, size):
+            yield slice(start, min(start + size, n)), slice(start if upper else 0, m)
+        return
+    rows, columns = rows.long(), columns.long()
+    first, last = (torch.searchsorted(columns, rows, right=right).tolist() for right in (False, True))
+    ends = [*((rows[1:] != rows[:-1]).nonzero().flatten() + 1).tolist(), n]
+    start = 0
+    for end, following in zip(ends, [*ends[1:], 2 * n + ROWS]):
+        if following - start > ROWS:                            # groups of a few rows share a strip
+            right = min(max(last[end - 1], first[start] + least), m)
+            at = slice(min(first[start], right - least), right)
+            size = max(ROWS, STRIP // (at.stop - at.start))
+            for piece in range(start, end, size):
+                yield slice(piece, min(piece + size, end)), at
+            start = end
 
 
-def leave_out(s, rule, rows, first, n, m):
+def leave_out(s, rule, rows, columns, n, m):
     """Put −inf where the rule leaves a column out; the rules on index alone touch one or two entries a row."""
     if rule.exclude == "none" and all(part is None for part in rule[1:7]):
         return
     if rule.exclude in ("diagonal", "pair") and all(part is None for part in rule[1:7]):
         if rule.exclude == "pair":
-            s.diagonal(rows.start - first).fill_(-torch.inf)
-        put_(s, positive_of(rule, n, s.device)[rows] - first, -torch.inf)
+            s.diagonal(rows.start - columns.start).fill_(-torch.inf)
+        put_(s, positive_of(rule, n, s.device)[rows] - columns.start, -torch.inf)
         return
-    out = left_out(rule, torch.arange(rows.start, rows.stop, device=s.device), m)
-    s.masked_fill_(out[:, first:], -torch.inf)
+    s.masked_fill_(left_out(rule, torch.arange(rows.start, rows.stop, device=s.device), m, columns), -torch.inf)
 
 
 def put_(s, at, new):
@@ -72,7 +94,7 @@ def similarity_lse(q, k, temperature, rule):
     """(N,) in temperature's dtype."""
     q, k = cast(q, k, temperature)
     lse = q.new_empty(len(q))
-    for rows, s in strips(q, k, temperature, rule):
+    for rows, _, s in strips(q, k, temperature, rule):
         shift, total = exp_(s)
         lse[rows] = shift + total.log()
     return lse
@@ -83,9 +105,9 @@ def similarity_lse_backward(q, k, temperature, rule, grad, lse, needs_q, needs_k
     rows, columns, needs_q = *cast(q, k, temperature), needs_q or needs_temperature
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((rows, needs_q), (columns, needs_k or k is None)))
     shift = lse.clamp(min=torch.finfo(lse.dtype).min)
-    for at, s in strips(rows, columns, temperature, rule):
+    for at, mine, s in strips(rows, columns, temperature, rule):
         p = s.sub_(shift[at, None]).exp_()
-        add_gradients(dq, dk, rows, columns, p, at, grad[at] / temperature, needs_q, needs_k or k is None)
+        add_gradients(dq, dk[mine], rows, columns[mine], p, at, grad[at] / temperature, needs_q, needs_k or k is None)
     dt = -torch.linalg.vecdot(rows, dq).sum() / temperature if needs_temperature else rows.new_empty(0)
     dq, dk = (dq + dk, dk.new_empty(0, dk.shape[1])) if k is None else (dq, dk)
     return dq.to(q.dtype), dk.to(q.dtype), dt
@@ -95,10 +117,10 @@ def similarity_lse_fixed_keys(q, k, temperature, rule):
     """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j: where the keys need no gradient, dq_i = g_i o_i / τ."""
     q, k = cast(q, k, temperature)
     lse, o = q.new_empty(len(q)), torch.empty_like(q)
-    for rows, s in strips(q, k, temperature, rule):
+    for rows, columns, s in strips(q, k, temperature, rule):
         shift, total = exp_(s)
         lse[rows] = shift + total.log()
-        torch.mm(s, k, out=o[rows]).div_(total.clamp(min=torch.finfo(s.dtype).tiny)[:, None])
+        torch.mm(s, k[columns], out=o[rows]).div_(total.clamp(min=torch.finfo(s.dtype).tiny)[:, None])
     return lse, o
 
 
@@ -123,7 +145,7 @@ def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     targets = positive_of(rule, len(q), q.device)
     loss = q.new_zeros(())
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
-    for rows, s in strips(q, k, temperature, Rule()):
+    for rows, _, s in strips(q, k, temperature, Rule()):
         positive, _ = put_(s, targets[rows], -torch.inf)
         shift, total = exp_(s)
         gap = shift + total.log() - positive
@@ -152,7 +174,7 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     # the CPU looks at a number for free: where no exp(s) can overflow or vanish, one serves rows and columns
     bounded = not q.is_cuda and q.norm(dim=1).max() * k.norm(dim=1).max() / temperature < 69
     one_strip = len(q) * len(k) <= SMALL
-    for rows, s in strips(q, k, temperature, Rule(), upper=one_set):
+    for rows, _, s in strips(q, k, temperature, Rule(), upper=one_set):
         first, inner = (rows.start, rows.stop - rows.start) if one_set else (0, 0)      # inner columns are rows of this strip
         logit, there = put_(s, targets[rows] - first, -torch.inf)
         for at in (rows, targets[rows]) if one_set else (rows,):
@@ -171,7 +193,7 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
     if needs_q or needs_k:
         slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
-        again = [(rows, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set)
+        again = [(rows, None, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set)
         add_two_sided(dq, dk, q, k, again, slopes, (row_lse, column_lse), targets, bounded, one_set, one_strip)
     return loss, dq, dk
 
@@ -179,7 +201,7 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
 def add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, one_strip):
     """The second pass of two_sided: dq and dk, zeros or empty, take in the strips' weights; one strip still holds the first's."""
     shifts = [lse.where(lse > -torch.inf, 0) for lse in lses]                  # a row without columns: slope 0
-    for rows, s in again:
+    for rows, _, s in again:
         first = rows.start if one_set else 0
         if bounded:
             w = s if one_strip else s.exp_()
@@ -214,8 +236,9 @@ def similarity_topk(q, k, temperature, n, rule):
     """(values (N, n) in temperature's dtype, columns (N, n) int64, −1 where none is left), largest first."""
     q, k = cast(q, k, temperature)
     values, columns = q.new_empty(len(q), n), torch.empty(len(q), n, dtype=torch.int64, device=q.device)
-    for rows, s in strips(q, k, temperature, rule):
+    for rows, at, s in strips(q, k, temperature, rule, least=n):
         torch.topk(s, n, 1, out=(values[rows], columns[rows]))
+        columns[rows] += at.start
     return values, columns.masked_fill_(values.isneginf(), -1)
 
 

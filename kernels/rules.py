@@ -97,9 +97,10 @@ def check_similar(similar, q, k):
     return f_q.detach(), f_k.detach(), float(phi)
 
 
-def left_out(rule, rows, m):
-    """(len(rows), m) bool: what rule leaves out of these rows (an index vector); None where it leaves out nothing."""
-    columns = torch.arange(m, device=rows.device)
+def left_out(rule, rows, m, at=slice(None)):
+    """(len(rows), m) bool: what rule leaves out of these rows (an index vector); None where it leaves out nothing. at: only
+    these of the m columns."""
+    columns = torch.arange(m, device=rows.device)[at]
     out = None
     if rule.exclude == "diagonal":
         out = columns == rows[:, None] + rule.offset
@@ -108,12 +109,12 @@ def left_out(rule, rows, m):
     elif rule.exclude == "target":
         out = columns == rule.row_ids[rows, None]
     elif rule.exclude == "ids":
-        out = rule.row_ids[rows, None] == rule.column_ids
+        out = rule.row_ids[rows, None] == rule.column_ids[at]
     if rule.row_groups is not None:
-        other = rule.row_groups[rows, None] != rule.column_groups
+        other = rule.row_groups[rows, None] != rule.column_groups[at]
         out = other if out is None else out | other
     if rule.row_features is not None:
         wide = torch.float64 if rule.row_features.dtype == torch.float64 else torch.float32
-        near = rule.row_features[rows].to(wide) @ rule.column_features.T.to(wide) >= rule.phi
+        near = rule.row_features[rows].to(wide) @ rule.column_features[at].T.to(wide) >= rule.phi
         out = near if out is None else out | near
     return out

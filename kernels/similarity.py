@@ -22,8 +22,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     temperature  float > 0, or a 0-dim tensor, which then gets its gradient (its value is not checked)
     exclude      what each row leaves out: None | "diagonal" (j = i + offset) | "pair" (j = i and j = i ± N/2; k is None)
                  | (row ids (N,), column ids (M,)) integers: columns of equal id
-    within       (row ids, column ids) integers: only columns of equal id are kept; in Triton, half types, where the column
-                 ids are sorted (packed sequences) the cost follows the pairs that are kept
+    within       (row ids, column ids) integers: only columns of equal id are kept; where both are sorted (packed sequences) the
+                 cost follows the pairs that are kept: in Triton for half types, in blockwise on the CPU
     similar      (f_q (N, E), f_k (M, E), phi): columns with f_q_i·f_k_j ≥ phi are left out; no gradient reaches f
     offset       this rank's first row among the gathered columns
     impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"

@@ -309,6 +309,34 @@ def test_groups_by_ranges(dtype, order, keys, monkeypatch):
     compare(f, dtype, q, k)
 
 
+@pytest.mark.parametrize("keys", ["with gradient", "without"])
+@pytest.mark.parametrize("order", ["sorted", "only columns sorted", "only rows sorted"])
+def test_sorted_groups_cost_the_pairs_that_they_keep(order, keys, monkeypatch):
+    """Blockwise: groups of 1 to 90 rows, some without columns, some columns without rows; the result must not know."""
+    monkeypatch.setattr(blockwise, "SMALL", 0), monkeypatch.setattr(blockwise, "STRIP", 32 * 150)
+    draw = torch.Generator().manual_seed(7)
+    sizes, widths = torch.randint(1, 30, (40,), generator=draw), torch.randint(0, 60, (40,), generator=draw)
+    sizes[[3, 20]], widths[[0, 3, 12, 39]] = 90, torch.tensor([0, 160, 0, 0])    # 90 rows of 160 columns are three strips
+    groups = [torch.arange(40).repeat_interleave(counts) - 7 for counts in (sizes, widths)]
+    shuffled = {"only columns sorted": 0, "only rows sorted": 1}.get(order)
+    if shuffled is not None:
+        groups[shuffled] = groups[shuffled][torch.randperm(len(groups[shuffled]), generator=draw)]
+    groups = [groups[0].int().to(DEVICE), groups[1].to(DEVICE)]
+    n, m = map(len, groups)
+    q, k = rows(n, 12, torch.float64, 49), rows(m, 12, torch.float64, 50)
+    f = lambda q, k, t, impl: similarity_lse(q, k.detach() if keys == "without" else k, t, within=groups, impl=impl) + 0 * k.sum()
+    compare(f, q.dtype, q, k, impl="blockwise")
+    values, columns = similarity_topk(q, k, 5, within=groups, impl="blockwise")
+    wanted = similarity_topk(q, k, 5, within=groups, impl="eager")
+    torch.testing.assert_close(values, wanted[0], atol=1e-12, rtol=0)
+    assert torch.equal(columns, wanted[1]) and (columns[:, 4] == -1).any()
+    computed = [s.shape for _, _, s in blockwise.strips(q, k, torch.tensor(1.0), make_rule(q, k, False, within=groups))]
+    kept, total = (sizes * widths).sum(), sum(height * width for height, width in computed)
+    assert sum(height for height, _ in computed) == n
+    assert all(height * width <= max(blockwise.STRIP, 32 * width) for height, width in computed)
+    assert kept <= total < 2.5 * kept if order == "sorted" and not GPU else total == n * m
+
+
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
 @pytest.mark.parametrize("dtype", TRITON, ids=str)
 def test_gradient_survives_success(impl, dtype):

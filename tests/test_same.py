@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILY = dict.fromkeys("simclr moco".split(), "images")
-FAMILY |= dict.fromkeys("simcse selfguided ease vascl dclr".split(), "sentences")  # all others: "the rest"
+FAMILY |= dict.fromkeys("simcse selfguided ease vascl dclr".split(), "sentences")
+FAMILY["tacl"] = "tokens"  # all others: "the rest"
 IN_FAMILY = "load_encoder embed evaluate save_model model_card load_line load_best".split()  # pictures and text differ here
 OWNED = "make_parser load_data make_batch augment build_model compute_loss linear_probe main".split()  # the paper's: only signatures agree
 SKELETON = {  # every banner, and every name that two scripts share, in the order of the file
@@ -67,7 +68,9 @@ class Script:
             for flag in (arg.value for arg in call.args if isinstance(arg, ast.Constant)):
                 if re.fullmatch(r"--[\w-]+", str(flag)):  # any call: `add = parser.add_argument` is a common shorthand
                     given["help"] = re.split(r"(; |')default ", given.get("help", ""))[0]         # defaults may differ
-                    title = f"{flag} ({FAMILY.get(self.path.stem) == 'images'})" if flag == "--dev" else flag  # pictures or text
+                    kind = {"images": "pictures", "tokens": "documents"}.get(FAMILY.get(self.path.stem), "sentences")
+                    kind = {"--form": self.path.stem, "--dev": kind, "--max-length": kind, "--steps": kind}.get(flag)
+                    title = f"{flag} ({kind})" if kind else flag
                     yield f"the flag {title}", [f"{w}={given.get(w)}" for w in ("type", "action", "nargs", "help")], None
         for banner in filter(None, map(BANNER.match, self.lines)):
             yield f"the banner {banner[1]}", [banner[0]], None
