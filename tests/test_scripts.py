@@ -16,7 +16,9 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
-SCRIPTS = {"simcse": ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv"]}  # the README's command
+SCRIPTS = {"simcse": ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv"],  # the README's command
+           "vascl": ["--model", "scratch", "--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv", "--neighbours", 4, "--radius", 0.5]}
+RISE = {"vascl": 4}  # of the dev score in 30 steps, where it is not 12: single sentences teach less than triples
 TEXT = ["simcse"]
 every_script, every_text_script = (pytest.mark.parametrize("name", names) for names in (SCRIPTS, TEXT))
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
@@ -50,17 +52,22 @@ def bert(tmp_path_factory):
 def small(name, folder, rows=36):
     """The script's command with the first rows of its files: 36 are four batches of 8 and one of 4."""
     for file in (flag for flag in SCRIPTS[name] if isinstance(flag, Path)):
-        (folder / file.name).write_bytes(b"".join(file.read_bytes().splitlines(True)[: rows + 1]))
+        (folder / file.name).write_bytes(b"".join(file.read_bytes().splitlines(True)[: rows + (file.suffix != ".txt")]))
     return [folder / flag.name if isinstance(flag, Path) else flag for flag in SCRIPTS[name]] + ["--batch-size", 8]
 
 
 def run(name, out, *flags):
     """main(flags) in this process: what it writes, what it says by label, and its flags, model and gradient norms."""
     script, made, norms = importlib.import_module(name), [], []
-    build, clip = script.build_model, torch.nn.utils.clip_grad_norm_
+    build, average = script.build_model, script.average_gradients
+
+    def measured(model, args):
+        average(model, args)
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as lines:
         patch.setattr(script, "build_model", lambda args: made.extend([args, build(args)]) or made[1])
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: norms.append(clip(*a).item()))
+        patch.setattr(script, "average_gradients", measured)
         script.main([*map(str, flags), "--out", str(out)])
     said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
     steps, state = metrics(out), torch.load(out / "state.pt", weights_only=True)
@@ -111,7 +118,7 @@ def test_copied_with_kernels_alone(name, tmp_path):
 def test_learns(name, tmp_path):
     result = run(name, tmp_path / "out", *SCRIPTS[name], "--steps", 30)
     before, best = (float(result.said["done"].split()[i]) for i in (2, 4))  # dev Spearman 41.57 → 78.94 at step 30, ...
-    assert best == round(result.steps[-1]["dev_spearman"], 2) and best > before + 12
+    assert best == round(result.steps[-1]["dev_spearman"], 2) and best > before + RISE.get(name, 12)
 
 
 @every_script

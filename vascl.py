@@ -1,0 +1,730 @@
+"""VaSCL: Virtual Augmentation Supported Contrastive Learning of Sentence Representations. Zhang, Xiao, Zhu, Ma, Arnold,
+Findings of ACL 2022, arXiv 2110.08552.
+
+A sentence gets a virtual augmentation, the step δ from its embedding e to where its nearest neighbours in the batch are hardest
+to tell from it: it is pulled there and pushed from them, beside SimCLR's loss of two views (dropout). With a head g for training
+alone, z = g(e) / |g(e)|, z* that of e + δ, N(i) the K sentences j of largest e_i·e_j, and P_i = exp(z_i·z*_i / τ):
+
+    L = NT-Xent of both views' z + mean over i, a ∈ {z_i, z*_i} of −log( P_i / (P_i + Σ_{k∈N(i)} exp(a·z_k / τ) + exp(a·z*_k / τ)) )
+    δ_i = Δ ∇ / |∇|,   ∇ the gradient of −log( P_i / (P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ)) ) by a random δ_i of length Δ
+
+Data, one row a line; .txt is one sentence a line, .csv .tsv .json .jsonl have columns whose order alone counts:
+    1 column   unsupervised             I ate an apple.
+    2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
+
+    python vascl.py --model scratch --data tests/data/sentences.txt --dev tests/data/sts.tsv
+    python vascl.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/vascl
+    torchrun --nproc-per-node 4 vascl.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/four
+
+Expected: RoBERTa-base 76.96, large 79.04 Spearman as the mean of seven STS test sets (SimCSE: 76.57 and 78.90).
+
+Departures from the released code: on several GPUs its neighbours are wrong rows; an empty cell, there a full stop, is an error.
+--form code: the second term trains the head alone, through z*, and the random δ is uniform before it is scaled, not Gaussian.
+"""
+import argparse, csv, functools, io, json, logging, math, os, re, shutil, sys, time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file             # comes with transformers
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
+
+from kernels import choose_impl, nt_xent, similarity_lse, similarity_topk
+
+# ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error, add = fail, parser.add_argument
+    add("--pooling", choices=("avg", "cls_before_pooler", "avg_top2", "avg_first_last"), default="avg",
+        help="what is a sentence's embedding; default avg (paper)")
+    add("--form", choices=("paper", "code"), default="paper", help="default paper; code: see above")
+    add("--neighbours", type=at_least(1, int), default=16, help="K; default 16 (paper)")
+    add("--radius", type=at_least(0), help="Δ; default 15 (paper), scratch 0.5; 0 leaves the neighbourhood term out")
+    add("--ascent-steps", type=at_least(0, int), default=1, help="gradients, each taken at the last one's δ; default 1 (paper)")
+    add("--head-lr", type=at_least(0), help="learning rate of the head; default 5e-4 (paper), scratch 2e-3")
+    add("--test", nargs="*", default=[], help="files of scored pairs, read with the best model at the end")
+    add("--data", required=True, help="training data; see above")
+    add("--dev", help="scored pairs that choose the best checkpoint; none: the last one is kept")
+    add("--model", default="roberta-base", help="hub name, local folder, or from scratch; default roberta-base, from scratch: scratch")
+    add("--out", default="out/vascl", help="folder to write; default out/vascl")
+    add("--batch-size", type=at_least(1, int), help="over all GPUs; default 1024 (paper), scratch 32")
+    add("--epochs", type=at_least(1, int), help="default 5 (paper), scratch 4")
+    add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
+    add("--lr", type=at_least(0), help="learning rate; default 5e-6 (paper), scratch 2e-3, constant")
+    add("--temperature", type=at_least(1e-4), default=0.05, help="τ; default 0.05 (paper)")
+    add("--max-length", type=at_least(3, int), default=32, help="tokens a training sentence keeps; default 32 (paper)")
+    add("--seed", type=at_least(0, int), default=0, help="default 0")
+    add("--eval-every", type=at_least(1, int), default=500, help="steps between evaluations; default 500 (released script)")
+    add("--resume", action="store_true", help="continue the run in --out from its last evaluation, with the same flags")
+    add("--impl", default="auto", choices=("auto", "triton", "blockwise", "eager"), help="kernels; default auto")
+    add("--fp32", action="store_true", help="no bf16 autocast on a GPU")
+    return parser
+
+
+# What a flag is where it was not given: the paper's (RoBERTa-base), and for a small random BERT.
+PAPER = dict(radius=15.0, batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)
+SCRATCH = dict(radius=0.5, batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)
+
+
+# ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(path, args):
+    """[(sentence, ...)], one tuple a distinct row; fills the flags that were not given (PAPER, SCRATCH)."""
+    header, table = read_table(path)
+    columns = len(table[0][1])
+    if columns > 2:
+        fail(f"{path} {table[0][0]}: {columns} columns, wanted 1 (sentence) or 2 (sentence, positive)")
+    for place, cells in table:
+        if not all(cell.strip() for cell in cells):
+            fail(f"{path} {place}: an empty cell; fill it or delete the row")
+    for name, value in (SCRATCH if args.model == "scratch" else PAPER).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    rows = list(dict.fromkeys(tuple(cells) for _, cells in table))       # duplicates would be each other's neighbours (paper)
+    if len(rows) < 2 or args.batch_size > len(rows):
+        fail(f"{path}: {len(rows)} distinct rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
+    if args.radius and args.neighbours >= args.batch_size:
+        fail(f"--neighbours {args.neighbours}: wanted fewer than --batch-size, which is {args.batch_size}")
+    names = f"header {', '.join(header)}" if header else "no header"
+    say(Path(__file__).stem, f"{('unsupervised', 'pairs')[columns - 1]}: {len(table):,} rows of {columns} columns ({names}) "
+                             f"from {path}, {len(rows):,} of them distinct")
+    return rows
+
+
+# What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers of 768, from 25
+# to 400 alike); CUDA: an estimate.
+GROUP_COST = {"cpu": 100, "cuda": 8192}
+
+
+def make_batch(rows, model, args):
+    """[(places (n,), ids (n, L), mask (n, L))]: the rows, view after view, in groups of similar length, on the device.
+
+    The loss needs the embeddings alone, so no row has to be padded to the longest of its batch.
+    """
+    flat = [ids for view in zip(*rows) for ids in view]
+    order = sorted(range(len(flat)), key=lambda i: len(flat[i]))
+    batch = []
+    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type]):
+        places = torch.tensor(order[start:end])
+        group = [torch.from_numpy(flat[i]) for i in order[start:end]]
+        ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=model.tokenizer.pad_token_id or 0)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(ids) for ids in group])[:, None]
+        batch.append([x.to(model.device, torch.int64) for x in (places, ids, mask)])
+    return batch
+
+
+# ── model ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_model(args):
+    """The encoder without its pretrained pooler, its tokenizer, and what is trained beside it: the head."""
+    model = torch.nn.Module()
+    model.device, model.pooling = torch.device(args.device), args.pooling
+    model.bf16 = model.device.type == "cuda" and not args.fp32
+    model.encoder, model.tokenizer = load_encoder(args)
+    config, width = model.encoder.config, model.encoder.config.hidden_size
+    model.has_pooler = hasattr(model.encoder, "pooler")        # BERT, RoBERTa
+    model.encoder.pooler, model.head, model.keep_head = None, None, False
+    linears = [torch.nn.Linear(width, size, bias=False) for size in (width, 128)]
+    model.projection = torch.nn.Sequential(linears[0], torch.nn.ReLU(), linears[1])
+    config.output_hidden_states = args.pooling in ("avg_top2", "avg_first_last")
+    if not hasattr(model.encoder, "embeddings"):
+        fail(f"--model {args.model}: {type(model.encoder).__name__} is no encoder like BERT, RoBERTa or DistilBERT")
+    table = getattr(model.encoder.embeddings, "position_embeddings", None)
+    reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1     # as RoBERTa's
+    model.longest = min(model.tokenizer.model_max_length, config.max_position_embeddings - reserved)
+    if args.max_length > model.longest:
+        fail(f"--max-length {args.max_length}: {args.model} reads at most {model.longest} tokens")
+    return model.to(model.device)
+
+
+def load_encoder(args, auto=AutoModel):
+    """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
+    if args.model == "scratch":
+        text = "\n".join(cell for _, cells in read_table(args.data)[1] for cell in cells)
+        words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
+        letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
+        pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
+        pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]
+        tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, model_max_length=512)
+        shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
+        config = BertConfig(vocab_size=len(tokenizer), **shape)
+        return auto.from_config(config, attn_implementation="sdpa"), tokenizer
+    local = Path(args.model).is_dir()
+    if local and not (Path(args.model) / "config.json").is_file():
+        fail(f"--model {args.model}: no config.json in this folder, so it is no transformers model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model, info = auto.from_pretrained(args.model, attn_implementation="sdpa", dtype=torch.float32,
+                                           output_loading_info=True, ignore_mismatched_sizes=True)
+    except Exception as error:                                 # whatever the network or a damaged file makes of it
+        if local:
+            fail(f"--model {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
+        fail(f"--model {args.model}: no such folder, and the hub does not give it; name a local folder, or take scratch")
+    lost = [name for name in (*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"]))     # would be random
+            if name.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict() and "pooler" not in name]
+    what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
+    if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
+        fail(f"--model {args.model}: {what} are missing or do not fit its config.json")
+    return model, tokenizer
+
+
+def embed(model, batch):
+    """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
+    pieces = []
+    for _, ids, mask in batch:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+            output = model.encoder(input_ids=ids, attention_mask=mask)
+            hidden = output.last_hidden_state                  # (n, L, H)
+            if model.pooling == "avg_top2":
+                hidden = (hidden + output.hidden_states[-2]) / 2
+            if model.pooling == "avg_first_last":              # the first transformer layer; 0 is the word embeddings
+                hidden = (hidden + output.hidden_states[1]) / 2
+            if model.pooling.startswith("avg"):                # special tokens count, padding does not
+                z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+            else:
+                z = hidden[:, 0]
+            if model.head is not None and (model.training or model.keep_head):
+                z = torch.tanh(model.head(z))
+        pieces.append(z.float())
+    places = torch.cat([places for places, _, _ in batch])
+    return torch.cat(pieces)[places.argsort()]
+
+
+# ── the paper ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compute_loss(model, batch, args):
+    """Both terms of the global batch, on every rank: beside the encoder they cost next to nothing."""
+    head, e1, e2 = model.projection, *(all_gather(e, args) for e in embed(model, batch).chunk(2))
+    terms = {"instance": nt_xent(project(head, e1), project(head, e2), args.temperature, impl=args.impl)}
+    if args.radius and len(e1) > 1:                            # a last batch may be one sentence, without neighbours
+        noise = torch.randn_like(e1) if args.form == "paper" else torch.rand_like(e1) - 0.5
+        if args.world > 1:
+            dist.broadcast(noise, 0)
+        neighbours = nearest_neighbours(e1, args.neighbours, impl=args.impl)
+        delta = virtual_augmentation(e1, head, neighbours, noise, args.radius, args.temperature, args.ascent_steps, args.form)
+        terms["neighbourhood"] = neighbourhood_loss(e1, e1 + delta, head, neighbours, args.temperature, args.form)
+    loss = sum(terms.values())
+    return loss, {"loss": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
+
+
+def nearest_neighbours(e, k, *, impl="auto"):
+    """(N, K) int64: for each row of the raw embeddings e (N, D), any float type, the K = min(k, N − 1) others of largest e_i·e_j,
+    largest first; the (N, N) matrix is never stored, N is at least 2. Source: Zhang et al. 2022, N(i)."""
+    return similarity_topk(e, None, min(k, len(e) - 1), exclude="diagonal", impl=impl)[1]
+
+
+@torch.enable_grad()
+def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper"):
+    """δ* (N, D) of Zhang et al. 2022, a constant of length radius: the way to where the neighbours are hardest to tell from e.
+
+    e            (N, D) raw embeddings, float32 or float64; neither they nor the head get a gradient, nor do its buffers change
+    head         callable (N, D) → (N, F); its output is normalised here
+    neighbours   (N, K) int64 row numbers
+    noise        (N, D) the first direction, of any length: Gaussian (paper) or uniform around 0 (code)
+    steps        gradients, each of which replaces the direction; 0: the noise's own
+    form         "paper" | "code": from the same noise they make the same δ
+    returns      like e; a row whose gradient is 0 gets 0
+    raises       ValueError naming the argument, what it was and what is wanted
+    """
+    if noise.shape != e.shape or not (radius >= 0 and steps >= 0) or form not in ("paper", "code"):
+        raise ValueError(f"noise {tuple(noise.shape)}, radius {radius}, steps {steps}, form {form!r}: "
+                         f"wanted {tuple(e.shape)}, at least 0, at least 0, paper or code")
+    if isinstance(head, torch.nn.Module):                      # running statistics are not to see these passes
+        head = functools.partial(torch.func.functional_call, head, {name: buffer.clone() for name, buffer in head.named_buffers()})
+    unit = lambda x: x / (x.norm(dim=1, keepdim=True) + 1e-8)
+    e, z, direction = e.detach(), project(head, e).detach(), unit(noise.detach())
+    for _ in range(steps):
+        moved = project(head, e + radius * direction.requires_grad_())
+        negatives = (z[neighbours] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
+        loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).mean()
+        direction = unit(torch.autograd.grad(loss, direction)[0])
+    return radius * direction.detach()
+
+
+def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"):
+    """Mean −log softmax of z_i·z*_i over the 2N anchors z_i and z*_i, each against the z and z* of its K neighbours alone.
+
+    e, perturbed   (N, D) raw embeddings and e + δ, float32 or float64; head, neighbours: as in virtual_augmentation
+    form           "paper": gradient to e, perturbed and the head; "code": to the head alone, and through z* alone
+    returns        scalar float32, float64 for float64, 0 for K = 0; O(N·K·F) memory
+    raises         ValueError naming the argument, what it was and what is wanted
+    """
+    if form not in ("paper", "code"):
+        raise ValueError(f"form: {form!r}, wanted paper or code")
+    z = project(head, e)
+    if form == "code":
+        z, perturbed = z.detach(), perturbed.detach()
+    anchors = torch.stack([z, project(head, perturbed)], 1)    # (N, 2, F)
+    positive = anchors.prod(1).sum(1, keepdim=True) / temperature
+    negatives = anchors @ anchors[neighbours].flatten(1, 2).mT / temperature             # (N, 2, 2K)
+    return -F.logsigmoid(positive - negatives.logsumexp(2)).mean()
+
+
+def project(head, e):
+    return F.normalize(head(e), dim=1, eps=1e-8)
+
+
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_sts(path):
+    """[(sentence1, sentence2, score)]; the subsets of a file are one list (the setting "all")."""
+    header, table = read_table(path)
+    names = ["sentence1", "sentence2", "score"]
+    if header is None and len(table[0][1]) == 3:               # the score is last, unless only the first cell is a number
+        header = names if re.fullmatch(r"[\d. ]*", table[0][1][2]) else ["score", "sentence1", "sentence2"]
+    if header is None or not set(names) <= set(header):
+        fail(f"{path}: {', '.join(header or ['no header'])}; wanted {', '.join(names)}, or 3 columns, the score first or last")
+    pairs = []
+    for place, cells in table:
+        one, two, score = (" ".join(cells[header.index(name)].split()) for name in names)
+        if not one or not two:
+            fail(f"{path} {place}: an empty sentence")
+        if not re.fullmatch(r"(\d+\.?\d*|\.\d+)?", score) or float(score or 0) > 5:
+            fail(f"{path} {place}: score {score!r}, wanted a number from 0 to 5")
+        if score:                                              # SemEval leaves some pairs unscored; they do not count
+            pairs.append((one, two, float(score)))
+    if len(pairs) < 2:
+        fail(f"{path}: {len(pairs)} scored pairs, wanted at least 2")
+    return pairs
+
+
+def spearman(a, b):
+    """Pearson correlation of the ranks; equal values share their mean rank. 0 where one side is constant."""
+    ranks = []
+    for x in (a, b):
+        _, group, sizes = np.unique(x, return_inverse=True, return_counts=True)
+        ranks.append((sizes.cumsum() - (sizes - 1) / 2)[group])
+    return 0.0 if min(np.ptp(r) for r in ranks) == 0 else float(np.corrcoef(*ranks)[0, 1])
+
+
+@torch.no_grad()
+def evaluate(model, pairs, args):
+    """100 ρ, and alignment and uniformity (Wang, Isola 2020), of scored pairs; sentences are not cut to --max-length."""
+    model.eval()
+    sentences = sorted({sentence for pair in pairs for sentence in pair[:2]}, key=lambda text: (len(text), text))
+    rows = [(ids,) for ids in tokenise(sentences, model, model.longest)[0]]
+    z = torch.cat([embed(model, make_batch(rows[i : i + 128], model, args)) for i in range(0, len(rows), 128)])
+    z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)
+    model.train()
+    place = {sentence: i for i, sentence in enumerate(sentences)}
+    one, two = (z[[place[pair[side]] for pair in pairs]].double() for side in (0, 1))
+    scores = np.array([pair[2] for pair in pairs])
+    result = {"spearman": 100 * spearman((one * two).sum(1).cpu().numpy(), scores)}
+    near = torch.from_numpy(scores > 4).to(z.device)
+    if near.any():
+        result["alignment"] = (one - two)[near].square().sum(1).mean().item()
+    if len(z) > 1:                                             # exp(−2 |x − y|²) = exp(4 x·y − 4) on unit rows
+        total = similarity_lse(z, temperature=0.25, exclude="diagonal", impl=args.impl).double().logsumexp(0).item()
+        result["uniformity"] = total - 4 - math.log(len(z) * (len(z) - 1))
+    return result
+
+
+# ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_table(path):
+    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7"."""
+    path, table, header, place = Path(path), [], None, "line 0"
+    kind = path.suffix.lower()
+    if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
+        fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
+    try:
+        raw = path.read_bytes()
+        for place, cells in read_rows(kind, raw.decode("utf-8-sig")):
+            if isinstance(cells, dict):
+                header = header or list(cells)
+                cells = [cells.pop(name, "") for name in header] + list(cells.values())
+            if not isinstance(cells, list) or not all(isinstance(cell, (str, int, float)) for cell in cells):
+                fail(f"{path} {place}: wanted a row of texts, found {str(cells)[:60]!r}")
+            table.append((place, [str(cell) for cell in cells]))
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        fail(f"{path} line {1 + error.object.count(10, 0, error.start)}: not UTF-8; convert it, for example with iconv")  # 10: \n
+    except csv.Error as error:
+        fail(f'{path} after {place}: {error}; close every ", and write "" for one inside a cell')
+    except (ValueError, RecursionError) as error:              # JSON
+        fail(f"{path} line {int(place[5:]) + getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}")
+    names = table[0][1] if table and kind in (".csv", ".tsv") else []
+    if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
+        header, table = names, table[1:]
+    if not table:
+        fail(f"{path}: no rows")
+    for place, cells in table:
+        if len(cells) != len(header or table[0][1]):
+            fail(f"{path} {place}: {len(cells)} columns, wanted {len(header or table[0][1])}")
+    return header, table
+
+
+def read_rows(kind, text):
+    """Yields (place, cells); the cells of a JSON object are still a dict."""
+    lines = io.StringIO(text, newline=None)
+    if kind == ".txt":
+        yield from ((f"line {i}", [line.rstrip("\n")]) for i, line in enumerate(lines, 1))
+    elif kind == ".json" and text.lstrip().startswith("["):
+        yield from ((f"item {i}", row) for i, row in enumerate(json.loads(text), 1))
+    elif kind in (".json", ".jsonl"):
+        yield from ((f"line {i}", json.loads(line.rstrip())) for i, line in enumerate(lines, 1))
+    else:
+        rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
+        reader, line = csv.reader(io.StringIO(text, newline=""), **rules), 1
+        for cells in reader:
+            yield f"line {line}", cells
+            line = reader.line_num + 1                         # a quoted cell may hold newlines
+
+
+def tokenise(sentences, model, longest):
+    """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
+    rows, cut = [], 0
+    for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
+        encoded = model.tokenizer(sentences[start : start + 10_000], truncation=True, max_length=longest)
+        rows += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
+        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    return rows, cut
+
+
+def length_groups(lengths, cost):
+    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming."""
+    best = {0: (0, 0)}                                         # the first n rows: (least cost, start of their last group)
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or lengths[end - 1] < lengths[end]:
+            best[end] = min((best[start][0] + (end - start) * lengths[end - 1] + cost, start) for start in best)
+    cuts, end = [], len(lengths)
+    while end:
+        cuts.append((best[end][1], end))
+        end = best[end][1]
+    return cuts[::-1]
+
+
+def start(args):
+    """Rank, world and device; refuses an uneven batch and an --out that cannot be, or must not be, written."""
+    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if args.batch_size % args.world:
+        fail(f"--batch-size {args.batch_size} cannot be shared evenly by {args.world} processes")
+    out = Path(args.out).absolute()
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        fail(f"--out {args.out}: {existing} is no folder that can be written")
+    if args.resume and not (out / "state.pt").is_file():
+        fail(f"--out {args.out}: no state.pt to resume from")
+    if not args.resume and existing == out and any(out.iterdir()):
+        fail(f"--out {args.out} holds another run: continue it with --resume, or name another folder")
+    if "RANK" in os.environ:
+        if args.device != "cpu":
+            torch.cuda.set_device(args.device)
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+    if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
+        torch.set_float32_matmul_precision("high")
+    torch.manual_seed(args.seed)
+    try:                                                       # before anything is read or written
+        similarity_lse(torch.zeros(1, 16, device=args.device), impl=args.impl)
+    except ValueError as error:
+        fail(f"--{error}")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def begin_out(args):
+    """The folder of a new run, with its flags and the code that ran."""
+    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "device")}
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        (Path(args.out) / "args.json").write_text(json.dumps(flags, indent=1))
+        shutil.copy(__file__, args.out)
+    except OSError as error:
+        fail(f"--out {args.out}: {error.strerror}")
+
+
+class GatherRows(torch.autograd.Function):
+    """Every rank's loss meets the gathered rows, so the gradient of a rank's own rows is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def all_gather(x, args):
+    """(rows · world, ...): the rows of all ranks in the order of ranks, with gradient."""
+    return GatherRows.apply(x) if args.world > 1 else x
+
+
+def average_gradients(model, args):
+    """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
+    if args.world > 1:
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= args.world
+
+
+def batches(rows, step, args):
+    """This rank's rows of each step after `step`, endlessly. The order depends on the seed and the epoch alone."""
+    used = len(rows) - len(rows) % args.world                  # so every rank has as many rows; the last batch is short
+    epoch, done = divmod(step, math.ceil(used / args.batch_size))
+    while True:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed + 1_000_003 * epoch)).tolist()
+        for first in range(done * args.batch_size, used, args.batch_size):
+            batch = order[first : min(first + args.batch_size, used)]
+            share = len(batch) // args.world
+            yield [rows[i] for i in batch[args.rank * share : (args.rank + 1) * share]]
+        epoch, done = epoch + 1, 0
+
+
+def report(step, total, values, began, args):
+    """A row of metrics.jsonl, and a bar on a terminal or a line in a log. Tensors become means over the ranks."""
+    for name in values:
+        if torch.is_tensor(values[name]):
+            if args.world > 1:
+                dist.all_reduce(values[name])
+            values[name] = values[name].item() / args.world
+    if not math.isfinite(values["loss"]):
+        fail(f"step {step}: the loss is {values['loss']}; try a lower --lr")
+    if args.rank == 0:
+        first, clock = began
+        seconds = time.perf_counter() - clock
+        with open(Path(args.out) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, **values, "seconds": round(seconds, 3)}) + "\n")
+        left, done = round(seconds / (step - first) * (total - step)), 16 * step // total
+        line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  lr {values['lr']:.1e}  "
+                f"{(step - first) * args.batch_size / seconds:,.0f} rows/s  left {left // 60}:{left % 60:02}")
+        for score in (values[name] for name in ("dev_spearman", "dev_knn") if name in values):
+            line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
+        bar = sys.stdout.isatty()
+        print(f"\r\x1b[K{line}" if bar else line, end="" if bar and "best" not in values else "\n", flush=True)
+
+
+def save_model(model, scores, args):
+    """The encoder as transformers and sentence-transformers read it: written aside, then renamed file by file."""
+    out, aside = Path(args.out), Path(args.out) / ".saving"
+    shutil.rmtree(aside, ignore_errors=True)
+    weights, config = model.encoder.state_dict(), model.encoder.config
+    head = model.head.state_dict() if model.keep_head else {}
+    if model.has_pooler:                                       # plain transformers finds the head as its pooler_output
+        weights |= {f"pooler.dense.{name}": tensor for name, tensor in head.items()}
+    model.encoder.save_pretrained(aside, state_dict=weights)
+    model.tokenizer.backend_tokenizer.no_truncation()          # tokenise's, which would be saved
+    model.tokenizer.save_pretrained(aside)
+
+    size, by_cls = dict(word_embedding_dimension=config.hidden_size), args.pooling.startswith("cls")
+    modules = [("Pooling", size | dict(pooling_mode_cls_token=by_cls, pooling_mode_mean_tokens=not by_cls), {})]
+    if config.output_hidden_states:
+        mix = torch.zeros(config.num_hidden_layers + 1)        # weights of the word embeddings and of each layer
+        mix[[-2 if args.pooling == "avg_top2" else 1, -1]] = 1
+        settings = size | dict(layer_start=0, num_hidden_layers=config.num_hidden_layers)
+        modules.insert(0, ("WeightedLayerPooling", settings, {"layer_weights": mix}))
+    if head:
+        settings = dict(in_features=config.hidden_size, out_features=config.hidden_size, bias=True,
+                        activation_function="torch.nn.modules.activation.Tanh")
+        modules.append(("Dense", settings, {f"linear.{name}": tensor.cpu() for name, tensor in head.items()}))
+    index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
+    for i, (kind, settings, tensors) in enumerate(modules, 1):
+        folder = aside / f"{i}_{kind}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(settings, indent=1))
+        if tensors:
+            save_file(tensors, folder / "model.safetensors")
+        index.append(dict(idx=i, name=str(i), path=folder.name, type=f"sentence_transformers.models.{kind}"))
+    (aside / "modules.json").write_text(json.dumps(index, indent=1))
+    (aside / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": model.longest, "do_lower_case": False}))
+    (aside / "README.md").write_text(model_card(model, scores, args), encoding="utf-8")
+    for file in [path for path in aside.rglob("*") if path.is_file()]:
+        target = out / file.relative_to(aside)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(file, target)
+    shutil.rmtree(aside)
+
+
+def model_card(model, scores, args):
+    return f"""---
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [sentence-transformers, sentence-similarity, feature-extraction]
+---
+# {Path(args.out).name}
+
+Sentence embeddings of {model.encoder.config.hidden_size} numbers, compared by cosine, trained by {Path(__file__).name}
+from {args.model} on {Path(args.data).name}: {", ".join(f"{name} {value:.4g}" for name, value in scores.items())}.
+Every setting is in args.json, the course of the training in metrics.jsonl. Pooling: {args.pooling}.
+
+    {load_line(model, args)}
+"""
+
+
+def load_line(model, args):
+    """How others load the folder; a BERT saved without head must not get a random pooler."""
+    bare = ", add_pooling_layer=False" if model.has_pooler and not model.keep_head else ""
+    return f'SentenceTransformer("{args.out}")  or  AutoModel.from_pretrained("{args.out}"{bare})'
+
+
+def load_best(model, args):
+    """Puts the saved checkpoint back into the model."""
+    weights = load_file(Path(args.out) / "model.safetensors")
+    model.encoder.load_state_dict({name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")})
+    for file in Path(args.out).glob("*_Dense/model.safetensors"):
+        model.head.load_state_dict({name.removeprefix("linear."): tensor for name, tensor in load_file(file).items()})
+
+
+def save_state(model, optimizer, progress, args):
+    """All that the next step depends on, the random numbers of every rank included: written aside, then renamed."""
+    cuda = model.device.type == "cuda"
+    random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * args.world
+    if args.world > 1:
+        dist.all_gather_object(random, random[0])
+    if args.rank == 0:
+        state = dict(progress=progress, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
+        torch.save(state, Path(args.out) / "state.tmp")
+        os.replace(Path(args.out) / "state.tmp", Path(args.out) / "state.pt")
+
+
+def load_state(model, optimizer, args):
+    """Continues the run in --out: its progress; metrics of later steps are dropped, other flags than it had refused."""
+    out = Path(args.out)
+    try:
+        for name, value in json.loads((out / "args.json").read_text()).items():
+            if getattr(args, name, None) != value:
+                fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
+        load_best(model, args)                                 # would be missed at the end only
+        state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"][args.rank][0].cpu())
+        if model.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
+        rows = [row for row in open(out / "metrics.jsonl") if json.loads(row)["step"] <= state["progress"]["step"]]
+    except Exception as error:                                 # a damaged file has many ways to fail
+        fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
+    if args.rank == 0:
+        (out / "metrics.jsonl").write_text("".join(rows))
+    return state["progress"]
+
+
+def peak_gb(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:                                        # Windows
+        return math.nan
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def at_least(least, kind=float):
+    """An argparse type: a finite number from least up."""
+    def convert(text):
+        value = kind(text)
+        if not least <= value < 2**63:                         # no infinity, no NaN, no seed too long for PyTorch
+            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
+        return value
+    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
+    return convert
+
+
+def say(label, text):
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{label:<8} {text}", flush=True)
+
+
+def fail(message):
+    """Ends the run with one line for the person who started it; the ranks of a run find the same fault."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+# ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    sentences = load_data(args.data, args)
+    dev = load_sts(args.dev) if args.dev else []
+    tests = {path: load_sts(path) for path in args.test}
+    start(args)
+    model = build_model(args)
+    flat, cut = tokenise([sentence for row in sentences for sentence in row], model, args.max_length)
+    columns = len(sentences[0])                                # one column is used twice
+    rows = [tuple(flat[i : i + columns]) * (2 // columns) for i in range(0, len(flat), columns)]
+    total = args.steps or args.epochs * math.ceil((len(rows) - len(rows) % args.world) / args.batch_size)
+    groups = [dict(params=model.encoder.parameters()), dict(params=model.projection.parameters(), lr=args.head_lr)]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=True)
+    torch.manual_seed(args.seed + args.rank)                   # ranks have equal weights and different dropout
+    say("data", f"{len(dev):,} dev pairs; {cut:,} of {len(flat):,} sentences cut to {args.max_length} tokens")
+    size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
+    say("model", f"{args.model}, {size:.1f} M parameters, {args.pooling} pooling")
+    say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {'bf16' if model.bf16 else 'fp32'}, "
+               f"kernels {choose_impl(args.impl, torch.empty(0, device=model.device))}, "
+               f"{total:,} steps of {args.batch_size}, writing {args.out}")
+
+    progress = {"step": 0, "before": None, "best": None}
+    if args.resume:
+        progress = load_state(model, optimizer, args)
+    elif args.rank == 0:
+        begin_out(args)
+        progress["before"] = evaluate(model, dev, args) if dev else None
+    if dev and args.rank == 0:
+        say("before", f"dev Spearman {progress['before']['spearman']:.2f}")
+    model.train()
+    began = progress["step"], time.perf_counter()
+    for step, batch in zip(range(progress["step"] + 1, total + 1), batches(rows, progress["step"], args)):
+        loss, values = compute_loss(model, make_batch(batch, model, args), args)
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model, args)
+        optimizer.step()
+        values["lr"] = args.lr
+        due = step % args.eval_every == 0 or step == total
+        if due and args.rank == 0:
+            scores = evaluate(model, dev, args) if dev else {}
+            values |= {f"dev_{name}": value for name, value in scores.items()}
+            values["best"] = not dev or not progress["best"] or scores["spearman"] > progress["best"]["spearman"]
+            if values["best"]:
+                progress["best"] = {"step": step, **scores}
+                save_model(model, progress["best"], args)
+        if due or step % (1 + total // 40) == 0:
+            report(step, total, values, began, args)
+        if due:
+            progress["step"] = step
+            save_state(model, optimizer, progress, args)
+
+    if args.rank == 0:
+        minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)
+        load_best(model, args)
+        for path, pairs in tests.items():
+            tests[path] = evaluate(model, pairs, args)["spearman"]
+            say("test", f"{tests[path]:.2f}  {path}")
+        if tests:
+            say("test", f"{np.mean([round(score, 2) for score in tests.values()]):.2f}  mean")
+        before, best = progress["before"], progress["best"]
+        rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, " if dev else ""
+        say("done", f"{rise}{minutes} min {seconds} s, peak {peak_gb(model.device):.1f} GB")
+        say("load", load_line(model, args))
+    if args.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
