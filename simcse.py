@@ -128,7 +128,7 @@ def build_model(args):
     model = torch.nn.Module()
     model.device, model.pooling = torch.device(args.device), args.pooling
     model.bf16 = model.device.type == "cuda" and not args.fp32
-    loaded, model.tokenizer = load_encoder(args)
+    loaded, model.tokenizer = load_encoder(args, AutoModelForMaskedLM if args.mlm_weight else AutoModel)
     model.encoder, config = loaded.base_model, loaded.config
     model.lm = loaded if args.mlm_weight else None
     if model.lm is not None:                                   # its decoder leaves the word embeddings (released code)
@@ -152,11 +152,10 @@ def build_model(args):
     return model.to(model.device)
 
 
-def load_encoder(args):
+def load_encoder(args, auto=AutoModel):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
-    auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     if args.model == "scratch":
-        text = "\n".join(cell for _, cells in read_table(args.data)[1] for cell in cells)
+        text = "\n".join(cell for _, cells in read_table(args.data, lists=True)[1] for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
         pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
@@ -325,8 +324,9 @@ def evaluate(model, pairs, args):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_table(path):
-    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7"."""
+def read_table(path, lists=False):
+    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7". With lists, a list of
+    texts in JSON is one cell, joined by |."""
     path, table, header, place = Path(path), [], None, "line 0"
     kind = path.suffix.lower()
     if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
@@ -337,6 +337,8 @@ def read_table(path):
             if isinstance(cells, dict):
                 header = header or list(cells)
                 cells = [cells.pop(name, "") for name in header] + list(cells.values())
+            if lists and isinstance(cells, list):
+                cells = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in cells]
             if not isinstance(cells, list) or not all(isinstance(cell, (str, int, float)) for cell in cells):
                 fail(f"{path} {place}: wanted a row of texts, found {str(cells)[:60]!r}")
             table.append((place, [str(cell) for cell in cells]))
