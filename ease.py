@@ -114,7 +114,7 @@ def load_data(path, args):
     rows = [{"place": place} | {kind: cells[column].strip() for kind, column in at.items()} for place, cells in table]
     for row in rows:
         for kind in ("text", "entity", *(["type"] if source == "type" else [])):
-            if not row[kind]:
+            if not row[kind].strip("| "):
                 fail(f"{path} {row['place']}: no {header[at[kind]]}; fill the cell or delete the row")
     records, titles = link_entities(path, rows, args)
     say(Path(__file__).stem, f"{args.form}: {len(rows):,} sentences, {len(titles):,} entities, {args.hard_negatives} hard negatives each "
@@ -129,7 +129,7 @@ def link_entities(path, rows, args):
     parts = lambda cell: [part.strip() for part in cell.split("|") if part.strip()]
     for row in rows:
         entity = number(row["entity"])
-        pages.setdefault(row.get("page", row["text"]), set()).add(entity)
+        pages.setdefault(row.get("page") or row["text"], set()).add(entity)
         for kind in parts(row.get("type", "")):
             types.setdefault(kind, {})[entity] = None
     of_type, chance = {kind: tuple(entities) for kind, entities in types.items()}, random.Random(args.seed)
@@ -140,7 +140,7 @@ def link_entities(path, rows, args):
             barred, what = (entity,), "hard negatives"
         elif "type" in row:                                    # of several types one is drawn
             kind = chance.choice(parts(row["type"]))
-            candidates, found, barred = of_type[kind], types[kind], pages[row.get("page", row["text"])]
+            candidates, found, barred = of_type[kind], types[kind], pages[row.get("page") or row["text"]]
             what = f"entities of type {kind!r} that are not on its page"
         free = len(candidates) - sum(other in found for other in barred)
         if free < args.hard_negatives:
@@ -165,11 +165,11 @@ def draw_entities(records, epoch, args):
 
 def load_vectors(path, titles):
     """((entities, D) float32, how many the file has) from Wikipedia2Vec's text, line by line; the others are random (released code)."""
-    places, vectors, found, line = {title: i for i, title in enumerate(titles)}, None, 0, 0
+    places, vectors, found, line = {title: i for i, title in enumerate(titles)}, None, set(), 0
     try:
         with {".gz": gzip.open, ".bz2": bz2.open}.get(Path(path).suffix, open)(path, "rb") as file:
             for line, text in enumerate(tqdm(file, "vectors", unit=" lines", leave=False, disable=not sys.stderr.isatty()), 1):
-                if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):           # rows and columns, the header of word2vec's format
+                if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):           # word2vec's header: rows and columns
                     continue
                 name, _, numbers = text.strip().partition(b"\t" if b"\t" in text else b" ")
                 width = numbers.count(b" ") + bool(numbers)
@@ -180,7 +180,7 @@ def load_vectors(path, titles):
                 title = name.removeprefix(b"ENTITY/").decode().replace("_", " ")
                 if name.startswith(b"ENTITY/") and title in places:
                     vectors[places[title]] = torch.from_numpy(np.array(numbers.split(), np.float32))
-                    found += 1
+                    found.add(title)
     except (OSError, EOFError) as error:
         fail(f"{path}: {getattr(error, 'strerror', None) or error}")
     except ValueError as error:                                # no number, or not UTF-8
@@ -189,7 +189,7 @@ def load_vectors(path, titles):
         fail(f"{path}: none of the {len(titles):,} entities; wanted lines like ENTITY/Title 0.1 0.2 (Wikipedia2Vec's save_text)")
     if not vectors.isfinite().all():
         fail(f"{path}: not all numbers are finite")
-    return vectors, found
+    return vectors, len(found)
 
 
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers of 768, from 25
@@ -353,11 +353,10 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
 
 def add_entities(model, titles, args):
     """The table E of the entities and the map W, for training alone."""
-    width, found = model.encoder.config.hidden_size, 0
+    width = model.encoder.config.hidden_size
+    vectors, found = torch.empty(len(titles), width).uniform_(-0.05, 0.05), 0
     if args.entity_vectors:
         vectors, found = load_vectors(args.entity_vectors, titles)
-    else:
-        vectors = torch.empty(len(titles), width).uniform_(-0.05, 0.05)
     if args.entity_map == "none" and vectors.shape[1] != width:
         fail(f"--entity-map none: {args.entity_vectors} has {vectors.shape[1]} numbers a row, embeddings have {width}; take linear")
     linear = torch.nn.Linear(vectors.shape[1], width, bias=args.entity_map == "tanh")
@@ -367,8 +366,8 @@ def add_entities(model, titles, args):
     maps = {"linear": linear, "tanh": torch.nn.Sequential(linear, torch.nn.Tanh()), "none": torch.nn.Identity()}
     model.entity_map = maps[args.entity_map].to(model.device)
     model.entities = EntityTable(vectors, min(len(titles), args.batch_size * (1 + args.hard_negatives))).to(model.device)
-    say("entities", f"{len(titles):,} of {vectors.shape[1]} numbers, {found:,} of them from {args.entity_vectors or 'no file'}, "
-                    f"{args.entity_map} map; temperature {args.entity_temperature:g}, weight {args.entity_weight:g}")
+    say("entities", f"{len(titles):,} vectors of {vectors.shape[1]}, {f'{found:,} of them from {args.entity_vectors}' if found else 'random'}, "
+                    f"{args.entity_map} map, temperature {args.entity_temperature:g}, weight {args.entity_weight:g}")
 
 
 class EntityTable(torch.nn.Module):
@@ -383,7 +382,8 @@ class EntityTable(torch.nn.Module):
         last = torch.zeros(len(vectors), dtype=torch.int64)    # the step of a row's last gradient, from 1; 0: none yet
         for name, x in dict(vectors=vectors, m=torch.zeros_like(vectors), v=torch.zeros_like(vectors), last=last).items():
             self.register_buffer(name, x)
-        self.used = torch.nn.Parameter(vectors.new_zeros(slots, vectors.shape[1]))       # the batch's rows, which get a gradient
+        # The batch's rows, put here by forward: what backward, average_gradients and clip_grad_norm_ see of the table.
+        self.used = torch.nn.Parameter(vectors.new_zeros(slots, vectors.shape[1]))
 
     def schedule(self, rates, done):
         """The learning rate of each step, and how many steps are done."""
@@ -823,8 +823,7 @@ def main(argv=None):
     epoch = math.ceil((len(rows) - len(rows) % args.world) / args.batch_size)
     total = args.steps or args.epochs * epoch
     rates = [warmup_linear(step, total, args.warmup_steps, args.lr) for step in range(total)]
-    dense = [weight for weight in model.parameters() if weight is not model.entities.used]
-    optimizer = torch.optim.AdamW(dense, lr=args.lr, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     torch.manual_seed(args.seed + args.rank)                   # ranks have equal weights and different dropout
     say("data", f"{len(dev):,} dev pairs; {cut:,} of {len(flat):,} sentences cut to {args.max_length} tokens")
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6

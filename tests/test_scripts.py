@@ -16,7 +16,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
-SCRIPTS = {"simcse": ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv"]}  # the README's command
+SCRIPTS = {"simcse": ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv"],  # the README's command
+           "ease": ["--model", "scratch", "--data", DATA / "entities.tsv", "--dev", DATA / "sts.tsv"]}
 TEXT = ["simcse"]
 every_script, every_text_script = (pytest.mark.parametrize("name", names) for names in (SCRIPTS, TEXT))
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
