@@ -157,7 +157,7 @@ def build_model(args):
 def load_encoder(args, auto=AutoModel):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
     if args.model == "scratch":
-        text = "\n".join(cell for _, cells in read_table(args.data)[1] for cell in cells)
+        text = "\n".join(cell for _, cells in read_table(args.data, lists=True)[1] for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
         pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
@@ -333,8 +333,9 @@ def evaluate(model, pairs, args):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_table(path):
-    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7"."""
+def read_table(path, lists=False):
+    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7". With lists, a list of
+    texts in JSON is one cell, joined by |."""
     path, table, header, place = Path(path), [], None, "line 0"
     kind = path.suffix.lower()
     if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
@@ -345,6 +346,8 @@ def read_table(path):
             if isinstance(cells, dict):
                 header = header or list(cells)
                 cells = [cells.pop(name, "") for name in header] + list(cells.values())
+            if lists and isinstance(cells, list):
+                cells = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in cells]
             if not isinstance(cells, list) or not all(isinstance(cell, (str, int, float)) for cell in cells):
                 fail(f"{path} {place}: wanted a row of texts, found {str(cells)[:60]!r}")
             table.append((place, [str(cell) for cell in cells]))

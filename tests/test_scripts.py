@@ -17,7 +17,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 SCRIPTS = {"simcse": ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv"],  # the README's command
-           "vascl": ["--model", "scratch", "--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv", "--neighbours", 4, "--radius", 0.5]}
+           "vascl": ["--model", "scratch", "--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv", "--neighbours", 4, "--radius", 0.5],
+           "ease": ["--model", "scratch", "--data", DATA / "entities.tsv", "--dev", DATA / "sts.tsv"]}
 RISE = {"vascl": 4}  # of the dev score in 30 steps, where it is not 12: single sentences teach less than triples
 TEXT = ["simcse"]
 every_script, every_text_script = (pytest.mark.parametrize("name", names) for names in (SCRIPTS, TEXT))

@@ -4,6 +4,7 @@ copied from a data set.
 nli.csv        600 triples sent0,sent1,hard_neg: a premise, a sentence it entails, a sentence it contradicts
 sentences.txt  600 plain sentences of 6 to 25 words, one a line
 sts.tsv        300 pairs sentence1, sentence2, score from 0 (nothing shared) to 5 (same meaning), subset indoors or outdoors
+entities.tsv   320 sentences, each with an entity that it speaks of, three others of its type from other pages, its type and page
 shapes.npz     600 pictures and 300 test pictures of 16 px, labelled: discs, rings, squares, triangles, crosses, stripes
 
 A meaning is four choices (who, act, where, time), and each choice has several wordings: equal meanings may share few words
@@ -140,6 +141,23 @@ def fresh(make, *args):  # no sentence comes twice, neither in one file nor in t
             return row
 
 
+def linked(domains):
+    """A sentence, whom, what or where it tells of as an entity, others of its type from other pages, the type, the page."""
+    while True:
+        case = domain, meaning, _ = draw(domains)
+        text, slot = say(*case), pick((WHO, ACT, WHERE))
+        if text not in seen and 6 <= len(text.split()) <= 25:
+            break
+    seen.add(text)
+    title = lambda domain, choice: domain[slot][choice][0][0].upper() + domain[slot][choice][0][1:]
+    others, negatives = [other for other in DOMAINS if other is not domain], []
+    for _ in range(3):
+        negatives.append(title(other := pick(others), pick(range(len(other[slot])))))
+        others.remove(other)
+    page = WORLD.strip().split("\n")[6 * DOMAINS.index(domain)].split(":")[0].capitalize()
+    return text, title(domain, meaning[slot]), "|".join(negatives), ("person", "deed", "place")[slot], page
+
+
 GRID = (np.arange(16) + 0.5) / 8 - 1  # pixel centres, from −1 to 1
 SHAPES = [lambda x, y: np.hypot(x, y) - 0.9, lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.25,
           lambda x, y: np.maximum(abs(x), abs(y)) - 0.75, lambda x, y: np.maximum(abs(x) * 0.87 + y * 0.5, -y) - 0.5,
@@ -170,6 +188,9 @@ def main(folder=Path(__file__).parent):
     labels = np.arange(900, dtype=np.uint8) % len(SHAPES)
     images = np.stack([picture(label) for label in labels]).astype(np.uint8)
     np.savez_compressed(Path(folder, "shapes.npz"), images=images[:600], labels=labels[:600], test_images=images[600:], test_labels=labels[600:])
+    rng.seed(11)                                               # what comes before may grow
+    entities = [("text", "positive_entity", "negative_entity", "entity_type", "page")] + [linked(DOMAINS) for _ in range(320)]
+    Path(folder, "entities.tsv").write_text("".join("\t".join(row) + "\n" for row in entities), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":
