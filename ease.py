@@ -27,7 +27,7 @@ Departures from the released code: under torchrun entities are gathered as sente
 the best checkpoint is kept, there the last one. --form code brings back what else differs: W with a bias and a tanh, w = 1,
 negatives from 8 rows instead of the batch, equal entities as negatives, hard negatives drawn once instead of each epoch.
 """
-import argparse, bz2, csv, gzip, io, json, logging, math, os, random, re, shutil, sys, time
+import argparse, bz2, csv, datetime, functools, gzip, io, json, logging, math, os, random, re, shutil, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -36,13 +36,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file             # comes with transformers
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
-from kernels import choose_impl, info_nce, similarity_lse
+from kernels import choose_impl, embed_in_chunks, info_nce, similarity_lse
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -68,6 +69,7 @@ def make_parser():
     add("--model", default="bert-base-uncased", help="hub name, local folder, or from scratch; default bert-base-uncased, from scratch: scratch")
     add("--out", default="out/ease", help="folder to write; default out/ease")
     add("--batch-size", type=at_least(1, int), help="over all GPUs; default 128 (paper), scratch 64")
+    add("--chunk-size", type=at_least(1, int), help="rows embedded at a time, with the whole batch's gradients; default the batch")
     add("--epochs", type=at_least(1, int), help="default 1 (paper), scratch 8")
     add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
     add("--lr", type=at_least(0), help="learning rate; default 3e-5 (paper), scratch 2e-3, after a warm-up falling linearly to 0")
@@ -205,7 +207,7 @@ def make_batch(rows, model, args):
     flat = [ids for view in zip(*rows) for ids in view]
     order = sorted(range(len(flat)), key=lambda i: len(flat[i]))
     batch = []
-    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type]):
+    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type], args.chunk_size):
         places = torch.tensor(order[start:end])
         group = [torch.from_numpy(flat[i]) for i in order[start:end]]
         ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=model.tokenizer.pad_token_id or 0)
@@ -221,7 +223,7 @@ def build_model(args):
     """The encoder without its pretrained pooler, its tokenizer and the head, which training alone uses; see add_entities."""
     model = torch.nn.Module()
     model.device, model.pooling = torch.device(args.device), args.pooling
-    model.bf16 = model.device.type == "cuda" and not args.fp32
+    model.bf16, model.chunked = model.device.type == "cuda" and not args.fp32, bool(args.chunk_size)
     model.encoder, model.tokenizer = load_encoder(args)
     config = model.encoder.config
     model.has_pooler = hasattr(model.encoder, "pooler")        # BERT, RoBERTa: save_model can write the head there
@@ -275,24 +277,27 @@ def load_encoder(args, auto=AutoModel):
 
 def embed(model, batch):
     """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
-    pieces = []
-    for _, ids, mask in batch:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            output = model.encoder(input_ids=ids, attention_mask=mask)
-            hidden = output.last_hidden_state                  # (n, L, H)
-            if model.pooling == "avg_top2":
-                hidden = (hidden + output.hidden_states[-2]) / 2
-            if model.pooling == "avg_first_last":              # the first transformer layer; 0 is the word embeddings
-                hidden = (hidden + output.hidden_states[1]) / 2
-            if model.pooling.startswith("avg"):                # special tokens count, padding does not
-                z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-            else:
-                z = hidden[:, 0]
-            if model.head is not None and (model.training or model.keep_head):
-                z = torch.tanh(model.head(z))
-        pieces.append(z.float())
+    z = embed_in_chunks(lambda group: pool(model, *group[1:]), batch, model if model.chunked else None)
     places = torch.cat([places for places, _, _ in batch])
-    return torch.cat(pieces)[places.argsort()]
+    return z[places.argsort()]
+
+
+def pool(model, ids, mask):
+    """(n, H) float32 embeddings of ids (n, L)."""
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+        output = model.encoder(input_ids=ids, attention_mask=mask)
+        hidden = output.last_hidden_state                      # (n, L, H)
+        if model.pooling == "avg_top2":
+            hidden = (hidden + output.hidden_states[-2]) / 2
+        if model.pooling == "avg_first_last":                  # the first transformer layer; 0 is the word embeddings
+            hidden = (hidden + output.hidden_states[1]) / 2
+        if model.pooling.startswith("avg"):                    # special tokens count, padding does not
+            z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        else:
+            z = hidden[:, 0]
+        if model.head is not None and (model.training or model.keep_head):
+            z = torch.tanh(model.head(z))
+    return z.float()
 
 
 # ── the paper ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -543,8 +548,9 @@ def tokenise(sentences, model, longest):
     return rows, cut
 
 
-def length_groups(lengths, cost):
-    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming."""
+def length_groups(lengths, cost, most=None):
+    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming. No group has
+    more than `most` rows."""
     best = {0: (0, 0)}                                         # the first n rows: (least cost, start of their last group)
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
@@ -553,7 +559,8 @@ def length_groups(lengths, cost):
     while end:
         cuts.append((best[end][1], end))
         end = best[end][1]
-    return cuts[::-1]
+    most = most or len(lengths)
+    return [(first, min(first + most, end)) for start, end in cuts[::-1] for first in range(start, end, most)]
 
 
 def start(args):
@@ -573,7 +580,8 @@ def start(args):
     if "RANK" in os.environ:
         if args.device != "cpu":
             torch.cuda.set_device(args.device)
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+        timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
     if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
@@ -608,9 +616,10 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
 
 
 def all_gather(x, args):
@@ -646,6 +655,57 @@ def batches(rows, step, args):
         epoch, done = epoch + 1, 0
 
 
+SIGNALS = []                                                   # Ctrl-C and SIGTERM that came during a step
+
+
+def command(main):
+    """main, telling the faults of the machine in one line; during training Ctrl-C and SIGTERM wait for the end of a step."""
+    @functools.wraps(main)
+    def run(argv=None):
+        kept = "; the last checkpoint in --out is whole, and --resume continues from it"
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(argv)
+        except torch.OutOfMemoryError:
+            fail("the GPU's memory is full; lower --chunk-size, --batch-size or --max-length" + kept, every_rank=True)
+        except (OSError, SafetensorError) as error:
+            fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
+        except RuntimeError as error:
+            if not dist.is_initialized() or not re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error)):
+                raise
+            fail(f"another process of this run has died or hangs ({str(error).splitlines()[0][:80]})" + kept, every_rank=True)
+        finally:
+            SIGNALS.clear()
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+    return run
+
+
+def asked_to_stop(step, args):
+    """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    if step == 0:
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+    if args.world == 1 or step % 10:
+        return bool(SIGNALS) and args.world == 1
+    asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
+    dist.all_reduce(asked)
+    return asked.item() > 0
+
+
+def refuse_bad_loss(first_bad, where, progress, args):
+    """Ends the run if a loss was not finite: at which step, where in the data (a text for a step), and what is left."""
+    if args.world > 1:
+        dist.all_reduce(first_bad, dist.ReduceOp.MAX)
+    if step := int(first_bad):
+        left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
+        fail(f"step {step}: the loss is not finite; {where(step)} of --data; {left}; try a lower --lr")
+
+
+def named(batches):
+    return f"rows {', '.join(str(row + 1) for row in next(batches)[:20])}, ..."
+
+
 def report(step, total, values, began, args):
     """A row of metrics.jsonl, and a bar on a terminal or a line in a log. Tensors become means over the ranks."""
     for name in values:
@@ -653,8 +713,6 @@ def report(step, total, values, began, args):
             if args.world > 1:
                 dist.all_reduce(values[name])
             values[name] = values[name].item() / args.world
-    if not math.isfinite(values["loss"]):
-        fail(f"step {step}: the loss is {values['loss']}; try a lower --lr")
     if args.rank == 0:
         first, clock = began
         seconds = time.perf_counter() - clock
@@ -748,7 +806,9 @@ def save_state(model, optimizer, progress, args):
         dist.all_gather_object(random, random[0])
     if args.rank == 0:
         state = dict(progress=progress, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
-        torch.save(state, Path(args.out) / "state.tmp")
+        with open(Path(args.out) / "state.tmp", "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())                            # whole on the disk before it takes the old one's place
         os.replace(Path(args.out) / "state.tmp", Path(args.out) / "state.pt")
 
 
@@ -759,14 +819,15 @@ def load_state(model, optimizer, args):
         for name, value in json.loads((out / "args.json").read_text()).items():
             if getattr(args, name, None) != value:
                 fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
-        load_best(model, args)                                 # would be missed at the end only
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
+        if state["progress"]["best"]:
+            load_best(model, args)                             # would be missed at the end only
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"][args.rank][0].cpu())
         if model.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
-        rows = [row for row in open(out / "metrics.jsonl") if json.loads(row)["step"] <= state["progress"]["step"]]
+        rows = [row for row in open(out / "metrics.jsonl") if row.endswith("\n") and json.loads(row)["step"] <= state["progress"]["step"]]
     except Exception as error:                                 # a damaged file has many ways to fail
         fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
     if args.rank == 0:
@@ -800,9 +861,9 @@ def say(label, text):
         print(f"{label:<8} {text}", flush=True)
 
 
-def fail(message):
-    """Ends the run with one line for the person who started it; the ranks of a run find the same fault."""
-    if os.environ.get("RANK", "0") == "0":
+def fail(message, every_rank=False):
+    """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -810,6 +871,7 @@ def fail(message):
 # ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@command
 def main(argv=None):
     args = make_parser().parse_args(argv)
     data, titles = load_data(args.data, args)
@@ -842,7 +904,8 @@ def main(argv=None):
         say("before", f"dev Spearman {progress['before']['spearman']:.2f}")
     model.train()
     model.entities.schedule(rates, progress["step"])
-    began = progress["step"], time.perf_counter()
+    asked_to_stop(0, args)
+    began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
     for step, batch in zip(range(progress["step"] + 1, total + 1), batches(rows, progress["step"], args)):
         for group in optimizer.param_groups:
             group["lr"] = rates[step - 1]
@@ -856,7 +919,11 @@ def main(argv=None):
         optimizer.step()
         model.entities.step()
         values["lr"] = rates[step - 1]
-        due = step % args.eval_every == 0 or step == total
+        first_bad = torch.where((first_bad == 0) & ~values["loss"].isfinite(), step, first_bad)
+        stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
+        shown = due or stop or step % (1 + total // 40) == 0
+        if shown:
+            refuse_bad_loss(first_bad, lambda step: named(batches(range(len(rows)), step - 1, args)), progress, args)
         if due and args.rank == 0:
             scores = evaluate(model, dev, args) if dev else {}
             values |= {f"dev_{name}": value for name, value in scores.items()}
@@ -864,11 +931,14 @@ def main(argv=None):
             if values["best"]:
                 progress["best"] = {"step": step, **scores}
                 save_model(model, progress["best"], args)
-        if due or step % (1 + total // 40) == 0:
+        if shown:
             report(step, total, values, began, args)
-        if due:
+        if due or stop:
             progress["step"] = step
             save_state(model, optimizer, progress, args)
+        if stop:
+            say("stopped", f"at step {step}, saved; --resume continues")
+            sys.exit(130)
 
     if args.rank == 0:
         minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)

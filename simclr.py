@@ -21,7 +21,7 @@ ImageNet, ResNet-50, 1,000 epochs: 69.1 % linear (the released checkpoint).
 Departures from the released code: its loss is twice the paper's mean; its head has batch norms, which --form code brings back.
 SupCon's released factor τ / 0.07 is left out. Resizing is bicubic without antialiasing, as TensorFlow's.
 """
-import argparse, datetime, functools, inspect, json, logging, math, os, pickle, shutil, signal, sys, time
+import argparse, datetime, functools, inspect, json, logging, math, os, pickle, re, shutil, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -643,14 +643,17 @@ def asked_to_stop(step, args):
     return asked.item() > 0
 
 
-def refuse_bad_loss(first_bad, rows_of, progress, args):
-    """Ends the run if a loss was not finite: at which step, of which rows, and what is left."""
+def refuse_bad_loss(first_bad, where, progress, args):
+    """Ends the run if a loss was not finite: at which step, where in the data (a text for a step), and what is left."""
     if args.world > 1:
         dist.all_reduce(first_bad, dist.ReduceOp.MAX)
     if step := int(first_bad):
-        rows = ", ".join(str(row + 1) for row in rows_of(step)[:20])
         left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
-        fail(f"step {step}: the loss is not finite; rows {rows}, ... of --data; {left}; try a lower --lr")
+        fail(f"step {step}: the loss is not finite; {where(step)} of --data; {left}; try a lower --lr")
+
+
+def named(batches):
+    return f"rows {', '.join(str(row + 1) for row in next(batches)[:20])}, ..."
 
 
 def report(step, total, values, began, args):
@@ -863,7 +866,7 @@ def main(argv=None):
         stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
         shown = due or stop or step % (1 + total // 40) == 0
         if shown:
-            refuse_bad_loss(first_bad, lambda step: next(full_batches(len(train[0]), step - 1, args.batch_size, args.seed)), progress, args)
+            refuse_bad_loss(first_bad, lambda step: named(full_batches(len(train[0]), step - 1, args.batch_size, args.seed)), progress, args)
         if due:
             average_statistics(model, args)
         if due and args.rank == 0:

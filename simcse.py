@@ -542,14 +542,17 @@ def asked_to_stop(step, args):
     return asked.item() > 0
 
 
-def refuse_bad_loss(first_bad, rows_of, progress, args):
-    """Ends the run if a loss was not finite: at which step, of which rows, and what is left."""
+def refuse_bad_loss(first_bad, where, progress, args):
+    """Ends the run if a loss was not finite: at which step, where in the data (a text for a step), and what is left."""
     if args.world > 1:
         dist.all_reduce(first_bad, dist.ReduceOp.MAX)
     if step := int(first_bad):
-        rows = ", ".join(str(row + 1) for row in rows_of(step)[:20])
         left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
-        fail(f"step {step}: the loss is not finite; rows {rows}, ... of --data; {left}; try a lower --lr")
+        fail(f"step {step}: the loss is not finite; {where(step)} of --data; {left}; try a lower --lr")
+
+
+def named(batches):
+    return f"rows {', '.join(str(row + 1) for row in next(batches)[:20])}, ..."
 
 
 def report(step, total, values, began, args):
@@ -763,7 +766,7 @@ def main(argv=None):
         stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
         shown = due or stop or step % (1 + total // 40) == 0
         if shown:
-            refuse_bad_loss(first_bad, lambda step: next(batches(range(len(rows)), step - 1, args)), progress, args)
+            refuse_bad_loss(first_bad, lambda step: named(batches(range(len(rows)), step - 1, args)), progress, args)
         if due and args.rank == 0:
             scores = evaluate(model, dev, args) if dev else {}
             values |= {f"dev_{name}": value for name, value in scores.items()}

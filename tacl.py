@@ -24,7 +24,7 @@ The paper's has a sequence's tokens alone. Both take the mean over chosen tokens
 with dropout (its author agrees), gradients that --accumulate adds up instead of averaging, means of the GPUs' means, batches drawn
 from all pairs of the corpus. A pair's masks are drawn anew each time, its halves too, there once.
 """
-import argparse, copy, itertools, json, logging, math, os, random, shutil, sys, time
+import argparse, copy, datetime, functools, itertools, json, logging, math, os, random, re, shutil, signal, sys, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file                        # comes with transformers, as tokenizers and tqdm
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
@@ -501,7 +502,8 @@ def start(args):
     if "RANK" in os.environ:
         if args.device != "cpu":
             torch.cuda.set_device(args.device)
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+        timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
     if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
@@ -535,6 +537,53 @@ def average_gradients(model, args):
             parameter.grad /= args.world
 
 
+SIGNALS = []                                                   # Ctrl-C and SIGTERM that came during a step
+
+
+def command(main):
+    """main, telling the faults of the machine in one line; during training Ctrl-C and SIGTERM wait for the end of a step."""
+    @functools.wraps(main)
+    def run(argv=None):
+        kept = "; the last checkpoint in --out is whole, and --resume continues from it"
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(argv)
+        except torch.OutOfMemoryError:
+            fail("the GPU's memory is full; lower --chunk-size, --batch-size or --max-length" + kept, every_rank=True)
+        except (OSError, SafetensorError) as error:
+            fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
+        except RuntimeError as error:
+            if not dist.is_initialized() or not re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error)):
+                raise
+            fail(f"another process of this run has died or hangs ({str(error).splitlines()[0][:80]})" + kept, every_rank=True)
+        finally:
+            SIGNALS.clear()
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+    return run
+
+
+def asked_to_stop(step, args):
+    """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    if step == 0:
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+    if args.world == 1 or step % 10:
+        return bool(SIGNALS) and args.world == 1
+    asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
+    dist.all_reduce(asked)
+    return asked.item() > 0
+
+
+def refuse_bad_loss(first_bad, where, progress, args):
+    """Ends the run if a loss was not finite: at which step, where in the data (a text for a step), and what is left."""
+    if args.world > 1:
+        dist.all_reduce(first_bad, dist.ReduceOp.MAX)
+    if step := int(first_bad):
+        left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
+        fail(f"step {step}: the loss is not finite; {where(step)} of --data; {left}; try a lower --lr")
+
+
 def report(step, total, values, began, args):
     """A row of metrics.jsonl, and a bar on a terminal or a line in a log. Tensors become means over the ranks."""
     for name in values:
@@ -542,8 +591,6 @@ def report(step, total, values, began, args):
             if args.world > 1:
                 dist.all_reduce(values[name])
             values[name] = values[name].item() / args.world
-    if not math.isfinite(values["loss"]):
-        fail(f"step {step}: the loss is {values['loss']}; try a lower --lr")
     if args.rank == 0:
         first, clock = began
         seconds = time.perf_counter() - clock
@@ -594,7 +641,9 @@ def save_state(model, optimizer, progress, args):
         dist.all_gather_object(random, random[0])
     if args.rank == 0:
         state = dict(progress=progress, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
-        torch.save(state, Path(args.out) / "state.tmp")
+        with open(Path(args.out) / "state.tmp", "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())                            # whole on the disk before it takes the old one's place
         os.replace(Path(args.out) / "state.tmp", Path(args.out) / "state.pt")
 
 
@@ -605,14 +654,15 @@ def load_state(model, optimizer, args):
         for name, value in json.loads((out / "args.json").read_text()).items():
             if getattr(args, name, None) != value:
                 fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
-        load_best(model, args)                                 # would be missed at the end only
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
+        if state["progress"]["best"]:
+            load_best(model, args)                             # would be missed at the end only
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"][args.rank][0].cpu())
         if model.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
-        rows = [row for row in open(out / "metrics.jsonl") if json.loads(row)["step"] <= state["progress"]["step"]]
+        rows = [row for row in open(out / "metrics.jsonl") if row.endswith("\n") and json.loads(row)["step"] <= state["progress"]["step"]]
     except Exception as error:                                 # a damaged file has many ways to fail
         fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
     if args.rank == 0:
@@ -646,9 +696,9 @@ def say(label, text):
         print(f"{label:<8} {text}", flush=True)
 
 
-def fail(message):
-    """Ends the run with one line for the person who started it; the ranks of a run find the same fault."""
-    if os.environ.get("RANK", "0") == "0":
+def fail(message, every_rank=False):
+    """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -656,6 +706,7 @@ def fail(message):
 # ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@command
 def main(argv=None):
     args = make_parser().parse_args(argv)
     documents = load_data(args.data, args)
@@ -681,7 +732,9 @@ def main(argv=None):
     if dev and args.rank == 0:
         say("before", summary(progress["before"]))
     model.train()
-    began, total, share = (progress["step"], time.perf_counter()), args.steps, args.batch_size // args.world
+    asked_to_stop(0, args)
+    began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
+    total, share = args.steps, args.batch_size // args.world
     pairs, rise = stream(documents, progress["place"], model, args), max(1, total // 10)
     for step in range(progress["step"] + 1, total + 1):
         for group in optimizer.param_groups:
@@ -700,17 +753,24 @@ def main(argv=None):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         values = dict(values) | {"lr": optimizer.param_groups[0]["lr"]}
-        due = step % args.eval_every == 0 or step == total
+        first_bad = torch.where((first_bad == 0) & ~values["loss"].isfinite(), step, first_bad)
+        stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
+        shown = due or stop or step % (1 + total // 40) == 0
+        if shown:
+            refuse_bad_loss(first_bad, lambda _: f"pairs up to byte {places[-1][0]:,}", progress, args)
         if due and args.rank == 0:
             scores = evaluate(model, dev, args) if dev else {}
             values |= {f"dev_{name}": value for name, value in scores.items()} | {"best": True}
             progress["best"] = {"step": step, **scores}        # the last one is kept: nothing is chosen (paper)
             save_model(model, progress["best"], args)
-        if due or step % (1 + total // 40) == 0:
+        if shown:
             report(step, total, values, began, args)
-        if due:
+        if due or stop:
             progress |= {"step": step, "place": places[-1]}
             save_state(model, optimizer, progress, args)
+        if stop:
+            say("stopped", f"at step {step}, saved; --resume continues")
+            sys.exit(130)
 
     if args.rank == 0:
         minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)

@@ -22,7 +22,7 @@ Expected: RoBERTa-base 76.96, large 79.04 Spearman as the mean of seven STS test
 Departures from the released code: on several GPUs its neighbours are wrong rows; an empty cell, there a full stop, is an error.
 --form code: the second term trains the head alone, through z*, and the random δ is uniform before it is scaled, not Gaussian.
 """
-import argparse, csv, functools, io, json, logging, math, os, re, shutil, sys, time
+import argparse, csv, datetime, functools, io, json, logging, math, os, re, shutil, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -31,12 +31,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file             # comes with transformers
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
-from kernels import choose_impl, nt_xent, similarity_lse, similarity_topk
+from kernels import choose_impl, embed_in_chunks, nt_xent, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -57,6 +58,7 @@ def make_parser():
     add("--model", default="roberta-base", help="hub name, local folder, or from scratch; default roberta-base, from scratch: scratch")
     add("--out", default="out/vascl", help="folder to write; default out/vascl")
     add("--batch-size", type=at_least(1, int), help="over all GPUs; default 1024 (paper), scratch 32")
+    add("--chunk-size", type=at_least(1, int), help="rows embedded at a time, with the whole batch's gradients; default the batch")
     add("--epochs", type=at_least(1, int), help="default 5 (paper), scratch 4")
     add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
     add("--lr", type=at_least(0), help="learning rate; default 5e-6 (paper), scratch 2e-3, constant")
@@ -114,7 +116,7 @@ def make_batch(rows, model, args):
     flat = [ids for view in zip(*rows) for ids in view]
     order = sorted(range(len(flat)), key=lambda i: len(flat[i]))
     batch = []
-    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type]):
+    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type], args.chunk_size):
         places = torch.tensor(order[start:end])
         group = [torch.from_numpy(flat[i]) for i in order[start:end]]
         ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=model.tokenizer.pad_token_id or 0)
@@ -130,7 +132,7 @@ def build_model(args):
     """The encoder without its pretrained pooler, its tokenizer, and what is trained beside it: the head."""
     model = torch.nn.Module()
     model.device, model.pooling = torch.device(args.device), args.pooling
-    model.bf16 = model.device.type == "cuda" and not args.fp32
+    model.bf16, model.chunked = model.device.type == "cuda" and not args.fp32, bool(args.chunk_size)
     model.encoder, model.tokenizer = load_encoder(args)
     config, width = model.encoder.config, model.encoder.config.hidden_size
     model.has_pooler = hasattr(model.encoder, "pooler")        # BERT, RoBERTa
@@ -151,7 +153,7 @@ def build_model(args):
 def load_encoder(args, auto=AutoModel):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
     if args.model == "scratch":
-        text = "\n".join(cell for _, cells in read_table(args.data)[1] for cell in cells)
+        text = "\n".join(cell for _, cells in read_table(args.data, lists=True)[1] for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
         pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
@@ -181,24 +183,27 @@ def load_encoder(args, auto=AutoModel):
 
 def embed(model, batch):
     """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
-    pieces = []
-    for _, ids, mask in batch:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            output = model.encoder(input_ids=ids, attention_mask=mask)
-            hidden = output.last_hidden_state                  # (n, L, H)
-            if model.pooling == "avg_top2":
-                hidden = (hidden + output.hidden_states[-2]) / 2
-            if model.pooling == "avg_first_last":              # the first transformer layer; 0 is the word embeddings
-                hidden = (hidden + output.hidden_states[1]) / 2
-            if model.pooling.startswith("avg"):                # special tokens count, padding does not
-                z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-            else:
-                z = hidden[:, 0]
-            if model.head is not None and (model.training or model.keep_head):
-                z = torch.tanh(model.head(z))
-        pieces.append(z.float())
+    z = embed_in_chunks(lambda group: pool(model, *group[1:]), batch, model if model.chunked else None)
     places = torch.cat([places for places, _, _ in batch])
-    return torch.cat(pieces)[places.argsort()]
+    return z[places.argsort()]
+
+
+def pool(model, ids, mask):
+    """(n, H) float32 embeddings of ids (n, L)."""
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+        output = model.encoder(input_ids=ids, attention_mask=mask)
+        hidden = output.last_hidden_state                      # (n, L, H)
+        if model.pooling == "avg_top2":
+            hidden = (hidden + output.hidden_states[-2]) / 2
+        if model.pooling == "avg_first_last":                  # the first transformer layer; 0 is the word embeddings
+            hidden = (hidden + output.hidden_states[1]) / 2
+        if model.pooling.startswith("avg"):                    # special tokens count, padding does not
+            z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        else:
+            z = hidden[:, 0]
+        if model.head is not None and (model.training or model.keep_head):
+            z = torch.tanh(model.head(z))
+    return z.float()
 
 
 # ── the paper ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -335,8 +340,9 @@ def evaluate(model, pairs, args):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_table(path):
-    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7"."""
+def read_table(path, lists=False):
+    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7". With lists, a list of
+    texts in JSON is one cell, joined by |."""
     path, table, header, place = Path(path), [], None, "line 0"
     kind = path.suffix.lower()
     if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
@@ -347,6 +353,8 @@ def read_table(path):
             if isinstance(cells, dict):
                 header = header or list(cells)
                 cells = [cells.pop(name, "") for name in header] + list(cells.values())
+            if lists and isinstance(cells, list):
+                cells = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in cells]
             if not isinstance(cells, list) or not all(isinstance(cell, (str, int, float)) for cell in cells):
                 fail(f"{path} {place}: wanted a row of texts, found {str(cells)[:60]!r}")
             table.append((place, [str(cell) for cell in cells]))
@@ -396,8 +404,9 @@ def tokenise(sentences, model, longest):
     return rows, cut
 
 
-def length_groups(lengths, cost):
-    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming."""
+def length_groups(lengths, cost, most=None):
+    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming. No group has
+    more than `most` rows."""
     best = {0: (0, 0)}                                         # the first n rows: (least cost, start of their last group)
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
@@ -406,7 +415,8 @@ def length_groups(lengths, cost):
     while end:
         cuts.append((best[end][1], end))
         end = best[end][1]
-    return cuts[::-1]
+    most = most or len(lengths)
+    return [(first, min(first + most, end)) for start, end in cuts[::-1] for first in range(start, end, most)]
 
 
 def start(args):
@@ -426,7 +436,8 @@ def start(args):
     if "RANK" in os.environ:
         if args.device != "cpu":
             torch.cuda.set_device(args.device)
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
+        timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
     if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
@@ -461,9 +472,10 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
 
 
 def all_gather(x, args):
@@ -494,6 +506,57 @@ def batches(rows, step, args):
         epoch, done = epoch + 1, 0
 
 
+SIGNALS = []                                                   # Ctrl-C and SIGTERM that came during a step
+
+
+def command(main):
+    """main, telling the faults of the machine in one line; during training Ctrl-C and SIGTERM wait for the end of a step."""
+    @functools.wraps(main)
+    def run(argv=None):
+        kept = "; the last checkpoint in --out is whole, and --resume continues from it"
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(argv)
+        except torch.OutOfMemoryError:
+            fail("the GPU's memory is full; lower --chunk-size, --batch-size or --max-length" + kept, every_rank=True)
+        except (OSError, SafetensorError) as error:
+            fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
+        except RuntimeError as error:
+            if not dist.is_initialized() or not re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error)):
+                raise
+            fail(f"another process of this run has died or hangs ({str(error).splitlines()[0][:80]})" + kept, every_rank=True)
+        finally:
+            SIGNALS.clear()
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+    return run
+
+
+def asked_to_stop(step, args):
+    """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    if step == 0:
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+    if args.world == 1 or step % 10:
+        return bool(SIGNALS) and args.world == 1
+    asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
+    dist.all_reduce(asked)
+    return asked.item() > 0
+
+
+def refuse_bad_loss(first_bad, where, progress, args):
+    """Ends the run if a loss was not finite: at which step, where in the data (a text for a step), and what is left."""
+    if args.world > 1:
+        dist.all_reduce(first_bad, dist.ReduceOp.MAX)
+    if step := int(first_bad):
+        left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
+        fail(f"step {step}: the loss is not finite; {where(step)} of --data; {left}; try a lower --lr")
+
+
+def named(batches):
+    return f"rows {', '.join(str(row + 1) for row in next(batches)[:20])}, ..."
+
+
 def report(step, total, values, began, args):
     """A row of metrics.jsonl, and a bar on a terminal or a line in a log. Tensors become means over the ranks."""
     for name in values:
@@ -501,8 +564,6 @@ def report(step, total, values, began, args):
             if args.world > 1:
                 dist.all_reduce(values[name])
             values[name] = values[name].item() / args.world
-    if not math.isfinite(values["loss"]):
-        fail(f"step {step}: the loss is {values['loss']}; try a lower --lr")
     if args.rank == 0:
         first, clock = began
         seconds = time.perf_counter() - clock
@@ -596,7 +657,9 @@ def save_state(model, optimizer, progress, args):
         dist.all_gather_object(random, random[0])
     if args.rank == 0:
         state = dict(progress=progress, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
-        torch.save(state, Path(args.out) / "state.tmp")
+        with open(Path(args.out) / "state.tmp", "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())                            # whole on the disk before it takes the old one's place
         os.replace(Path(args.out) / "state.tmp", Path(args.out) / "state.pt")
 
 
@@ -607,14 +670,15 @@ def load_state(model, optimizer, args):
         for name, value in json.loads((out / "args.json").read_text()).items():
             if getattr(args, name, None) != value:
                 fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
-        load_best(model, args)                                 # would be missed at the end only
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
+        if state["progress"]["best"]:
+            load_best(model, args)                             # would be missed at the end only
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"][args.rank][0].cpu())
         if model.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
-        rows = [row for row in open(out / "metrics.jsonl") if json.loads(row)["step"] <= state["progress"]["step"]]
+        rows = [row for row in open(out / "metrics.jsonl") if row.endswith("\n") and json.loads(row)["step"] <= state["progress"]["step"]]
     except Exception as error:                                 # a damaged file has many ways to fail
         fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
     if args.rank == 0:
@@ -648,9 +712,9 @@ def say(label, text):
         print(f"{label:<8} {text}", flush=True)
 
 
-def fail(message):
-    """Ends the run with one line for the person who started it; the ranks of a run find the same fault."""
-    if os.environ.get("RANK", "0") == "0":
+def fail(message, every_rank=False):
+    """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -658,6 +722,7 @@ def fail(message):
 # ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@command
 def main(argv=None):
     args = make_parser().parse_args(argv)
     sentences = load_data(args.data, args)
@@ -688,7 +753,8 @@ def main(argv=None):
     if dev and args.rank == 0:
         say("before", f"dev Spearman {progress['before']['spearman']:.2f}")
     model.train()
-    began = progress["step"], time.perf_counter()
+    asked_to_stop(0, args)
+    began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
     for step, batch in zip(range(progress["step"] + 1, total + 1), batches(rows, progress["step"], args)):
         loss, values = compute_loss(model, make_batch(batch, model, args), args)
         optimizer.zero_grad()
@@ -696,7 +762,11 @@ def main(argv=None):
         average_gradients(model, args)
         optimizer.step()
         values["lr"] = args.lr
-        due = step % args.eval_every == 0 or step == total
+        first_bad = torch.where((first_bad == 0) & ~values["loss"].isfinite(), step, first_bad)
+        stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
+        shown = due or stop or step % (1 + total // 40) == 0
+        if shown:
+            refuse_bad_loss(first_bad, lambda step: named(batches(range(len(rows)), step - 1, args)), progress, args)
         if due and args.rank == 0:
             scores = evaluate(model, dev, args) if dev else {}
             values |= {f"dev_{name}": value for name, value in scores.items()}
@@ -704,11 +774,14 @@ def main(argv=None):
             if values["best"]:
                 progress["best"] = {"step": step, **scores}
                 save_model(model, progress["best"], args)
-        if due or step % (1 + total // 40) == 0:
+        if shown:
             report(step, total, values, began, args)
-        if due:
+        if due or stop:
             progress["step"] = step
             save_state(model, optimizer, progress, args)
+        if stop:
+            say("stopped", f"at step {step}, saved; --resume continues")
+            sys.exit(130)
 
     if args.rank == 0:
         minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)

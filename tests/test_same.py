@@ -20,11 +20,11 @@ OWNED = "make_parser load_data make_batch augment build_model compute_loss linea
 SKELETON = {  # every banner, and every name that two scripts share, in the order of the file
     "flags": "make_parser",
     "data": "load_data make_batch augment uniform coin crop_and_flip cubic jitter grey shift_hue blur",
-    "model": "SmallPictureResNet build_model load_encoder embed",
+    "model": "SmallPictureResNet build_model load_encoder embed pool",
     "the paper": "compute_loss",
     "evaluation": "load_sts spearman knn_accuracy features evaluate linear_probe",
     "plumbing": "read_table read_rows tokenise length_groups read_pictures check_pictures Arrays read_cifar read_folder decode "
-                "start begin_out GatherRows all_gather average_gradients average_statistics lr_at warmup_linear batches warmup_cosine full_batches SIGNALS command asked_to_stop refuse_bad_loss report save_model model_card load_line load_best save_state load_state peak_gb at_least say fail",
+                "start begin_out GatherRows all_gather average_gradients average_statistics lr_at warmup_linear batches warmup_cosine full_batches SIGNALS command asked_to_stop refuse_bad_loss named report save_model model_card load_line load_best save_state load_state peak_gb at_least say fail",
     "main": "main",
 }
 ORDER = [entry for title, names in SKELETON.items() for entry in (f"── {title}", *names.split())]
@@ -110,9 +110,9 @@ def wrong_order(scripts):
 
 def over_budget(scripts):
     for script in scripts:
-        sizes = [(node.name, node.end_lineno - node.lineno + 1, 80 if node is script.nodes.get("main") else 50)
+        sizes = [(node.name, node.end_lineno - node.lineno + 1, 84 if node is script.nodes.get("main") else 50)
                  for node in ast.walk(script.tree) if isinstance(node, FUNCTION)]
-        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(script.path.stem, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 800))), *sizes]:
+        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(script.path.stem, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 820))), *sizes]:
             if lines > budget:
                 yield f"{script.name}: {name} has {lines} lines, the budget is {budget}"
 
@@ -196,13 +196,13 @@ def test_agreement_passes(tmp_path):
     (FLAGS + DATA, DATA + FLAGS, "out of order"),
     ("evaluation ───", "evaluation ────", "the banner ── evaluation differs"),
     ("return 1\n", "return 1\n" + "    x = 1\n" * 49, "compute_loss has 51 lines, the budget is 50"),
-    ("return 0\n", "return 0\n" + "    x = 1\n" * 79, "main has 81 lines, the budget is 80"),
-    (DATA, DATA + "\n" * (801 - GOOD.count("\n")), "the script has 801 lines, the budget is 800"),
+    ("return 0\n", "return 0\n" + "    x = 1\n" * 83, "main has 85 lines, the budget is 84"),
+    (DATA, DATA + "\n" * (821 - GOOD.count("\n")), "the script has 821 lines, the budget is 820"),
 ])
 def test_each_fault_is_reported(tmp_path, old, new, said):
     assert old in GOOD
-    [complaint] = complaints(write(tmp_path, simcse=GOOD, vascl=GOOD, dclr=GOOD.replace(old, new)))
-    assert complaint.startswith("dclr.py") and said in complaint
+    [complaint] = complaints(write(tmp_path, simcse=GOOD, dclr=GOOD, vascl=GOOD.replace(old, new)))
+    assert complaint.startswith("vascl.py") and said in complaint
 
 
 def test_shared_name_needs_a_place(tmp_path):
