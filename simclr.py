@@ -46,7 +46,7 @@ def make_parser():
     add("--supervised", action="store_true", help="SupCon over the labels instead of NT-Xent")
     add("--head-layers", type=int, choices=(2, 3), default=2, help="of the projection head; default 2 (paper), 3 in SimCLR v2")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
-    add("--form", choices=("paper", "code"), default="paper", help="code: batch norms in the head; default paper")
+    add("--form", choices=("paper", "code"), default="paper", help="default paper; code: batch norms in the head")
     add("--crop", type=at_least(0), default=0.08, help="least share of a picture that a view shows; default 0.08 (paper)")
     add("--colour", type=at_least(0), help="strength of the colour jitter; default 1, pictures up to 32 px 0.5 (paper)")
     add("--grey", type=at_least(0), default=0.2, help="share of grey views; default 0.2 (paper)")

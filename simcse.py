@@ -129,7 +129,7 @@ def build_model(args):
     model = torch.nn.Module()
     model.device, model.pooling = torch.device(args.device), args.pooling
     model.bf16 = model.device.type == "cuda" and not args.fp32
-    loaded, model.tokenizer = load_encoder(args)
+    loaded, model.tokenizer = load_encoder(args, AutoModelForMaskedLM if args.mlm_weight else AutoModel)
     model.encoder, config = loaded.base_model, loaded.config
     model.lm = loaded if args.mlm_weight else None
     if model.lm is not None:                                   # its decoder leaves the word embeddings (released code)
@@ -153,9 +153,8 @@ def build_model(args):
     return model.to(model.device)
 
 
-def load_encoder(args):
+def load_encoder(args, auto=AutoModel):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
-    auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     if args.model == "scratch":
         text = "\n".join(cell for _, cells in read_table(args.data)[1] for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
