@@ -23,14 +23,14 @@ SKELETON = {  # every banner, and every name that two scripts share, in the orde
     "the paper": "compute_loss",
     "evaluation": "load_sts spearman knn_accuracy features evaluate linear_probe",
     "plumbing": "read_table read_rows tokenise length_groups read_pictures check_pictures Arrays read_cifar read_folder decode "
-                "start begin_out GatherRows all_gather average_gradients average_statistics lr_at batches warmup_cosine full_batches SIGNALS command asked_to_stop refuse_bad_loss report save_model model_card load_line load_best save_state load_state peak_gb at_least say fail",
+                "start begin_out GatherRows all_gather average_gradients average_statistics lr_at warmup_linear batches warmup_cosine full_batches SIGNALS command asked_to_stop refuse_bad_loss report save_model model_card load_line load_best save_state load_state peak_gb at_least say fail",
     "main": "main",
 }
 ORDER = [entry for title, names in SKELETON.items() for entry in (f"── {title}", *names.split())]
 BANNER = re.compile(r"# (── .+?) ─+$")
 # Half of a script is furniture: bad input, resume, torchrun and the layouts of two libraries take 350 lines; pictures need their
 # augmentations and readers besides.
-SCRIPT_LINES = {"images": 900}
+SCRIPT_LINES = {"images": 900, "cline": 1050}  # cline makes its data: a WordNet reader, taggers, replacements and their labels
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -109,7 +109,7 @@ def over_budget(scripts):
     for script in scripts:
         sizes = [(node.name, node.end_lineno - node.lineno + 1, 80 if node is script.nodes.get("main") else 50)
                  for node in ast.walk(script.tree) if isinstance(node, FUNCTION)]
-        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 800)), *sizes]:
+        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(script.path.stem, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 800))), *sizes]:
             if lines > budget:
                 yield f"{script.name}: {name} has {lines} lines, the budget is {budget}"
 
