@@ -188,7 +188,7 @@ def stream(count, place, model, args):
             byte, number, used = end, number + 1, 0
 
 
-def mask_tokens(ids, model, args, rng):
+def choose_and_mask(ids, model, args, rng):
     """(masked ids, chosen): 15 % of the tokens that are not special are chosen; of these 80 % become [MASK], 10 % a random token.
 
     At most a quarter of --max-length are chosen, and at least one where there is any. With --whole-word 15 % of the words are, at most
@@ -239,7 +239,7 @@ def load_dev(path, documents, model, args):
     pairs = sentence_pairs(documents, model, args, rng)[: args.dev_pairs]
     rows = [np.concatenate([cls, row[: args.max_length - 2], sep]) for document in documents for row in document]
     rows = sorted(rows[: args.dev_pairs], key=len)
-    return ([(*pair, *mask_tokens(pair[0], model, args, rng)) for pair in pairs],
+    return ([(*pair, *choose_and_mask(pair[0], model, args, rng)) for pair in pairs],
             [(ids, ids < 0, 0, ids, np.arange(len(ids)) % (len(ids) - 1) > 0) for ids in rows])
 
 
@@ -741,7 +741,7 @@ def main(argv=None):
             group["lr"] = args.lr * min(step / rise, (total - step + 1) / (total - rise + 1))        # warm-up, linear decay (paper)
         batch, places = zip(*itertools.islice(pairs, args.batch_size))
         rng = random.Random(f"{args.seed} masks {step}")
-        rows = [(*pair, *mask_tokens(pair[0], model, args, rng)) for pair in batch]
+        rows = [(*pair, *choose_and_mask(pair[0], model, args, rng)) for pair in batch]
         tokens = max(1, sum(int(chosen.sum()) for *_, chosen in rows))                       # of all ranks
         values = Counter()
         optimizer.zero_grad()

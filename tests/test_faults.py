@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 16]
 PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
-SCRIPTS = {"simcse": TEXT, "moco": [*PICTURES, "--queue", 64, "--bn-splits", 2], "simclr": PICTURES}
+SCRIPTS = {"simcse": TEXT, "moco": [*PICTURES, "--queue", 64, "--bn-splits", 2]}
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 

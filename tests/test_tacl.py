@@ -296,7 +296,7 @@ def test_masks_have_berts_number(length, chosen):
     ids = np.array([2, *[5 + i % 20 for i in range(length - 3)], 3, 3][:length])
     places = collections.Counter()
     for seed in range(50):
-        masked, mask = tacl.mask_tokens(ids, model, args, random.Random(seed))
+        masked, mask = tacl.choose_and_mask(ids, model, args, random.Random(seed))
         assert mask.sum() == chosen and not mask[[0, -1]].any() and (masked == ids)[~mask].all()
         places.update(mask.nonzero()[0].tolist())
     assert chosen == 0 or len(places) == min(length - 3, len(places)) and (length > 30 or set(places) == set(range(1, length - 2)))
@@ -306,7 +306,7 @@ def test_masks_have_berts_proportions():
     args, model, seen = SimpleNamespace(max_length=4000, whole_word=False), reader(), collections.Counter()
     ids = np.array([2] + [5, 1, 6] * 1000 + [3])               # an unknown token is not chosen
     for seed in range(20):
-        masked, chosen = tacl.mask_tokens(ids, model, args, random.Random(seed))
+        masked, chosen = tacl.choose_and_mask(ids, model, args, random.Random(seed))
         assert not chosen[ids == 1].any() and chosen.sum() == round(0.15 * 3002)
         seen.update("masked" if new == 4 else "kept" if new == old else "replaced" for new, old in zip(masked[chosen], ids[chosen]))
         assert not set(masked[chosen]) & {0, 1, 2, 3}
@@ -321,7 +321,7 @@ def test_whole_words():
         ids = np.array([2, *[5, 6, 8] * words, 3, 7, 1, 6, 3])                                   # "##b" behind [UNK] begins a word
         whole, luck = 0, set()
         for seed in range(40):
-            masked, chosen = tacl.mask_tokens(ids, model, args, random.Random(seed))
+            masked, chosen = tacl.choose_and_mask(ids, model, args, random.Random(seed))
             starts = [i for i in range(1, len(ids) - 1) if ids[i] in (5, 7) or ids[i] == 6 and ids[i - 1] == 1]
             groups = [chosen[start : start + 3 if ids[start] == 5 else start + 1] for start in starts]
             assert all(group.all() or not group.any() for group in groups)
@@ -429,7 +429,7 @@ def build(flags, **change):
 def rows_of(model, args, n=6):
     rng = random.Random(0)
     documents, _ = tacl.next_documents(args.data, 0, 8, model)
-    return [(*pair, *tacl.mask_tokens(pair[0], model, args, rng)) for pair in tacl.sentence_pairs(documents, model, args, rng)[:n]]
+    return [(*pair, *tacl.choose_and_mask(pair[0], model, args, rng)) for pair in tacl.sentence_pairs(documents, model, args, rng)[:n]]
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,16 @@ nli.csv        600 triples sent0,sent1,hard_neg: a premise, a sentence it entail
 sentences.txt  600 plain sentences of 6 to 25 words, one a line
 sts.tsv        300 pairs sentence1, sentence2, score from 0 (nothing shared) to 5 (same meaning), subset indoors or outdoors
 entities.tsv   320 sentences, each with an entity that it speaks of, three others of its type from other pages, its type and page
+wordnet        a database in Princeton's format of words in sentences.txt: data.* (synsets) and *.exc (irregular forms)
 shapes.npz     600 pictures and 300 test pictures of 16 px, labelled: discs, rings, squares, triangles, crosses, stripes
 
 A meaning is four choices (who, act, where, time), and each choice has several wordings: equal meanings may share few words
 and unequal ones many, so counting words is not enough.    python tests/data/make.py [folder]    same bytes every time
 """
 import csv
+import itertools
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -158,6 +161,71 @@ def linked(domains):
     return text, title(domain, meaning[slot]), "|".join(negatives), ("person", "deed", "place")[slot], page
 
 
+# A synset: its words, "<" words whose synsets are its hypernyms, "!" the antonym of its first word.
+SYNSETS = dict(noun="""thing; person individual < thing; worker < person; cook chef < worker; head_cook < chef; baker bread_maker < worker
+waiter < worker; apprentice learner < person; boy male_child < person ! girl; girl < person; manager team_head < worker; clerk < worker
+accountant bookkeeper < worker; intern trainee < worker; helper assistant < person; musician < person; pianist keyboard_player < musician
+singer vocalist < musician; choir chorus < group; group < thing; woman lady < person ! man; man < person; father dad < parent ! mother
+mother < parent; parent < person; sister < woman; twin < person; guest visitor < person ! host; host < person; child kid < person ! adult
+adult < person; captain < worker; player < person; fan supporter < person; tourist sightseer < traveller; traveller < person
+place < thing; kitchen < room; room < place; hotel < building; building < place; café coffee_house < building; tower < building
+church chapel < building; station < place; stadium < place; village < place; coast seashore < place; mountain peak < place ! valley
+valley < place; park < place; river stream < water; water < thing; barn stable < building; border frontier < place; harbour < place
+attic < room ! cellar; cellar basement < room ! attic; roof < thing; floor < thing; food < thing; potato < food; soup < food; cake < food
+apple < fruit; fruit < food; meal < food; contract agreement < paper; paper < thing; report account < paper; raise < thing; salary < thing
+song < thing; waltz < dance; dance < thing; album record < thing; verse line < thing; present gift < thing; chair seat < thing; nap < sleep
+sleep < thing; game match < thing; storm gale < weather; weather < thing; rain downpour < weather; snow snowfall < weather; fog mist < weather
+traffic < thing; car < vehicle; vehicle < thing; bus coach < vehicle; ferry < ship; ship < vehicle; dog hound < animal; animal < thing
+cat kitten < animal; pony < horse; horse < animal; fox < animal; ball < toy; toy < thing; fence rail < thing; map plan < paper
+bridge crossing < thing; day < time ! night; night < time ! day; time < thing; dawn < time ! dusk; dusk < time; noon twelve < time ! midnight
+midnight < time ! noon; hour < time; week < time; spring < time ! autumn; autumn < time; holiday < time; skin peel < thing""",
+verb="""act; peel < act; burn < cook; cook < act; boil < cook; bake < cook; leave < go ! arrive; arrive < come; come < go; go move < act
+serve < act; shout call < say; say tell < act; throw < move; sign < write; write < act; agree < say ! refuse; refuse reject < say ! agree
+send mail < give ! receive; receive get < act ! send; give < act ! take; take < act ! give; ask < say ! answer; answer < say
+want wish < act; delete erase < act ! write; play perform < act; forget < act ! remember; remember < act ! forget; record < act
+delight please < act ! bore; bore < act ! delight; skip < act; cancel < act; know < act; paint < act; fall < move ! rise; rise < move
+wrap < act ! unwrap; unwrap < act ! wrap; win < act ! lose; lose < act ! win; beat < act; stop halt < act ! start; start begin < act ! stop
+bring < give; grow become < act ! shrink; shrink < act; last < act; end finish < act ! begin; chase follow < move ! lead; lead < move
+run < move ! walk; walk < move; eat swallow < act; doze < act; jump leap < move ! crawl; crawl < move; ignore < act ! notice; notice see < act
+pay < give; kick < act; greet < act ! avoid; avoid < act ! greet; drink < act; miss < lose ! catch; catch < take ! miss; buy < get ! sell
+sell < give ! buy; photograph < record; make < act ! break; break < act; stay < act ! change; change < act; keep hold < act ! lose""",
+adj="""red scarlet; old aged ! young; young ! old; new fresh ! old; living alive ! dead; dead ! living; late ! early; early ! late
+wrong incorrect ! right; right correct ! wrong; perfect ! bad; bad ! good; good ! bad; heavy ! light; light ! heavy; intense strong ! weak
+weak ! strong; alert awake ! asleep; asleep ! awake; big large ! small; small little ! big; thick ! thin; thin ! thick; asleep(p) ! awake
+close near ! far; far ! near; high ! low; low ! high; written ! unwritten; unwritten ! written; first ! last; last ! first""",
+adv="""late ! early; early ! late; soon shortly; away off; down ! up; up ! down; together ! apart; apart ! together; again once_more; fully""")
+IRREGULAR = dict(noun="men man, women woman, children child, potatoes potato", adj="better good, best good, worse bad, worst bad", adv="",
+verb="""left leave, threw throw, thrown throw, wrote write, written write, sent send, gave give, given give, took take, taken take, said say
+told tell, forgot forget, forgotten forget, knew know, known know, fell fall, fallen fall, won win, lost lose, beaten beat, began begin
+begun begin, brought bring, grew grow, grown grow, became become, went go, gone go, led lead, ran run, ate eat, eaten eat, slept sleep
+leapt leap, saw see, seen see, paid pay, drank drink, drunk drink, caught catch, bought buy, sold sell, got get, made make, broke break
+broken break, kept keep, held hold, cancelled cancel, stopped stop, stopping stop, skipped skip, wrapped wrap, winning win, running run""")
+
+
+def synset_lines(pos, entries, places):
+    """The lines of data.<pos>; places are the offsets of the entries, in bytes."""
+    words_of = [re.findall(r"\S+", re.split("[<!]", entry)[0]) for entry in entries]
+    first = {word: (i, n) for i, words in reversed([*enumerate(words_of)]) for n, word in enumerate(words, 1)}
+    letter = dict(noun="n", verb="v", adj="a", adv="r")[pos]
+    yield "  1 Written for these tests. Nothing here is from Princeton's database, only the format is.\n"
+    for entry, words, place in zip(entries, words_of, places):
+        targets = [(symbol, *first[word]) for symbol, word in re.findall(r"([<!]) (\S+)", entry)]
+        pointers = [f"@ {places[i]:08} {letter} 0000 " if symbol == "<" else f"! {places[i]:08} {letter} 01{n:02x} " for symbol, i, n in targets]
+        pairs, frames = "".join(f"{word} 0 " for word in words), "00 " * (pos == "verb")
+        yield f"{place:08} 00 {letter} {len(words):02x} {pairs}{len(pointers):03} {''.join(pointers)}{frames}| {' or '.join(words)}  \n"
+
+
+def write_wordnet(folder):
+    folder.mkdir(exist_ok=True)
+    for pos, text in SYNSETS.items():
+        entries = text.replace("\n", "; ").split("; ")
+        lengths = [len(line.encode()) for line in synset_lines(pos, entries, [0] * len(entries))]
+        places = list(itertools.accumulate(lengths))
+        Path(folder, f"data.{pos}").write_bytes("".join(synset_lines(pos, entries, places)).encode())
+        forms = filter(None, IRREGULAR[pos].replace("\n", ", ").split(", "))
+        Path(folder, f"{pos}.exc").write_bytes("".join(f"{pair}\n" for pair in sorted(forms)).encode())
+
+
 GRID = (np.arange(16) + 0.5) / 8 - 1  # pixel centres, from −1 to 1
 SHAPES = [lambda x, y: np.hypot(x, y) - 0.9, lambda x, y: abs(np.hypot(x, y) - 0.7) - 0.25,
           lambda x, y: np.maximum(abs(x), abs(y)) - 0.75, lambda x, y: np.maximum(abs(x) * 0.87 + y * 0.5, -y) - 0.5,
@@ -185,6 +253,7 @@ def main(folder=Path(__file__).parent):
         csv.writer(file, lineterminator="\n").writerows([("sent0", "sent1", "hard_neg"), *nli])
     for name, rows in ("sts.tsv", [("sentence1", "sentence2", "score", "subset"), *sts[:300]]), ("sentences.txt", sentences):
         Path(folder, name).write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
+    write_wordnet(Path(folder, "wordnet"))
     labels = np.arange(900, dtype=np.uint8) % len(SHAPES)
     images = np.stack([picture(label) for label in labels]).astype(np.uint8)
     np.savez_compressed(Path(folder, "shapes.npz"), images=images[:600], labels=labels[:600], test_images=images[600:], test_labels=labels[600:])
