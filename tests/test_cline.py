@@ -553,7 +553,7 @@ def rank_of_two(rank, port, out, flags):
 
 def test_two_processes_equal_one(registered, tmp_path, bert, monkeypatch):
     """With masks that do not depend on the process. Ranks have different numbers of masked and of scored tokens."""
-    flags = [*test_scripts.small("cline", tmp_path, 20), "--model", bert, "--form", "code", "--steps", 4, "--lr", 1e-3, "--warmup-steps", 0,
+    flags = [*test_scripts.small("cline", tmp_path, 21), "--model", bert, "--form", "code", "--steps", 3, "--lr", 1e-4, "--warmup-steps", 1,
              "--max-length", 64, "--held-out", 2]
     monkeypatch.setattr(cline, "mask_tokens", fixed_masks)
     one = run("cline", tmp_path / "one", *flags)
