@@ -234,8 +234,6 @@ def build_model(args):
         torch.nn.init.normal_(model.head.weight, std=config.initializer_range)
         torch.nn.init.zeros_(model.head.bias)
     config.output_hidden_states = args.pooling in ("avg_top2", "avg_first_last")
-    if not hasattr(model.encoder, "embeddings"):
-        fail(f"--model {args.model}: {type(model.encoder).__name__} is no encoder like BERT, RoBERTa or DistilBERT")
     table = getattr(model.encoder.embeddings, "position_embeddings", None)
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1     # as RoBERTa's
     model.longest = min(model.tokenizer.model_max_length, config.max_position_embeddings - reserved)
@@ -244,9 +242,9 @@ def build_model(args):
     return model.to(model.device)
 
 
-def load_encoder(args, auto=AutoModel):
+def load_encoder(args, auto=AutoModel, flag="--model"):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
-    if args.model == "scratch":
+    if args.model == "scratch" and flag == "--model":
         text = "\n".join(cell for _, cells in read_table(args.data, lists=True)[1] for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
@@ -258,20 +256,25 @@ def load_encoder(args, auto=AutoModel):
         return auto.from_config(config, attn_implementation="sdpa"), tokenizer
     local = Path(args.model).is_dir()
     if local and not (Path(args.model) / "config.json").is_file():
-        fail(f"--model {args.model}: no config.json in this folder, so it is no transformers model")
+        fail(f"{flag} {args.model}: no config.json in this folder, so it is no transformers model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model, info = auto.from_pretrained(args.model, attn_implementation="sdpa", dtype=torch.float32,
                                            output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as error:                                 # whatever the network or a damaged file makes of it
         if local:
-            fail(f"--model {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
-        fail(f"--model {args.model}: no such folder, and the hub does not give it; name a local folder, or take scratch")
+            fail(f"{flag} {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
+        fail(f"{flag} {args.model}: no such folder, and the hub does not give it; name a local folder"
+             + (", or take scratch" if flag == "--model" else ""))
     lost = [name for name in (*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"]))     # would be random
             if name.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict() and "pooler" not in name]
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
     if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
-        fail(f"--model {args.model}: {what} are missing or do not fit its config.json")
+        fail(f"{flag} {args.model}: {what} are missing or do not fit its config.json")
+    if not hasattr(model.base_model, "embeddings"):
+        fail(f"{flag} {args.model}: {type(model.base_model).__name__} is no encoder like BERT, RoBERTa or DistilBERT")
+    if any("pooler" in name for name in info["missing_keys"]):
+        model.base_model.pooler = None                         # it would be random
     return model, tokenizer
 
 

@@ -118,5 +118,5 @@ def test_shipped_data_is_what_its_generator_writes(tmp_path):
     subprocess.run([sys.executable, data / "make.py", tmp_path], check=True)
     made, kept = (np.load(folder / "shapes.npz") for folder in (tmp_path, data))
     assert made.files == kept.files and all((made[name] == kept[name]).mean() > 0.999 for name in made.files)   # cosines may round
-    for name in ("nli.csv", "sentences.txt", "sts.tsv", "entities.tsv", *(path.relative_to(data) for path in (data / "wordnet").iterdir())):
+    for name in ("nli.csv", "sentences.txt", "sts.tsv", "entities.tsv", "topics.tsv", "topics_dev.tsv", *(path.relative_to(data) for path in (data / "wordnet").iterdir())):
         assert (tmp_path / name).read_bytes() == (data / name).read_bytes(), name

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILY = dict.fromkeys("simclr moco".split(), "images")
-FAMILY |= dict.fromkeys("simcse selfguided ease vascl dclr".split(), "sentences")
+FAMILY |= dict.fromkeys("simcse selfguided ease vascl dclr".split(), "sentences") | {"childtuning": "classifiers"}
 FAMILY["tacl"] = "tokens"  # all others: "the rest"
 IN_FAMILY = "load_encoder embed evaluate save_model model_card load_line load_best".split()  # pictures and text differ here
 OWNED = "make_parser load_data make_batch augment build_model compute_loss linear_probe main".split()  # the paper's: only signatures agree
@@ -21,7 +21,7 @@ SKELETON = {  # every banner, and every name that two scripts share, in the orde
     "flags": "make_parser",
     "data": "load_data make_batch augment uniform coin crop_and_flip cubic jitter grey shift_hue blur",
     "model": "SmallPictureResNet build_model load_encoder embed pool",
-    "the paper": "compute_loss",
+    "the paper": "compute_loss mlm_loss",
     "evaluation": "load_sts spearman knn_accuracy features evaluate linear_probe",
     "plumbing": "read_table read_rows tokenise length_groups read_pictures check_pictures Arrays read_cifar read_folder decode "
                 "start begin_out GatherRows all_gather average_gradients average_statistics lr_at warmup_linear batches warmup_cosine full_batches SIGNALS command asked_to_stop refuse_bad_loss named report save_model model_card load_line load_best save_state load_state peak_gb at_least say fail",
@@ -68,7 +68,7 @@ class Script:
             for flag in (arg.value for arg in call.args if isinstance(arg, ast.Constant)):
                 if re.fullmatch(r"--[\w-]+", str(flag)):  # any call: `add = parser.add_argument` is a common shorthand
                     given["help"] = re.split(r"(; |')default ", given.get("help", ""))[0]         # defaults may differ
-                    kind = {"images": "pictures", "tokens": "documents"}.get(FAMILY.get(self.path.stem), "sentences")
+                    kind = {"images": "pictures", "tokens": "documents", "classifiers": "labels"}.get(FAMILY.get(self.path.stem), "sentences")
                     kind = {"--form": self.path.stem, "--dev": kind, "--max-length": kind, "--steps": kind}.get(flag)
                     title = f"{flag} ({kind})" if kind else flag
                     yield f"the flag {title}", [f"{w}={given.get(w)}" for w in ("type", "action", "nargs", "help")], None

@@ -6,6 +6,7 @@ sentences.txt  600 plain sentences of 6 to 25 words, one a line
 sts.tsv        300 pairs sentence1, sentence2, score from 0 (nothing shared) to 5 (same meaning), subset indoors or outdoors
 entities.tsv   320 sentences, each with an entity that it speaks of, three others of its type from other pages, its type and page
 wordnet        a database in Princeton's format of words in sentences.txt: data.* (synsets) and *.exc (irregular forms)
+topics.tsv     320 sentences and their topics, one of eight: sentence, label; topics_dev.tsv 120 others
 shapes.npz     600 pictures and 300 test pictures of 16 px, labelled: discs, rings, squares, triangles, crosses, stripes
 
 A meaning is four choices (who, act, where, time), and each choice has several wordings: equal meanings may share few words
@@ -77,8 +78,9 @@ on New Year's Day / on the first of January; last spring / when flowers came out
 LEADS = "According to Zoë, ", "Søren saw that ", "As Łukasz tells it, ", "Chloé says that ", "Jürgen heard that ", "İpek wrote that "
 WHO, ACT, WHERE, TIME, OPPOSITE = range(5)
 CHANGED = {5.0: (), 4.4: (), 4.0: (TIME,), 3.6: (WHO,), 2.4: (OPPOSITE,), 1.6: (ACT, TIME), 0.8: (WHO, ACT, WHERE, TIME), 0.0: ()}
-rng, seen, DOMAINS = random.Random(10), set(), []
+rng, seen, DOMAINS, TOPICS = random.Random(10), set(), [], []
 for who, where, *acts in zip(*[iter(WORLD.strip().split("\n"))] * 6):
+    TOPICS.append(who.split(": ")[0])
     lines = who.split(": ")[1], "; ".join(acts), where, WHEN.replace("\n", "; ")
     DOMAINS.append([[choice.split(" / ") for choice in line.replace(" # ", "; ").split("; ")] for line in lines])
 SUBSETS = {"indoors": DOMAINS[:4], "outdoors": DOMAINS[4:]}
@@ -134,6 +136,12 @@ def pair(domains, score):
     if score == 0.0:
         domain, meaning, words = draw([d for d in DOMAINS if d is not domain])
     return say(*case), say(domain, change(domain, meaning, *CHANGED[score]), words, 0.7, TIME if score == 4.4 else None)
+
+
+def topic(i):
+    domain = DOMAINS[i]
+    meaning, words = [pick(range(len(choices))) for choices in domain], [pick(range(6)) for _ in domain]
+    return say(domain, meaning, words, drop=pick((None, WHERE, TIME))), TOPICS[i]
 
 
 def fresh(make, *args):  # no sentence comes twice, neither in one file nor in two
@@ -260,6 +268,10 @@ def main(folder=Path(__file__).parent):
     rng.seed(11)                                               # what comes before may grow
     entities = [("text", "positive_entity", "negative_entity", "entity_type", "page")] + [linked(DOMAINS) for _ in range(320)]
     Path(folder, "entities.tsv").write_text("".join("\t".join(row) + "\n" for row in entities), encoding="utf-8", newline="\n")
+    rng.seed(11)
+    topics = list(dict.fromkeys(topic(i % len(TOPICS)) for i in range(480)))
+    for name, rows in ("topics.tsv", topics[:320]), ("topics_dev.tsv", topics[320:440]):
+        Path(folder, name).write_text("".join("\t".join(row) + "\n" for row in [("sentence", "label"), *rows]), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,903 @@
+"""DCLR: Debiased Contrastive Learning of Unsupervised Sentence Representations. Zhou, Zhang, Zhao, Wen, ACL 2022, arXiv 2205.00656.
+
+Unsupervised SimCSE with other negatives. A sentence that a finished model, the guide, finds similar to the anchor is likely no
+negative: its weight is 0. And noise is added, for sentences alone leave much of the space empty: Gaussian vectors n_k, moved
+a few steps up the gradient of what they cost all anchors. With s(a, b) = cos(a, b) / τ, anchors z1, positives z2, the guide's
+embeddings f, and w_ij = 0 where cos(f_i, f_j) ≥ φ, else 1:
+
+    L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]        the paper's objective
+
+Data, one row a line; .txt is one sentence a line, .csv .tsv .json .jsonl have columns whose order alone counts:
+    1 column   unsupervised             I ate an apple.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
+
+    python simcse.py --model scratch --data tests/data/sentences.txt --out out/guide
+    python dclr.py --model scratch --guide out/guide --data tests/data/sentences.txt --dev tests/data/sts.tsv
+    torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
+
+Expected: the paper's BERT-base has 77.22 Spearman as the mean of seven STS test sets, SimCSE 76.25. The defaults are BERT-base's.
+RoBERTa takes its own SimCSE as --guide and --phi 0.85, its base --noise-times 2.5. Large models start from a SimCSE (--model) and
+take --batch-size 256 --epochs 1 --noise-times 3, RoBERTa 5 and --lr 1e-5. The authors advise a search for φ and the noise.
+
+Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is the one of the
+global batch, there 1/world of it; padding is masked; the guide has no dropout; φ does not move with τ; --dev alone selects. What
+else differs is --form code: its loss (one_against_all), all of z2 in the ascent too, and a head on top of the encoder's pooler.
+The paper has noise of its own for each sentence; here, as released, a batch shares it.
+"""
+import argparse, csv, datetime, functools, io, json, logging, math, os, re, shutil, signal, sys, time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file             # comes with transformers
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertTokenizer
+from transformers.utils import cached_file
+
+from kernels import choose_impl, embed_in_chunks, similarity_lse
+
+# ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error, add = fail, parser.add_argument
+    poolings = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last")
+    add("--pooling", choices=poolings, help="what is a sentence's embedding; default cls, scratch avg")
+    add("--guide", default="princeton-nlp/unsup-simcse-bert-base-uncased", help="complementary model, a hub name or local folder; default the paper's")
+    add("--phi", type=at_least(-1), default=0.9, help="φ, the guide's cosine from which on none is a negative; default 0.9 (paper)")
+    add("--noise-times", type=at_least(0), default=1.0, help="noise vectors a sentence of the batch; default 1 (paper)")
+    add("--noise-steps", type=at_least(0, int), default=4, help="steps of the noise up the gradient; default 4 (paper)")
+    add("--form", choices=("paper", "code"), default="paper", help="default paper; code: the released objective, see above")
+    add("--mlm-weight", type=at_least(0), default=0.0, help="weight of a masked-LM loss; default 0, off; the paper's is 0.1")
+    add("--test", nargs="*", default=[], help="files of scored pairs, read with the best model at the end")
+    add("--data", required=True, help="training data; see above")
+    add("--dev", help="scored pairs that choose the best checkpoint; none: the last one is kept")
+    add("--model", default="bert-base-uncased", help="hub name, local folder, or from scratch; default bert-base-uncased, from scratch: scratch")
+    add("--out", default="out/dclr", help="folder to write; default out/dclr")
+    add("--batch-size", type=at_least(1, int), help="over all GPUs; default 128 (paper), scratch 32")
+    add("--chunk-size", type=at_least(1, int), help="rows embedded at a time, with the whole batch's gradients; default the batch")
+    add("--epochs", type=at_least(1, int), help="default 3 (paper), scratch 4")
+    add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
+    add("--lr", type=at_least(0), help="learning rate; default 3e-5 (paper), scratch 2e-3, falling linearly to 0")
+    add("--temperature", type=at_least(1e-4), default=0.05, help="τ; default 0.05 (paper)")
+    add("--max-length", type=at_least(3, int), default=32, help="tokens a training sentence keeps; default 32 (paper)")
+    add("--seed", type=at_least(0, int), default=42, help="default 42")
+    add("--eval-every", type=at_least(1, int), default=125, help="steps between evaluations; default 125 (released scripts)")
+    add("--resume", action="store_true", help="continue the run in --out from its last evaluation, with the same flags")
+    add("--impl", default="auto", choices=("auto", "triton", "blockwise", "eager"), help="kernels; default auto")
+    add("--fp32", action="store_true", help="no bf16 autocast on a GPU")
+    return parser
+
+
+# What a flag is where it was not given: by the number of columns (paper, BERT-base), and for a small random BERT.
+MODES = {1: dict(mode="unsupervised", views=2, pooling="cls", head="train-only", batch_size=128, lr=3e-5, epochs=3)}
+SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
+
+
+# ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(path, args):
+    """[(sentence, ...)], one tuple a row; fills the flags that the number of columns decides (MODES)."""
+    header, table = read_table(path)
+    columns = len(table[0][1])
+    if columns not in MODES:
+        fail(f"{path} {table[0][0]}: {columns} columns, wanted 1 (sentence)")
+    if args.phi > 1:
+        fail(f"--phi {args.phi}: wanted a cosine, from -1 to 1")
+    for place, cells in table:
+        if not all(cell.strip() for cell in cells):
+            fail(f"{path} {place}: an empty cell; fill it or delete the row")
+    for name, value in (MODES[columns] | (SCRATCH if args.model == "scratch" else {})).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    if len(table) < 2 or args.batch_size > len(table):
+        fail(f"{path}: {len(table)} rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
+    names = f"header {', '.join(header)}" if header else "no header"
+    say(Path(__file__).stem, f"{args.mode}: {len(table):,} rows of {columns} columns ({names}) from {path}")
+    return [tuple(cells) for _, cells in table]
+
+
+# What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers of 768, from 25
+# to 400 alike); CUDA: an estimate.
+GROUP_COST = {"cpu": 100, "cuda": 8192}
+
+
+def make_batch(rows, model, args):
+    """[(places (n,), ids (n, L), mask (n, L))]: the rows, view after view, in groups of similar length, on the device.
+
+    The loss needs the embeddings alone, so no row has to be padded to the longest of its batch.
+    """
+    flat = [ids for view in zip(*rows) for ids in view]
+    order = sorted(range(len(flat)), key=lambda i: len(flat[i]))
+    batch = []
+    for start, end in length_groups([len(flat[i]) for i in order], GROUP_COST[model.device.type], args.chunk_size):
+        places = torch.tensor(order[start:end])
+        group = [torch.from_numpy(flat[i]) for i in order[start:end]]
+        ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=model.tokenizer.pad_token_id or 0)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([len(ids) for ids in group])[:, None]
+        batch.append([x.to(model.device, torch.int64) for x in (places, ids, mask)])
+    return batch
+
+
+# ── model ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_model(args):
+    """The encoder without its pretrained pooler, its tokenizer, and what is trained beside it: the head, a masked LM."""
+    model = torch.nn.Module()
+    model.device, model.pooling = torch.device(args.device), args.pooling
+    model.bf16, model.chunked = model.device.type == "cuda" and not args.fp32, bool(args.chunk_size)
+    loaded, model.tokenizer = load_encoder(args, AutoModelForMaskedLM if args.mlm_weight else AutoModel)
+    model.encoder, config = loaded.base_model, loaded.config
+    model.lm = loaded if args.mlm_weight else None
+    if model.lm is not None:                                   # its decoder leaves the word embeddings (released code)
+        decoder = model.lm.get_output_embeddings()
+        decoder.weight = torch.nn.Parameter(decoder.weight.detach().clone())
+    model.has_pooler = hasattr(model.encoder, "pooler")        # BERT, RoBERTa: save_model can write the head there
+    pooler = getattr(getattr(model.encoder, "pooler", None), "dense", None)
+    model.encoder.pooler = model.head = None
+    model.keep_head = args.pooling == "cls" and args.head == "keep"
+    if args.pooling == "cls":
+        model.head = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        torch.nn.init.normal_(model.head.weight, std=config.initializer_range)
+        torch.nn.init.zeros_(model.head.bias)
+        if args.form == "code" and pooler is not None:
+            model.head = torch.nn.Sequential(pooler, torch.nn.Tanh(), model.head)
+    config.output_hidden_states = args.pooling in ("avg_top2", "avg_first_last")
+    table = getattr(model.encoder.embeddings, "position_embeddings", None)
+    reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1     # as RoBERTa's
+    model.longest = min(model.tokenizer.model_max_length, config.max_position_embeddings - reserved)
+    if args.max_length > model.longest:
+        fail(f"--max-length {args.max_length}: {args.model} reads at most {model.longest} tokens")
+    model.guide = build_guide(args)
+    return model.to(model.device)
+
+
+def build_guide(args):
+    """The complementary model as embed reads one, at rest, and no module: nothing of it is trained or saved.
+
+    Its embedding is the output of its pooler (released code), or what 1_Pooling says where sentence-transformers wrote it.
+    """
+    encoder, tokenizer = load_encoder(argparse.Namespace(model=args.guide), flag="--guide")
+    guide = argparse.Namespace(encoder=encoder.eval().requires_grad_(False).to(args.device), tokenizer=tokenizer, training=False,
+                               pooling="cls", head=getattr(getattr(encoder, "pooler", None), "dense", None), keep_head=True)
+    guide.device, guide.bf16 = torch.device(args.device), args.device != "cpu" and not args.fp32
+    guide.longest = min(args.max_length, tokenizer.model_max_length, encoder.config.max_position_embeddings - 2)
+    try:
+        settings = Path(cached_file(args.guide, "1_Pooling/config.json")).read_text()
+        guide.pooling, guide.head = "avg" if re.search('"pooling_mode_mean_tokens": *true', settings) else "cls", None
+    except OSError:                                            # there is none
+        pass
+    say("guide", f"{args.guide}, {guide.pooling} pooling{', its pooler' if guide.head is not None else ''}")
+    return guide
+
+
+def load_encoder(args, auto=AutoModel, flag="--model"):
+    """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
+    if args.model == "scratch" and flag == "--model":
+        text = "\n".join(cell for _, cells in read_table(args.data, lists=True)[1] for cell in cells)
+        words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
+        letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
+        pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
+        pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]
+        tokenizer = BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, model_max_length=512)
+        shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
+        config = BertConfig(vocab_size=len(tokenizer), **shape)
+        return auto.from_config(config, attn_implementation="sdpa"), tokenizer
+    local = Path(args.model).is_dir()
+    if local and not (Path(args.model) / "config.json").is_file():
+        fail(f"{flag} {args.model}: no config.json in this folder, so it is no transformers model")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model, info = auto.from_pretrained(args.model, attn_implementation="sdpa", dtype=torch.float32,
+                                           output_loading_info=True, ignore_mismatched_sizes=True)
+    except Exception as error:                                 # whatever the network or a damaged file makes of it
+        if local:
+            fail(f"{flag} {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
+        fail(f"{flag} {args.model}: no such folder, and the hub does not give it; name a local folder"
+             + (", or take scratch" if flag == "--model" else ""))
+    lost = [name for name in (*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"]))     # would be random
+            if name.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict() and "pooler" not in name]
+    what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
+    if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
+        fail(f"{flag} {args.model}: {what} are missing or do not fit its config.json")
+    if not hasattr(model.base_model, "embeddings"):
+        fail(f"{flag} {args.model}: {type(model.base_model).__name__} is no encoder like BERT, RoBERTa or DistilBERT")
+    if any("pooler" in name for name in info["missing_keys"]):
+        model.base_model.pooler = None                         # it would be random
+    return model, tokenizer
+
+
+def embed(model, batch):
+    """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
+    z = embed_in_chunks(lambda group: pool(model, *group[1:]), batch, model if model.chunked else None)
+    places = torch.cat([places for places, _, _ in batch])
+    return z[places.argsort()]
+
+
+def pool(model, ids, mask):
+    """(n, H) float32 embeddings of ids (n, L)."""
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+        output = model.encoder(input_ids=ids, attention_mask=mask)
+        hidden = output.last_hidden_state                      # (n, L, H)
+        if model.pooling == "avg_top2":
+            hidden = (hidden + output.hidden_states[-2]) / 2
+        if model.pooling == "avg_first_last":                  # the first transformer layer; 0 is the word embeddings
+            hidden = (hidden + output.hidden_states[1]) / 2
+        if model.pooling.startswith("avg"):                    # special tokens count, padding does not
+            z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        else:
+            z = hidden[:, 0]
+        if model.head is not None and (model.training or model.keep_head):
+            z = torch.tanh(model.head(z))
+    return z.float()
+
+
+# ── the paper ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compute_loss(model, batch, args):
+    """The contrastive loss of a batch, of its views and its sentences for the guide, plus the masked LM's if it is on."""
+    batch, sentences = batch
+    z1, z2 = embed(model, batch).chunk(args.views)
+    f1 = embed(model.guide, sentences)
+    z2, f2 = all_gather(z2, args), all_gather(f1, args)
+    noise = torch.randn(int(args.noise_times * len(z2)), z2.shape[1], device=z2.device)
+    if args.world > 1:
+        dist.broadcast(noise, 0)                               # the same for all ranks
+    shared = dict(temperature=args.temperature, form=args.form, impl=args.impl)
+    noise = noise_negatives(all_gather(z1, args), z2, noise, args.noise_steps, **shared)
+    loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, offset=args.rank * len(z1), **shared)
+    values = {"loss": loss.detach()}
+    if model.lm is not None:
+        mlm = mlm_loss(model, batch, args)
+        loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
+    return loss, values
+
+
+@torch.no_grad()
+def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *, impl="auto"):
+    """(K, D) raw noise after some steps up the gradient of the loss of all anchors against it.
+
+    z1, z2     (N, D) raw embeddings of anchors and positives, any float type; normalised here, without gradient
+    noise      (K, D) where to start, as from torch.randn; K may be 0
+    step_size  length of each row's step; a row without gradient stays where it is (released code: is set to zero)
+    form       paper: the denominator of the loss is the noise; code: and all of z2
+    source     Zhou et al. 2022, noise-based negatives
+    """
+    z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
+    if form not in ("paper", "code"):
+        raise ValueError(f"form: {form!r}, wanted paper or code")
+    rest = similarity_lse(z1, z2, temperature, impl=impl) if form == "code" else z1.new_tensor(-torch.inf)
+    for _ in range(steps if len(noise) else 0):
+        with torch.enable_grad():
+            noise = noise.detach().requires_grad_()
+            lse = similarity_lse(z1, F.normalize(noise, dim=1, eps=1e-8), temperature, impl=impl)
+            gradient, = torch.autograd.grad(torch.logaddexp(lse, rest).sum(), noise)
+        largest = gradient.abs().amax(1, keepdim=True)         # of a row; the squares of a tiny one would vanish
+        noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
+    return noise.detach()
+
+
+def instance_weights(f1, f2, phi, *, offset=0):
+    """(N, M) weights: 0 where cos(f1_i, f2_j) ≥ phi, but 1 where j = i + offset, and 1 elsewhere. Zhou et al. 2022.
+
+    f1, f2     (N, E), (M, E) raw embeddings of the guide; offset: this rank's first row where f2 is gathered from all ranks
+    """
+    weights = (F.normalize(f1, dim=1, eps=1e-8) @ F.normalize(f2, dim=1, eps=1e-8).T < phi).to(f1.dtype)
+    weights.diagonal(offset).fill_(1)
+    return weights
+
+
+def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, offset=0, impl="auto"):
+    """Mean loss of N anchors: z1 against its positive among z2, against what instance_weights leaves of z2, and against noise.
+
+    z1                    (N, D) raw embeddings, any float type; normalised here, a zero vector has cosine 0 with all
+    z2                    (M, D) the same of positives; row offset + i belongs to anchor i
+    noise                 (K, D) negatives of all anchors, without gradient; K may be 0
+    f1, f2, phi           as in instance_weights, for the rows of z1 and z2
+    form                  paper: a softmax without the positive; code: one_against_all, in plain PyTorch whatever impl says
+    offset                this rank's first row where z2 and f2 are gathered from all ranks
+    returns               scalar float32, float64 for float64; an anchor without negatives: 0
+    source                Zhou et al. 2022, the instance-weighted objective
+    """
+    z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
+    f1, f2, noise = (F.normalize(x.detach(), dim=1, eps=1e-8) for x in (f1, f2, noise))
+    if form not in ("paper", "code"):
+        raise ValueError(f"form: {form!r}, wanted paper or code")
+    if form == "code":
+        return one_against_all(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
+    own = slice(offset, offset + len(z1))
+    others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
+    positive = (z1 * z2[own]).sum(1) / temperature
+    negatives = similarity_lse(z1, z2, similar=(f1, f2, phi), **others)
+    if len(noise):
+        negatives = torch.logaddexp(negatives, similarity_lse(z1, noise, temperature, impl=impl))
+    return (negatives - positive).where(negatives > -torch.inf, 0).mean()
+
+
+def one_against_all(z1, keys, f1, f2, phi, temperature, offset):
+    """Mean over N rows and M keys of −log q_ii and −log(1 − q_ij), q the softmax of w_ij s_ij: a weight of 0 is a logit of 0.
+
+    Blocks of rows, made again for their gradient. 1 − q of the largest negative is the sum of the others, as it may round to 0.
+    """
+    def block(z1, f1, offset):
+        s = z1 @ keys.T / temperature
+        s[:, : len(f2)] *= instance_weights(f1, f2, phi, offset=offset)
+        own = offset + torch.arange(len(s), device=s.device)[:, None]
+        top = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)
+        lse, negatives, rest = (s.logsumexp(1), *(s.scatter(1, column, -torch.inf).logsumexp(1) for column in (own, top)))
+        q = (s - lse[:, None]).exp().scatter(1, torch.cat([own, top], 1), 0)
+        return (lse - rest - F.logsigmoid(s.gather(1, own)[:, 0] - negatives) - torch.log1p(-q).sum(1)).sum()
+
+    if len(keys) == 1:                                         # no negative
+        return 0 * (z1 * keys).sum()
+    z1, keys = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys))
+    size = max(1, 2**22 // len(keys))
+    blocks = [checkpoint(block, z1[i : i + size], f1[i : i + size], offset + i, use_reentrant=False) for i in range(0, len(z1), size)]
+    return sum(blocks) / (len(z1) * len(keys))
+
+
+def mlm_loss(model, batch, args):
+    """Mean cross entropy of the tokens chosen in all views: 15 %, of which 80 % are masked and 10 % replaced (BERT)."""
+    special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)         # padding is one of them
+
+    def total(group):
+        """(1, 2): the sum of a group's cross entropies, and of how many tokens."""
+        _, ids, mask = group
+        chosen = (torch.rand(ids.shape, device=ids.device) < 0.15) & ~torch.isin(ids, special)
+        dice, masked = torch.rand(ids.shape, device=ids.device), ids.clone()
+        masked[chosen & (dice < 0.8)] = model.tokenizer.mask_token_id
+        replaced = chosen & (dice >= 0.9)
+        masked[replaced] = torch.randint(len(model.tokenizer), ids.shape, device=ids.device)[replaced]
+        # The decoder, by far the widest layer, is handed the chosen tokens only.
+        decoder = model.lm.get_output_embeddings()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16), \
+                decoder.register_forward_pre_hook(lambda _, hidden: (hidden[0][chosen],)):
+            logits = model.lm(input_ids=masked, attention_mask=mask).logits               # (chosen, vocabulary)
+        return torch.stack([F.cross_entropy(logits.float(), ids[chosen], reduction="sum"), chosen.sum().float()])[None]
+
+    loss, tokens = embed_in_chunks(total, batch, model if model.chunked else None).sum(0)
+    tokens = tokens.detach()
+    if args.world > 1:
+        dist.all_reduce(tokens)
+    return loss * args.world / tokens.clamp(min=1)             # its mean over ranks is the mean over all tokens
+
+
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_sts(path):
+    """[(sentence1, sentence2, score)]; the subsets of a file are one list (the setting "all")."""
+    header, table = read_table(path)
+    names = ["sentence1", "sentence2", "score"]
+    if header is None and len(table[0][1]) == 3:               # the score is last, unless only the first cell is a number
+        header = names if re.fullmatch(r"[\d. ]*", table[0][1][2]) else ["score", "sentence1", "sentence2"]
+    if header is None or not set(names) <= set(header):
+        fail(f"{path}: {', '.join(header or ['no header'])}; wanted {', '.join(names)}, or 3 columns, the score first or last")
+    pairs = []
+    for place, cells in table:
+        one, two, score = (" ".join(cells[header.index(name)].split()) for name in names)
+        if not one or not two:
+            fail(f"{path} {place}: an empty sentence")
+        if not re.fullmatch(r"(\d+\.?\d*|\.\d+)?", score) or float(score or 0) > 5:
+            fail(f"{path} {place}: score {score!r}, wanted a number from 0 to 5")
+        if score:                                              # SemEval leaves some pairs unscored; they do not count
+            pairs.append((one, two, float(score)))
+    if len(pairs) < 2:
+        fail(f"{path}: {len(pairs)} scored pairs, wanted at least 2")
+    return pairs
+
+
+def spearman(a, b):
+    """Pearson correlation of the ranks; equal values share their mean rank. 0 where one side is constant."""
+    ranks = []
+    for x in (a, b):
+        _, group, sizes = np.unique(x, return_inverse=True, return_counts=True)
+        ranks.append((sizes.cumsum() - (sizes - 1) / 2)[group])
+    return 0.0 if min(np.ptp(r) for r in ranks) == 0 else float(np.corrcoef(*ranks)[0, 1])
+
+
+@torch.no_grad()
+def evaluate(model, pairs, args):
+    """100 ρ, and alignment and uniformity (Wang, Isola 2020), of scored pairs; sentences are not cut to --max-length."""
+    model.eval()
+    sentences = sorted({sentence for pair in pairs for sentence in pair[:2]}, key=lambda text: (len(text), text))
+    rows = [(ids,) for ids in tokenise(sentences, model, model.longest)[0]]
+    z = torch.cat([embed(model, make_batch(rows[i : i + 128], model, args)) for i in range(0, len(rows), 128)])
+    z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)
+    model.train()
+    place = {sentence: i for i, sentence in enumerate(sentences)}
+    one, two = (z[[place[pair[side]] for pair in pairs]].double() for side in (0, 1))
+    scores = np.array([pair[2] for pair in pairs])
+    result = {"spearman": 100 * spearman((one * two).sum(1).cpu().numpy(), scores)}
+    near = torch.from_numpy(scores > 4).to(z.device)
+    if near.any():
+        result["alignment"] = (one - two)[near].square().sum(1).mean().item()
+    if len(z) > 1:                                             # exp(−2 |x − y|²) = exp(4 x·y − 4) on unit rows
+        total = similarity_lse(z, temperature=0.25, exclude="diagonal", impl=args.impl).double().logsumexp(0).item()
+        result["uniformity"] = total - 4 - math.log(len(z) * (len(z) - 1))
+    return result
+
+
+# ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_table(path, lists=False):
+    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7". With lists, a list of
+    texts in JSON is one cell, joined by |."""
+    path, table, header, place = Path(path), [], None, "line 0"
+    kind = path.suffix.lower()
+    if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
+        fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
+    try:
+        raw = path.read_bytes()
+        for place, cells in read_rows(kind, raw.decode("utf-8-sig")):
+            if isinstance(cells, dict):
+                header = header or list(cells)
+                cells = [cells.pop(name, "") for name in header] + list(cells.values())
+            if lists and isinstance(cells, list):
+                cells = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in cells]
+            if not isinstance(cells, list) or not all(isinstance(cell, (str, int, float)) for cell in cells):
+                fail(f"{path} {place}: wanted a row of texts, found {str(cells)[:60]!r}")
+            table.append((place, [str(cell) for cell in cells]))
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        fail(f"{path} line {1 + error.object.count(10, 0, error.start)}: not UTF-8; convert it, for example with iconv")  # 10: \n
+    except csv.Error as error:
+        fail(f'{path} after {place}: {error}; close every ", and write "" for one inside a cell')
+    except (ValueError, RecursionError) as error:              # JSON
+        fail(f"{path} line {int(place[5:]) + getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}")
+    names = table[0][1] if table and kind in (".csv", ".tsv") else []
+    if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
+        header, table = names, table[1:]
+    if not table:
+        fail(f"{path}: no rows")
+    for place, cells in table:
+        if len(cells) != len(header or table[0][1]):
+            fail(f"{path} {place}: {len(cells)} columns, wanted {len(header or table[0][1])}")
+    return header, table
+
+
+def read_rows(kind, text):
+    """Yields (place, cells); the cells of a JSON object are still a dict."""
+    lines = io.StringIO(text, newline=None)
+    if kind == ".txt":
+        yield from ((f"line {i}", [line.rstrip("\n")]) for i, line in enumerate(lines, 1))
+    elif kind == ".json" and text.lstrip().startswith("["):
+        yield from ((f"item {i}", row) for i, row in enumerate(json.loads(text), 1))
+    elif kind in (".json", ".jsonl"):
+        yield from ((f"line {i}", json.loads(line.rstrip())) for i, line in enumerate(lines, 1))
+    else:
+        rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
+        reader, line = csv.reader(io.StringIO(text, newline=""), **rules), 1
+        for cells in reader:
+            yield f"line {line}", cells
+            line = reader.line_num + 1                         # a quoted cell may hold newlines
+
+
+def tokenise(sentences, model, longest):
+    """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
+    rows, cut = [], 0
+    for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
+        encoded = model.tokenizer(sentences[start : start + 10_000], truncation=True, max_length=longest)
+        rows += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
+        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    return rows, cut
+
+
+def length_groups(lengths, cost, most=None):
+    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic programming. No group has
+    more than `most` rows."""
+    best = {0: (0, 0)}                                         # the first n rows: (least cost, start of their last group)
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or lengths[end - 1] < lengths[end]:
+            best[end] = min((best[start][0] + (end - start) * lengths[end - 1] + cost, start) for start in best)
+    cuts, end = [], len(lengths)
+    while end:
+        cuts.append((best[end][1], end))
+        end = best[end][1]
+    most = most or len(lengths)
+    return [(first, min(first + most, end)) for start, end in cuts[::-1] for first in range(start, end, most)]
+
+
+def start(args):
+    """Rank, world and device; refuses an uneven batch and an --out that cannot be, or must not be, written."""
+    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    if args.batch_size % args.world:
+        fail(f"--batch-size {args.batch_size} cannot be shared evenly by {args.world} processes")
+    out = Path(args.out).absolute()
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        fail(f"--out {args.out}: {existing} is no folder that can be written")
+    if args.resume and not (out / "state.pt").is_file():
+        fail(f"--out {args.out}: no state.pt to resume from")
+    if not args.resume and existing == out and any(out.iterdir()):
+        fail(f"--out {args.out} holds another run: continue it with --resume, or name another folder")
+    if "RANK" in os.environ:
+        if args.device != "cpu":
+            torch.cuda.set_device(args.device)
+        timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
+        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
+    if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
+        torch.set_float32_matmul_precision("high")
+    torch.manual_seed(args.seed)
+    try:                                                       # before anything is read or written
+        similarity_lse(torch.zeros(1, 16, device=args.device), impl=args.impl)
+    except ValueError as error:
+        fail(f"--{error}")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def begin_out(args):
+    """The folder of a new run, with its flags and the code that ran."""
+    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "device")}
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        (Path(args.out) / "args.json").write_text(json.dumps(flags, indent=1))
+        shutil.copy(__file__, args.out)
+    except OSError as error:
+        fail(f"--out {args.out}: {error.strerror}")
+
+
+class GatherRows(torch.autograd.Function):
+    """Every rank's loss meets the gathered rows, so the gradient of a rank's own rows is a sum over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
+
+
+def all_gather(x, args):
+    """(rows · world, ...): the rows of all ranks in the order of ranks, with gradient."""
+    return GatherRows.apply(x) if args.world > 1 else x
+
+
+def average_gradients(model, args):
+    """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
+    if args.world > 1:
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= args.world
+
+
+def lr_at(step, total, args):
+    """Linear decay to 0 without warm-up; step counts from 1, and the first has the full rate."""
+    return args.lr * (total - step + 1) / total
+
+
+def batches(rows, step, args):
+    """This rank's rows of each step after `step`, endlessly. The order depends on the seed and the epoch alone."""
+    used = len(rows) - len(rows) % args.world                  # so every rank has as many rows; the last batch is short
+    epoch, done = divmod(step, math.ceil(used / args.batch_size))
+    while True:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed + 1_000_003 * epoch)).tolist()
+        for first in range(done * args.batch_size, used, args.batch_size):
+            batch = order[first : min(first + args.batch_size, used)]
+            share = len(batch) // args.world
+            yield [rows[i] for i in batch[args.rank * share : (args.rank + 1) * share]]
+        epoch, done = epoch + 1, 0
+
+
+SIGNALS = []                                                   # Ctrl-C and SIGTERM that came during a step
+
+
+def command(main):
+    """main, telling the faults of the machine in one line; during training Ctrl-C and SIGTERM wait for the end of a step."""
+    @functools.wraps(main)
+    def run(argv=None):
+        kept = "; the last checkpoint in --out is whole, and --resume continues from it"
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(argv)
+        except torch.OutOfMemoryError:
+            fail("the GPU's memory is full; lower --chunk-size, --batch-size or --max-length" + kept, every_rank=True)
+        except (OSError, SafetensorError) as error:
+            fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
+        except RuntimeError as error:
+            if not dist.is_initialized() or not re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error)):
+                raise
+            fail(f"another process of this run has died or hangs ({str(error).splitlines()[0][:80]})" + kept, every_rank=True)
+        finally:
+            SIGNALS.clear()
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+    return run
+
+
+def asked_to_stop(step, args):
+    """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    if step == 0:
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+    if args.world == 1 or step % 10:
+        return bool(SIGNALS) and args.world == 1
+    asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
+    dist.all_reduce(asked)
+    return asked.item() > 0
+
+
+def refuse_bad_loss(first_bad, where, progress, args):
+    """Ends the run if a loss was not finite: at which step, where in the data (a text for a step), and what is left."""
+    if args.world > 1:
+        dist.all_reduce(first_bad, dist.ReduceOp.MAX)
+    if step := int(first_bad):
+        left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
+        fail(f"step {step}: the loss is not finite; {where(step)} of --data; {left}; try a lower --lr")
+
+
+def named(batches):
+    return f"rows {', '.join(str(row + 1) for row in next(batches)[:20])}, ..."
+
+
+def report(step, total, values, began, args):
+    """A row of metrics.jsonl, and a bar on a terminal or a line in a log. Tensors become means over the ranks."""
+    for name in values:
+        if torch.is_tensor(values[name]):
+            if args.world > 1:
+                dist.all_reduce(values[name])
+            values[name] = values[name].item() / args.world
+    if args.rank == 0:
+        first, clock = began
+        seconds = time.perf_counter() - clock
+        with open(Path(args.out) / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, **values, "seconds": round(seconds, 3)}) + "\n")
+        left, done = round(seconds / (step - first) * (total - step)), 16 * step // total
+        line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  lr {values['lr']:.1e}  "
+                f"{(step - first) * args.batch_size / seconds:,.0f} rows/s  left {left // 60}:{left % 60:02}")
+        for score in (values[name] for name in ("dev_spearman", "dev_knn") if name in values):
+            line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
+        bar = sys.stdout.isatty()
+        print(f"\r\x1b[K{line}" if bar else line, end="" if bar and "best" not in values else "\n", flush=True)
+
+
+def save_model(model, scores, args):
+    """The encoder as transformers and sentence-transformers read it: written aside, then renamed file by file."""
+    out, aside = Path(args.out), Path(args.out) / ".saving"
+    shutil.rmtree(aside, ignore_errors=True)
+    weights, config = model.encoder.state_dict(), model.encoder.config
+    head = model.head.state_dict() if model.keep_head else {}
+    if model.has_pooler:                                       # plain transformers finds the head as its pooler_output
+        weights |= {f"pooler.dense.{name}": tensor for name, tensor in head.items()}
+    model.encoder.save_pretrained(aside, state_dict=weights)
+    model.tokenizer.backend_tokenizer.no_truncation()          # tokenise's, which would be saved
+    model.tokenizer.save_pretrained(aside)
+
+    size, by_cls = dict(word_embedding_dimension=config.hidden_size), args.pooling.startswith("cls")
+    modules = [("Pooling", size | dict(pooling_mode_cls_token=by_cls, pooling_mode_mean_tokens=not by_cls), {})]
+    if config.output_hidden_states:
+        mix = torch.zeros(config.num_hidden_layers + 1)        # weights of the word embeddings and of each layer
+        mix[[-2 if args.pooling == "avg_top2" else 1, -1]] = 1
+        settings = size | dict(layer_start=0, num_hidden_layers=config.num_hidden_layers)
+        modules.insert(0, ("WeightedLayerPooling", settings, {"layer_weights": mix}))
+    if head:
+        settings = dict(in_features=config.hidden_size, out_features=config.hidden_size, bias=True,
+                        activation_function="torch.nn.modules.activation.Tanh")
+        modules.append(("Dense", settings, {f"linear.{name}": tensor.cpu() for name, tensor in head.items()}))
+    index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
+    for i, (kind, settings, tensors) in enumerate(modules, 1):
+        folder = aside / f"{i}_{kind}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(settings, indent=1))
+        if tensors:
+            save_file(tensors, folder / "model.safetensors")
+        index.append(dict(idx=i, name=str(i), path=folder.name, type=f"sentence_transformers.models.{kind}"))
+    (aside / "modules.json").write_text(json.dumps(index, indent=1))
+    (aside / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": model.longest, "do_lower_case": False}))
+    (aside / "README.md").write_text(model_card(model, scores, args), encoding="utf-8")
+    for file in [path for path in aside.rglob("*") if path.is_file()]:
+        target = out / file.relative_to(aside)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(file, target)
+    shutil.rmtree(aside)
+
+
+def model_card(model, scores, args):
+    return f"""---
+library_name: sentence-transformers
+pipeline_tag: sentence-similarity
+tags: [sentence-transformers, sentence-similarity, feature-extraction]
+---
+# {Path(args.out).name}
+
+Sentence embeddings of {model.encoder.config.hidden_size} numbers, compared by cosine, trained by {Path(__file__).name}
+from {args.model} on {Path(args.data).name}: {", ".join(f"{name} {value:.4g}" for name, value in scores.items())}.
+Every setting is in args.json, the course of the training in metrics.jsonl. Pooling: {args.pooling}.
+
+    {load_line(model, args)}
+"""
+
+
+def load_line(model, args):
+    """How others load the folder; a BERT saved without head must not get a random pooler."""
+    bare = ", add_pooling_layer=False" if model.has_pooler and not model.keep_head else ""
+    return f'SentenceTransformer("{args.out}")  or  AutoModel.from_pretrained("{args.out}"{bare})'
+
+
+def load_best(model, args):
+    """Puts the saved checkpoint back into the model."""
+    weights = load_file(Path(args.out) / "model.safetensors")
+    model.encoder.load_state_dict({name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")})
+    for file in Path(args.out).glob("*_Dense/model.safetensors"):
+        model.head.load_state_dict({name.removeprefix("linear."): tensor for name, tensor in load_file(file).items()})
+
+
+def save_state(model, optimizer, progress, args):
+    """All that the next step depends on, the random numbers of every rank included: written aside, then renamed."""
+    cuda = model.device.type == "cuda"
+    random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * args.world
+    if args.world > 1:
+        dist.all_gather_object(random, random[0])
+    if args.rank == 0:
+        state = dict(progress=progress, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
+        with open(Path(args.out) / "state.tmp", "wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())                            # whole on the disk before it takes the old one's place
+        os.replace(Path(args.out) / "state.tmp", Path(args.out) / "state.pt")
+
+
+def load_state(model, optimizer, args):
+    """Continues the run in --out: its progress; metrics of later steps are dropped, other flags than it had refused."""
+    out = Path(args.out)
+    try:
+        for name, value in json.loads((out / "args.json").read_text()).items():
+            if getattr(args, name, None) != value:
+                fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
+        state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
+        if state["progress"]["best"]:
+            load_best(model, args)                             # would be missed at the end only
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"][args.rank][0].cpu())
+        if model.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
+        rows = [row for row in open(out / "metrics.jsonl") if row.endswith("\n") and json.loads(row)["step"] <= state["progress"]["step"]]
+    except Exception as error:                                 # a damaged file has many ways to fail
+        fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
+    if args.rank == 0:
+        (out / "metrics.jsonl").write_text("".join(rows))
+    return state["progress"]
+
+
+def peak_gb(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:                                        # Windows
+        return math.nan
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def at_least(least, kind=float):
+    """An argparse type: a finite number from least up."""
+    def convert(text):
+        value = kind(text)
+        if not least <= value < 2**63:                         # no infinity, no NaN, no seed too long for PyTorch
+            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
+        return value
+    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
+    return convert
+
+
+def say(label, text):
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{label:<8} {text}", flush=True)
+
+
+def fail(message, every_rank=False):
+    """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+# ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    sentences = load_data(args.data, args)
+    dev = load_sts(args.dev) if args.dev else []
+    tests = {path: load_sts(path) for path in args.test}
+    start(args)
+    model = build_model(args)
+    flat, cut = tokenise([sentence for row in sentences for sentence in row], model, args.max_length)
+    rows = list(zip(flat, flat, tokenise([row[0] for row in sentences], model.guide, model.guide.longest)[0]))
+    total = args.steps or args.epochs * math.ceil((len(rows) - len(rows) % args.world) / args.batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    torch.manual_seed(args.seed + args.rank)                   # ranks have equal weights and different dropout
+    say("data", f"{len(dev):,} dev pairs; {cut:,} of {len(flat):,} sentences cut to {args.max_length} tokens")
+    size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
+    say("model", f"{args.model}, {size:.1f} M parameters, {args.pooling} pooling")
+    say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {'bf16' if model.bf16 else 'fp32'}, "
+               f"kernels {choose_impl(args.impl, torch.empty(0, device=model.device))}, "
+               f"{total:,} steps of {args.batch_size}, writing {args.out}")
+
+    progress = {"step": 0, "before": None, "best": None}
+    if args.resume:
+        progress = load_state(model, optimizer, args)
+    elif args.rank == 0:
+        begin_out(args)
+        progress["before"] = evaluate(model, dev, args) if dev else None
+    if dev and args.rank == 0:
+        say("before", f"dev Spearman {progress['before']['spearman']:.2f}")
+    model.train()
+    asked_to_stop(0, args)
+    began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
+    for step, batch in zip(range(progress["step"] + 1, total + 1), batches(rows, progress["step"], args)):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, total, args)
+        batch = [row[:2] for row in batch], [row[2:] for row in batch]
+        batch = make_batch(batch[0], model, args), make_batch(batch[1], model.guide, args)
+        loss, values = compute_loss(model, batch, args)
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model, args)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        values["lr"] = lr_at(step, total, args)
+        first_bad = torch.where((first_bad == 0) & ~values["loss"].isfinite(), step, first_bad)
+        stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
+        shown = due or stop or step % (1 + total // 40) == 0
+        if shown:
+            refuse_bad_loss(first_bad, lambda step: named(batches(range(len(rows)), step - 1, args)), progress, args)
+        if due and args.rank == 0:
+            scores = evaluate(model, dev, args) if dev else {}
+            values |= {f"dev_{name}": value for name, value in scores.items()}
+            values["best"] = not dev or not progress["best"] or scores["spearman"] > progress["best"]["spearman"]
+            if values["best"]:
+                progress["best"] = {"step": step, **scores}
+                save_model(model, progress["best"], args)
+        if shown:
+            report(step, total, values, began, args)
+        if due or stop:
+            progress["step"] = step
+            save_state(model, optimizer, progress, args)
+        if stop:
+            say("stopped", f"at step {step}, saved; --resume continues")
+            sys.exit(130)
+
+    if args.rank == 0:
+        minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)
+        load_best(model, args)
+        for path, pairs in tests.items():
+            tests[path] = evaluate(model, pairs, args)["spearman"]
+            say("test", f"{tests[path]:.2f}  {path}")
+        if tests:
+            say("test", f"{np.mean([round(score, 2) for score in tests.values()]):.2f}  mean")
+        before, best = progress["before"], progress["best"]
+        rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, " if dev else ""
+        say("done", f"{rise}{minutes} min {seconds} s, peak {peak_gb(model.device):.1f} GB")
+        say("load", load_line(model, args))
+    if args.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
