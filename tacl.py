@@ -1,16 +1,16 @@
 """TaCL: Improving BERT Pre-training with Token-aware Contrastive Learning. Su, Liu, Meng, Lan, Shu, Shareghi, Collier, Findings of
 NAACL 2022, arXiv 2111.04198.
 
-A pretrained BERT, the student, goes on with its masked LM and next-sentence losses. A frozen copy of it, the teacher, reads the
-same sequence without masks. At every chosen token i of a sequence, of all tokens of that sequence the teacher's i-th is to be
-the one nearest to the student's, so the tokens of a sentence are driven apart. With s of the student, t of the teacher,
-sim = cos, and M the chosen tokens,
+A pretrained BERT, the student, goes on with its masked-LM and next-sentence losses. A frozen copy of it, the teacher, reads the
+same sequence without masks. Where the student reads a mask at place i, its token is pulled to the teacher's at place i and pushed
+from the teacher's other tokens of that sequence: the tokens of a sentence move apart. With s of the student, t of the teacher,
+sim = cos, and M the places chosen for masking,
 
     L = L_MLM + L_NSP + mean over i in M of −log( exp(sim(s_i, t_i) / τ) / Σ_{j of the same sequence} exp(sim(s_i, t_j) / τ) )
 
-Data: sentences, one a line, with a blank line between documents (.txt). It is read as a stream: --buffer documents are in memory.
---dev is such a file too: losses, how often a chosen token finds its own place among the teacher's tokens, and the mean cosine
-of a sentence's tokens in each layer, before and after.
+Data: one sentence a line, a blank line between documents. The file is read as a stream, --buffer documents at a time.
+--dev is such a file too. It gives the losses, how often the nearest of the teacher's tokens is the one in the same place, and the
+mean cosine of a sentence's tokens in each layer, before and after; with matplotlib a picture of these.
 
     awk '{f = NR > 520 ? "dev.txt" : "train.txt"; print > f} NR % 8 == 0 {print "" > f}' tests/data/sentences.txt
     python tacl.py --model scratch --data train.txt --dev dev.txt
@@ -19,10 +19,9 @@ of a sentence's tokens in each layer, before and after.
 Expected: from BERT-base, 150,000 steps on Wikipedia, fine-tuned with the standard scripts: GLUE 79.6 → 81.2, SQuAD 1.1
 80.8/88.5 → 81.6/89.0, SQuAD 2.0 73.4/76.8 → 74.4/77.5 (EM/F1). Token similarity falls strongly in the top layers.
 
-The released code's denominator also holds the teacher's output at padding, all sequences being padded to --max-length: --form code.
-The paper's has a sequence's tokens alone. Both take the mean over chosen tokens; the paper prints a sum. In neither form: a teacher
-with dropout (its author agrees), gradients that --accumulate adds up instead of averaging, means of the GPUs' means, batches drawn
-from all pairs of the corpus. A pair's masks are drawn anew each time, its halves too, there once.
+The released code pads every sequence to --max-length, and its denominator holds the teacher's output there too: --form code. In both
+forms the mean is over the chosen tokens of the global batch (the paper prints a sum, the code has a mean of the GPUs' means), the
+teacher has no dropout (the author agrees), and pairs come from a stream, anew in every round (there once, all in memory).
 """
 import argparse, copy, datetime, functools, itertools, json, logging, math, os, random, re, shutil, signal, sys, time
 from collections import Counter
@@ -93,9 +92,8 @@ def load_data(path, args):
     except OSError as error:
         fail(f"{path}: {error.strerror}")
     if sizes[2] < 2:
-        fail(f"{path}: {sizes[2]} documents of two or more sentences, wanted at least 2; one sentence a line, a blank line between documents")
-    left = f", {sizes[1]:,} of one sentence left out" if sizes[1] else ""
-    say(Path(__file__).stem, f"{sizes[2]:,} documents{left} from {path}")
+        fail(f"{path}: {sizes[2]} documents of two or more sentences, wanted at least 2; a sentence a line, a blank line between documents")
+    say(Path(__file__).stem, f"{sizes[2]:,} documents from {path}; {sizes[1]:,} of one sentence are left out")
     return sizes[2]
 
 
@@ -128,17 +126,17 @@ def next_documents(path, offset, count, model):
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
     documents = [document for document in documents if document]
     if len(documents) < 2:
-        fail(f"{path}: of {count:,} documents from byte {offset:,} on {len(documents)} hold words of the tokenizer, wanted at least 2")
+        fail(f"{path}: {len(documents)} of {count:,} documents from byte {offset:,} on hold words of the tokenizer, wanted 2")
     return documents, ends[-1]
 
 
 def sentence_pairs(documents, model, args, rng):
-    """[(ids (L,), where the second segment is (L,), whether B is random)] of documents of tokenised sentences, in random order: [CLS] A
-    [SEP] B [SEP] as BERT's generator makes them.
+    """[(ids (L,), where the second segment is (L,), whether B is random)] of documents of tokenised sentences, in random order:
+    [CLS] A [SEP] B [SEP] as BERT's generator makes them.
 
-    The sentences of a document are taken in turn until they fill a pair, or, in a tenth of the documents, a random part of one. A is
-    a random number of the first of them; B is the rest or, half of the time, a stretch of another document, the rest being put back.
-    Where there is no rest, B is random. The longer one, B where they are equal, then loses tokens from random ends until they fit.
+    Sentences of a document are taken in turn until they fill a pair, or, in a tenth of the documents, a random part of one. A is
+    a random number of the first; B is the rest or, half of the time, a stretch of another document, the rest being put back.
+    Where there is no rest, B is random. The longer one, B where they are equal, then loses tokens at random ends until they fit.
     """
     cls, sep, pairs, most = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id], [], args.max_length - 3
     for place, document in enumerate(documents):
@@ -170,8 +168,8 @@ def sentence_pairs(documents, model, args, rng):
 def stream(count, place, model, args):
     """Yields (a pair, the place after it) endlessly from a place on: [byte, buffer, pairs used of it].
 
-    Documents come in the order of the file, round its end, --buffer at a time, and their pairs are shuffled. A buffer depends on the
-    seed, its number and the byte where it begins alone. The next one is made meanwhile.
+    Documents come in the order of the file, round its end, --buffer at a time, and their pairs are shuffled. A buffer depends
+    on the seed, its number and the byte where it begins, and on nothing else. The next one is made meanwhile.
     """
     def fill(byte, number):
         documents, end = next_documents(args.data, byte, min(count, args.buffer), model)
@@ -191,8 +189,8 @@ def stream(count, place, model, args):
 def choose_and_mask(ids, model, args, rng):
     """(masked ids, chosen): 15 % of the tokens that are not special are chosen; of these 80 % become [MASK], 10 % a random token.
 
-    At most a quarter of --max-length are chosen, and at least one where there is any. With --whole-word 15 % of the words are, at most
-    a quarter, and each piece of one has its own luck.
+    At most a quarter of --max-length are chosen, and at least one where there is any. With --whole-word 15 % of the words are,
+    at most a quarter, and each piece of one has its own luck.
     """
     words = []
     for place, token in enumerate(ids.tolist()):
@@ -213,9 +211,9 @@ def choose_and_mask(ids, model, args, rng):
 
 
 def make_batch(rows, model, args):
-    """[(ids, masked ids, segments, real, chosen (n, L), labels (n,))]: the rows in --accumulate parts of similar length, on the device.
+    """[(ids, masked ids, segments, real, chosen (n, L), labels (n,))]: rows in --accumulate parts of similar length, on the device.
 
-    rows are (ids, second segment, label, masked ids, chosen). The paper's form pads to a part's longest, the code's to --max-length.
+    A row is (ids, second segment, label, masked ids, chosen). The paper's form pads to a part's longest, the code's to --max-length.
     """
     rows, parts, blank = sorted(rows, key=lambda row: len(row[0])), [], model.tokenizer.pad_token_id
     size = math.ceil(len(rows) / args.accumulate)
@@ -249,12 +247,11 @@ def load_dev(path, documents, model, args):
 def build_model(args):
     """The student with its heads, and the frozen teacher, which neither train() nor the optimizer nor state.pt reaches."""
     model = torch.nn.Module()
-    model.device = torch.device(args.device)
-    model.bf16 = model.device.type == "cuda" and not args.fp32
+    model.device, model.bf16 = torch.device(args.device), args.device != "cpu" and not args.fp32
     model.lm, model.tokenizer, model.fresh = load_pretraining("--model", args.model, args)
     model.encoder, width = model.lm.base_model, model.lm.config.hidden_size
-    model.nsp = None
-    if not hasattr(getattr(model.lm, "cls", None), "seq_relationship"):                      # all but BERT itself
+    model.nsp = None                                           # BERT has its own
+    if not hasattr(getattr(model.lm, "cls", None), "seq_relationship"):
         model.nsp = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
         model.nsp.apply(model.lm._init_weights)
         model.fresh.append("next sentence")
@@ -265,15 +262,14 @@ def build_model(args):
         if found != width:
             fail(f"--teacher {args.teacher}: its vectors have {found} numbers, those of {args.model} {width}; wanted equal widths")
         if tokenizer.get_vocab() != model.tokenizer.get_vocab():
-            fail(f"--teacher {args.teacher}: its vocabulary is not that of {args.model} ({len(tokenizer):,} and {len(model.tokenizer):,} "
-                 "tokens); wanted one tokenizer")
+            fail(f"--teacher {args.teacher}: its vocabulary is not that of {args.model}; wanted one tokenizer for both")
     model.teacher = (teacher.eval().requires_grad_(False).to(model.device),)                 # in a tuple: no part of the module
-    model.longest = model.tokenizer.model_max_length
+    longest = [model.tokenizer.model_max_length]
     for encoder in (model.encoder, teacher):
         padding = getattr(getattr(encoder.embeddings, "position_embeddings", None), "padding_idx", None)       # as RoBERTa's
-        model.longest = min(model.longest, encoder.config.max_position_embeddings - (0 if padding is None else padding + 1))
-    if args.max_length > model.longest:
-        fail(f"--max-length {args.max_length}: {args.model} reads at most {model.longest} tokens")
+        longest.append(encoder.config.max_position_embeddings - (0 if padding is None else padding + 1))
+    if args.max_length > min(longest):
+        fail(f"--max-length {args.max_length}: {args.model}{' with its teacher' * bool(args.teacher)} reads at most {min(longest)} tokens")
     names = model.tokenizer.convert_ids_to_tokens(range(len(model.tokenizer)))
     model.special = set(model.tokenizer.all_special_ids)
     model.ordinary = [token for token in range(1, len(names)) if token not in model.special]
@@ -306,13 +302,14 @@ def load_pretraining(flag, name, args):
         if Path(name).is_dir():
             fail(f"{flag} {name}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
         fail(f"{flag} {name}: no such folder, and the hub does not give it; name a local folder, or take scratch")
-    fresh = {part.removeprefix(f"{model.base_model_prefix}.") for part in (*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"]))}
-    lost = {part for part in fresh if part in model.base_model.state_dict() and "pooler" not in part}            # would be random
+    fresh = (*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"]))         # random
+    fresh = [part.removeprefix(f"{model.base_model_prefix}.") for part in fresh]
+    lost = [part for part in fresh if part in model.base_model.state_dict() and "pooler" not in part]
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
     if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
         fail(f"{flag} {name}: {what} are missing or do not fit its config.json")
-    marks = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
-    if None in marks or not isinstance(model.get_output_embeddings(), torch.nn.Linear) or not hasattr(model.base_model, "embeddings"):
+    head = isinstance(model.get_output_embeddings(), torch.nn.Linear) and hasattr(model.base_model, "embeddings")
+    if not head or None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id):
         fail(f"{flag} {name}: {type(model).__name__} is no masked language model like BERT or DistilBERT")
     return model, tokenizer, sorted({part.rpartition(".")[0] for part in fresh})
 
@@ -342,7 +339,8 @@ def compute_loss(model, batch, args):
         student, at_chosen, next_logits = embed(model, masked, segments, real, chosen)
         with torch.no_grad():
             teacher = read(model.teacher[0], ids, segments, real, layers=False).last_hidden_state
-        contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form, similarity=args.similarity, impl=args.impl)
+        contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
+                             similarity=args.similarity, impl=args.impl)
         mlm = decoder_loss(at_chosen, model.lm.get_output_embeddings(), ids[chosen], impl=args.impl)
     nsp = F.cross_entropy(next_logits.float(), labels)
     tokens = len(at_chosen) * token_weight
@@ -372,7 +370,7 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
     """
     q, k, groups, own = pack(student, teacher, masked, attention_mask, form, similarity)
     if not len(q):
-        return q.sum(dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
     temperature = temperature if similarity == "cosine" else 1.0
     others = similarity_lse(q, k, temperature, exclude=(own, torch.arange(len(k), device=k.device)), within=groups, impl=impl)
     positive = torch.linalg.vecdot(q.to(others.dtype), k[own].to(others.dtype)) / temperature
@@ -403,12 +401,12 @@ def pack(student, teacher, masked, attention_mask, form, similarity):
 
 
 def decoder_loss(hidden, decoder, targets, *, impl="auto"):
-    """Mean cross entropy of a masked-LM head's last layer, whose (N, V) logits are not stored; 0 where N is 0.
+    """Mean cross entropy of a masked-LM head's last layer, whose (N, V) logits are not stored; scalar, 0 where N is 0.
 
-    hidden (N, H) is what the decoder reads, decoder a torch.nn.Linear of V rows, targets (N,) int64. Returns a scalar, float32 or float64.
+    hidden (N, H) is what the decoder reads, decoder a torch.nn.Linear of V rows, targets (N,) are int64.
     """
     if not len(hidden):
-        return hidden.sum(dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+        return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     weight = decoder.weight
     if decoder.bias is not None:                               # one more feature, 1 in every row; the zeros keep rows aligned
         hidden = torch.cat([hidden, F.pad(torch.ones_like(hidden[:, :1]), (0, 15))], 1)
@@ -417,7 +415,7 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
 
 
 def token_similarity(hidden, mask):
-    """(B,) mean cosine of any two different tokens of each sequence: hidden (B, L, D), mask (B, L) bool. Fewer than two tokens: NaN.
+    """(B,) mean cosine of two different tokens of each sequence: hidden (B, L, D), mask (B, L) bool. Fewer than two: NaN.
 
     No (L, L) similarities: Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|².
     """
@@ -618,7 +616,8 @@ library_name: transformers
 pipeline_tag: feature-extraction
 ---
 # {out.name}
-An encoder to fine-tune, trained by {Path(__file__).name} from {args.model} on {Path(args.data).name}: {scores["step"]:,} steps. {summary(scores)}
+An encoder to fine-tune, trained by {Path(__file__).name} from {args.model} on {Path(args.data).name}, {scores["step"]:,} steps.
+{summary(scores)}
 Every setting is in args.json, the course of the training in metrics.jsonl.
 
     AutoModel.from_pretrained("{args.out}")
@@ -774,13 +773,13 @@ def main(argv=None):
 
     if args.rank == 0:
         minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)
-        before, after, rise = progress["before"], progress["best"], ""
+        before, after, change = progress["before"], progress["best"], ""
         if dev:
             say("after", summary(after))
             plot_similarity(before, after, args)
-            rise = (f"contrast accuracy {before['accuracy']:.2f} → {after['accuracy']:.2f} %, "
-                    f"token similarity of the top layer {before['similarity'][-1]:.3f} → {after['similarity'][-1]:.3f}, ")
-        say("done", f"{rise}{minutes} min {seconds} s, peak {peak_gb(model.device):.1f} GB")
+            change = (f"contrast accuracy {before['accuracy']:.2f} → {after['accuracy']:.2f} %, "
+                      f"token similarity of the top layer {before['similarity'][-1]:.3f} → {after['similarity'][-1]:.3f}, ")
+        say("done", f"{change}{minutes} min {seconds} s, peak {peak_gb(model.device):.1f} GB")
         say("load", f'AutoModel.from_pretrained("{args.out}")')
     if args.world > 1:
         dist.destroy_process_group()

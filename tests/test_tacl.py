@@ -105,7 +105,7 @@ def test_forms_differ_by_padding_alone():
     tacl_loss = lambda *given, form="paper": tacl.tacl_loss(*given, temperature=0.5, form=form)
     paper, code = (tacl_loss(student, teacher, masked, real, form=form) for form in ("paper", "code"))
     assert code > paper
-    other = torch.where(real[..., None], teacher, points(27, 5, 6).view(3, 9, 5))               # what padding holds
+    other = torch.where(real[..., None], teacher, points(27, 5, 99).view(3, 9, 5))               # what padding holds
     assert tacl_loss(student, other, masked, real) == paper and tacl_loss(student, other, masked, real, form="code") != code
     assert tacl_loss(student, teacher, masked) != paper
 
@@ -211,8 +211,8 @@ def reader(words="abcdefghijklmnopqrstuvwxyz"):
     """What the preparation asks of a model: 0 to 4 are special tokens, each word is a token; "##" continues a word."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     tokenizer = SimpleNamespace(cls_token_id=2, sep_token_id=3, mask_token_id=4, pad_token_id=0)
-    return SimpleNamespace(tokenizer=tokenizer, special={0, 1, 2, 3, 4}, ordinary=list(range(5, len(pieces))), device=torch.device("cpu"),
-                           continuing={i for i, piece in enumerate(pieces) if piece.startswith("##")})
+    return SimpleNamespace(tokenizer=tokenizer, special={0, 1, 2, 3, 4}, ordinary=list(range(5, len(pieces))),
+                           continuing={i for i, piece in enumerate(pieces) if piece.startswith("##")}, device=torch.device("cpu"))
 
 
 def numbered(sizes):
@@ -272,13 +272,13 @@ def test_pairs_have_berts_proportions():
 
 def test_pairs_are_cut_at_random_ends():
     """From the longer one, from B where they are equal; either end as often."""
-    args, draw, front = SimpleNamespace(max_length=13), random.Random(2), collections.Counter()
+    args, draw, front = SimpleNamespace(max_length=12), random.Random(2), collections.Counter()      # pairs of 9
     documents = numbered([[9, 14]] * 3000)
     where = {int(sentence[0]): len(sentence) for document in documents for sentence in document}
     for a, b, is_random in map(taken_apart, tacl.sentence_pairs(documents, reader(), args, draw)):
-        assert len(a) == len(b) == 5
+        assert (len(a), len(b)) == (5, 4)
         for part in (a, b):
-            assert part == list(range(part[0], part[0] + 5))
+            assert part == list(range(part[0], part[0] + len(part)))
             start = max(token for token in where if token <= part[0]) if part is a else None
             if start is not None and where[start] == 9:
                 front[part[0] - start] += 1
@@ -286,7 +286,7 @@ def test_pairs_are_cut_at_random_ends():
     assert total > 2500 and all(abs(front[n] / total - math.comb(4, n) / 16) < 0.03 for n in range(5))         # binomial of 4
     [pair] = [taken_apart(p) for p in tacl.sentence_pairs(numbered([[4, 9], [3, 3]]), reader(), args, Mock(
         random=lambda: 0.9, randint=lambda a, b: a, randrange=lambda *_: 1, shuffle=lambda x: None))][:1]
-    assert pair == ([5, 6, 7, 8], [9, 10, 11, 12, 13, 14], False)                               # 0.9: the true next, cut at the end
+    assert pair == ([5, 6, 7, 8], [9, 10, 11, 12, 13], False)                               # 0.9: the true next, cut at the end
 
 
 @pytest.mark.parametrize("length, chosen", [(3, 0), (4, 1), (10, 2), (23, 3), (30, 4), (64, 10), (200, 16)])
@@ -299,7 +299,7 @@ def test_masks_have_berts_number(length, chosen):
         masked, mask = tacl.choose_and_mask(ids, model, args, random.Random(seed))
         assert mask.sum() == chosen and not mask[[0, -1]].any() and (masked == ids)[~mask].all()
         places.update(mask.nonzero()[0].tolist())
-    assert chosen == 0 or len(places) == min(length - 3, len(places)) and (length > 30 or set(places) == set(range(1, length - 2)))
+    assert length > 30 or set(places) == set(range(1, length - 2))                              # any of them
 
 
 def test_masks_have_berts_proportions():
@@ -311,7 +311,8 @@ def test_masks_have_berts_proportions():
         seen.update("masked" if new == 4 else "kept" if new == old else "replaced" for new, old in zip(masked[chosen], ids[chosen]))
         assert not set(masked[chosen]) & {0, 1, 2, 3}
     total = sum(seen.values())
-    assert [abs(seen[name] / total - share) < 0.01 for name, share in (("masked", 0.8), ("kept", 0.104), ("replaced", 0.096))] == [True] * 3
+    for name, share in (("masked", 0.8), ("kept", 0.104), ("replaced", 0.096)):                # one in 26 is replaced by itself
+        assert abs(seen[name] / total - share) < 0.01
 
 
 def test_whole_words():
@@ -415,8 +416,8 @@ def test_make_batch_pads_parts_of_similar_length():
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
-    return ["--data", documents_file(folder, cut_documents(8)), "--dev", documents_file(folder, cut_documents(4, start=500), "dev.txt"),
-            "--batch-size", "8"]
+    data, dev = documents_file(folder, cut_documents(8)), documents_file(folder, cut_documents(4, start=500), "dev.txt")
+    return ["--data", data, "--dev", dev, "--batch-size", "8"]
 
 
 def build(flags, **change):
@@ -436,9 +437,10 @@ def rows_of(model, args, n=6):
 def folders(tmp_path_factory, bert):
     """A BERT with all its heads, and a DistilBERT with and without the one that it has, all with the letters of `bert`."""
     home, tokenizer = tmp_path_factory.mktemp("models"), AutoTokenizer.from_pretrained(bert)
-    off, torch_seed = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), torch.manual_seed(1)
+    torch.manual_seed(1)
+    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=len(tokenizer))
-    small = DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=len(tokenizer), dropout=0.0, attention_dropout=0.0)
+    small = DistilBertConfig(dim=32, n_layers=2, n_heads=2, hidden_dim=64, vocab_size=len(tokenizer))
     models = {"bert": BertForPreTraining(BertConfig(**shape, **off, initializer_range=0.2)), "distilbert": DistilBertModel(small),
               "distilbert-lm": DistilBertForMaskedLM(small), "wide": BertModel(BertConfig(**shape | dict(hidden_size=64), **off))}
     for parameter in models["bert"].cls.parameters():
@@ -479,7 +481,8 @@ def test_compute_loss_is_the_librarys_and_the_papers(form, accumulate, files, fo
     assert values["contrast"] == pytest.approx(contrast.item(), abs=2e-3 * contrast.item())     # float32 against float64 at τ = 0.01
     assert values["loss"] == pytest.approx(values["mlm"] + values["nsp"] + values["contrast"], abs=1e-5)
     for name, parameter in model.lm.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=2e-3 * parameter.grad.abs().max().item() + 1e-5, msg=name)
+        rounding = 2e-3 * parameter.grad.abs().max().item() + 1e-5
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=rounding, msg=name)
 
 
 def test_no_logits_of_all_tokens_are_made(files, folders, monkeypatch):
@@ -506,7 +509,8 @@ def test_heads_that_the_checkpoint_lacks(name, fresh, files, folders):
     [part] = tacl.make_batch(rows_of(model, args), model, args)
     loss, values = tacl.compute_loss(model.train(), (part, 1 / part[4].sum().item(), 1 / 6), args)
     loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters()) and values["nsp"].item() == pytest.approx(math.log(2), abs=0.05)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert values["nsp"].item() == pytest.approx(math.log(2), abs=0.05)
 
 
 def test_the_teacher_is_frozen_whatever_train_reaches(files, bert):
@@ -526,7 +530,7 @@ def test_the_teacher_is_frozen_whatever_train_reaches(files, bert):
 
 @torch.no_grad()
 def test_evaluate(files, folders):
-    """By loops: the losses, how often the most similar token is the own one, and each sentence's token similarity, layer by layer."""
+    """By loops: the losses, how often the most similar token is the own one, each sentence's token similarity in each layer."""
     for form in ("paper", "code"):
         model, args = build(files, model=folders / "bert", form=form, dev_pairs=9)
         with torch.no_grad():
@@ -594,7 +598,8 @@ def test_learns(form, tmp_path, files, bert):
     assert "cls.seq_relationship" in result.said["model"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--form", "code", "--accumulate", 3, "--whole-word", "--similarity", "dot", "--buffer", 2]], ids=str)
+@pytest.mark.parametrize("flags", [
+    [], ["--form", "code", "--accumulate", 3, "--whole-word", "--similarity", "dot", "--buffer", 2]], ids=str)
 def test_resume_is_exact(flags, tmp_path, files, monkeypatch):
     """Steps 4 and 5, which the interrupted run did after its evaluation, are done again; the stream goes through its file twice."""
     flags = [*files, "--model", "scratch", "--max-length", 48, "--steps", 8, "--eval-every", 3, *flags]
@@ -687,7 +692,8 @@ def test_plot_or_a_line_that_says_what_it_wants(tmp_path, monkeypatch):
     tacl.plot_similarity(*scores, SimpleNamespace(out=tmp_path))
     axes = drawn.Figure.return_value.subplots.return_value
     assert [call.args[0] for call in axes.plot.call_args_list] == [[0.3, 0.4], [0.2, 0.1]]
-    assert axes.figure.savefig.call_args.args == (tmp_path / "similarity.png",) and said == [("plot", str(tmp_path / "similarity.png"))]
+    assert axes.figure.savefig.call_args.args == (tmp_path / "similarity.png",)
+    assert said == [("plot", str(tmp_path / "similarity.png"))]
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     tacl.plot_similarity(*scores, SimpleNamespace(out=tmp_path))
@@ -703,7 +709,7 @@ def test_plot_is_a_picture(tmp_path):
 # ── bad input ──
 
 GOOD = "A man eats.\nHe likes it.\n\nA dog runs.\nIt is fast.\n"
-WANTED = r"documents of two or more sentences, wanted at least 2; one sentence a line, a blank line between documents"
+WANTED = r"documents of two or more sentences, wanted at least 2; a sentence a line, a blank line between documents"
 
 
 @pytest.mark.parametrize("flag", ["--data", "--dev"])
@@ -732,7 +738,7 @@ def test_bad_data(flag, content, wanted, tmp_path, capfd, monkeypatch):
     ("--teacher none/such", r"--teacher none/such: no such folder, and the hub .*"),
     ("--model {bert} --teacher {wide}", r"--teacher \S+: its vectors have 64 numbers, those of \S+ 32; wanted equal widths"),
     ("--teacher {bert}", r"--teacher \S+: its vectors have 32 numbers, those of scratch 128; wanted equal widths"),
-    ("--model {bert} --teacher {other}", r"--teacher \S+: its vocabulary is not that of \S+ \(\d+ and \d+ tokens\); wanted one tokenizer"),
+    ("--model {bert} --teacher {other}", r"--teacher \S+: its vocabulary is not that of \S+; wanted one tokenizer for both"),
     ("--model {bert} --whole-word", None),
     ("--model {bare} --whole-word", r"--whole-word: the tokenizer of \S+ has no pieces that begin with ##"),
     ("--model {lost}", r"--model \S+: \d+ weights, such as .*, are missing or do not fit its config\.json"),
@@ -741,7 +747,8 @@ def test_bad_flags(flags, wanted, tmp_path, capfd, monkeypatch, folders):
     monkeypatch.chdir(tmp_path)
     Path("good.txt").write_text(GOOD)
     names = {"bert": folders / "bert", "wide": folders / "wide"}
-    for name, old, new in (("other", '"##a"', '"##other"'), ("bare", '"##', '"__'), ("lost", '"num_hidden_layers": 2', '"num_hidden_layers": 3')):
+    for name, old, new in (("other", '"##a"', '"##other"'), ("bare", '"##', '"__'),
+                           ("lost", '"num_hidden_layers": 2', '"num_hidden_layers": 3')):
         if "{%s}" % name in flags:
             names[name] = shutil.copytree(folders / "bert", folders / name, dirs_exist_ok=True)
             for file in ("tokenizer.json", "config.json", "vocab.txt"):
