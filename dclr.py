@@ -168,7 +168,7 @@ def build_guide(args):
     Its embedding is the output of its pooler (released code), or what 1_Pooling says where sentence-transformers wrote it.
     """
     encoder, tokenizer = load_encoder(argparse.Namespace(model=args.guide), flag="--guide")
-    guide = argparse.Namespace(encoder=encoder.eval().requires_grad_(False).to(args.device), tokenizer=tokenizer, training=False,
+    guide = argparse.Namespace(encoder=encoder.eval().requires_grad_(False).to(args.device), tokenizer=tokenizer, training=False, chunked=False,
                                pooling="cls", head=getattr(getattr(encoder, "pooler", None), "dense", None), keep_head=True)
     guide.device, guide.bf16 = torch.device(args.device), args.device != "cpu" and not args.fp32
     guide.longest = min(args.max_length, tokenizer.model_max_length, encoder.config.max_position_embeddings - 2)
