@@ -37,7 +37,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file             # comes with transformers
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertTokenizer
 from transformers.utils import cached_file
 
@@ -328,12 +327,12 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
 def one_against_all(z1, keys, f1, f2, phi, temperature, offset):
     """Mean over N rows and M keys of −log q_ii and −log(1 − q_ij), q the softmax of w_ij s_ij: a weight of 0 is a logit of 0.
 
-    Blocks of rows, made again for their gradient. 1 − q of the largest negative is the sum of the others, as it may round to 0.
+    1 − q of the largest negative is the sum of the others, as it may round to 0.
     """
-    def block(z1, f1, offset):
+    def block(z1, keys, start, end):
         s = z1 @ keys.T / temperature
-        s[:, : len(f2)] *= instance_weights(f1, f2, phi, offset=offset)
-        own = offset + torch.arange(len(s), device=s.device)[:, None]
+        s[:, : len(f2)] *= instance_weights(f1[start:end], f2, phi, offset=offset + start)
+        own = offset + torch.arange(start, end, device=s.device)[:, None]
         top = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)
         lse, negatives, rest = (s.logsumexp(1), *(s.scatter(1, column, -torch.inf).logsumexp(1) for column in (own, top)))
         q = (s - lse[:, None]).exp().scatter(1, torch.cat([own, top], 1), 0)
@@ -342,9 +341,31 @@ def one_against_all(z1, keys, f1, f2, phi, temperature, offset):
     if len(keys) == 1:                                         # no negative
         return 0 * (z1 * keys).sum()
     z1, keys = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys))
-    size = max(1, 2**22 // len(keys))
-    blocks = [checkpoint(block, z1[i : i + size], f1[i : i + size], offset + i, use_reentrant=False) for i in range(0, len(z1), size)]
-    return sum(blocks) / (len(z1) * len(keys))
+    return SumOfBlocks.apply(block, z1, keys, max(1, 2**22 // len(keys))) / (len(z1) * len(keys))
+
+
+class SumOfBlocks(torch.autograd.Function):
+    """Σ block(z1[start:end], keys, start, end), with the gradients of each block taken at once, so that one block is in memory."""
+
+    @staticmethod
+    def forward(ctx, block, z1, keys, size):
+        total, gradients = z1.new_zeros(()), (torch.zeros_like(z1), torch.zeros_like(keys))
+        for start in range(0, len(z1), size):
+            end = min(start + size, len(z1))
+            with torch.enable_grad():
+                rows, columns = z1[start:end].detach().requires_grad_(), keys.detach().requires_grad_()
+                value = block(rows, columns, start, end)
+            of_rows, of_columns = torch.autograd.grad(value, (rows, columns))
+            total += value.detach()
+            gradients[0][start:end] = of_rows
+            gradients[1].add_(of_columns)
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        return None, *(gradient * x for x in ctx.saved_tensors), None
 
 
 def mlm_loss(model, batch, args):
