@@ -14,11 +14,11 @@ A pretrained classifier is fine-tuned with AdamW, but the gradient g reaches onl
 Data: .csv .tsv .json .jsonl with one or two columns of text and one of labels: by header (sentence, or sentence1 and sentence2;
 label or score), by --text and --label, or all columns, the label last. Labels are any texts; numbers with a point are regression.
 
-    python childtuning.py --model scratch --data tests/data/topics.tsv --dev tests/data/topics_dev.tsv
+    python childtuning.py --model scratch --mode F --data tests/data/topics.tsv --dev tests/data/topics_dev.tsv
     python childtuning.py --data rte_train.tsv --dev rte_dev.tsv --mode none F D --seeds 10 --out out/rte
     torchrun --nproc-per-node 4 childtuning.py --data cola_train.tsv --dev cola_dev.tsv --metric matthews --reserve-p 0.2
 
-Expected: D above F above plain AdamW, by 1.5 to 8.6 points in the mean of CoLA, RTE, MRPC and STS-B with large models (abstract).
+Expected: 1.5 to 8.6 points above plain AdamW in the mean of CoLA, RTE, MRPC and STS-B, by the large model; D at least as F.
 The authors' p: CoLA and STS-B 0.2, RTE 0.3, MRPC 0.4 (F) and 0.1 (D). A run's score is that of its last step, as in the released
 code: nothing is chosen within a run. --out keeps the best run.
 
@@ -69,7 +69,7 @@ def make_parser():
     add("--metric", choices=sum(METRICS.values(), ()), help="compares runs; default accuracy, regression spearman")
     add("--data", required=True, help="training data; see above")
     add("--dev", help="labelled rows to evaluate on; none: no evaluation")
-    add("--model", default="bert-large-cased", help="hub name, local folder, or from scratch; default bert-large-cased")
+    add("--model", default="bert-large-cased", help="hub name, local folder, or from scratch; default bert-large-cased, from scratch: scratch")
     add("--out", default="out/childtuning", help="folder to write; default out/childtuning")
     add("--batch-size", type=at_least(1, int), default=16, help="over all GPUs; default 16 (released script)")
     add("--epochs", type=at_least(1, int), help="default 3 (released script), scratch 12")
@@ -171,7 +171,8 @@ def build_model(args):
     model, tokenizer = load_encoder(args)
     if tokenizer.pad_token is None:                            # GPT-2
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
     model.tokenizer, model.bf16 = tokenizer, args.device != "cpu" and not args.fp32
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1     # as RoBERTa's
@@ -252,7 +253,7 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
     labels             (N,) int64, or float in regression, which has squared errors and (logits1 − logits2)² instead of CE and KL
     form               "paper": CE1 + CE2 + α · mean over rows of (KL(P1‖P2) + KL(P2‖P1)) / 2
                        "code": (CE1 + CE2) / 2 + α · their sum over rows, as the readme of the released code
-    source             Liang, Wu et al. 2021, eq. 4
+    source             Liang, Wu et al. 2021
     """
     tasks = task_loss(logits1, labels) + task_loss(logits2, labels)
     if labels.is_floating_point():
@@ -275,7 +276,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
                 the draws; a parameter without a mask (None) gets its whole gradient
     generator   of the draws; None: a new one with seed 0, so all ranks draw alike. state_dict() has its state and the masks
     raises      ValueError naming the argument; RuntimeError for sparse gradients, and in mode D with p < 1 for want of masks
-    source      Xu et al. 2021, algorithm 1, with the released optimizer's rule
+    source      Xu et al. 2021, with the released optimizer's rule
 
     .grad is left as it is. torch.compile takes step(), in mode F with a break for the draws; pass lr as a tensor to it.
     """
@@ -426,7 +427,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     max_grad_norm  clips the gradient of each tensor, on its own, before it is squared (released code: 1.0); None: not (paper)
     name_filter    a function of the name, or what it has in it (released code: "layer"); None: all weights
     raises         ValueError where no trained weight has such a name, or no batch a finite gradient; one without is left out
-    source         Xu et al. 2021, eq. 4; weights without gradient, frozen or unused, have F = 0
+    source         Xu et al. 2021; weights without gradient, frozen or unused, have F = 0
     """
     fits = name_filter if callable(name_filter) else lambda name: (name_filter or "") in name
     weights = {name: w for name, w in model.named_parameters() if fits(name)}
@@ -437,12 +438,12 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     fisher = {name: torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for name, w in weights.items()}
     used, left_out, quiet = 0, 0, None if os.environ.get("RANK", "0") == "0" else True         # None: a bar on a terminal only
     for batch in tqdm(batches, "Fisher information", leave=False, disable=quiet):
-        gradients = torch.autograd.grad(loss(model, batch), [weights[name] for name in trained], allow_unused=True)
-        found = {name: gradient.to(fisher[name].dtype) for name, gradient in zip(trained, gradients) if gradient is not None}
-        norms = torch._foreach_norm(list(found.values()))
+        gradients = torch.autograd.grad(loss(model, batch), [weights[name] for name in trained], materialize_grads=True)
+        gradients = [gradient.to(fisher[name].dtype) for name, gradient in zip(trained, gradients)]
+        norms = torch._foreach_norm(gradients)
         finite = torch.stack(norms).isfinite().all().item()
         used, left_out = used + finite, left_out + 1 - finite
-        for (name, gradient), norm in zip(found.items() if finite else (), norms):
+        for name, gradient, norm in zip(trained if finite else (), gradients, norms):
             if max_grad_norm is not None:
                 gradient = gradient * (max_grad_norm / (norm + 1e-6)).clamp(max=1)
             fisher[name].addcmul_(gradient, gradient)

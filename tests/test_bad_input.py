@@ -160,7 +160,7 @@ def test_model_folder(here, capfd, finished, file, change, wanted):
     ("state.pt", lambda old: old[:5000], "", HOLDS),
     ("state.pt", lambda old: b"", "", HOLDS),
     ("model.safetensors", lambda old: old[:-9], "", HOLDS),
-    ("metrics.jsonl", lambda old: b"{", "", HOLDS),
+    ("metrics.jsonl", lambda old: b"{\n", "", HOLDS),
     ("args.json", None, "", HOLDS),
     ("args.json", lambda old: old, "--lr 1", r"--resume: lr was 0\.002 in out, now it is 1\.0"),
     ("args.json", lambda old: old, "--pooling cls", r"--resume: pooling was avg in out, now it is cls")])
