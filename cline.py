@@ -964,6 +964,9 @@ def fail(message, every_rank=False):
     """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
     if every_rank or os.environ.get("RANK", "0") == "0":
         print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized():                                  # with another rank gone, a group makes an ordinary exit abort now and then
+        sys.stdout.flush()
+        os._exit(2)
     sys.exit(2)
 
 
