@@ -79,7 +79,7 @@ def make_parser():
     add("--seed", type=at_least(0, int), default=42, help="default 42")
     add("--eval-every", type=at_least(1, int), help="steps between evaluations; default an epoch")
     add("--resume", action="store_true", help="continue the run in --out from its last evaluation, with the same flags")
-    add("--fp32", action="store_true", help="no bf16 autocast on a GPU")
+    add("--precision", choices=["bf16", "fp32"], help="of the encoder, by default bf16 on a GPU and fp32 on a CPU; newer CPUs are fast in bf16")
     return parser
 
 
@@ -173,7 +173,7 @@ def build_model(args):
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    model.tokenizer, model.bf16 = tokenizer, args.device != "cpu" and not args.fp32
+    model.tokenizer, model.bf16 = tokenizer, args.precision == "bf16"
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1     # as RoBERTa's
     positions = getattr(model.config, "max_position_embeddings", -1)                           # XLNet and T5 have no limit
@@ -614,6 +614,7 @@ def start(args):
     """Rank, world and device; refuses an uneven batch and an --out that cannot be, or must not be, written."""
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    args.precision = args.precision or ("fp32" if args.device == "cpu" else "bf16")
     if args.batch_size % args.world:
         fail(f"--batch-size {args.batch_size} cannot be shared evenly by {args.world} processes")
     out = Path(args.out).absolute()
@@ -629,7 +630,7 @@ def start(args):
             torch.cuda.set_device(args.device)
         timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
         dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
-    if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
+    if args.device != "cpu" and args.precision == "bf16":             # tensor cores also for what autocast leaves in float32
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     try:                                                       # before anything is read or written
@@ -869,7 +870,7 @@ def main(argv=None):
     say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
     say("run", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, {args.world} × {model.device.type}, "
-               f"{'bf16' if model.bf16 else 'fp32'}, {total:,} steps of {args.batch_size}, writing {args.out}")
+               f"{args.precision}, {total:,} steps of {args.batch_size}, writing {args.out}")
 
     progress = {"step": 0, "skipped": 0, "best": None, "scores": []}       # the steps of all runs, one after the other
     optimizer = make_optimizer(model, runs[0])

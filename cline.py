@@ -72,7 +72,7 @@ def make_parser():
     add("--eval-every", type=at_least(1, int), default=1000, help="steps between evaluations; default 1000 (released scripts)")
     add("--resume", action="store_true", help="continue the run in --out from its last evaluation, with the same flags")
     add("--impl", default="auto", choices=("auto", "triton", "blockwise", "eager"), help="kernels; default auto")
-    add("--fp32", action="store_true", help="no bf16 autocast on a GPU")
+    add("--precision", choices=["bf16", "fp32"], help="of the encoder, by default bf16 on a GPU and fp32 on a CPU; newer CPUs are fast in bf16")
     return parser
 
 
@@ -406,7 +406,7 @@ def build_model(args):
     """The encoder with its masked-LM head, its tokenizer, and what is trained beside it: RTD's head, weights, a pooler (code)."""
     model = torch.nn.Module()
     model.device = torch.device(args.device)
-    model.bf16 = model.device.type == "cuda" and not args.fp32
+    model.bf16 = args.precision == "bf16"
     model.lm, model.tokenizer = load_encoder(args, AutoModelForMaskedLM)
     model.encoder, config = model.lm.base_model, model.lm.config
     if not hasattr(model.encoder, "embeddings") or model.tokenizer.mask_token_id is None:
@@ -688,6 +688,7 @@ def start(args):
     """Rank, world and device; refuses an uneven batch and an --out that cannot be, or must not be, written."""
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    args.precision = args.precision or ("fp32" if args.device == "cpu" else "bf16")
     if args.batch_size % args.world:
         fail(f"--batch-size {args.batch_size} cannot be shared evenly by {args.world} processes")
     out = Path(args.out).absolute()
@@ -703,7 +704,7 @@ def start(args):
             torch.cuda.set_device(args.device)
         timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
         dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
-    if args.device != "cpu" and not args.fp32:                 # tensor cores also for what autocast leaves in float32
+    if args.device != "cpu" and args.precision == "bf16":             # tensor cores also for what autocast leaves in float32
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     try:                                                       # before anything is read or written
@@ -997,7 +998,7 @@ def main(argv=None):
                 f"{cut:,} of {3 * len(triples):,} texts cut to {args.max_length} tokens")
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     say("model", f"{args.model}, {size:.1f} M parameters")
-    say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {'bf16' if model.bf16 else 'fp32'}, "
+    say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {args.precision}, "
                f"kernels {choose_impl(args.impl, torch.empty(0, device=model.device))}, "
                f"{total:,} steps of {args.batch_size}, writing {args.out}")
 
