@@ -10,7 +10,7 @@ sim = cos, and M the places chosen for masking,
 
 Data: one sentence a line, a blank line between documents. The file is read as a stream, --buffer documents at a time.
 --dev is such a file too. It gives the losses, how often the nearest of the teacher's tokens is the one in the same place, and the
-mean cosine of a sentence's tokens in each layer, before and after; with matplotlib a picture of these.
+mean cosine of a sentence's tokens in each layer, before and after, which python -m kernels.pictures draws.
 
     awk '{f = NR > 520 ? "dev.txt" : "train.txt"; print > f} NR % 8 == 0 {print "" > f}' tests/data/sentences.txt
     python tacl.py --model scratch --data train.txt --dev dev.txt
@@ -455,21 +455,6 @@ def summary(scores):
     return f"{losses}, accuracy {scores['accuracy']:.2f} %, token similarity by layer {layers}"
 
 
-def plot_similarity(before, after, args):
-    """The paper's picture of isotropy, in --out; says where it is, or what it wants."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return say("plot", "similarity.png wants the package matplotlib: pip install matplotlib")
-    axes = Figure(figsize=(5, 3.5), layout="constrained").subplots()
-    for name, scores in (("before", before), ("after", after)):
-        axes.plot(scores["similarity"], marker="o", label=name)
-    axes.set(xlabel="layer (0: word embeddings)", ylabel="mean cosine of a sentence's tokens")
-    axes.legend()
-    axes.figure.savefig(Path(args.out) / "similarity.png", dpi=150)
-    say("plot", str(Path(args.out) / "similarity.png"))
-
-
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -780,7 +765,6 @@ def main(argv=None):
         before, after, change = progress["before"], progress["best"], ""
         if dev:
             say("after", summary(after))
-            plot_similarity(before, after, args)
             change = (f"contrast accuracy {before['accuracy']:.2f} → {after['accuracy']:.2f} %, "
                       f"token similarity of the top layer {before['similarity'][-1]:.3f} → {after['similarity'][-1]:.3f}, ")
         say("done", f"{change}{minutes} min {seconds} s, peak {peak_gb(model.device):.1f} GB")

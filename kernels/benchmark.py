@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+from kernels.pictures import fail, new_figure, save
 
 TAU = 0.05
 # multiplications of the fewest products known, in N·M·D (one product of all pairs is 2); nt_xent's two views are one set
@@ -284,27 +285,48 @@ def markdown(result):
 
 
 def plot(result, path):
-    """One panel a loss: milliseconds against N·M of each implementation, both logarithmic."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("--plot wants the package matplotlib: pip install matplotlib", file=sys.stderr)
-        sys.exit(2)
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    done = [row for row in result["rows"] if "ms" in row and row["set"] == "random"]
-    losses = list(dict.fromkeys(row["loss"] for row in done))
-    figure, axes = pyplot.subplots(1, len(losses), figsize=(4 * len(losses), 4), squeeze=False)
-    for axis, loss in zip(axes[0], losses):
-        for impl in IMPLS:
-            points = sorted((math.prod(row["size"]), row["ms"]) for row in done if (row["loss"], row["impl"]) == (loss, impl))
-            if points:
-                axis.loglog(*zip(*points), "o-", label=impl)
-        axis.set(title=loss, xlabel="N·M·D", ylabel="ms, forward + backward")
-        axis.legend(fontsize=7)
-    figure.suptitle(f"{result['device']}, torch {result['torch']}, {result['date']}")
-    figure.tight_layout()
-    figure.savefig(path)
+    """Time above memory against N, a column for each loss and width, a line for each implementation, all logarithmic."""
+    done, cases = [row for row in result["rows"] if "ms" in row], {}
+    for row in done:
+        n, m, d = row["size"]
+        if row["set"] == done[0]["set"]:                           # a point for each size, of random rows if there are any
+            title = f"{row['loss']}, D {d:,}" + (f", M {m:,}" if m != n else "")
+            cases.setdefault(title, {}).setdefault(row["impl"], []).append((n, row["ms"], row["extra_mb"]))
+    curves = {title: lines for title, lines in cases.items() if any(len(points) > 1 for points in lines.values())}
+    cases = curves or cases                                        # a single size is no curve: the table has it
+    if not cases:
+        fail("--plot: no row has a time")
+    figure, axes = new_figure(2, len(cases), 3.4, 2.1, sharex="col")
+    for column, (title, lines) in zip(axes.T, cases.items()):
+        column[0].set_title(title, fontsize=10)
+        draw_curves(column[0], lines, 1)
+        draw_curves(column[1], lines, 2)
+        column[1].set_xlabel("N")
+    axes[0, 0].set_ylabel("time, ms")
+    axes[1, 0].set_ylabel("extra memory, MB")
+    handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside upper left", ncols=5, frameon=False)
+    about = "forward + backward", done[0]["dtype"], result["device"], f"torch {result['torch']}", result["date"]
+    figure.supxlabel(", ".join(about), fontsize=8, color="0.4")
+    save(figure, path)
+
+
+def draw_curves(axis, lines, column):
+    """One panel of plot. At the largest N the highest and the lowest point have their number."""
+    ends, largest = [], max(point[0] for points in lines.values() for point in points)
+    for impl in sorted(lines, key=IMPLS.index):
+        colour, points = f"C{IMPLS.index(impl) % 10}", sorted((point[0], max(point[column], 2 ** -8)) for point in lines[impl])       # no memory: below a page
+        axis.loglog(*zip(*points), "o-", markersize=4, color=colour, label=impl)
+        ends += [(value, colour) for n, value in points if n == largest]
+    ends.sort()
+    for (value, colour), side in ((ends[-1], "bottom"), (ends[0], "top"))[: len(ends)]:
+        axis.annotate(f"{value:,.{0 if value >= 100 else 1}f}", (largest, value), (5, 1 if side == "bottom" else -1),
+                      textcoords="offset points", fontsize=8, color=colour, verticalalignment=side)
+    sizes = sorted({point[0] for points in lines.values() for point in points})
+    axis.set_xticks(sizes, [f"{n:,}" for n in sizes])
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axis.minorticks_off()
+    axis.margins(0.08, 0.15)
 
 
 def shape(text):

@@ -656,7 +656,7 @@ def test_evaluation_leaves_no_trace(tmp_path, files):
     for other in (seldom, never):
         assert other.losses == often.losses
         assert [part for part in ("model", "optimizer", "random") if not equal(other.state[part], often.state[part])] == []
-    assert "after" not in never.said and "plot" not in never.said and never.said["done"].startswith("0 min")
+    assert "after" not in never.said and never.said["done"].startswith("0 min")
 
 
 def test_rate_rises_over_a_tenth_and_falls_to_zero(tmp_path, files):
@@ -680,30 +680,6 @@ def test_others_load_the_folder(name, tmp_path, files, folders):
     long = "a " * 600
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")(long)["input_ids"]) == 602
     assert f"{result.steps[-1]['dev_accuracy']:.2f} %" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_plot_or_a_line_that_says_what_it_wants(tmp_path, monkeypatch):
-    """A stand-in takes the numbers where the library is not installed, or is; without it one line."""
-    said, drawn = [], Mock()
-    monkeypatch.setattr(tacl, "say", lambda *line: said.append(line))
-    scores = [dict(similarity=[0.3, 0.4]), dict(similarity=[0.2, 0.1])]
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, drawn)
-    tacl.plot_similarity(*scores, SimpleNamespace(out=tmp_path))
-    axes = drawn.Figure.return_value.subplots.return_value
-    assert [call.args[0] for call in axes.plot.call_args_list] == [[0.3, 0.4], [0.2, 0.1]]
-    assert axes.figure.savefig.call_args.args == (tmp_path / "similarity.png",)
-    assert said == [("plot", str(tmp_path / "similarity.png"))]
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    tacl.plot_similarity(*scores, SimpleNamespace(out=tmp_path))
-    assert said[1:] == [("plot", "similarity.png wants the package matplotlib: pip install matplotlib")]
-
-
-def test_plot_is_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    tacl.plot_similarity(dict(similarity=[0.3, 0.4]), dict(similarity=[0.2, 0.1]), SimpleNamespace(out=tmp_path))
-    assert (tmp_path / "similarity.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ── bad input ──

@@ -1,0 +1,172 @@
+"""Pictures of runs: the loss and the dev score against the step, and two more where a run has what they show.
+
+    python simcse.py --model scratch --data tests/data/nli.csv --dev tests/data/sts.tsv --eval-every 4 --out out/first
+    python -m kernels.pictures out/first --save first.png
+    python -m kernels.pictures out/first out/vascl out/dclr --save three.png         a line for each folder
+
+An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read, and, for what was measured
+before the first step, state.pt if it is there. Runs with alignment and uniformity (simcse, selfguided, ease, vascl, dclr) get
+Wang and Isola's plane, tacl's get the similarity of a sentence's tokens in each layer. childtuning.py writes several runs to
+one folder: each is a line, and those of one mode have one colour. Wants matplotlib. The kernels' own time and memory is
+drawn by python -m kernels.benchmark --plot.
+"""
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+# what chooses the best checkpoint or is the paper's aim, where args.json names no metric; the first that a run has
+SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "hits": "held-out hits, %", "accuracy": "dev accuracy, %",
+          "f1": "dev F1 · 100", "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100"}
+
+
+def read_runs(folder, name):
+    """[(label, score, rows)] of a folder; the row of step 0 has no loss, it is what was measured before training."""
+    path = Path(folder) / "metrics.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        metric = json.loads((path.parent / "args.json").read_text(encoding="utf-8")).get("metric")
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}; wanted the --out folder of a run")
+    except (ValueError, AttributeError):                       # also what is no UTF-8
+        fail(f"{folder}: metrics.jsonl is no text, or args.json is damaged")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+            rows[-1]["step"] - rows[-1]["loss"]                # numbers: a text subtracts nothing
+        except (ValueError, KeyError, TypeError):
+            fail(f"{path} line {number}: damaged; wanted a JSON object with step and loss, found {line[:40]!r}")
+    if not rows:
+        fail(f"{path}: empty; the run has reported no step yet")
+    before = read_before(path.parent / "state.pt")
+    runs, done = [], 0
+    for (mode, _), group in itertools.groupby(rows, lambda row: (row.get("mode"), row.get("seed"))):      # childtuning's
+        group = list(group)
+        runs.append((f"{name} {mode}" if mode else name, metric, [row | {"step": row["step"] - done} for row in group]))
+        done = group[-1]["step"]
+    if before:
+        runs[0][2].insert(0, {"step": 0} | {f"dev_{key}": value for key, value in before.items()})
+    return runs
+
+
+def read_before(path):
+    """The scores before the first step, None where there are none; the weights beside them stay on the disk."""
+    try:
+        return torch.load(path, mmap=True, map_location="cpu", weights_only=True)["progress"].get("before")
+    except FileNotFoundError:
+        return None
+    except Exception as error:                                 # a damaged file has many ways to fail
+        fail(f"{path}: damaged ({type(error).__name__}); without this file the picture begins at the first evaluation")
+
+
+def columns(rows, *keys):
+    """[values, ...] of the keys over the rows that have them all."""
+    return [list(column) for column in zip(*([row[key] for key in keys] for row in rows if all(key in row for key in keys)))]
+
+
+def score_of(metric, rows):
+    return next((key for key in ([metric] if metric else SCORES) if columns(rows, f"dev_{key}")), None)
+
+
+def draw_loss(axis, label, metric, rows, colour):
+    axis.plot(*columns(rows, "step", "loss"), color=colour, label=label)
+    axis.set(xlabel="step", ylabel="training loss")
+
+
+def draw_score(axis, label, metric, rows, colour):
+    """Scores of several kinds share the axis: its label names them all."""
+    score = score_of(metric, rows)
+    axis.plot(*columns(rows, "step", f"dev_{score}"), "o-", markersize=3, color=colour, label=label)
+    named = [x for x in axis.get_ylabel().split(" or ") if x]
+    axis.set(xlabel="step", ylabel=" or ".join(dict.fromkeys([*named, SCORES.get(score, f"dev {score}")])))
+
+
+def draw_plane(axis, label, metric, rows, colour):
+    """From the hollow point to the large one; the middle and the end have their step."""
+    steps, x, y = columns(rows, "step", "dev_uniformity", "dev_alignment")
+    axis.plot(x, y, "o-", markersize=2.5, linewidth=1, color=colour, label=label)
+    axis.plot(x[0], y[0], "o", color=colour, markerfacecolor="white")
+    axis.plot(x[-1], y[-1], "o", markersize=8, color=colour)
+    for i in sorted({0, len(steps) // 2, len(steps) - 1}):
+        if i or not axis.texts:                                # runs mostly begin at one place: the first one labels it
+            text = f"step {steps[i]}" if i == 0 else steps[i]
+            axis.annotate(text, (x[i], y[i]), (5, 5), textcoords="offset points", fontsize=8, color=colour)
+    axis.set(xlabel="uniformity (lower is better)", ylabel="alignment (lower is better)")
+
+
+def draw_layers(axis, label, metric, rows, colour):
+    layers, = columns(rows, "dev_similarity")
+    if "dev_similarity" in rows[0] and rows[0]["step"] == 0:
+        axis.plot(layers[0], "o--", markersize=3, color=colour)
+        axis.set_title("dashed: before training", fontsize=9)
+    axis.plot(layers[-1], "o-", markersize=3, color=colour)
+    axis.set(xlabel="layer (0: word embeddings)", ylabel="cosine of a sentence's tokens")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+# each with what a run must have to be in it
+PANELS = ((draw_loss, lambda metric, rows: columns(rows, "loss")), (draw_score, score_of),
+          (draw_plane, lambda metric, rows: columns(rows, "dev_alignment", "dev_uniformity")),
+          (draw_layers, lambda metric, rows: columns(rows, "dev_similarity")))
+
+
+def draw(runs, path):
+    """One row of panels, those that some run has something for, under one legend."""
+    labels = list(dict.fromkeys(label for label, _, _ in runs))
+    panels = [(panel, [run for run in runs if wants(*run[1:])]) for panel, wants in PANELS]
+    panels = [(panel, found) for panel, found in panels if found]
+    figure, axes = new_figure(1, len(panels), 4, 3.4)
+    for axis, (panel, found) in zip(axes[0], panels):
+        for run in found:
+            panel(axis, *run, f"C{labels.index(run[0]) % 10}")
+    handles = dict(zip(*reversed(axes[0][0].get_legend_handles_labels())))
+    figure.legend(handles.values(), handles, loc="outside upper left", ncols=6, frameon=False)
+    save(figure, path)
+
+
+def new_figure(rows, columns, width, height, **shared):
+    """(figure, axes (rows, columns)) in the house's look; width and height are a panel's, in inches."""
+    try:
+        from matplotlib.figure import Figure                   # without pyplot no window and no backend
+    except ImportError:
+        fail("wants the package matplotlib: pip install matplotlib")
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **shared)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="0.9", linewidth=0.6)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def save(figure, path):
+    try:
+        figure.savefig(path, dpi=150)
+        if Path(path).suffix == ".png":                        # 64 colours are enough for lines, and a third of the bytes
+            from PIL import Image                              # comes with matplotlib
+            Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+    except (OSError, ValueError) as error:                     # ValueError: an ending that matplotlib does not know
+        fail(f"{path}: {getattr(error, 'strerror', None) or error}")
+
+
+def fail(message):
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="+", metavar="OUT", help="folders that --out of a script named")
+    parser.add_argument("--save", required=True, metavar="FILE", help="the picture: .png, .svg, .pdf")
+    args = parser.parse_args(argv)
+    short = [Path(folder).resolve().name for folder in args.out]
+    names = short if len(set(short)) == len(short) else args.out
+    draw([run for folder, name in zip(args.out, names) for run in read_runs(folder, name)], args.save)
+
+
+if __name__ == "__main__":
+    main()
