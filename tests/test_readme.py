@@ -75,7 +75,7 @@ def read(text):
             cases.append(("shell", steps[0].split()[0], "\n".join(steps)))
     for table in re.findall(r"(?:^\|.*\|\n)+", prose, re.M):
         head, _, *rows = ([cell.strip(" `") for cell in row[1:-1].split("|")] for row in table.splitlines())
-        for command in (row[head.index("command")] for row in rows if "command" in head):
+        for command in filter(None, (row[head.index("command")] for row in rows if "command" in head)):
             cases.append(("command", program(command), command) if PYTHON.match(command) else ("shell", command.split()[0], command))
     return cases
 
@@ -104,9 +104,11 @@ def run_command(command, home):
     words = shlex.split(PYTHON.sub("", command, count=1) + " " + SHORT[name])
     words = words[1 + (words[0] == "-m"):]
     for i, word in enumerate(words):
-        if word in STAND_INS and words[i - 1] not in ("--out", "--save", "--json", "--plot"):
-            make, path = STAND_INS[word], home / word.lstrip("/")
+        path = home / word.lstrip("/")
+        if "/" in word:
             path.parent.mkdir(parents=True, exist_ok=True)
+        if word in STAND_INS and words[i - 1] not in ("--out", "--save", "--json", "--plot"):
+            make = STAND_INS[word]
             make(path) if callable(make) else path.exists() or path.symlink_to(DATA / make)
             words[i] = str(path) if word.startswith("/") else word
     if name == "pytest":                                       # from within pytest it is another process
