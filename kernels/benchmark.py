@@ -289,7 +289,7 @@ def plot(result, path):
     done, cases = [row for row in result["rows"] if "ms" in row], {}
     for row in done:
         n, m, d = row["size"]
-        if row["set"] == done[0]["set"]:                           # a point for each size, of random rows if there are any
+        if row["set"] == done[0]["set"]:                           # one kind of rows, the first that was measured
             title = f"{row['loss']}, D {d:,}" + (f", M {m:,}" if m != n else "")
             cases.setdefault(title, {}).setdefault(row["impl"], []).append((n, row["ms"], row["extra_mb"]))
     curves = {title: lines for title, lines in cases.items() if any(len(points) > 1 for points in lines.values())}
@@ -315,15 +315,17 @@ def draw_curves(axis, lines, column):
     """One panel of plot. At the largest N the highest and the lowest point have their number."""
     ends, largest = [], max(point[0] for points in lines.values() for point in points)
     for impl in sorted(lines, key=IMPLS.index):
-        colour, points = f"C{IMPLS.index(impl) % 10}", sorted((point[0], max(point[column], 2 ** -8)) for point in lines[impl])       # no memory: below a page
-        axis.loglog(*zip(*points), "o-", markersize=4, color=colour, label=impl)
+        colour = f"C{IMPLS.index(impl) % 10}"
+        points = sorted((point[0], max(point[column], 2 ** -8)) for point in lines[impl])      # no memory is less than a page
+        thick = dict(linewidth=2.4, zorder=3) if impl in ("blockwise", "triton") else dict(linewidth=1.4)      # ours stand out
+        axis.loglog(*zip(*points), "o-", markersize=4, color=colour, label=impl, **thick)
         ends += [(value, colour) for n, value in points if n == largest]
     ends.sort()
     for (value, colour), side in ((ends[-1], "bottom"), (ends[0], "top"))[: len(ends)]:
         axis.annotate(f"{value:,.{0 if value >= 100 else 1}f}", (largest, value), (5, 1 if side == "bottom" else -1),
                       textcoords="offset points", fontsize=8, color=colour, verticalalignment=side)
     sizes = sorted({point[0] for points in lines.values() for point in points})
-    axis.set_xticks(sizes, [f"{n:,}" for n in sizes])
+    axis.set_xticks(sizes, [f"{n:,}" if i == 0 or n > 2 * sizes[i - 1] else "" for i, n in enumerate(sizes)])  # room for each
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axis.minorticks_off()
     axis.margins(0.08, 0.15)
