@@ -24,7 +24,7 @@ Departures from the released code: one GPU does; the blur is a plain Gaussian in
 encoder's features instead of the head's output. The copy follows before the next keys are encoded, as there; that is the
 paper's order too. The learning rate falls once an epoch, as there.
 """
-import argparse, copy, datetime, functools, inspect, json, logging, math, os, pickle, re, shutil, signal, sys, time
+import argparse, copy, datetime, functools, hashlib, inspect, json, logging, math, os, pickle, re, shutil, signal, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, ResNetConfig, ResNetModel
 
-from kernels import choose_impl, embed_in_chunks, queue_loss, similarity_lse, similarity_topk
+from kernels import choose_impl, embed_in_chunks, gather_rows, queue_loss, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -310,7 +310,7 @@ def encode_keys(model, views, args):
     order = torch.randperm(len(views), device=views.device)
     if args.world > 1:
         dist.broadcast(order, 0)
-    mine = views[order.chunk(args.world)[args.rank]]
+    mine = views[order[own_rows(args)]]
     keys = all_gather(F.normalize(model.key.head(embed(model.key, mine)).float(), dim=1), args)
     return keys[order.argsort()]
 
@@ -321,7 +321,7 @@ def compute_loss(model, batch, args):
     for views, keys in zip(*batch):
         chunks = views.split(args.chunk_size or len(views))    # of whole parts: only running statistics notice
         q = embed_in_chunks(lambda x: model.head(embed(model, x)).float(), chunks, model if args.chunk_size else None)
-        loss = loss + moco_loss(q, keys.chunk(args.world)[args.rank], model.queue, args.temperature, impl=args.impl)
+        loss = loss + moco_loss(q, keys[own_rows(args)], model.queue, args.temperature, impl=args.impl)
     return loss, {"loss": loss.detach()}
 
 
@@ -509,12 +509,13 @@ def decode(file):
 
 
 def start(args):
-    """Rank, world and device; refuses an uneven batch and an --out that cannot be, or must not be, written."""
+    """Rank, world and device; refuses an --out that cannot be, or must not be, written."""
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     args.precision = args.precision or ("fp32" if args.device == "cpu" else "bf16")
-    if args.batch_size % args.world:
-        fail(f"--batch-size {args.batch_size} cannot be shared evenly by {args.world} processes")
+    args.rows, args.fingerprint = args.batch_size, fingerprint(Path(args.data))
+    if args.batch_size < args.world:
+        fail(f"--batch-size {args.batch_size} is less than a row for each of {args.world} processes")
     out = Path(args.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -540,9 +541,24 @@ def start(args):
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
+def fingerprint(path):
+    """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its names and sizes."""
+    digest, size = hashlib.sha1(), path.stat().st_size
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        digest.update("".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode())
+    else:
+        digest.update(str(size).encode())
+        with open(path, "rb") as file:
+            for place in range(0, size, max(2**16, size // 256)):
+                file.seek(place)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()
+
+
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
-    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "device")}
+    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         (Path(args.out) / "args.json").write_text(json.dumps(flags, indent=1))
@@ -551,26 +567,16 @@ def begin_out(args):
         fail(f"--out {args.out}: {error.strerror}")
 
 
-class GatherRows(torch.autograd.Function):
-    """Every rank's loss meets the gathered rows, so the gradient of a rank's own rows is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts)
-        return own
+def own_rows(args, rank=None):
+    """The rows of the global batch, of args.rows rows, that are this rank's: shares differ by one row at most."""
+    rank = args.rank if rank is None else rank
+    return slice(args.rows * rank // args.world, args.rows * (rank + 1) // args.world)
 
 
 def all_gather(x, args):
-    """(rows · world, ...): the rows of all ranks in the order of ranks, with gradient."""
-    return GatherRows.apply(x) if args.world > 1 else x
+    """(args.rows, ...): the rows of all ranks in the order of ranks, with gradient."""
+    shares = [own_rows(args, rank) for rank in range(args.world)]
+    return gather_rows(x, [share.stop - share.start for share in shares]) if args.world > 1 else x
 
 
 def average_gradients(model, args):
@@ -737,7 +743,8 @@ def load_state(model, optimizer, args):
     try:
         for name, value in json.loads((out / "args.json").read_text()).items():
             if getattr(args, name, None) != value:
-                fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
+                what = "the content of --data, by its checksum," if name == "fingerprint" else name
+                fail(f"--resume: {what} was {value} in {out}, now it is {getattr(args, name, None)}")
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
         if state["progress"]["best"]:
             load_best(model, args)                             # would be missed at the end only
@@ -822,11 +829,10 @@ def main(argv=None):
     model.train()
     asked_to_stop(0, args)
     began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
-    share = args.batch_size // args.world
     for step, rows in zip(range(progress["step"] + 1, total + 1), full_batches(len(train[0]), progress["step"], args.batch_size, args.seed)):
         for group in optimizer.param_groups:
             group["lr"] = rate * epoch_rate((step - 1) // epoch, total / epoch, args)
-        queries, views = make_batch(rows[args.rank * share : (args.rank + 1) * share], model, args)
+        queries, views = make_batch(rows[own_rows(args)], model, args)
         for part in ("encoder", "head"):
             update_key_encoder(getattr(model.key, part), getattr(model, part), args.momentum)
         keys = [encode_keys(model, x, args) for x in views]

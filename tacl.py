@@ -23,7 +23,7 @@ The released code pads every sequence to --max-length, and its denominator holds
 forms the mean is over the chosen tokens of the global batch (the paper prints a sum, the code has a mean of the GPUs' means), the
 teacher has no dropout (the author agrees), and pairs come from a stream, anew in every round (there once, all in memory).
 """
-import argparse, copy, datetime, functools, itertools, json, logging, math, os, random, re, shutil, signal, sys, time
+import argparse, copy, datetime, functools, hashlib, itertools, json, logging, math, os, random, re, shutil, signal, sys, time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -469,12 +469,13 @@ def tokenise(sentences, model, longest):
 
 
 def start(args):
-    """Rank, world and device; refuses an uneven batch and an --out that cannot be, or must not be, written."""
+    """Rank, world and device; refuses an --out that cannot be, or must not be, written."""
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     args.precision = args.precision or ("fp32" if args.device == "cpu" else "bf16")
-    if args.batch_size % args.world:
-        fail(f"--batch-size {args.batch_size} cannot be shared evenly by {args.world} processes")
+    args.rows, args.fingerprint = args.batch_size, fingerprint(Path(args.data))
+    if args.batch_size < args.world:
+        fail(f"--batch-size {args.batch_size} is less than a row for each of {args.world} processes")
     out = Path(args.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -500,15 +501,36 @@ def start(args):
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
+def fingerprint(path):
+    """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its names and sizes."""
+    digest, size = hashlib.sha1(), path.stat().st_size
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        digest.update("".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode())
+    else:
+        digest.update(str(size).encode())
+        with open(path, "rb") as file:
+            for place in range(0, size, max(2**16, size // 256)):
+                file.seek(place)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()
+
+
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
-    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "device")}
+    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         (Path(args.out) / "args.json").write_text(json.dumps(flags, indent=1))
         shutil.copy(__file__, args.out)
     except OSError as error:
         fail(f"--out {args.out}: {error.strerror}")
+
+
+def own_rows(args, rank=None):
+    """The rows of the global batch, of args.rows rows, that are this rank's: shares differ by one row at most."""
+    rank = args.rank if rank is None else rank
+    return slice(args.rows * rank // args.world, args.rows * (rank + 1) // args.world)
 
 
 def average_gradients(model, args):
@@ -638,7 +660,8 @@ def load_state(model, optimizer, args):
     try:
         for name, value in json.loads((out / "args.json").read_text()).items():
             if getattr(args, name, None) != value:
-                fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
+                what = "the content of --data, by its checksum," if name == "fingerprint" else name
+                fail(f"--resume: {what} was {value} in {out}, now it is {getattr(args, name, None)}")
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
         if state["progress"]["best"]:
             load_best(model, args)                             # would be missed at the end only
@@ -722,7 +745,7 @@ def main(argv=None):
     model.train()
     asked_to_stop(0, args)
     began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
-    total, share = args.steps, args.batch_size // args.world
+    total = args.steps
     pairs, rise = stream(documents, progress["place"], model, args), max(1, total // 10)
     for step in range(progress["step"] + 1, total + 1):
         for group in optimizer.param_groups:
@@ -733,8 +756,8 @@ def main(argv=None):
         tokens = max(1, sum(int(chosen.sum()) for *_, chosen in rows))                       # of all ranks
         values = Counter()
         optimizer.zero_grad()
-        for part in make_batch(rows[args.rank * share : (args.rank + 1) * share], model, args):
-            loss, terms = compute_loss(model, (part, args.world / tokens, 1 / share), args)
+        for part in make_batch(rows[own_rows(args)], model, args):
+            loss, terms = compute_loss(model, (part, args.world / tokens, args.world / args.batch_size), args)
             loss.backward()
             values.update(terms)
         average_gradients(model, args)

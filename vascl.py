@@ -22,7 +22,7 @@ Expected: RoBERTa-base 76.96, large 79.04 Spearman as the mean of seven STS test
 Departures from the released code: on several GPUs its neighbours are wrong rows; an empty cell, there a full stop, is an error.
 --form code: the second term trains the head alone, through z*, and the random δ is uniform before it is scaled, not Gaussian.
 """
-import argparse, csv, datetime, functools, io, json, logging, math, os, re, shutil, signal, sys, time
+import argparse, array, csv, datetime, functools, hashlib, itertools, json, logging, math, os, re, shutil, signal, sys, tempfile, time
 from collections import Counter
 from pathlib import Path
 
@@ -35,9 +35,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file             # comes with transformers
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
+from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
-from kernels import choose_impl, embed_in_chunks, nt_xent, similarity_lse, similarity_topk
+from kernels import choose_impl, embed_in_chunks, gather_rows, nt_xent, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,25 +82,26 @@ SCRATCH = dict(radius=0.5, batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)
 
 
 def load_data(path, args):
-    """[(sentence, ...)], one tuple a distinct row; fills the flags that were not given (PAPER, SCRATCH)."""
-    header, table = read_table(path)
+    """[(place, sentences)], one a distinct row; fills the flags that were not given (PAPER, SCRATCH)."""
+    header, table = read_table(path, empty_cell)
     columns = len(table[0][1])
     if columns > 2:
         fail(f"{path} {table[0][0]}: {columns} columns, wanted 1 (sentence) or 2 (sentence, positive)")
-    for place, cells in table:
-        if not all(cell.strip() for cell in cells):
-            fail(f"{path} {place}: an empty cell; fill it or delete the row")
     for name, value in (SCRATCH if args.model == "scratch" else PAPER).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    rows = list(dict.fromkeys(tuple(cells) for _, cells in table))       # duplicates would be each other's neighbours (paper)
+    args.views, rows, distinct = 2, table, {}
+    if isinstance(table, list):                                # duplicates would be each other's neighbours (paper)
+        for place, cells in table:
+            distinct.setdefault(tuple(cells), (place, cells))
+        rows = list(distinct.values())
     if len(rows) < 2 or args.batch_size > len(rows):
         fail(f"{path}: {len(rows)} distinct rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
     if args.radius and args.neighbours >= args.batch_size:
         fail(f"--neighbours {args.neighbours}: wanted fewer than --batch-size, which is {args.batch_size}")
     names = f"header {', '.join(header)}" if header else "no header"
     say(Path(__file__).stem, f"{('unsupervised', 'pairs')[columns - 1]}: {len(table):,} rows of {columns} columns ({names}) "
-                             f"from {path}, {len(rows):,} of them distinct")
+                             f"from {path}, {f'{len(rows):,} of them distinct' if distinct else 'too large to look for duplicates'}")
     return rows
 
 
@@ -151,7 +153,8 @@ def build_model(args):
 def load_encoder(args, auto=AutoModel, flag="--model"):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
     if args.model == "scratch" and flag == "--model":
-        text = "\n".join(cell for _, cells in read_table(args.data, lists=True)[1] for cell in cells)
+        rows = itertools.islice(read_table(args.data, lists=True)[1], 1_000_000)
+        text = "\n".join(cell for _, cells in rows for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
         pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
@@ -343,58 +346,151 @@ def evaluate(model, pairs, args):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_table(path, lists=False):
-    """(header or None, [(place, cells)]) of a data file; place is what a message calls the row: "line 7". With lists, a list of
-    texts in JSON is one cell, joined by |."""
-    path, table, header, place = Path(path), [], None, "line 0"
-    kind = path.suffix.lower()
-    if kind not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
+LARGE = 2**30                                                  # bytes: the rows of a larger file stay in it
+
+
+def read_table(path, check=None, lists=False):
+    """(header or None, table) of a data file; table[i] is (place, cells), place what a message calls the row: "line 7".
+
+    check(cells) says what is wrong with a row, or nothing; all wrong rows are counted. With lists, a list of texts in JSON is one
+    cell, joined by |. The rows of a LARGE file are read when they are asked for.
+    """
+    path, header, table, wrong = Path(path), None, [], []
+    if path.suffix.lower() not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
         fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
     try:
-        raw = path.read_bytes()
-        for place, cells in read_rows(kind, raw.decode("utf-8-sig")):
-            if isinstance(cells, dict):
-                header = header or list(cells)
-                cells = [cells.pop(name, "") for name in header] + list(cells.values())
-            if lists and isinstance(cells, list):
-                cells = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in cells]
-            if not isinstance(cells, list) or not all(isinstance(cell, (str, int, float)) for cell in cells):
-                fail(f"{path} {place}: wanted a row of texts, found {str(cells)[:60]!r}")
-            table.append((place, [str(cell) for cell in cells]))
+        if path.stat().st_size > LARGE and path.suffix.lower() != ".json":
+            table = OnDisk(path, lists)
+            if table.starts is not None:                       # indexed by an earlier run, which has checked the rows
+                return table.header, table
+        for start, place, cells, fault in read_cells(path, lists):
+            if place is None:
+                header = cells
+            elif fault := fault or check and check(cells):
+                wrong.append(f"{place}: {fault}"[:300])
+            else:
+                table.append((place, cells) if isinstance(table, list) else start)
+        if wrong:
+            more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
+            fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
+        if isinstance(table, OnDisk):
+            table.keep(header)
     except OSError as error:
         fail(f"{path}: {error.strerror}")
-    except UnicodeDecodeError as error:
-        fail(f"{path} line {1 + error.object.count(10, 0, error.start)}: not UTF-8; convert it, for example with iconv")  # 10: \n
-    except csv.Error as error:
-        fail(f'{path} after {place}: {error}; close every ", and write "" for one inside a cell')
-    except (ValueError, RecursionError) as error:              # JSON
-        fail(f"{path} line {int(place[5:]) + getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}")
-    names = table[0][1] if table and kind in (".csv", ".tsv") else []
-    if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
-        header, table = names, table[1:]
-    if not table:
+    if len(table) == 0:
         fail(f"{path}: no rows")
-    for place, cells in table:
-        if len(cells) != len(header or table[0][1]):
-            fail(f"{path} {place}: {len(cells)} columns, wanted {len(header or table[0][1])}")
     return header, table
 
 
-def read_rows(kind, text):
-    """Yields (place, cells); the cells of a JSON object are still a dict."""
-    lines = io.StringIO(text, newline=None)
+def read_cells(path, lists, part=None, header=None):
+    """Yields (first byte, place, cells, what is wrong) of a data file, or of a part of its text; a header comes first, its place None."""
+    kind, width, place, start, end, number = path.suffix.lower(), None, "line 0", 0, 0, 0
+
+    def lines():
+        nonlocal end, number
+        size = path.stat().st_size
+        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=size <= LARGE) as bar:
+            for number, raw in enumerate(file, 1):
+                bar.update(len(raw))
+                end += len(raw)
+                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+
+    try:
+        for place, row in read_rows(kind, lines() if part is None else [part]):
+            first, start, names = start, end, row if place == "line 1" and part is None and kind in (".csv", ".tsv") else []
+            if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
+                header = names
+                yield first, None, header, None
+                continue
+            if isinstance(row, dict):
+                if header is None:
+                    header = list(row)
+                    yield first, None, header, None
+                row = [row.pop(name, "") for name in header] + list(row.values())
+            if lists and isinstance(row, list):
+                row = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in row]
+            if isinstance(row, Exception):
+                fault = f"not JSON: {getattr(row, 'msg', row)}"
+            elif not isinstance(row, list) or not all(isinstance(cell, (str, int, float)) for cell in row):
+                fault = f"wanted a row of texts, found {str(row)[:60]!r}"
+            else:
+                row, width = [str(cell) for cell in row], width or len(header or row)
+                fault = f"{len(row)} columns, wanted {width}" if len(row) != width else None
+            yield first, place, row, fault
+    except UnicodeDecodeError:
+        fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
+    except csv.Error as error:
+        fail(f'{path} after {place}: {error}; close every ", and write "" for one inside a cell')
+
+
+def read_rows(kind, lines):
+    """Yields (place, row) of lines; a row of JSON may be a dict, or the error in it."""
+    def parse(text):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return error
+
     if kind == ".txt":
-        yield from ((f"line {i}", [line.rstrip("\n")]) for i, line in enumerate(lines, 1))
-    elif kind == ".json" and text.lstrip().startswith("["):
-        yield from ((f"item {i}", row) for i, row in enumerate(json.loads(text), 1))
-    elif kind in (".json", ".jsonl"):
-        yield from ((f"line {i}", json.loads(line.rstrip())) for i, line in enumerate(lines, 1))
+        yield from ((f"line {i}", [line.rstrip("\r\n")]) for i, line in enumerate(lines, 1))
+    elif kind == ".jsonl":
+        yield from ((f"line {i}", parse(line)) for i, line in enumerate(lines, 1))
+    elif kind == ".json":                                      # one list, or a row a line
+        text = "".join(lines)
+        whole = parse(text) if text.lstrip().startswith("[") else None
+        if isinstance(whole, Exception):
+            yield f"line {getattr(whole, 'lineno', 1)}", whole
+        elif whole:
+            yield from ((f"item {i}", row) for i, row in enumerate(whole, 1))
+        else:
+            yield from read_rows(".jsonl", text.split("\n")[: None if text[-1:] != "\n" else -1])
     else:
         rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
-        reader, line = csv.reader(io.StringIO(text, newline=""), **rules), 1
+        reader, line = csv.reader(lines, **rules), 1
         for cells in reader:
             yield f"line {line}", cells
             line = reader.line_num + 1                         # a quoted cell may hold newlines
+
+
+class OnDisk:
+    """The rows of a LARGE file, each read when it is asked for: (place, cells), or what encode makes of the cells. An index says where
+    rows begin; it stays beside the file (or in the temporary folder, where that cannot be) and holds until the file changes."""
+
+    def __init__(self, path, lists):
+        self.path, self.lists, self.encode, self.new, stat = path, lists, None, array.array("q"), path.stat()
+        folder = path.absolute().parent if os.access(path.absolute().parent, os.W_OK) else Path(tempfile.gettempdir())
+        self.index, self.key = folder / f"{path.name}.{Path(__file__).stem}.index", [stat.st_size, stat.st_mtime_ns]
+        self.starts = self.load()
+        if self.starts is not None:
+            _, place, cells, _ = next(read_cells(path, lists))
+            self.header = cells if place is None else None
+
+    def load(self):
+        known = np.memmap(self.index, np.int64, "r") if self.index.is_file() and self.index.stat().st_size >= 24 else []
+        return known[2:] if list(known[:2]) == self.key else None
+
+    def append(self, start):
+        self.new.append(start)                                 # 8 bytes a row
+
+    def keep(self, header):
+        aside = f"{self.index}.{os.getpid()}"
+        with open(aside, "wb") as file:
+            for numbers in (self.key, self.new, self.key[:1]):  # the last is where the last row ends
+                np.asarray(numbers, np.int64).tofile(file)
+        os.replace(aside, self.index)
+        self.header, self.new, self.starts = header, None, self.load()
+
+    def __len__(self):
+        return len(self.starts) - 1
+
+    def __getitem__(self, i):
+        if i >= len(self):
+            raise IndexError(i)                                # ends a loop over the rows
+        with open(self.path, "rb") as file:
+            file.seek(self.starts[i])
+            text = file.read(self.starts[i + 1] - self.starts[i]).decode("utf-8-sig" if i == 0 else "utf-8")
+        cells = next(read_cells(self.path, self.lists, text, self.header or []))[2]
+        return self.encode(cells) if self.encode else (f"row {i + 1}", cells)
 
 
 def tokenise(sentences, model, longest):
@@ -405,6 +501,26 @@ def tokenise(sentences, model, longest):
         rows += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
     return rows, cut
+
+
+def tokenise_rows(table, model, args, also=None):
+    """(rows of args.views views, what became of long sentences): one column is used twice, and also, a model, reads the first anew.
+
+    Rows on the disk are tokenised when they are needed.
+    """
+    columns = len(table[0][1])
+
+    def encode(texts):
+        flat, cut = tokenise([cell for cells in texts for cell in cells], model, args.max_length)
+        rows = [tuple(flat[i : i + columns]) * (args.views // columns) for i in range(0, len(flat), columns)]
+        extra = tokenise([cells[0] for cells in texts], also, also.longest)[0] if also else []
+        return [(*row, ids) for row, ids in zip(rows, extra)] or rows, cut
+
+    if isinstance(table, OnDisk):
+        table.encode = lambda cells: encode([cells])[0][0]
+        return table, f"sentences are read when they are needed and cut to {args.max_length} tokens"
+    rows, cut = encode([cells for _, cells in table])
+    return rows, f"{cut:,} of {columns * len(rows):,} sentences cut to {args.max_length} tokens"
 
 
 def length_groups(lengths, cost, most=None):
@@ -423,12 +539,13 @@ def length_groups(lengths, cost, most=None):
 
 
 def start(args):
-    """Rank, world and device; refuses an uneven batch and an --out that cannot be, or must not be, written."""
+    """Rank, world and device; refuses an --out that cannot be, or must not be, written."""
     args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     args.precision = args.precision or ("fp32" if args.device == "cpu" else "bf16")
-    if args.batch_size % args.world:
-        fail(f"--batch-size {args.batch_size} cannot be shared evenly by {args.world} processes")
+    args.rows, args.fingerprint = args.batch_size, fingerprint(Path(args.data))
+    if args.batch_size < args.world:
+        fail(f"--batch-size {args.batch_size} is less than a row for each of {args.world} processes")
     out = Path(args.out).absolute()
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -454,9 +571,24 @@ def start(args):
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
+def fingerprint(path):
+    """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its names and sizes."""
+    digest, size = hashlib.sha1(), path.stat().st_size
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        digest.update("".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode())
+    else:
+        digest.update(str(size).encode())
+        with open(path, "rb") as file:
+            for place in range(0, size, max(2**16, size // 256)):
+                file.seek(place)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()
+
+
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
-    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "device")}
+    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         (Path(args.out) / "args.json").write_text(json.dumps(flags, indent=1))
@@ -465,26 +597,16 @@ def begin_out(args):
         fail(f"--out {args.out}: {error.strerror}")
 
 
-class GatherRows(torch.autograd.Function):
-    """Every rank's loss meets the gathered rows, so the gradient of a rank's own rows is a sum over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size())]
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts)
-        return own
+def own_rows(args, rank=None):
+    """The rows of the global batch, of args.rows rows, that are this rank's: shares differ by one row at most."""
+    rank = args.rank if rank is None else rank
+    return slice(args.rows * rank // args.world, args.rows * (rank + 1) // args.world)
 
 
 def all_gather(x, args):
-    """(rows · world, ...): the rows of all ranks in the order of ranks, with gradient."""
-    return GatherRows.apply(x) if args.world > 1 else x
+    """(args.rows, ...): the rows of all ranks in the order of ranks, with gradient."""
+    shares = [own_rows(args, rank) for rank in range(args.world)]
+    return gather_rows(x, [share.stop - share.start for share in shares]) if args.world > 1 else x
 
 
 def average_gradients(model, args):
@@ -497,16 +619,19 @@ def average_gradients(model, args):
             parameter.grad /= args.world
 
 
+def epoch_steps(rows, args):
+    """Steps of an epoch. Its last batch is short, and left out where it has less than a row for each rank."""
+    return len(rows) // args.batch_size + (len(rows) % args.batch_size >= args.world)
+
+
 def batches(rows, step, args):
     """This rank's rows of each step after `step`, endlessly. The order depends on the seed and the epoch alone."""
-    used = len(rows) - len(rows) % args.world                  # so every rank has as many rows; the last batch is short
-    epoch, done = divmod(step, math.ceil(used / args.batch_size))
+    epoch, done = divmod(step, epoch_steps(rows, args))
     while True:
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed + 1_000_003 * epoch)).tolist()
-        for first in range(done * args.batch_size, used, args.batch_size):
-            batch = order[first : min(first + args.batch_size, used)]
-            share = len(batch) // args.world
-            yield [rows[i] for i in batch[args.rank * share : (args.rank + 1) * share]]
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed + 1_000_003 * epoch))
+        for batch in order.split(args.batch_size)[done : epoch_steps(rows, args)]:
+            args.rows = len(batch)
+            yield [rows[i] for i in batch[own_rows(args)].tolist()]
         epoch, done = epoch + 1, 0
 
 
@@ -673,7 +798,8 @@ def load_state(model, optimizer, args):
     try:
         for name, value in json.loads((out / "args.json").read_text()).items():
             if getattr(args, name, None) != value:
-                fail(f"--resume: {name} was {value} in {out}, now it is {getattr(args, name, None)}")
+                what = "the content of --data, by its checksum," if name == "fingerprint" else name
+                fail(f"--resume: {what} was {value} in {out}, now it is {getattr(args, name, None)}")
         state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
         if state["progress"]["best"]:
             load_best(model, args)                             # would be missed at the end only
@@ -698,6 +824,11 @@ def peak_gb(device):
     except ImportError:                                        # Windows
         return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def empty_cell(cells):
+    """What is wrong with a row that has one."""
+    return None if all(map(str.strip, cells)) else "an empty cell; fill it or delete the row"
 
 
 def at_least(least, kind=float):
@@ -732,19 +863,17 @@ def fail(message, every_rank=False):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
-    sentences = load_data(args.data, args)
+    table = load_data(args.data, args)
     dev = load_sts(args.dev) if args.dev else []
     tests = {path: load_sts(path) for path in args.test}
     start(args)
     model = build_model(args)
-    flat, cut = tokenise([sentence for row in sentences for sentence in row], model, args.max_length)
-    columns = len(sentences[0])                                # one column is used twice
-    rows = [tuple(flat[i : i + columns]) * (2 // columns) for i in range(0, len(flat), columns)]
-    total = args.steps or args.epochs * math.ceil((len(rows) - len(rows) % args.world) / args.batch_size)
+    rows, cut = tokenise_rows(table, model, args)
+    total = args.steps or args.epochs * epoch_steps(rows, args)
     groups = [dict(params=model.encoder.parameters()), dict(params=model.projection.parameters(), lr=args.head_lr)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=True)
     torch.manual_seed(args.seed + args.rank)                   # ranks have equal weights and different dropout
-    say("data", f"{len(dev):,} dev pairs; {cut:,} of {len(flat):,} sentences cut to {args.max_length} tokens")
+    say("data", f"{len(dev):,} dev pairs; {cut}")
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     say("model", f"{args.model}, {size:.1f} M parameters, {args.pooling} pooling")
     say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {args.precision}, "

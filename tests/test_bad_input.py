@@ -77,7 +77,7 @@ def check(code, err, wanted):
     ("nli.jsonl", '["A"]\n["A"\n["A"]\n', r"nli\.jsonl line 2: not JSON: Expecting ',' delimiter"),
     ("nli.json", "[" * 100_000, r"nli\.json line 1: not JSON: .*"),
     ("nli.jsonl", '["A"]\n5\n', r"nli\.jsonl line 2: wanted a row of texts, found '5'"),
-    ("nli.json", '["A b", "A b"]', r"nli\.json item 1: wanted a row of texts, found 'A b'"),
+    ("nli.json", '["A b", "A b"]', r"nli\.json item 1: wanted a row of texts, found 'A b' \(1 more rows are wrong: item 2\)"),
     ("nli.jsonl", '{"a": null}\n', r"nli\.jsonl line 1: wanted a row of texts, found '\[None\]'"),
     ("nli.csv", 'A,b\nA,"b\nA,b\n', r"nli\.csv after line 1: unexpected end of data; close every \", .*"),
     ("nli.csv", "A,b\n", r"nli\.csv: 1 rows, wanted at least 2 and --batch-size, which is 1")])

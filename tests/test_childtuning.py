@@ -560,21 +560,24 @@ def test_nan_gradients_are_skipped_counted_and_said(tmp_path, monkeypatch):
     assert {state["step"].item() for state in result.state["optimizer"]["state"].values()} == {4.0}
 
 
-def rank_of_two(rank, port, out, flags):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+WORLD = int(os.environ.get("TENCL_WORLD", 3))                  # three processes have unequal shares of a batch
+
+
+def one_of_several(rank, port, out, flags):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.is_available = lambda: False
     torch.set_num_threads(1)
     childtuning.main([*map(str, flags), "--out", str(out)])
 
 
-def test_two_processes_equal_one(tmp_path, bert):  # noqa: F811
+def test_several_processes_equal_one(tmp_path, bert):  # noqa: F811
     """D's sums over ranks, F's equal draws, and a KL that is summed over the batch of all ranks."""
     flags = [*topics(tmp_path), "--model", bert, "--steps", 4, "--lr", 1e-3, "--mode", "D", "F", "--rdrop", 0.5, "--form", "code",
              "--fisher-batch-size", 5]
     one = run(tmp_path / "one", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_of_two, (port, tmp_path / "two", flags), nprocs=2)
+    torch.multiprocessing.spawn(one_of_several, (port, tmp_path / "two", flags), nprocs=WORLD)
     two = torch.load(tmp_path / "two" / "state.pt", weights_only=True)
     assert [step["mode"] for step in metrics(tmp_path / "two")] == ["D"] * 4 + ["F"] * 4
     assert [step["loss"] for step in metrics(tmp_path / "two")] == pytest.approx(one.losses, rel=1e-4)
@@ -626,7 +629,7 @@ def test_any_classifier_is_tuned_saved_and_padded_on_its_own_side(kind, tmp_path
     flags = topics(tmp_path, 16)[2:]
     result = run(tmp_path / "out", *flags, "--model", tmp_path / "model", "--steps", 2, "--mode", "D")
     args = SimpleNamespace(data=flags[1], labels=None, label=None, text=None)
-    rows, _ = childtuning.tokenise_rows([((text,), 0) for text in ("No.", "She sang a very long song.", "He ran away")], result.model.eval(), 64)
+    rows, _ = childtuning.tokenise_texts([((text,), 0) for text in ("No.", "She sang a very long song.", "He ran away")], result.model.eval(), 64)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     loaded.tokenizer, loaded.bf16 = result.model.tokenizer, False
     with torch.no_grad():

@@ -546,12 +546,12 @@ def test_evaluation_leaves_no_trace(tmp_path):
     assert [part for part in ("model", "optimizer", "random") if not equal(often.state[part], seldom.state[part])] == []
 
 
-def rank_of_two(rank, port, out, flags):
+def one_of_several(rank, port, out, flags):
     cline.mask_tokens = fixed_masks
-    test_scripts.rank_of_two(rank, port, "cline", out, flags)
+    test_scripts.one_of_several(rank, test_scripts.WORLD, port, "cline", out, flags)
 
 
-def test_two_processes_equal_one(registered, tmp_path, bert, monkeypatch):
+def test_several_processes_equal_one(registered, tmp_path, bert, monkeypatch):
     """With masks that do not depend on the process. Ranks have different numbers of masked and of scored tokens."""
     flags = [*test_scripts.small("cline", tmp_path, 21), "--model", bert, "--form", "code", "--steps", 3, "--lr", 1e-4, "--warmup-steps", 1,
              "--max-length", 64, "--held-out", 2]
@@ -559,7 +559,7 @@ def test_two_processes_equal_one(registered, tmp_path, bert, monkeypatch):
     one = run("cline", tmp_path / "one", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_of_two, (port, tmp_path / "two", flags), nprocs=2)
+    torch.multiprocessing.spawn(one_of_several, (port, tmp_path / "two", flags), nprocs=test_scripts.WORLD)
     two = metrics(tmp_path / "two")
     for name in ("loss", "mlm", "rtd", "cts"):
         assert [step[name] for step in two] == pytest.approx([step[name] for step in one.steps], abs=1e-4)

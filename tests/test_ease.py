@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ease
 from ease import EntityTable, draw_entities, ease_loss, link_entities, load_data, load_vectors, warmup_linear
 from test_losses import agree, cosine, points
-from test_scripts import DATA, bert, one_cpu_thread, pooled, rank_of_two, run, small  # noqa: F401, the fixtures hold here too
+from test_scripts import DATA, bert, one_cpu_thread, pooled, one_of_several, run, small  # noqa: F401, the fixtures hold here too
 
 both_impls = pytest.mark.parametrize("impl", ["blockwise", "eager"])
 ROWS = [line.split("\t") for line in (DATA / "entities.tsv").read_text(encoding="utf-8").splitlines()]
@@ -307,7 +307,7 @@ def test_two_processes_equal_one_in_parts(tmp_path, bert):
     one = run("ease", tmp_path / "one", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_of_two, (port, "ease", tmp_path / "two", flags), nprocs=2)
+    torch.multiprocessing.spawn(one_of_several, (2, port, "ease", tmp_path / "two", flags), nprocs=2)
     two = torch.load(tmp_path / "two" / "state.pt", weights_only=True)["model"]
     for name in ("vectors", "m", "v", "last"):
         torch.testing.assert_close(two[f"entities.{name}"], one.state["model"][f"entities.{name}"], atol=1e-4, rtol=0)

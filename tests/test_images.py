@@ -453,36 +453,49 @@ def same_views(pictures, args):
     return torch.cat([x[: len(x) // 2], x[len(x) // 2:].flip(3)])
 
 
+def still(model):
+    """Its batch norms stay at what they were made with."""
+    for norm in [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]:
+        norm.train = lambda mode=True: None
+        norm.training = False
+    return model
+
+
 def in_float64(patch):
     """Batch norms of few pictures make much of rounding; with float64 all through, equal runs stay equal to nine digits."""
     patch.setattr(torch.Tensor, "float", torch.Tensor.double)
     patch.setattr(moco, "augment", same_views)
+    patch.setattr(simclr, "augment", same_views)
+    build = simclr.build_model
+    patch.setattr(simclr, "build_model", lambda args: still(build(args)))
     torch.set_default_dtype(torch.float64)
 
 
-def rank_of_two(rank, port, flags):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def one_of_several(rank, world, port, script, flags):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         in_float64(patch)
-        moco.main(flags)
+        SCRIPTS[script].main(flags)
 
 
-@pytest.mark.parametrize("flags", [[], ["--symmetric"]], ids=str)
-def test_two_processes_equal_one(flags, data, tmp_path):
-    """Shuffled and split batch norms, the queue and its pointer included: five of ten parts on each rank."""
-    flags = [*map(str, ["--data", data, "--model", "resnet-small", *SMALL["moco"], *flags, "--bn-splits", 10, "--probe-epochs", 0, "--steps", 3])]
+@pytest.mark.parametrize("script, world, flags", [("moco", 2, ["--bn-splits", 10]), ("moco", 2, ["--bn-splits", 10, "--symmetric"]),
+                                                  ("simclr", 3, []), ("simclr", 3, ["--supervised"])], ids=str)
+def test_several_processes_equal_one(script, world, flags, data, tmp_path):
+    """MoCo's shuffled and split batch norms, queue and pointer included; SimCLR's unequal shares, without batch norms' statistics,
+    which processes on CPUs have for themselves."""
+    flags = [*map(str, ["--data", data, "--model", "resnet-small", *SMALL[script], *flags, "--probe-epochs", 0, "--steps", 3])]
     try:
         with pytest.MonkeyPatch.context() as patch:
             in_float64(patch)
-            moco.main([*flags, "--out", str(tmp_path / "one")])
+            SCRIPTS[script].main([*flags, "--out", str(tmp_path / "one")])
     finally:
         torch.set_default_dtype(torch.float32)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_of_two, (port, [*flags, "--out", str(tmp_path / "two")]), nprocs=2)
+    torch.multiprocessing.spawn(one_of_several, (world, port, script, [*flags, "--out", str(tmp_path / "two")]), nprocs=world)
     one, two = (torch.load(tmp_path / name / "state.pt") for name in ("one", "two"))
-    assert one["progress"]["pointer"] == two["progress"]["pointer"] and one["progress"]["best"] == two["progress"]["best"]
+    assert one["progress"].get("pointer") == two["progress"].get("pointer") and one["progress"]["best"] == two["progress"]["best"]
     for name, tensor in one["model"].items():
         torch.testing.assert_close(two["model"][name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 

@@ -100,13 +100,16 @@ def test_batches():
     assert all(order(5, skip) == run[skip : skip + 5] for skip in range(13))
 
 
-@pytest.mark.parametrize("rows, last", [(24, 2), (25, 2), (23, 1)])
-def test_batches_of_two_ranks(rows, last):
-    """Equal shares that make up the global batch, six steps an epoch; of an odd number of rows one stays out."""
-    one, two = (order(7, rows=rows, world=2, rank=rank) for rank in (0, 1))
-    assert [len(share) for share in one] == [len(share) for share in two] == [2, 2, 2, 2, 2, last, 2]
-    assert len(set(sum(one[:6] + two[:6], []))) == rows // 2 * 2
-    assert [a + b for a, b in zip(one, two)][:6] == [batch[: 2 * len(a)] for a, batch in zip(one, order(6, rows=rows))]
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("rows", [24, 25, 23])
+def test_batches_of_several_ranks(rows, world):
+    """Shares that differ by one row at most and make up the global batch; a last batch that does not reach all ranks is left out."""
+    steps = (rows + 4 - world) // 4
+    ranks = [order(steps + 1, rows=rows, world=world, rank=rank) for rank in range(world)]
+    for shares in zip(*ranks):
+        assert 1 <= max(map(len, shares)) - 1 + (min(map(len, shares)) == max(map(len, shares))) and max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert [sum(shares, []) for shares in zip(*ranks)][:steps] == order(steps, rows=rows)
+    assert len(ranks[0][steps]) == 4 // world                  # the next epoch
 
 
 def test_lr_falls_linearly():

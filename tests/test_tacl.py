@@ -28,7 +28,7 @@ import tacl
 from kernels import blockwise
 from tacl import decoder_loss, tacl_loss, token_similarity
 from test_losses import agree, points
-from test_scripts import bert, equal, metrics, one_cpu_thread, rank_of_two, run  # noqa: F401, fixtures
+from test_scripts import WORLD, bert, equal, metrics, one_cpu_thread, one_of_several, run  # noqa: F401, fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = (ROOT / "tests" / "data" / "sentences.txt").read_text(encoding="utf-8").splitlines()
@@ -614,14 +614,14 @@ def test_resume_is_exact(flags, tmp_path, files, monkeypatch):
     assert equal(load_file(tmp_path / "parts" / "model.safetensors"), load_file(tmp_path / "whole" / "model.safetensors"))
 
 
-def test_two_processes_equal_one(tmp_path, files, bert):
+def test_several_processes_equal_one(tmp_path, files, bert):
     """Ranks have unequal numbers of chosen tokens, and clipping hides a gradient that is too large: norms are compared too."""
     flags = [*files, "--model", bert, "--max-length", 48, "--steps", 5, "--lr", 1e-3, "--accumulate", 2]
     one = run("tacl", tmp_path / "one", *flags)
     assert max(one.norms) > 1  # clipping is active
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(rank_of_two, (port, "tacl", tmp_path / "two", flags), nprocs=2)
+    torch.multiprocessing.spawn(one_of_several, (WORLD, port, "tacl", tmp_path / "two", flags), nprocs=WORLD)
     for a, b in zip(metrics(tmp_path / "two"), one.steps):
         assert [a[name] for name in ("loss", "mlm", "nsp", "contrast")] == pytest.approx(
             [b[name] for name in ("loss", "mlm", "nsp", "contrast")], abs=1e-4)
