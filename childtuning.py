@@ -589,7 +589,8 @@ def read_cells(path, lists, part=None, header=None):
     def lines():
         nonlocal end, number
         size = path.stat().st_size
-        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=size <= LARGE) as bar:
+        quiet = size <= LARGE or not sys.stderr.isatty()
+        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
             for number, raw in enumerate(file, 1):
                 bar.update(len(raw))
                 end += len(raw)

@@ -575,8 +575,10 @@ def own_rows(args, rank=None):
 
 def all_gather(x, args):
     """(args.rows, ...): the rows of all ranks in the order of ranks, with gradient."""
+    if args.world == 1:
+        return x
     shares = [own_rows(args, rank) for rank in range(args.world)]
-    return gather_rows(x, [share.stop - share.start for share in shares]) if args.world > 1 else x
+    return gather_rows(x, [share.stop - share.start for share in shares])
 
 
 def average_gradients(model, args):

@@ -389,7 +389,8 @@ def read_cells(path, lists, part=None, header=None):
     def lines():
         nonlocal end, number
         size = path.stat().st_size
-        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=size <= LARGE) as bar:
+        quiet = size <= LARGE or not sys.stderr.isatty()
+        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
             for number, raw in enumerate(file, 1):
                 bar.update(len(raw))
                 end += len(raw)
@@ -605,8 +606,10 @@ def own_rows(args, rank=None):
 
 def all_gather(x, args):
     """(args.rows, ...): the rows of all ranks in the order of ranks, with gradient."""
+    if args.world == 1:
+        return x
     shares = [own_rows(args, rank) for rank in range(args.world)]
-    return gather_rows(x, [share.stop - share.start for share in shares]) if args.world > 1 else x
+    return gather_rows(x, [share.stop - share.start for share in shares])
 
 
 def average_gradients(model, args):

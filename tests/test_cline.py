@@ -553,7 +553,7 @@ def one_of_several(rank, port, out, flags):
 
 def test_several_processes_equal_one(registered, tmp_path, bert, monkeypatch):
     """With masks that do not depend on the process. Ranks have different numbers of masked and of scored tokens."""
-    flags = [*test_scripts.small("cline", tmp_path, 21), "--model", bert, "--form", "code", "--steps", 3, "--lr", 1e-4, "--warmup-steps", 1,
+    flags = [*test_scripts.small("cline", tmp_path, 23), "--model", bert, "--form", "code", "--steps", 3, "--lr", 1e-4, "--warmup-steps", 1,
              "--max-length", 64, "--held-out", 2]
     monkeypatch.setattr(cline, "mask_tokens", fixed_masks)
     one = run("cline", tmp_path / "one", *flags)
