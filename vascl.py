@@ -650,7 +650,8 @@ def command(main):
         try:
             main(argv)
         except torch.OutOfMemoryError:
-            fail("the GPU's memory is full; lower --chunk-size, --batch-size or --max-length" + kept, every_rank=True)
+            flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in make_parser().format_usage()]
+            fail(f"the GPU's memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
         except (OSError, SafetensorError) as error:
             fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
         except RuntimeError as error:
