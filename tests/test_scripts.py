@@ -133,7 +133,7 @@ def test_learns(name, tmp_path):
 @every_script
 def test_loss_falls_when_one_batch_repeats(name, tmp_path):
     losses = run(name, tmp_path / "out", *small(name, tmp_path, 8), "--steps", 20).losses
-    assert max(losses[-5:]) < 0.5 * losses[0] and (min(losses) > 0 or name == "dclr")  # whose denominator lacks the positive
+    assert max(losses[-5:]) < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("name, flags", [(name, []) for name in SCRIPTS] + [("simcse", ["--mlm-weight", 0.1])])
