@@ -306,7 +306,7 @@ def test_keys_are_encoded_in_other_parts_and_come_back_in_order(monkeypatch):
     monkeypatch.setattr(moco, "embed", lambda model, views: seen.append(views) or views)
     model = SimpleNamespace(key=SimpleNamespace(head=lambda x: x))
     views = F.normalize(torch.randn(16, 5), dim=1)
-    keys = moco.encode_keys(model, views, SimpleNamespace(world=1, rank=0))
+    keys = moco.encode_keys(model, views, SimpleNamespace(world=1, rank=0, rows=16))
     torch.testing.assert_close(keys, views)
     assert not torch.equal(seen[0], views) and torch.equal(seen[0].sum(1).sort()[0], views.sum(1).sort()[0])
 
@@ -479,8 +479,8 @@ def one_of_several(rank, world, port, script, flags):
         SCRIPTS[script].main(flags)
 
 
-@pytest.mark.parametrize("script, world, flags", [("moco", 2, ["--bn-splits", 10]), ("moco", 2, ["--bn-splits", 10, "--symmetric"]),
-                                                  ("simclr", 3, []), ("simclr", 3, ["--supervised"])], ids=str)
+@pytest.mark.parametrize("script, world, flags", [("moco", 2, ["--bn-splits", 10, "--symmetric"]), ("simclr", 3, []),
+                                                  ("simclr", 3, ["--supervised"])], ids=str)
 def test_several_processes_equal_one(script, world, flags, data, tmp_path):
     """MoCo's shuffled and split batch norms, queue and pointer included; SimCLR's unequal shares, without batch norms' statistics,
     which processes on CPUs have for themselves."""
