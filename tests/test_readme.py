@@ -50,11 +50,12 @@ def finished(path):
 
 
 # printed name: a file of tests/data, or what makes one; the folders of runs are read where a command does not write them
-STAND_INS = {"nli.csv": "nli.csv", "snli_triples.csv": "nli.csv", "wiki1m.txt": "sentences.txt", "mixed.txt": "sentences.txt",
-             "wiki.txt": "sentences.txt", "/usr/share/wordnet": "wordnet", "wikipedia.txt": documents, "held-out.txt": documents,
-             "ease-en.json": links, "rte.tsv": "topics.tsv", "rte-dev.tsv": "topics_dev.tsv", "cifar-10-batches-py": cifar, "cifar2k.npz": "shapes.npz",
-             "out/first": finished, "out/simcse": finished}
-STAND_INS |= dict.fromkeys("stsb-all.tsv stsb-dev.tsv stsb_dev.tsv sts12.tsv sts14.tsv sts16.tsv".split(), "sts.tsv")
+STAND_INS = {"nli.csv": "nli.csv", "snli_triples.csv": "nli.csv", "/usr/share/wordnet": "wordnet", "wikipedia.txt": documents, "held-out.txt": documents,
+             "ease-en.json": links, "fewrel.tsv": "entities.tsv", "cifar-10-batches-py": cifar, "cifar2k.npz": "shapes.npz", "minilm": finished,
+             "out/simcse": finished}
+STAND_INS |= dict.fromkeys("wiki1m.txt wiki20k.txt wiki5k.txt wiki.txt mixed.txt".split(), "sentences.txt")
+STAND_INS |= dict.fromkeys("rte.tsv cola_train.tsv".split(), "topics.tsv") | dict.fromkeys("rte-dev.tsv cola_dev.tsv".split(), "topics_dev.tsv")
+STAND_INS |= dict.fromkeys("stsb-all.tsv stsb-dev.tsv stsb_dev.tsv".split(), "sts.tsv")
 NAMES = dict(F=F, torch=torch, q=torch.randn(8, 16), k=torch.randn(8, 16))                     # what pieces of Python take as given
 PYTHON = re.compile(r"((\S*/)?python3?|torchrun( --\S+ \d+)*) ")
 SETUP = re.compile(r"\S*python3? -m (venv|pytest) |\S*pip3? install |git clone |cd tencl")
