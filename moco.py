@@ -625,6 +625,8 @@ def command(main):
         except (OSError, SafetensorError) as error:
             fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
         except RuntimeError as error:
+            if isinstance(error.__context__, OSError):         # what torch.save makes of a full disk
+                fail(f"{error.__context__.strerror}{kept}", every_rank=True)
             if not dist.is_initialized() or not re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error)):
                 raise
             fail(f"another process of this run has died or hangs ({str(error).splitlines()[0][:80]})" + kept, every_rank=True)

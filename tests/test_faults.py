@@ -81,17 +81,20 @@ def test_killed_at_random_moments_resumes_to_the_same_bits(name, tmp_path):
 
 
 @every_script
-def test_full_disk_is_one_line_and_keeps_the_checkpoint(name, tmp_path):
-    """A limit on the size of a file is what a test can set; it fails as a full disk does."""
+@pytest.mark.parametrize("whole", ["nothing", "the model"])
+def test_full_disk_is_one_line_and_keeps_the_checkpoint(name, whole, tmp_path):
+    """A limit on the size of a file is what a test can set; it fails as a full disk does, at once or in the middle of state.pt."""
     first = start(name, tmp_path / "out", "--steps", 2, "--eval-every", 2)
     assert first.wait(120) == 0
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir() if file.suffix in (".pt", ".safetensors")}
     (tmp_path / "out" / "args.json").write_text((tmp_path / "out" / "args.json").read_text().replace('"steps": 2', '"steps": 4'))
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    most = 100_000 if whole == "nothing" else (len(before["model.safetensors"]) + len(before["state.pt"])) // 2
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     full = start(name, tmp_path / "out", "--steps", 4, "--eval-every", 2, "--resume", before=limit)
     _, errors = full.communicate(timeout=120)
     assert full.returncode == 2 and errors.count("\n") == 1 and "the last checkpoint in --out is whole" in errors, errors
-    assert before == {name: (tmp_path / "out" / name).read_bytes() for name in before} and last_step(tmp_path / "out") == 2
+    kept = before if whole == "nothing" else {"state.pt": before["state.pt"]}
+    assert kept == {name: (tmp_path / "out" / name).read_bytes() for name in kept} and last_step(tmp_path / "out") == 2
 
 
 def test_a_dead_rank_ends_the_others(tmp_path):
