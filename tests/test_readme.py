@@ -54,7 +54,7 @@ STAND_INS = {"nli.csv": "nli.csv", "snli_triples.csv": "nli.csv", "/usr/share/wo
              "ease-en.json": links, "fewrel.tsv": "entities.tsv", "cifar-10-batches-py": cifar, "cifar2k.npz": "shapes.npz", "minilm": finished,
              "out/simcse": finished}
 STAND_INS |= dict.fromkeys("wiki1m.txt wiki20k.txt wiki5k.txt wiki.txt mixed.txt".split(), "sentences.txt")
-STAND_INS |= dict.fromkeys("rte.tsv cola_train.tsv".split(), "topics.tsv") | dict.fromkeys("rte-dev.tsv cola_dev.tsv".split(), "topics_dev.tsv")
+STAND_INS |= dict.fromkeys("rte.tsv cola_train.tsv sst2_train.tsv".split(), "topics.tsv") | dict.fromkeys("rte-dev.tsv cola_dev.tsv sst2_dev.tsv".split(), "topics_dev.tsv")
 STAND_INS |= dict.fromkeys("stsb-all.tsv stsb-dev.tsv stsb_dev.tsv".split(), "sts.tsv")
 NAMES = dict(F=F, torch=torch, q=torch.randn(8, 16), k=torch.randn(8, 16))                     # what pieces of Python take as given
 PYTHON = re.compile(r"((\S*/)?python3?|torchrun( --\S+ \d+)*) ")
