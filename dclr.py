@@ -573,8 +573,9 @@ class OnDisk:
             self.header = cells if place is None else None
 
     def load(self):
-        known = np.memmap(self.index, np.int64, "r") if self.index.is_file() and self.index.stat().st_size >= 24 else []
-        return known[2:] if list(known[:2]) == self.key else None
+        size = self.index.stat().st_size if self.index.is_file() else 0
+        known = np.memmap(self.index, np.int64, "r") if size >= 32 and size % 8 == 0 else []
+        return known[2:] if list(known[:2]) == self.key and known[-1] == self.key[0] else None
 
     def append(self, start):
         self.new.append(start)                                 # 8 bytes a row
