@@ -27,7 +27,7 @@ dropout, for the weights named "layer" alone; no warm-up; and R-Drop's readme: t
 batch, so that α is comparable under one form only. Departures from both: processes share their draws (F) and Fisher information
 (D), where each had its own; a step whose gradient is not finite is skipped.
 """
-import argparse, array, csv, datetime, functools, hashlib, inspect, itertools, json, logging, math, os, re, shutil, signal, sys, tempfile, time
+import argparse, csv, datetime, functools, hashlib, inspect, itertools, json, logging, math, os, re, shutil, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -122,7 +122,7 @@ def load_data(path, args):
 def find_columns(path, args):
     """(rows of the table, places of its columns of text, place of its column of labels)"""
     header, table = read_table(path)
-    names = header or [f"column {i + 1}" for i in range(len(table[0][1]))]
+    names = header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))]
     label = args.label or next((name for name in ("label", "score") if name in names), names[-1])
     others = [name for name in names if name != label]
     texts = args.text or [name for name in ("sentence", "sentence1", "sentence2") if name in others] or others
@@ -194,7 +194,7 @@ def load_encoder(args):
         head = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
                     label2id={label: i for i, label in enumerate(args.labels)})
     if args.model == "scratch":
-        rows = itertools.islice(read_table(args.data)[1], 1_000_000)
+        rows = itertools.islice(Table(Path(args.data)), 1_000_000)
         text = "\n".join(cell for _, cells in rows for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
@@ -546,67 +546,69 @@ def mean_and_spread(runs):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-LARGE = 2**30                                                  # bytes: the rows of a larger file stay in it
-
-
 def read_table(path, check=None, lists=False):
-    """(header or None, table) of a data file; table[i] is (place, cells), place what a message calls the row: "line 7".
+    """(header or None, Table) of a data file. check(cells) says what is wrong with a row, or nothing; all wrong rows are counted.
 
-    check(cells) says what is wrong with a row, or nothing; all wrong rows are counted. With lists, a list of texts in JSON is one
-    cell, joined by |. The rows of a LARGE file are read when they are asked for.
+    With lists, a list of texts in JSON is one cell, joined by |.
     """
-    path, header, table, wrong = Path(path), None, [], []
+    path, header, length, wrong = Path(path), None, 0, []
     if path.suffix.lower() not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
         fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
     try:
-        if path.stat().st_size > LARGE and path.suffix.lower() != ".json":
-            table = OnDisk(path, lists)
-            if table.starts is not None:                       # indexed by an earlier run, which has checked the rows
-                return table.header, table
-        for start, place, cells, fault in read_cells(path, lists):
+        for place, cells, fault in read_cells(path, lists):
             if place is None:
                 header = cells
             elif fault := fault or check and check(cells):
                 wrong.append(f"{place}: {fault}"[:300])
             else:
-                table.append((place, cells) if isinstance(table, list) else start)
-        if wrong:
-            more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
-            fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
-        if isinstance(table, OnDisk):
-            table.keep(header)
+                length += 1
     except OSError as error:
         fail(f"{path}: {error.strerror}")
-    if len(table) == 0:
+    if wrong:
+        more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
+        fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
+    if length == 0:
         fail(f"{path}: no rows")
-    return header, table
+    return header, Table(path, lists, length)
 
 
-def read_cells(path, lists, part=None, header=None):
-    """Yields (first byte, place, cells, what is wrong) of a data file, or of a part of its text; a header comes first, its place None."""
-    kind, width, place, start, end, number = path.suffix.lower(), None, "line 0", 0, 0, 0
+class Table:
+    """The rows of a data file, (place, cells), place what a message calls the row: "line 7". They are read anew each time they are gone
+    through, so that no file has to fit in memory."""
+
+    def __init__(self, path, lists=False, length=None):
+        self.path, self.lists, self.length = path, lists, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return ((place, cells) for place, cells, _ in read_cells(self.path, self.lists) if place is not None)
+
+
+def read_cells(path, lists):
+    """Yields (place, cells, what is wrong with them) of a data file; a header comes first, its place None."""
+    kind, header, width, place, number = path.suffix.lower(), None, None, "line 0", 0
 
     def lines():
-        nonlocal end, number
-        size = path.stat().st_size
-        quiet = size <= LARGE or not sys.stderr.isatty()
-        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
+        nonlocal number
+        bar = tqdm(total=path.stat().st_size, desc=f"reading {path.name}", unit="B", unit_scale=True, leave=False, delay=1, disable=None)
+        with open(path, "rb") as file, bar:
             for number, raw in enumerate(file, 1):
                 bar.update(len(raw))
-                end += len(raw)
                 yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
 
     try:
-        for place, row in read_rows(kind, lines() if part is None else [part]):
-            first, start, names = start, end, row if place == "line 1" and part is None and kind in (".csv", ".tsv") else []
+        for place, row in read_rows(kind, lines()):
+            names = row if place == "line 1" and kind in (".csv", ".tsv") else []
             if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
                 header = names
-                yield first, None, header, None
+                yield None, header, None
                 continue
             if isinstance(row, dict):
                 if header is None:
                     header = list(row)
-                    yield first, None, header, None
+                    yield None, header, None
                 row = [row.pop(name, "") for name in header] + list(row.values())
             if lists and isinstance(row, list):
                 row = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in row]
@@ -617,7 +619,7 @@ def read_cells(path, lists, part=None, header=None):
             else:
                 row, width = [str(cell) for cell in row], width or len(header or row)
                 fault = f"{len(row)} columns, wanted {width}" if len(row) != width else None
-            yield first, place, row, fault
+            yield place, row, fault
     except UnicodeDecodeError:
         fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
     except csv.Error as error:
@@ -651,48 +653,6 @@ def read_rows(kind, lines):
         for cells in reader:
             yield f"line {line}", cells
             line = reader.line_num + 1                         # a quoted cell may hold newlines
-
-
-class OnDisk:
-    """The rows of a LARGE file, each read when it is asked for: (place, cells), or what encode makes of the cells. An index says where
-    rows begin; it stays beside the file (or in the temporary folder, where that cannot be) and holds until the file changes."""
-
-    def __init__(self, path, lists):
-        self.path, self.lists, self.encode, self.new, stat = path, lists, None, array.array("q"), path.stat()
-        folder = path.absolute().parent if os.access(path.absolute().parent, os.W_OK) else Path(tempfile.gettempdir())
-        self.index, self.key = folder / f"{path.name}.{Path(__file__).stem}.index", [stat.st_size, stat.st_mtime_ns]
-        self.starts = self.load()
-        if self.starts is not None:
-            _, place, cells, _ = next(read_cells(path, lists))
-            self.header = cells if place is None else None
-
-    def load(self):
-        size = self.index.stat().st_size if self.index.is_file() else 0
-        known = np.memmap(self.index, np.int64, "r") if size >= 32 and size % 8 == 0 else []
-        return known[2:] if list(known[:2]) == self.key and known[-1] == self.key[0] else None
-
-    def append(self, start):
-        self.new.append(start)                                 # 8 bytes a row
-
-    def keep(self, header):
-        aside = f"{self.index}.{os.getpid()}"
-        with open(aside, "wb") as file:
-            for numbers in (self.key, self.new, self.key[:1]):  # the last is where the last row ends
-                np.asarray(numbers, np.int64).tofile(file)
-        os.replace(aside, self.index)
-        self.header, self.new, self.starts = header, None, self.load()
-
-    def __len__(self):
-        return len(self.starts) - 1
-
-    def __getitem__(self, i):
-        if i >= len(self):
-            raise IndexError(i)                                # ends a loop over the rows
-        with open(self.path, "rb") as file:
-            file.seek(self.starts[i])
-            text = file.read(self.starts[i + 1] - self.starts[i]).decode("utf-8-sig" if i == 0 else "utf-8")
-        cells = next(read_cells(self.path, self.lists, text, self.header or []))[2]
-        return self.encode(cells) if self.encode else (f"row {i + 1}", cells)
 
 
 def tokenise_texts(rows, model, longest):
@@ -757,6 +717,8 @@ def fingerprint(path):
 
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
+    if args.resume or args.rank:
+        return
     flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -998,12 +960,11 @@ def main(argv=None):
     say("run", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, {args.world} × {model.device.type}, "
                f"{args.precision}, {total:,} steps of {args.batch_size}, writing {args.out}")
 
+    begin_out(args)
     progress = {"step": 0, "skipped": 0, "best": None, "scores": []}       # the steps of all runs, one after the other
     optimizer = make_optimizer(model, runs[0])
     if args.resume:
         progress = load_state(model, optimizer, args)
-    elif args.rank == 0:
-        begin_out(args)
     asked_to_stop(0, args)
     began = progress["step"], time.perf_counter()
     for number in range(max(0, progress["step"] - 1) // total, len(runs)):

@@ -28,7 +28,7 @@ rules inflect words; rows in which a text stays as it is are left out; means are
 back what else differs: the vector is tanh(W h + b); CTS is two logistic losses of mean products; RTD has three classes, a deeper
 head, and scores only words that could have been replaced; rates, batch, length and steps are those of its script.
 """
-import argparse, array, csv, datetime, difflib, functools, hashlib, itertools, json, logging, math, os, random, re, shutil, signal, sys, tempfile, time
+import argparse, csv, datetime, difflib, functools, hashlib, itertools, json, logging, math, os, random, re, shutil, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -102,13 +102,10 @@ three through throughout till twelve two under up us was were whatever while who
 
 def load_data(path, args):
     """(rows, wordnet): texts and what makes triples of them, or triples and None; fills the flags that --form decides (FORMS)."""
-    header, table = read_table(path)
-    columns = len(table[0][1])
-    if columns not in (1, 3, 5):
-        fail(f"{path} {table[0][0]}: {columns} columns, wanted 1 (text), 3 ({', '.join(TRIPLE[:3])}) or 5 (and {', '.join(TRIPLE[3:])})")
-    for place, cells in table:
-        if not all(cell.strip() for cell in cells[:3]):
-            fail(f"{path} {place}: an empty cell; fill it or delete the row")
+    header, table = read_table(path, lambda cells: empty_cell(cells[:3]))
+    place, cells = next(iter(table))
+    if (columns := len(cells)) not in (1, 3, 5):
+        fail(f"{path} {place}: {columns} columns, wanted 1 (text), 3 ({', '.join(TRIPLE[:3])}) or 5 (and {', '.join(TRIPLE[3:])})")
     for name, value in (FORMS[args.form] | (SCRATCH if args.model == "scratch" else {})).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -436,7 +433,7 @@ def build_model(args):
 def load_encoder(args, auto=AutoModel):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
     if args.model == "scratch":
-        rows = itertools.islice(read_table(args.data)[1], 1_000_000)
+        rows = itertools.islice(Table(Path(args.data)), 1_000_000)
         text = "\n".join(cell for _, cells in rows for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
@@ -616,67 +613,69 @@ def sentence_probe(model, rows, args):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-LARGE = 2**30                                                  # bytes: the rows of a larger file stay in it
-
-
 def read_table(path, check=None, lists=False):
-    """(header or None, table) of a data file; table[i] is (place, cells), place what a message calls the row: "line 7".
+    """(header or None, Table) of a data file. check(cells) says what is wrong with a row, or nothing; all wrong rows are counted.
 
-    check(cells) says what is wrong with a row, or nothing; all wrong rows are counted. With lists, a list of texts in JSON is one
-    cell, joined by |. The rows of a LARGE file are read when they are asked for.
+    With lists, a list of texts in JSON is one cell, joined by |.
     """
-    path, header, table, wrong = Path(path), None, [], []
+    path, header, length, wrong = Path(path), None, 0, []
     if path.suffix.lower() not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
         fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
     try:
-        if path.stat().st_size > LARGE and path.suffix.lower() != ".json":
-            table = OnDisk(path, lists)
-            if table.starts is not None:                       # indexed by an earlier run, which has checked the rows
-                return table.header, table
-        for start, place, cells, fault in read_cells(path, lists):
+        for place, cells, fault in read_cells(path, lists):
             if place is None:
                 header = cells
             elif fault := fault or check and check(cells):
                 wrong.append(f"{place}: {fault}"[:300])
             else:
-                table.append((place, cells) if isinstance(table, list) else start)
-        if wrong:
-            more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
-            fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
-        if isinstance(table, OnDisk):
-            table.keep(header)
+                length += 1
     except OSError as error:
         fail(f"{path}: {error.strerror}")
-    if len(table) == 0:
+    if wrong:
+        more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
+        fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
+    if length == 0:
         fail(f"{path}: no rows")
-    return header, table
+    return header, Table(path, lists, length)
 
 
-def read_cells(path, lists, part=None, header=None):
-    """Yields (first byte, place, cells, what is wrong) of a data file, or of a part of its text; a header comes first, its place None."""
-    kind, width, place, start, end, number = path.suffix.lower(), None, "line 0", 0, 0, 0
+class Table:
+    """The rows of a data file, (place, cells), place what a message calls the row: "line 7". They are read anew each time they are gone
+    through, so that no file has to fit in memory."""
+
+    def __init__(self, path, lists=False, length=None):
+        self.path, self.lists, self.length = path, lists, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return ((place, cells) for place, cells, _ in read_cells(self.path, self.lists) if place is not None)
+
+
+def read_cells(path, lists):
+    """Yields (place, cells, what is wrong with them) of a data file; a header comes first, its place None."""
+    kind, header, width, place, number = path.suffix.lower(), None, None, "line 0", 0
 
     def lines():
-        nonlocal end, number
-        size = path.stat().st_size
-        quiet = size <= LARGE or not sys.stderr.isatty()
-        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
+        nonlocal number
+        bar = tqdm(total=path.stat().st_size, desc=f"reading {path.name}", unit="B", unit_scale=True, leave=False, delay=1, disable=None)
+        with open(path, "rb") as file, bar:
             for number, raw in enumerate(file, 1):
                 bar.update(len(raw))
-                end += len(raw)
                 yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
 
     try:
-        for place, row in read_rows(kind, lines() if part is None else [part]):
-            first, start, names = start, end, row if place == "line 1" and part is None and kind in (".csv", ".tsv") else []
+        for place, row in read_rows(kind, lines()):
+            names = row if place == "line 1" and kind in (".csv", ".tsv") else []
             if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
                 header = names
-                yield first, None, header, None
+                yield None, header, None
                 continue
             if isinstance(row, dict):
                 if header is None:
                     header = list(row)
-                    yield first, None, header, None
+                    yield None, header, None
                 row = [row.pop(name, "") for name in header] + list(row.values())
             if lists and isinstance(row, list):
                 row = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in row]
@@ -687,7 +686,7 @@ def read_cells(path, lists, part=None, header=None):
             else:
                 row, width = [str(cell) for cell in row], width or len(header or row)
                 fault = f"{len(row)} columns, wanted {width}" if len(row) != width else None
-            yield first, place, row, fault
+            yield place, row, fault
     except UnicodeDecodeError:
         fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
     except csv.Error as error:
@@ -721,48 +720,6 @@ def read_rows(kind, lines):
         for cells in reader:
             yield f"line {line}", cells
             line = reader.line_num + 1                         # a quoted cell may hold newlines
-
-
-class OnDisk:
-    """The rows of a LARGE file, each read when it is asked for: (place, cells), or what encode makes of the cells. An index says where
-    rows begin; it stays beside the file (or in the temporary folder, where that cannot be) and holds until the file changes."""
-
-    def __init__(self, path, lists):
-        self.path, self.lists, self.encode, self.new, stat = path, lists, None, array.array("q"), path.stat()
-        folder = path.absolute().parent if os.access(path.absolute().parent, os.W_OK) else Path(tempfile.gettempdir())
-        self.index, self.key = folder / f"{path.name}.{Path(__file__).stem}.index", [stat.st_size, stat.st_mtime_ns]
-        self.starts = self.load()
-        if self.starts is not None:
-            _, place, cells, _ = next(read_cells(path, lists))
-            self.header = cells if place is None else None
-
-    def load(self):
-        size = self.index.stat().st_size if self.index.is_file() else 0
-        known = np.memmap(self.index, np.int64, "r") if size >= 32 and size % 8 == 0 else []
-        return known[2:] if list(known[:2]) == self.key and known[-1] == self.key[0] else None
-
-    def append(self, start):
-        self.new.append(start)                                 # 8 bytes a row
-
-    def keep(self, header):
-        aside = f"{self.index}.{os.getpid()}"
-        with open(aside, "wb") as file:
-            for numbers in (self.key, self.new, self.key[:1]):  # the last is where the last row ends
-                np.asarray(numbers, np.int64).tofile(file)
-        os.replace(aside, self.index)
-        self.header, self.new, self.starts = header, None, self.load()
-
-    def __len__(self):
-        return len(self.starts) - 1
-
-    def __getitem__(self, i):
-        if i >= len(self):
-            raise IndexError(i)                                # ends a loop over the rows
-        with open(self.path, "rb") as file:
-            file.seek(self.starts[i])
-            text = file.read(self.starts[i + 1] - self.starts[i]).decode("utf-8-sig" if i == 0 else "utf-8")
-        cells = next(read_cells(self.path, self.lists, text, self.header or []))[2]
-        return self.encode(cells) if self.encode else (f"row {i + 1}", cells)
 
 
 def length_groups(lengths, cost, most=None):
@@ -830,6 +787,8 @@ def fingerprint(path):
 
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
+    if args.resume or args.rank:
+        return
     flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -1070,6 +1029,11 @@ def peak_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def empty_cell(cells):
+    """What is wrong with a row that has one."""
+    return None if all(map(str.strip, cells)) else "an empty cell; fill it or delete the row"
+
+
 def at_least(least, kind=float):
     """An argparse type: a finite number from least up."""
     def convert(text):
@@ -1127,11 +1091,11 @@ def main(argv=None):
                f"kernels {choose_impl(args.impl, torch.empty(0, device=model.device))}, "
                f"{total:,} steps of {args.batch_size}, writing {args.out}")
 
+    begin_out(args)
     progress = {"step": 0, "before": None, "best": None}
     if args.resume:
         progress = load_state(model, optimizer, args)
     elif args.rank == 0:
-        begin_out(args)
         if args.save_triples:
             save_triples(triples, args.save_triples)
         progress["before"] = sentence_probe(model, held_out, args) if held_out else None

@@ -24,7 +24,7 @@ global batch, there 1/world of it; padding is masked; the guide has no dropout; 
 else differs is --form code: its loss (one_against_all), all of z2 in the ascent too, and a head on top of the encoder's pooler.
 The paper has noise of its own for each sentence; here, as released, a batch shares it.
 """
-import argparse, array, csv, datetime, functools, hashlib, itertools, json, logging, math, os, re, shutil, signal, sys, tempfile, time
+import argparse, csv, datetime, functools, hashlib, itertools, json, logging, math, os, re, shutil, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -86,11 +86,11 @@ SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
 
 
 def load_data(path, args):
-    """[(place, sentences)], one a row; fills the flags that the number of columns decides (MODES)."""
+    """The Table of rows of sentences; fills the flags that the number of columns decides (MODES)."""
     header, table = read_table(path, empty_cell)
-    columns = len(table[0][1])
-    if columns not in MODES:
-        fail(f"{path} {table[0][0]}: {columns} columns, wanted 1 (sentence)")
+    place, cells = next(iter(table))
+    if (columns := len(cells)) not in MODES:
+        fail(f"{path} {place}: {columns} columns, wanted 1 (sentence)")
     if args.phi > 1:
         fail(f"--phi {args.phi}: wanted a cosine, from -1 to 1")
     for name, value in (MODES[columns] | (SCRATCH if args.model == "scratch" else {})).items():
@@ -181,7 +181,7 @@ def build_guide(args):
 def load_encoder(args, auto=AutoModel, flag="--model"):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
     if args.model == "scratch" and flag == "--model":
-        rows = itertools.islice(read_table(args.data, lists=True)[1], 1_000_000)
+        rows = itertools.islice(Table(Path(args.data), lists=True), 1_000_000)
         text = "\n".join(cell for _, cells in rows for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
@@ -400,8 +400,9 @@ def load_sts(path):
     """[(sentence1, sentence2, score)]; the subsets of a file are one list (the setting "all")."""
     header, table = read_table(path)
     names = ["sentence1", "sentence2", "score"]
-    if header is None and len(table[0][1]) == 3:               # the score is last, unless only the first cell is a number
-        header = names if re.fullmatch(r"[\d. ]*", table[0][1][2]) else ["score", "sentence1", "sentence2"]
+    first = next(iter(table))[1]
+    if header is None and len(first) == 3:                     # the score is last, unless only the first cell is a number
+        header = names if re.fullmatch(r"[\d. ]*", first[2]) else ["score", "sentence1", "sentence2"]
     if header is None or not set(names) <= set(header):
         fail(f"{path}: {', '.join(header or ['no header'])}; wanted {', '.join(names)}, or 3 columns, the score first or last")
     pairs = []
@@ -452,67 +453,69 @@ def evaluate(model, pairs, args):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-LARGE = 2**30                                                  # bytes: the rows of a larger file stay in it
-
-
 def read_table(path, check=None, lists=False):
-    """(header or None, table) of a data file; table[i] is (place, cells), place what a message calls the row: "line 7".
+    """(header or None, Table) of a data file. check(cells) says what is wrong with a row, or nothing; all wrong rows are counted.
 
-    check(cells) says what is wrong with a row, or nothing; all wrong rows are counted. With lists, a list of texts in JSON is one
-    cell, joined by |. The rows of a LARGE file are read when they are asked for.
+    With lists, a list of texts in JSON is one cell, joined by |.
     """
-    path, header, table, wrong = Path(path), None, [], []
+    path, header, length, wrong = Path(path), None, 0, []
     if path.suffix.lower() not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
         fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
     try:
-        if path.stat().st_size > LARGE and path.suffix.lower() != ".json":
-            table = OnDisk(path, lists)
-            if table.starts is not None:                       # indexed by an earlier run, which has checked the rows
-                return table.header, table
-        for start, place, cells, fault in read_cells(path, lists):
+        for place, cells, fault in read_cells(path, lists):
             if place is None:
                 header = cells
             elif fault := fault or check and check(cells):
                 wrong.append(f"{place}: {fault}"[:300])
             else:
-                table.append((place, cells) if isinstance(table, list) else start)
-        if wrong:
-            more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
-            fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
-        if isinstance(table, OnDisk):
-            table.keep(header)
+                length += 1
     except OSError as error:
         fail(f"{path}: {error.strerror}")
-    if len(table) == 0:
+    if wrong:
+        more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
+        fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
+    if length == 0:
         fail(f"{path}: no rows")
-    return header, table
+    return header, Table(path, lists, length)
 
 
-def read_cells(path, lists, part=None, header=None):
-    """Yields (first byte, place, cells, what is wrong) of a data file, or of a part of its text; a header comes first, its place None."""
-    kind, width, place, start, end, number = path.suffix.lower(), None, "line 0", 0, 0, 0
+class Table:
+    """The rows of a data file, (place, cells), place what a message calls the row: "line 7". They are read anew each time they are gone
+    through, so that no file has to fit in memory."""
+
+    def __init__(self, path, lists=False, length=None):
+        self.path, self.lists, self.length = path, lists, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return ((place, cells) for place, cells, _ in read_cells(self.path, self.lists) if place is not None)
+
+
+def read_cells(path, lists):
+    """Yields (place, cells, what is wrong with them) of a data file; a header comes first, its place None."""
+    kind, header, width, place, number = path.suffix.lower(), None, None, "line 0", 0
 
     def lines():
-        nonlocal end, number
-        size = path.stat().st_size
-        quiet = size <= LARGE or not sys.stderr.isatty()
-        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
+        nonlocal number
+        bar = tqdm(total=path.stat().st_size, desc=f"reading {path.name}", unit="B", unit_scale=True, leave=False, delay=1, disable=None)
+        with open(path, "rb") as file, bar:
             for number, raw in enumerate(file, 1):
                 bar.update(len(raw))
-                end += len(raw)
                 yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
 
     try:
-        for place, row in read_rows(kind, lines() if part is None else [part]):
-            first, start, names = start, end, row if place == "line 1" and part is None and kind in (".csv", ".tsv") else []
+        for place, row in read_rows(kind, lines()):
+            names = row if place == "line 1" and kind in (".csv", ".tsv") else []
             if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
                 header = names
-                yield first, None, header, None
+                yield None, header, None
                 continue
             if isinstance(row, dict):
                 if header is None:
                     header = list(row)
-                    yield first, None, header, None
+                    yield None, header, None
                 row = [row.pop(name, "") for name in header] + list(row.values())
             if lists and isinstance(row, list):
                 row = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in row]
@@ -523,7 +526,7 @@ def read_cells(path, lists, part=None, header=None):
             else:
                 row, width = [str(cell) for cell in row], width or len(header or row)
                 fault = f"{len(row)} columns, wanted {width}" if len(row) != width else None
-            yield first, place, row, fault
+            yield place, row, fault
     except UnicodeDecodeError:
         fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
     except csv.Error as error:
@@ -559,76 +562,60 @@ def read_rows(kind, lines):
             line = reader.line_num + 1                         # a quoted cell may hold newlines
 
 
-class OnDisk:
-    """The rows of a LARGE file, each read when it is asked for: (place, cells), or what encode makes of the cells. An index says where
-    rows begin; it stays beside the file (or in the temporary folder, where that cannot be) and holds until the file changes."""
-
-    def __init__(self, path, lists):
-        self.path, self.lists, self.encode, self.new, stat = path, lists, None, array.array("q"), path.stat()
-        folder = path.absolute().parent if os.access(path.absolute().parent, os.W_OK) else Path(tempfile.gettempdir())
-        self.index, self.key = folder / f"{path.name}.{Path(__file__).stem}.index", [stat.st_size, stat.st_mtime_ns]
-        self.starts = self.load()
-        if self.starts is not None:
-            _, place, cells, _ = next(read_cells(path, lists))
-            self.header = cells if place is None else None
-
-    def load(self):
-        size = self.index.stat().st_size if self.index.is_file() else 0
-        known = np.memmap(self.index, np.int64, "r") if size >= 32 and size % 8 == 0 else []
-        return known[2:] if list(known[:2]) == self.key and known[-1] == self.key[0] else None
-
-    def append(self, start):
-        self.new.append(start)                                 # 8 bytes a row
-
-    def keep(self, header):
-        aside = f"{self.index}.{os.getpid()}"
-        with open(aside, "wb") as file:
-            for numbers in (self.key, self.new, self.key[:1]):  # the last is where the last row ends
-                np.asarray(numbers, np.int64).tofile(file)
-        os.replace(aside, self.index)
-        self.header, self.new, self.starts = header, None, self.load()
-
-    def __len__(self):
-        return len(self.starts) - 1
-
-    def __getitem__(self, i):
-        if i >= len(self):
-            raise IndexError(i)                                # ends a loop over the rows
-        with open(self.path, "rb") as file:
-            file.seek(self.starts[i])
-            text = file.read(self.starts[i + 1] - self.starts[i]).decode("utf-8-sig" if i == 0 else "utf-8")
-        cells = next(read_cells(self.path, self.lists, text, self.header or []))[2]
-        return self.encode(cells) if self.encode else (f"row {i + 1}", cells)
-
-
 def tokenise(sentences, model, longest):
     """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
-    rows, cut = [], 0
+    tokenizer, rows, cut = model.tokenizer.backend_tokenizer, [], 0
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(longest)
     for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
-        encoded = model.tokenizer(sentences[start : start + 10_000], truncation=True, max_length=longest)
-        rows += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
-        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        encoded = tokenizer.encode_batch_fast(sentences[start : start + 10_000])
+        rows += [np.array(encoding.ids, np.int32) for encoding in encoded]
+        cut += sum(bool(encoding.overflowing) for encoding in encoded)
     return rows, cut
 
 
 def tokenise_rows(table, model, args, also=None):
-    """(rows of args.views views, what became of long sentences): one column is used twice, and also, a model, reads the first anew.
+    """(Rows of args.views views, what became of long sentences): one column is used twice; also, a model, reads the first anew.
 
-    Rows on the disk are tokenised when they are needed.
+    Rank 0 writes the tokens into --out, and every rank maps them: neither they nor the text have to fit in memory.
     """
-    columns = len(table[0][1])
+    columns, folder, done, cut, table_rows = len(next(iter(table))[1]), Path(args.out) / "tokens", 0, 0, iter(table)
+    readers = [(column, model, args.max_length) for column in range(columns)] + ([(0, also, also.longest)] if also else [])
+    if args.rank == 0 and not folder.is_dir():
+        aside = folder.with_suffix(".tmp")
+        aside.mkdir(exist_ok=True)
+        with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
+            ends.write(bytes(8))
+            while texts := [cells for _, cells in itertools.islice(table_rows, 10_000)]:
+                found = [tokenise([cells[column] for cells in texts], reader, longest) for column, reader, longest in readers]
+                flat = [sentence for row in zip(*(sentences for sentences, _ in found)) for sentence in row]
+                places = done + np.cumsum([len(sentence) for sentence in flat])
+                ids.write(np.concatenate(flat).tobytes())
+                ends.write(places.tobytes())
+                done, cut = places[-1], cut + sum(more for _, more in found[:columns])
+            ends.write(np.int64(cut).tobytes())
+        os.replace(aside, folder)
+    if args.world > 1:
+        dist.barrier()
+    if not folder.is_dir():
+        fail(f"--out {args.out}: what rank 0 writes is not there; name a folder that all machines share", every_rank=True)
+    rows = Rows(folder, len(readers), [*range(columns)] * (args.views // columns) + [*range(columns, len(readers))])
+    return rows, f"{rows.ends[-1]:,} of {columns * len(rows):,} sentences cut to {args.max_length} tokens"
 
-    def encode(texts):
-        flat, cut = tokenise([cell for cells in texts for cell in cells], model, args.max_length)
-        rows = [tuple(flat[i : i + columns]) * (args.views // columns) for i in range(0, len(flat), columns)]
-        extra = tokenise([cells[0] for cells in texts], also, also.longest)[0] if also else []
-        return [(*row, ids) for row, ids in zip(rows, extra)] or rows, cut
 
-    if isinstance(table, OnDisk):
-        table.encode = lambda cells: encode([cells])[0][0]
-        return table, f"sentences are read when they are needed and cut to {args.max_length} tokens"
-    rows, cut = encode([cells for _, cells in table])
-    return rows, f"{cut:,} of {columns * len(rows):,} sentences cut to {args.max_length} tokens"
+class Rows:
+    """The rows of tokenise_rows: rows[i] has the int32 ids (L,) of each view."""
+
+    def __init__(self, folder, columns, views):
+        self.columns, self.views = columns, views
+        self.ids, self.ends = (np.asarray(np.memmap(folder / name, kind, "c")) for name, kind in (("ids", np.int32), ("ends", np.int64)))
+
+    def __len__(self):
+        return (len(self.ends) - 2) // self.columns            # a 0 comes first, and how many were cut last
+
+    def __getitem__(self, i):
+        first = range(len(self))[i] * self.columns
+        return tuple(self.ids[self.ends[first + view] : self.ends[first + view + 1]] for view in self.views)
 
 
 def length_groups(lengths, cost, most=None):
@@ -696,6 +683,8 @@ def fingerprint(path):
 
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
+    if args.resume or args.rank:
+        return
     flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -986,6 +975,7 @@ def main(argv=None):
     tests = {path: load_sts(path) for path in args.test}
     start(args)
     model = build_model(args)
+    begin_out(args)
     rows, cut = tokenise_rows(table, model, args, model.guide)
     total = args.steps or args.epochs * epoch_steps(rows, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -1001,7 +991,6 @@ def main(argv=None):
     if args.resume:
         progress = load_state(model, optimizer, args)
     elif args.rank == 0:
-        begin_out(args)
         progress["before"] = evaluate(model, dev, args) if dev else None
     if dev and args.rank == 0:
         say("before", f"dev Spearman {progress['before']['spearman']:.2f}")

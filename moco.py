@@ -558,6 +558,8 @@ def fingerprint(path):
 
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
+    if args.resume or args.rank:
+        return
     flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -823,11 +825,11 @@ def main(argv=None):
                f"kernels {choose_impl(args.impl, torch.empty(0, device=model.device))}, "
                f"{total:,} steps of {args.batch_size}, writing {args.out}")
 
+    begin_out(args)
     progress = {"step": 0, "pointer": 0, "before": None, "best": None}
     if args.resume:
         progress = load_state(model, optimizer, args)
     elif args.rank == 0:
-        begin_out(args)
         progress["before"] = evaluate(model, test, args) if test else None
     if test and args.rank == 0:
         say("before", f"kNN {progress['before']['knn']:.2f} %")

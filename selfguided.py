@@ -21,7 +21,7 @@ Expected: BERT-base, 77.23 Spearman on STS-B test, 74.62 as the mean of seven te
 Departures from the released code: its base crashes, its opt2 loses a negative, its last step is scored instead of the best. Left
 out are its early stop and its weight decay, which shrinks weights by 0.03 % in all. What else differs is --form code.
 """
-import argparse, array, copy, csv, datetime, functools, hashlib, itertools, json, logging, math, os, re, shutil, signal, sys, tempfile, time
+import argparse, copy, csv, datetime, functools, hashlib, itertools, json, logging, math, os, re, shutil, signal, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -76,28 +76,33 @@ def make_parser():
 
 
 def load_data(path, args):
-    """[(sentence,)], one a cell of the columns that hold sentences."""
+    """[(place, (sentence,))], one a cell of the columns that hold sentences."""
     header, table = read_table(path)
+    table = list(table)
     columns = [i for i, name in enumerate(header or []) if name in ("sentence1", "sentence2")]
     if len(columns) < 2:                                       # all but numbers
         columns = [i for i in range(len(table[0][1])) if not all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in table)]
     for place, cells in table:
         if not all(cells[i].strip() for i in columns):
             fail(f"{path} {place}: an empty cell; fill it or delete the row")
-    sentences = [(cells[i],) for _, cells in table for i in columns]
+    sentences = [(place, (cells[i],)) for place, cells in table for i in columns]
     if not 2 <= args.batch_size <= len(sentences):
         fail(f"{path}: {len(sentences)} sentences, wanted at least --batch-size, and that at least 2; it is {args.batch_size}")
-    args.view_pooling = args.view_pooling or {"paper": "max", "code": "mean"}[args.form]
-    say(Path(__file__).stem, f"{args.objective}: {len(sentences):,} sentences, {len(set(sentences)):,} distinct, in {len(columns)} columns of {path}")
+    args.views, args.view_pooling = 1, args.view_pooling or {"paper": "max", "code": "mean"}[args.form]
+    say(Path(__file__).stem, f"{args.objective}: {len(sentences):,} sentences, {len({cells for _, cells in sentences}):,} distinct, in {len(columns)} columns of {path}")
     return sentences
 
 
-# What one more group of rows costs, in tokens: measured on a CPU, an estimate for CUDA.
+# What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers of 768, from 25
+# to 400 alike); CUDA: an estimate.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 
 
 def make_batch(rows, model, args):
-    """[(places (n,), ids (n, L), mask (n, L))]: the rows in groups of similar length, which need no padding, on the device."""
+    """[(places (n,), ids (n, L), mask (n, L))]: the rows, view after view, in groups of similar length, on the device.
+
+    The loss needs the embeddings alone, so no row has to be padded to the longest of its batch.
+    """
     flat = [ids for view in zip(*rows) for ids in view]
     order = sorted(range(len(flat)), key=lambda i: len(flat[i]))
     batch = []
@@ -144,7 +149,7 @@ def build_model(args):
 def load_encoder(args, auto=AutoModel, flag="--model"):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
     if args.model == "scratch" and flag == "--model":
-        rows = itertools.islice(read_table(args.data, lists=True)[1], 1_000_000)
+        rows = itertools.islice(Table(Path(args.data), lists=True), 1_000_000)
         text = "\n".join(cell for _, cells in rows for cell in cells)
         words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
@@ -287,8 +292,9 @@ def load_sts(path):
     """[(sentence1, sentence2, score)]; the subsets of a file are one list (the setting "all")."""
     header, table = read_table(path)
     names = ["sentence1", "sentence2", "score"]
-    if header is None and len(table[0][1]) == 3:               # the score is last, unless only the first cell is a number
-        header = names if re.fullmatch(r"[\d. ]*", table[0][1][2]) else ["score", "sentence1", "sentence2"]
+    first = next(iter(table))[1]
+    if header is None and len(first) == 3:                     # the score is last, unless only the first cell is a number
+        header = names if re.fullmatch(r"[\d. ]*", first[2]) else ["score", "sentence1", "sentence2"]
     if header is None or not set(names) <= set(header):
         fail(f"{path}: {', '.join(header or ['no header'])}; wanted {', '.join(names)}, or 3 columns, the score first or last")
     pairs = []
@@ -339,67 +345,69 @@ def evaluate(model, pairs, args):
 # ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-LARGE = 2**30                                                  # bytes: the rows of a larger file stay in it
-
-
 def read_table(path, check=None, lists=False):
-    """(header or None, table) of a data file; table[i] is (place, cells), place what a message calls the row: "line 7".
+    """(header or None, Table) of a data file. check(cells) says what is wrong with a row, or nothing; all wrong rows are counted.
 
-    check(cells) says what is wrong with a row, or nothing; all wrong rows are counted. With lists, a list of texts in JSON is one
-    cell, joined by |. The rows of a LARGE file are read when they are asked for.
+    With lists, a list of texts in JSON is one cell, joined by |.
     """
-    path, header, table, wrong = Path(path), None, [], []
+    path, header, length, wrong = Path(path), None, 0, []
     if path.suffix.lower() not in (".txt", ".csv", ".tsv", ".json", ".jsonl") and not path.is_dir():
         fail(f"{path}: wanted a name that ends in .txt, .csv, .tsv, .json or .jsonl")
     try:
-        if path.stat().st_size > LARGE and path.suffix.lower() != ".json":
-            table = OnDisk(path, lists)
-            if table.starts is not None:                       # indexed by an earlier run, which has checked the rows
-                return table.header, table
-        for start, place, cells, fault in read_cells(path, lists):
+        for place, cells, fault in read_cells(path, lists):
             if place is None:
                 header = cells
             elif fault := fault or check and check(cells):
                 wrong.append(f"{place}: {fault}"[:300])
             else:
-                table.append((place, cells) if isinstance(table, list) else start)
-        if wrong:
-            more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
-            fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
-        if isinstance(table, OnDisk):
-            table.keep(header)
+                length += 1
     except OSError as error:
         fail(f"{path}: {error.strerror}")
-    if len(table) == 0:
+    if wrong:
+        more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
+        fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
+    if length == 0:
         fail(f"{path}: no rows")
-    return header, table
+    return header, Table(path, lists, length)
 
 
-def read_cells(path, lists, part=None, header=None):
-    """Yields (first byte, place, cells, what is wrong) of a data file, or of a part of its text; a header comes first, its place None."""
-    kind, width, place, start, end, number = path.suffix.lower(), None, "line 0", 0, 0, 0
+class Table:
+    """The rows of a data file, (place, cells), place what a message calls the row: "line 7". They are read anew each time they are gone
+    through, so that no file has to fit in memory."""
+
+    def __init__(self, path, lists=False, length=None):
+        self.path, self.lists, self.length = path, lists, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return ((place, cells) for place, cells, _ in read_cells(self.path, self.lists) if place is not None)
+
+
+def read_cells(path, lists):
+    """Yields (place, cells, what is wrong with them) of a data file; a header comes first, its place None."""
+    kind, header, width, place, number = path.suffix.lower(), None, None, "line 0", 0
 
     def lines():
-        nonlocal end, number
-        size = path.stat().st_size
-        quiet = size <= LARGE or not sys.stderr.isatty()
-        with open(path, "rb") as file, tqdm(total=size, desc="index", unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
+        nonlocal number
+        bar = tqdm(total=path.stat().st_size, desc=f"reading {path.name}", unit="B", unit_scale=True, leave=False, delay=1, disable=None)
+        with open(path, "rb") as file, bar:
             for number, raw in enumerate(file, 1):
                 bar.update(len(raw))
-                end += len(raw)
                 yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
 
     try:
-        for place, row in read_rows(kind, lines() if part is None else [part]):
-            first, start, names = start, end, row if place == "line 1" and part is None and kind in (".csv", ".tsv") else []
+        for place, row in read_rows(kind, lines()):
+            names = row if place == "line 1" and kind in (".csv", ".tsv") else []
             if names and len(set(names)) == len(names) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in names):
                 header = names
-                yield first, None, header, None
+                yield None, header, None
                 continue
             if isinstance(row, dict):
                 if header is None:
                     header = list(row)
-                    yield first, None, header, None
+                    yield None, header, None
                 row = [row.pop(name, "") for name in header] + list(row.values())
             if lists and isinstance(row, list):
                 row = ["|".join(x) if isinstance(x, list) and all(isinstance(text, str) for text in x) else x for x in row]
@@ -410,7 +418,7 @@ def read_cells(path, lists, part=None, header=None):
             else:
                 row, width = [str(cell) for cell in row], width or len(header or row)
                 fault = f"{len(row)} columns, wanted {width}" if len(row) != width else None
-            yield first, place, row, fault
+            yield place, row, fault
     except UnicodeDecodeError:
         fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
     except csv.Error as error:
@@ -446,56 +454,60 @@ def read_rows(kind, lines):
             line = reader.line_num + 1                         # a quoted cell may hold newlines
 
 
-class OnDisk:
-    """The rows of a LARGE file, each read when it is asked for: (place, cells), or what encode makes of the cells. An index says where
-    rows begin; it stays beside the file (or in the temporary folder, where that cannot be) and holds until the file changes."""
-
-    def __init__(self, path, lists):
-        self.path, self.lists, self.encode, self.new, stat = path, lists, None, array.array("q"), path.stat()
-        folder = path.absolute().parent if os.access(path.absolute().parent, os.W_OK) else Path(tempfile.gettempdir())
-        self.index, self.key = folder / f"{path.name}.{Path(__file__).stem}.index", [stat.st_size, stat.st_mtime_ns]
-        self.starts = self.load()
-        if self.starts is not None:
-            _, place, cells, _ = next(read_cells(path, lists))
-            self.header = cells if place is None else None
-
-    def load(self):
-        size = self.index.stat().st_size if self.index.is_file() else 0
-        known = np.memmap(self.index, np.int64, "r") if size >= 32 and size % 8 == 0 else []
-        return known[2:] if list(known[:2]) == self.key and known[-1] == self.key[0] else None
-
-    def append(self, start):
-        self.new.append(start)                                 # 8 bytes a row
-
-    def keep(self, header):
-        aside = f"{self.index}.{os.getpid()}"
-        with open(aside, "wb") as file:
-            for numbers in (self.key, self.new, self.key[:1]):  # the last is where the last row ends
-                np.asarray(numbers, np.int64).tofile(file)
-        os.replace(aside, self.index)
-        self.header, self.new, self.starts = header, None, self.load()
-
-    def __len__(self):
-        return len(self.starts) - 1
-
-    def __getitem__(self, i):
-        if i >= len(self):
-            raise IndexError(i)                                # ends a loop over the rows
-        with open(self.path, "rb") as file:
-            file.seek(self.starts[i])
-            text = file.read(self.starts[i + 1] - self.starts[i]).decode("utf-8-sig" if i == 0 else "utf-8")
-        cells = next(read_cells(self.path, self.lists, text, self.header or []))[2]
-        return self.encode(cells) if self.encode else (f"row {i + 1}", cells)
-
-
 def tokenise(sentences, model, longest):
     """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
-    rows, cut = [], 0
+    tokenizer, rows, cut = model.tokenizer.backend_tokenizer, [], 0
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(longest)
     for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
-        encoded = model.tokenizer(sentences[start : start + 10_000], truncation=True, max_length=longest)
-        rows += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
-        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        encoded = tokenizer.encode_batch_fast(sentences[start : start + 10_000])
+        rows += [np.array(encoding.ids, np.int32) for encoding in encoded]
+        cut += sum(bool(encoding.overflowing) for encoding in encoded)
     return rows, cut
+
+
+def tokenise_rows(table, model, args, also=None):
+    """(Rows of args.views views, what became of long sentences): one column is used twice; also, a model, reads the first anew.
+
+    Rank 0 writes the tokens into --out, and every rank maps them: neither they nor the text have to fit in memory.
+    """
+    columns, folder, done, cut, table_rows = len(next(iter(table))[1]), Path(args.out) / "tokens", 0, 0, iter(table)
+    readers = [(column, model, args.max_length) for column in range(columns)] + ([(0, also, also.longest)] if also else [])
+    if args.rank == 0 and not folder.is_dir():
+        aside = folder.with_suffix(".tmp")
+        aside.mkdir(exist_ok=True)
+        with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
+            ends.write(bytes(8))
+            while texts := [cells for _, cells in itertools.islice(table_rows, 10_000)]:
+                found = [tokenise([cells[column] for cells in texts], reader, longest) for column, reader, longest in readers]
+                flat = [sentence for row in zip(*(sentences for sentences, _ in found)) for sentence in row]
+                places = done + np.cumsum([len(sentence) for sentence in flat])
+                ids.write(np.concatenate(flat).tobytes())
+                ends.write(places.tobytes())
+                done, cut = places[-1], cut + sum(more for _, more in found[:columns])
+            ends.write(np.int64(cut).tobytes())
+        os.replace(aside, folder)
+    if args.world > 1:
+        dist.barrier()
+    if not folder.is_dir():
+        fail(f"--out {args.out}: what rank 0 writes is not there; name a folder that all machines share", every_rank=True)
+    rows = Rows(folder, len(readers), [*range(columns)] * (args.views // columns) + [*range(columns, len(readers))])
+    return rows, f"{rows.ends[-1]:,} of {columns * len(rows):,} sentences cut to {args.max_length} tokens"
+
+
+class Rows:
+    """The rows of tokenise_rows: rows[i] has the int32 ids (L,) of each view."""
+
+    def __init__(self, folder, columns, views):
+        self.columns, self.views = columns, views
+        self.ids, self.ends = (np.asarray(np.memmap(folder / name, kind, "c")) for name, kind in (("ids", np.int32), ("ends", np.int64)))
+
+    def __len__(self):
+        return (len(self.ends) - 2) // self.columns            # a 0 comes first, and how many were cut last
+
+    def __getitem__(self, i):
+        first = range(len(self))[i] * self.columns
+        return tuple(self.ids[self.ends[first + view] : self.ends[first + view + 1]] for view in self.views)
 
 
 def length_groups(lengths, cost, most=None):
@@ -563,6 +575,8 @@ def fingerprint(path):
 
 def begin_out(args):
     """The folder of a new run, with its flags and the code that ran."""
+    if args.resume or args.rank:
+        return
     flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
     try:
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -843,17 +857,17 @@ def fail(message, every_rank=False):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
-    sentences = load_data(args.data, args)
+    table = load_data(args.data, args)
     dev = load_sts(args.dev) if args.dev else []
     tests = {path: load_sts(path) for path in args.test}
     start(args)
     model = build_model(args)
-    flat, cut = tokenise([sentence for row in sentences for sentence in row], model, args.max_length)
-    rows = [(ids,) for ids in flat]
+    begin_out(args)
+    rows, cut = tokenise_rows(table, model, args)
     total = args.steps or args.epochs * epoch_steps(rows, args)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.9), eps=1e-6, weight_decay=0.0, fused=True)
     torch.manual_seed(args.seed + args.rank)                   # ranks have equal weights and different dropout
-    say("data", f"{len(dev):,} dev pairs; {cut:,} of {len(flat):,} sentences cut to {args.max_length} tokens")
+    say("data", f"{len(dev):,} dev pairs; {cut}")
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     say("model", f"{args.model}, {size:.1f} M parameters, {args.pooling} pooling; {args.view_pooling} views of {len(model.layers)} layers")
     say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {args.precision}, "
@@ -864,7 +878,6 @@ def main(argv=None):
     if args.resume:
         progress = load_state(model, optimizer, args)
     elif args.rank == 0:
-        begin_out(args)
         progress["before"] = evaluate(model, dev, args) if dev else None
     if dev and args.rank == 0:
         say("before", f"dev Spearman {progress['before']['spearman']:.2f}")

@@ -176,19 +176,20 @@ def test_formats_and_names_of_columns(tmp_path):
              for kind in ("tsv", "csv", "json", "jsonl")]
     files.append(write(tmp_path / "two.csv", [[row[3], row[1], row[2], "de", row[0]] for row in rows],
                        ["article", "entity", "negative_entity", "language", "sentence"]))
-    titles = lambda data, names: [(text, names[record[1]], [names[i] for i in record[2]]) for text, record in data]
+    titles = lambda texts, records, names, _: [(text, names[record[1]], [names[i] for i in record[2]])
+                                               for (_, (text,)), record in zip(texts, records)]
     for file in files:
-        data, names, args = loaded(file)
-        assert titles(data, names) == titles(*wanted[:2])[:8] and args.hard_negatives == 1
-        assert titles(data, names)[0] == (rows[0][0], ROWS[1][1], rows[0][2].split("|"))
+        found = loaded(file)
+        assert titles(*found) == titles(*wanted)[:8] and found[-1].hard_negatives == 1
+        assert titles(*found)[0] == (rows[0][0], ROWS[1][1], rows[0][2].split("|"))
 
 
 def test_hard_negatives_of_a_type_are_not_on_the_page(tmp_path):
     rows = [[f"Text {i}.", f"entity {i % 12}", ("a", "b", "a|b")[i % 3], f"page {i % 4}"] for i in range(36)]
     path = tmp_path / "typed.tsv"
     path.write_text("".join("\t".join(row) + "\n" for row in [["text", "entity", "entity_type", "page"], *rows]))
-    data, titles, args = loaded(path, "--hard-negatives", 2)
-    drawn, records = Counter(), [record for _, record in data]
+    _, records, titles, args = loaded(path, "--hard-negatives", 2)
+    drawn = Counter()
     for epoch in range(300):
         for row, picks in zip(rows, draw_entities(records, epoch, args).tolist()):
             own, *others = (titles[i] for i in picks)
@@ -211,8 +212,8 @@ def test_text_is_the_page_where_there_is_none(tmp_path):
     for column in ("", "\tpage"):                              # or an empty cell
         path.write_text("".join(line + column[:1] + "\n" for line in ("A.\ta\tt", "A.\tb\tt", "B.\tc\tt", "C.\td\tt")))
         path.write_text(f"text\tentity\tentity_type{column}\n" + path.read_text())
-        data, titles, args = loaded(path)
-        seen = {(i, titles[pick[1]]) for epoch in range(60) for i, pick in enumerate(draw_entities([r for _, r in data], epoch, args).tolist())}
+        _, records, titles, args = loaded(path)
+        seen = {(i, titles[pick[1]]) for epoch in range(60) for i, pick in enumerate(draw_entities(records, epoch, args).tolist())}
         assert seen == {(0, "c"), (0, "d"), (1, "c"), (1, "d"), (2, "a"), (2, "b"), (2, "d"), (3, "a"), (3, "b"), (3, "c")}
 
 
@@ -243,9 +244,9 @@ def test_first_loss_is_the_papers(form, m, tmp_path, bert):
     path = write(tmp_path / "data.jsonl", rows, ROWS[0])
     flags = ["--model", bert, "--pooling", "avg", "--max-length", 512, "--batch-size", 12, "--steps", 1, "--lr", 0]
     result = run("ease", tmp_path / "out", "--data", path, *flags, "--form", form, "--hard-negatives", m, "--entity-weight", 0.5)
-    data, titles = load_data(path, result.args)
+    _, records, titles = load_data(path, result.args)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(42)).tolist()
-    ids = draw_entities([data[i][1] for i in order], 0, result.args)
+    ids = draw_entities([records[i] for i in order], 0, result.args)
     assert [titles[i] for i in ids[:, 0]] == [rows[i][1] for i in order]
     assert all(titles[i] in rows[at][2].split("|") for at, picks in zip(order, ids[:, 1:].tolist()) for i in picks)
     z = pooled(result.model.encoder, result.model.tokenizer, [rows[i][0] for i in order], "avg").double()

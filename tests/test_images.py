@@ -500,6 +500,34 @@ def test_several_processes_equal_one(script, world, flags, data, tmp_path):
         torch.testing.assert_close(two["model"][name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize("script, size", [("simclr", 7), ("simclr", 64), ("moco", 10), ("moco", 30)])
+def test_chunks_are_the_whole_step(script, size, data, tmp_path):
+    """SimCLR without batch norms' statistics, which chunks have for themselves; MoCo's are those of its parts, whole in each chunk."""
+    flags = [*map(str, ["--data", data, "--model", "resnet-small", *SMALL[script], "--probe-epochs", 0, "--steps", 2])]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            in_float64(patch)
+            SCRIPTS[script].main([*flags, "--out", str(tmp_path / "whole")])
+            SCRIPTS[script].main([*flags, "--out", str(tmp_path / "chunked"), "--chunk-size", str(size)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    whole, chunked = (torch.load(tmp_path / name / "state.pt")["model"] for name in ("whole", "chunked"))
+    for name in (name for name in whole if script == "simclr" or not re.search("running|tracked", name)):
+        torch.testing.assert_close(chunked[name], whole[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("script, size", [("simclr", 7), ("moco", 20)])
+def test_chunks_with_batch_norm(script, size, data, tmp_path, monkeypatch):
+    """The same chunks embedded once and all kept: equal weights, and running statistics that count every chunk once."""
+    flags = [*map(str, ["--data", data, "--model", "resnet-small", *SMALL[script], "--probe-epochs", 0, "--steps", 1, "--chunk-size", size])]
+    SCRIPTS[script].main([*flags, "--out", str(tmp_path / "chunked")])
+    monkeypatch.setattr(SCRIPTS[script], "embed_in_chunks", lambda embed, chunks, _: torch.cat([embed(chunk) for chunk in chunks]))
+    SCRIPTS[script].main([*flags, "--out", str(tmp_path / "kept")])
+    kept, chunked = (torch.load(tmp_path / name / "state.pt")["model"] for name in ("kept", "chunked"))
+    for name, tensor in kept.items():
+        torch.testing.assert_close(chunked[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_knn_accuracy():
     bank, labels = torch.eye(4).repeat(3, 1), torch.arange(4).repeat(3)
     assert simclr.knn_accuracy(bank, labels, torch.eye(4), torch.arange(4), k=3) == 100

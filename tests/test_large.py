@@ -1,15 +1,14 @@
-"""Files larger than memory: rows that stay on the disk, their index, wrong rows, and data that change between runs."""
+"""Rows that need not fit in memory: read anew each time, their tokens in a file; wrong rows, and data that change between runs."""
 import csv
 import json
-import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 import simcse
-from simcse import OnDisk, read_table
+from simcse import Rows, read_table
 from test_scripts import DATA, bert, metrics, one_cpu_thread, run, small  # noqa: F401, fixtures
 
 ROWS = [*list(csv.reader((DATA / "nli.csv").read_text(encoding="utf-8").splitlines()))[1:30],
@@ -22,67 +21,59 @@ def written(folder, kind, header):
     texts = {"csv": "\ufeff" + "\r\n".join(",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in head + ROWS),
              "tsv": "\n".join("\t".join(" ".join(cell.split()) for cell in row) for row in head + ROWS) + "\n",
              "jsonl": "\n".join(json.dumps(dict(zip(head[0], row)) if header else row, ensure_ascii=False) for row in ROWS) + "\n",
+             "json": json.dumps([dict(zip(head[0], row)) if header else row for row in ROWS], indent=1),
              "txt": "\ufeff" + "\r\n".join(" ".join(row[0].split()) for row in ROWS)}
     (folder / f"rows.{kind}").write_bytes(texts[kind].encode())
     return folder / f"rows.{kind}"
 
 
-@pytest.mark.parametrize("kind, header", [("csv", True), ("csv", False), ("tsv", True), ("jsonl", True), ("jsonl", False), ("txt", False)])
-def test_rows_on_disk_are_those_in_memory(kind, header, tmp_path, monkeypatch):
-    path = written(tmp_path, kind, header)
-    names, kept = read_table(path)
-    monkeypatch.setattr(simcse, "LARGE", 0)
-    for _ in range(2):                                         # with a new index, and with the index of before
-        found, rows = read_table(path)
-        assert isinstance(rows, OnDisk) and found == names and len(rows) == len(kept) == len(ROWS)
-        assert [cells for _, cells in rows] == [cells for _, cells in kept] and rows[5][0] == "row 6"
-    monkeypatch.setattr(simcse, "read_cells", lambda *_: pytest.fail("the index was made again"))
-    if not header:                                             # a header is read again, nothing else
-        with pytest.raises(pytest.fail.Exception):
-            read_table(path)
+@pytest.mark.parametrize("kind, header", [("csv", True), ("csv", False), ("tsv", True), ("jsonl", True), ("jsonl", False), ("json", True), ("txt", False)])
+def test_a_table_can_be_gone_through_again(kind, header, tmp_path):
+    names, table = read_table(written(tmp_path, kind, header))
+    wanted = [row if kind in ("csv", "jsonl", "json") else [" ".join(cell.split()) for cell in row][: 1 if kind == "txt" else 3] for row in ROWS]
+    assert names == (["sent0", "sent1", "hard_neg"] if header else None) and len(table) == len(ROWS)
+    for _ in range(2):
+        assert [cells for _, cells in table] == wanted
+    first = [place for place, _ in table][0]
+    assert first == {"json": "item 1"}.get(kind, f"line {1 + (header and kind in ('csv', 'tsv'))}")
 
 
-def test_index_holds_until_the_file_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(simcse, "LARGE", 0)
-    path, made = written(tmp_path, "tsv", True), []
-    keep = OnDisk.keep
-    monkeypatch.setattr(OnDisk, "keep", lambda self, header: made.append(self.index) or keep(self, header))
-    read_table(path), read_table(path)
-    assert len(made) == 1 and made[0] == tmp_path / "rows.tsv.simcse.index" and made[0].stat().st_size == 8 * (len(ROWS) + 3)
-    path.write_text(path.read_text().replace("concert", "conBert", 1))     # as long as before
-    os.utime(path, ns=(1, 1))
-    assert "B" in "".join(map(str, read_table(path)[1])) and len(made) == 2
-    for kept in (20, 45, 48):                                  # damaged: cut off in a number, and behind one
-        made[0].write_bytes(made[0].read_bytes()[:kept])
-        assert len(read_table(path)[1]) == len(ROWS)
-    assert len(made) == 5
-    monkeypatch.setattr(simcse.os, "access", lambda *_: False)
-    monkeypatch.setattr(simcse.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
-    (tmp_path / "elsewhere").mkdir()
-    read_table(path)
-    assert made[5] == tmp_path / "elsewhere" / "rows.tsv.simcse.index"
-
-
-@pytest.mark.parametrize("name", ["simcse", "dclr", "vascl"])
-def test_training_on_a_large_file_is_the_same(name, tmp_path, bert, monkeypatch):  # noqa: F811
-    """In the order of the file in memory, over the end of an epoch."""
-    flags = [*small(name, tmp_path), "--steps", 7, "--eval-every", 6, *(["--guide", bert] if name == "dclr" else [])]
+@pytest.mark.parametrize("name", ["simcse", "dclr", "vascl", "selfguided", "ease"])
+def test_rows_are_the_tokens_of_each_sentence(name, tmp_path, bert):  # noqa: F811
+    """In the order of the file, whatever the pieces that it is read in; dclr has the guide's own tokens behind the views."""
+    flags = [*small(name, tmp_path), "--steps", 1, *(["--guide", bert] if name == "dclr" else [])]
     one = run(name, tmp_path / "one", *flags)
-    monkeypatch.setattr(one.script, "LARGE", 1000)             # of the training data and of nothing else
-    two = run(name, tmp_path / "two", *flags)
-    assert two.losses == one.losses and next(tmp_path.glob(f"*.{name}.index"))
-    state = torch.load(tmp_path / "two" / "state.pt", weights_only=True)["model"]
-    assert all(torch.equal(weight, one.state["model"][key]) for key, weight in state.items())
+    script, model = one.script, one.model
+    texts = [("Yes.",), ("He sang a very long song about the sea and the wind.",), ("No.",), ("\u00e4",)] * 6_000     # three pieces
+    also = model.guide if name == "dclr" else None
+    args = type(one.args)(**vars(one.args) | dict(out=str(tmp_path / "rows"), max_length=8, rank=0, world=1))
+    Path(args.out).mkdir()
+    rows, cut = script.tokenise_rows([(None, cells) for cells in texts], model, args, *([also] if also else []))
+    assert len(rows) == len(texts) and cut == "6,000 of 24,000 sentences cut to 8 tokens"
+    for i in (0, 1, 2, 9_999, 10_000, 10_001, 19_999, 20_000, 23_999):
+        views = [model.tokenizer(texts[i][0], truncation=True, max_length=8)["input_ids"]] * args.views
+        views += [also.tokenizer(texts[i][0], truncation=True, max_length=also.longest)["input_ids"]] if also else []
+        assert [ids.tolist() for ids in rows[i]] == views and all(ids.dtype == np.int32 for ids in rows[i])
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+    assert sorted(file.name for file in Path(args.out).iterdir()) == ["tokens"]
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_wrong_rows_are_counted_before_training(large, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(simcse, "LARGE", 0 if large else 2**30)
+def test_rows_are_not_held_in_memory(tmp_path, bert):  # noqa: F811
+    result = run("simcse", tmp_path / "out", *small("simcse", tmp_path), "--steps", 1)
+    rows = Rows(tmp_path / "out" / "tokens", 1, [0, 0])
+    assert isinstance(rows.ids.base, np.memmap) and isinstance(rows.ends.base, np.memmap)
+    one, two = rows[3]
+    assert np.shares_memory(one, two) and one.flags.writeable and len(result.losses) == 1
+
+
+@pytest.mark.parametrize("name", ["simcse", "cline"])
+def test_wrong_rows_are_counted_before_training(name, tmp_path, capfd):
     path = tmp_path / "rows.csv"
-    path.write_text("A,b\n" * 3 + "A\n" + 'A,"b\nb"\n' + "A, \n" * 8 + "A,b\n")
+    path.write_text("A,b,c\n" * 3 + "A\n" + 'A,"b\nb",c\n' + "A, ,c\n" * 8 + "A,b,c\n")
     with pytest.raises(SystemExit):
-        simcse.main(["--model", "scratch", "--data", str(path), "--out", str(tmp_path / "out")])
-    wanted = r"simcse\.py: .*rows\.csv line 4: 1 columns, wanted 2 \(8 more rows are wrong: line 7, line 8, line 9, line 10, line 11, \.\.\.\)\n"
+        __import__(name).main(["--model", "scratch", "--data", str(path), "--out", str(tmp_path / "out")])
+    wanted = name + r"\.py: .*rows\.csv line 4: 1 columns, wanted 3 \(8 more rows are wrong: line 7, line 8, line 9, line 10, line 11, \.\.\.\)\n"
     assert re.fullmatch(wanted, capfd.readouterr().err) and sorted(file.name for file in tmp_path.iterdir()) == ["rows.csv"]
 
 
