@@ -648,7 +648,8 @@ def start(args):
     if args.resume and not (out / "state.pt").is_file():
         fail(f"--out {args.out}: no state.pt to resume from")
     if not args.resume and existing == out and any(out.iterdir()):
-        fail(f"--out {args.out} holds another run: continue it with --resume, or name another folder")
+        kept = "another run: continue it with --resume" if (out / "state.pt").is_file() else "files but no checkpoint: empty it"
+        fail(f"--out {args.out} holds {kept}, or name another folder")
     if "RANK" in os.environ:
         if args.device != "cpu":
             torch.cuda.set_device(args.device)

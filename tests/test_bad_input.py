@@ -103,7 +103,7 @@ def test_data(here, capfd, name, content, wanted):
     ("--model none/such", r"--model none/such: no such folder, and the hub .*; name a local folder, or take scratch"),
     ("--out good.csv", r"--out good\.csv: /.*/good\.csv is no folder that can be written"),
     ("--out good.csv/out", r"--out good\.csv/out: /.*/good\.csv is no folder that can be written"),
-    ("--out .", r"--out \. holds another run: continue it with --resume, or name another folder"),
+    ("--out .", r"--out \. holds files but no checkpoint: empty it, or name another folder"),
     ("--resume --out new", r"--out new: no state\.pt to resume from")])
 def test_flags(here, capfd, flags, wanted):
     refuse(capfd, wanted, *flags.split())

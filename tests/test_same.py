@@ -111,7 +111,7 @@ def over_budget(scripts):
     for script in scripts:
         sizes = [(node.name, node.end_lineno - node.lineno + 1, 84 if node is script.nodes.get("main") else 50)
                  for node in ast.walk(script.tree) if isinstance(node, FUNCTION)]
-        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(script.path.stem, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 950))), *sizes]:
+        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(script.path.stem, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 955))), *sizes]:
             if lines > budget:
                 yield f"{script.name}: {name} has {lines} lines, the budget is {budget}"
 
@@ -196,7 +196,7 @@ def test_agreement_passes(tmp_path):
     ("evaluation ───", "evaluation ────", "the banner ── evaluation differs"),
     ("return 1\n", "return 1\n" + "    x = 1\n" * 49, "compute_loss has 51 lines, the budget is 50"),
     ("return 0\n", "return 0\n" + "    x = 1\n" * 83, "main has 85 lines, the budget is 84"),
-    (DATA, DATA + "\n" * (951 - GOOD.count("\n")), "the script has 951 lines, the budget is 950"),
+    (DATA, DATA + "\n" * (956 - GOOD.count("\n")), "the script has 956 lines, the budget is 955"),
 ])
 def test_each_fault_is_reported(tmp_path, old, new, said):
     assert old in GOOD
