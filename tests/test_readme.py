@@ -51,7 +51,7 @@ def finished(path):
 
 # printed name: a file of tests/data, or what makes one; the folders of runs are read where a command does not write them
 STAND_INS = {"nli.csv": "nli.csv", "snli_triples.csv": "nli.csv", "/usr/share/wordnet": "wordnet", "wikipedia.txt": documents, "held-out.txt": documents,
-             "ease-en.json": links, "fewrel.tsv": "entities.tsv", "cifar-10-batches-py": cifar, "cifar2k.npz": "shapes.npz", "minilm": finished,
+             "ease-en.json": links, "fewrel.tsv": "entities.tsv", "links.tsv": "entities.tsv", "cifar-10-batches-py": cifar, "cifar2k.npz": "shapes.npz", "minilm": finished,
              "out/simcse": finished}
 STAND_INS |= dict.fromkeys("wiki1m.txt wiki20k.txt wiki5k.txt wiki.txt mixed.txt".split(), "sentences.txt")
 STAND_INS |= dict.fromkeys("rte.tsv cola_train.tsv sst2_train.tsv".split(), "topics.tsv") | dict.fromkeys("rte-dev.tsv cola_dev.tsv sst2_dev.tsv".split(), "topics_dev.tsv")
