@@ -777,6 +777,9 @@ def command(main):
         handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(argv)
+        except KeyboardInterrupt:                              # asked_to_stop takes it from then on
+            say("stopped", "before the first step")
+            sys.exit(130)
         except torch.OutOfMemoryError:
             flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in make_parser().format_usage()]
             fail(f"the GPU's memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)

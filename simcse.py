@@ -457,48 +457,51 @@ def tokenise(sentences, model, longest):
     return rows, cut
 
 
-def tokenise_rows(table, model, args, also=None):
-    """(Rows of args.views views, what became of long sentences): one column is used twice; also, a model, reads the first anew.
+def tokenise_rows(table, model, args, name="tokens"):
+    """(Rows of args.views views, what became of long sentences); one column is used twice.
 
     Rank 0 writes the tokens into --out, and every rank maps them: neither they nor the text have to fit in memory.
     """
-    columns, folder, done, cut, table_rows = len(next(iter(table))[1]), Path(args.out) / "tokens", 0, 0, iter(table)
-    readers = [(column, model, args.max_length) for column in range(columns)] + ([(0, also, also.longest)] if also else [])
+    columns, folder = len(next(iter(table))[1]), Path(args.out) / name
     if args.rank == 0 and not folder.is_dir():
-        aside = folder.with_suffix(".tmp")
-        aside.mkdir(exist_ok=True)
-        with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
-            ends.write(bytes(8))
-            while texts := [cells for _, cells in itertools.islice(table_rows, 10_000)]:
-                found = [tokenise([cells[column] for cells in texts], reader, longest) for column, reader, longest in readers]
-                flat = [sentence for row in zip(*(sentences for sentences, _ in found)) for sentence in row]
-                places = done + np.cumsum([len(sentence) for sentence in flat])
-                ids.write(np.concatenate(flat).tobytes())
-                ends.write(places.tobytes())
-                done, cut = places[-1], cut + sum(more for _, more in found[:columns])
-            ends.write(np.int64(cut).tobytes())
-        os.replace(aside, folder)
+        write_tokens(table, model, min(args.max_length, model.longest), folder)
     if args.world > 1:
         dist.barrier()
     if not folder.is_dir():
         fail(f"--out {args.out}: what rank 0 writes is not there; name a folder that all machines share", every_rank=True)
-    rows = Rows(folder, len(readers), [*range(columns)] * (args.views // columns) + [*range(columns, len(readers))])
+    rows = Rows(folder, columns, args.views // columns)
     return rows, f"{rows.ends[-1]:,} of {columns * len(rows):,} sentences cut to {args.max_length} tokens"
 
 
-class Rows:
-    """The rows of tokenise_rows: rows[i] has the int32 ids (L,) of each view."""
+def write_tokens(table, model, longest, folder):
+    """Files of all `ids`, one sentence behind the other, and of where sentences end: a 0 first, how many were cut last."""
+    aside, rows, done, cut = folder.with_suffix(".tmp"), iter(table), 0, 0
+    aside.mkdir(exist_ok=True)
+    with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
+        ends.write(bytes(8))
+        while texts := [cell for _, cells in itertools.islice(rows, 10_000) for cell in cells]:
+            sentences, more = tokenise(texts, model, longest)
+            places = done + np.cumsum([len(sentence) for sentence in sentences])
+            ids.write(np.concatenate(sentences).tobytes())
+            ends.write(places.tobytes())
+            done, cut = places[-1], cut + more
+        ends.write(np.int64(cut).tobytes())
+    os.replace(aside, folder)
 
-    def __init__(self, folder, columns, views):
-        self.columns, self.views = columns, views
+
+class Rows:
+    """Rows of tokens, as write_tokens left them: rows[i] has the int32 ids (L,) of each column, several times over."""
+
+    def __init__(self, folder, columns, times):
+        self.columns, self.times = columns, times
         self.ids, self.ends = (np.asarray(np.memmap(folder / name, kind, "c")) for name, kind in (("ids", np.int32), ("ends", np.int64)))
 
     def __len__(self):
-        return (len(self.ends) - 2) // self.columns            # a 0 comes first, and how many were cut last
+        return (len(self.ends) - 2) // self.columns
 
     def __getitem__(self, i):
         first = range(len(self))[i] * self.columns
-        return tuple(self.ids[self.ends[first + view] : self.ends[first + view + 1]] for view in self.views)
+        return tuple(self.ids[self.ends[j] : self.ends[j + 1]] for j in range(first, first + self.columns)) * self.times
 
 
 def length_groups(lengths, cost, most=None):
@@ -634,6 +637,9 @@ def command(main):
         handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(argv)
+        except KeyboardInterrupt:                              # asked_to_stop takes it from then on
+            say("stopped", "before the first step")
+            sys.exit(130)
         except torch.OutOfMemoryError:
             flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in make_parser().format_usage()]
             fail(f"the GPU's memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)

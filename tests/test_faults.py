@@ -58,6 +58,17 @@ def test_signals_save_and_resume_to_the_same_end(name, tmp_path):
 
 
 @every_script
+def test_interrupted_before_the_first_step(name, tmp_path):
+    process = start(name, tmp_path / "out")
+    for line in process.stdout:                                # which it says before it evaluates
+        if line.startswith("run "):
+            process.send_signal(signal.SIGINT)
+            break
+    said, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "") and said.splitlines()[-1].startswith("stopped ")
+
+
+@every_script
 def test_killed_at_random_moments_resumes_to_the_same_bits(name, tmp_path):
     """Every step is evaluated and saved, so most kills hit a file being written. TENCL_KILLS=50 is the whole test."""
     kills, out, draw = int(os.environ.get("TENCL_KILLS", 2 if name == "simcse" else 1)), tmp_path / "out", random.Random(name)

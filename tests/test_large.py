@@ -9,7 +9,7 @@ import pytest
 
 import simcse
 from simcse import Rows, read_table
-from test_scripts import DATA, bert, metrics, one_cpu_thread, run, small  # noqa: F401, fixtures
+from test_scripts import DATA, bert, guide, metrics, one_cpu_thread, run, small  # noqa: F401, fixtures
 
 ROWS = [*list(csv.reader((DATA / "nli.csv").read_text(encoding="utf-8").splitlines()))[1:30],
         ["\u00e4 \"No, thanks,\" he said.", "He went,\nwithout\r\na word.", ", He"]]
@@ -40,19 +40,16 @@ def test_a_table_can_be_gone_through_again(kind, header, tmp_path):
 
 @pytest.mark.parametrize("name", ["simcse", "dclr", "vascl", "selfguided", "ease"])
 def test_rows_are_the_tokens_of_each_sentence(name, tmp_path, bert):  # noqa: F811
-    """In the order of the file, whatever the pieces that it is read in; dclr has the guide's own tokens behind the views."""
-    flags = [*small(name, tmp_path), "--steps", 1, *(["--guide", bert] if name == "dclr" else [])]
-    one = run(name, tmp_path / "one", *flags)
+    """In the order of the file, whatever the pieces that it is read in."""
+    one = run(name, tmp_path / "one", *small(name, tmp_path), "--steps", 1)
     script, model = one.script, one.model
     texts = [("Yes.",), ("He sang a very long song about the sea and the wind.",), ("No.",), ("\u00e4",)] * 6_000     # three pieces
-    also = model.guide if name == "dclr" else None
     args = type(one.args)(**vars(one.args) | dict(out=str(tmp_path / "rows"), max_length=8, rank=0, world=1))
     Path(args.out).mkdir()
-    rows, cut = script.tokenise_rows([(None, cells) for cells in texts], model, args, *([also] if also else []))
+    rows, cut = script.tokenise_rows([(None, cells) for cells in texts], model, args)
     assert len(rows) == len(texts) and cut == "6,000 of 24,000 sentences cut to 8 tokens"
     for i in (0, 1, 2, 9_999, 10_000, 10_001, 19_999, 20_000, 23_999):
         views = [model.tokenizer(texts[i][0], truncation=True, max_length=8)["input_ids"]] * args.views
-        views += [also.tokenizer(texts[i][0], truncation=True, max_length=also.longest)["input_ids"]] if also else []
         assert [ids.tolist() for ids in rows[i]] == views and all(ids.dtype == np.int32 for ids in rows[i])
     with pytest.raises(IndexError):
         rows[len(rows)]
@@ -61,10 +58,9 @@ def test_rows_are_the_tokens_of_each_sentence(name, tmp_path, bert):  # noqa: F8
 
 def test_rows_are_not_held_in_memory(tmp_path, bert):  # noqa: F811
     result = run("simcse", tmp_path / "out", *small("simcse", tmp_path), "--steps", 1)
-    rows = Rows(tmp_path / "out" / "tokens", 1, [0, 0])
+    rows = Rows(tmp_path / "out" / "tokens", 3, 1)
     assert isinstance(rows.ids.base, np.memmap) and isinstance(rows.ends.base, np.memmap)
-    one, two = rows[3]
-    assert np.shares_memory(one, two) and one.flags.writeable and len(result.losses) == 1
+    assert len(rows) == 36 and len(rows[3]) == 3 and rows[3][0].flags.writeable and len(result.losses) == 1
 
 
 @pytest.mark.parametrize("name", ["simcse", "cline"])
