@@ -454,6 +454,8 @@ def load_encoder(args, auto=AutoModel):
         if local:
             fail(f"--model {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
         fail(f"--model {args.model}: no such folder, and the hub does not give it; name a local folder, or take scratch")
+    if not tokenizer.is_fast:
+        fail(f"--model {args.model}: {type(tokenizer).__name__} is a slow tokenizer; wanted one with a tokenizer.json")
     lost = [name for name in (*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"]))     # would be random
             if name.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict() and "pooler" not in name]
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"

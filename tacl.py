@@ -302,6 +302,8 @@ def load_pretraining(flag, name, args):
         if Path(name).is_dir():
             fail(f"{flag} {name}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
         fail(f"{flag} {name}: no such folder, and the hub does not give it; name a local folder, or take scratch")
+    if not tokenizer.is_fast:
+        fail(f"{flag} {name}: {type(tokenizer).__name__} is a slow tokenizer; wanted one with a tokenizer.json")
     fresh = (*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"]))         # random
     fresh = [part.removeprefix(f"{model.base_model_prefix}.") for part in fresh]
     lost = [part for part in fresh if part in model.base_model.state_dict() and "pooler" not in part]
@@ -462,7 +464,7 @@ def tokenise(sentences, model, longest):
     """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
     tokenizer, rows, cut = model.tokenizer.backend_tokenizer, [], 0
     tokenizer.no_padding()
-    tokenizer.enable_truncation(longest)
+    tokenizer.enable_truncation(longest, direction=model.tokenizer.truncation_side)
     for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
         encoded = tokenizer.encode_batch_fast(sentences[start : start + 10_000])
         rows += [np.array(encoding.ids, np.int32) for encoding in encoded]

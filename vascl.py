@@ -190,6 +190,8 @@ def load_encoder(args, auto=AutoModel, flag="--model"):
             fail(f"{flag} {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
         fail(f"{flag} {args.model}: no such folder, and the hub does not give it; name a local folder"
              + (", or take scratch" if flag == "--model" else ""))
+    if not tokenizer.is_fast:
+        fail(f"{flag} {args.model}: {type(tokenizer).__name__} is a slow tokenizer; wanted one with a tokenizer.json")
     lost = [name for name in (*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"]))     # would be random
             if name.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict() and "pooler" not in name]
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
@@ -475,7 +477,7 @@ def tokenise(sentences, model, longest):
     """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
     tokenizer, rows, cut = model.tokenizer.backend_tokenizer, [], 0
     tokenizer.no_padding()
-    tokenizer.enable_truncation(longest)
+    tokenizer.enable_truncation(longest, direction=model.tokenizer.truncation_side)
     for start in range(0, len(sentences), 10_000):             # a million at once would hold tens of gigabytes
         encoded = tokenizer.encode_batch_fast(sentences[start : start + 10_000])
         rows += [np.array(encoding.ids, np.int32) for encoding in encoded]

@@ -1,13 +1,18 @@
 """Bad input: one line that names the place, what was found, what is wanted; exit code 2; no traceback, nothing written."""
+import contextlib
+import importlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel, CanineTokenizer
 
 import simcse
 
@@ -125,6 +130,20 @@ def test_in_a_process_of_its_own(here, finished, flags, wanted):
     run = subprocess.run([sys.executable, simcse.__file__, *RUN, *flags.split()], env=environment, capture_output=True)
     check(run.returncode, run.stderr.decode(), wanted)
     assert files() == before
+
+
+@pytest.mark.parametrize("name", "simcse selfguided ease vascl dclr cline tacl childtuning".split())
+def test_slow_tokenizer(name, tmp_path):
+    """One without words in a file, in a folder whose weights fit."""
+    BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, vocab_size=16)).save_pretrained(tmp_path)
+    CanineTokenizer().save_pretrained(tmp_path)
+    args = SimpleNamespace(model=str(tmp_path), labels=["a", "b"], task="classification", head_seed=0, seed=0)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
+        script = importlib.import_module(name)
+        script.load_pretraining("--model", args.model, args) if name == "tacl" else script.load_encoder(args)
+    wanted = f"{name}.py: --model {tmp_path}: CanineTokenizer is a slow tokenizer; wanted one with a tokenizer.json\n"
+    assert end.value.code == 2 and said.getvalue().endswith(wanted)   # behind transformers' progress bars
 
 
 @pytest.mark.parametrize("flag", ["--dev", "--test"])
