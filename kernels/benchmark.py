@@ -333,10 +333,29 @@ def draw_curves(axis, lines, column):
 
 def shape(text):
     """"4096x4096x128" as [4096, 4096, 128]."""
-    size = [int(x) for x in text.split("x")]
+    size = [int(x) for x in text.split("x") if x.isdecimal()]
     if len(size) != 3 or min(size) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}: wanted N x M x D, as 4096x4096x128")
     return size
+
+
+def count(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least 1")
+    return int(text)
+
+
+def read(path):
+    """What an earlier run wrote."""
+    try:
+        with open(path) as file:
+            result = json.load(file)
+        result["rows"][0]["loss"], result["device"]
+        return result
+    except OSError as error:
+        fail(f"--from {path}: {error.strerror}")
+    except (ValueError, LookupError, TypeError):
+        fail(f"--from {path}: wanted a file that --json wrote")
 
 
 def write(result, path):
@@ -356,7 +375,7 @@ def main(argv=None):
                         choices=("float64", "float32", "float16", "bfloat16"))
     parser.add_argument("--impl", nargs="+", choices=IMPLS, help="what to run (default: all that the device has)",
                         default=[x for x in IMPLS if x != "blockwise"] if device == "cuda" else ["eager", "blockwise"])
-    parser.add_argument("--repeat", type=int, default=20 if device == "cuda" else 5, help="timed runs of each")
+    parser.add_argument("--repeat", type=count, default=20 if device == "cuda" else 5, help="timed runs of each")
     parser.add_argument("--json", help="write the rows to this file, after each")
     parser.add_argument("--from", dest="source", help="measure nothing: take the rows from this file")
     parser.add_argument("--markdown", action="store_true", help="print the rows as a markdown table at the end")
@@ -365,11 +384,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.child:
         return child(args.child)
-    if args.source:
-        with open(args.source) as file:
-            result = json.load(file)
-    else:
-        result = measured(args, device)
+    for path in filter(None, (args.json, args.plot)):              # before hours of work
+        if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+            fail(f"{path}: its folder is not there, or cannot be written")
+    result = read(args.source) if args.source else measured(args, device)
     if args.markdown:
         print(markdown(result))
     if args.plot:
@@ -401,4 +419,7 @@ def measured(args, device):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:                                      # what is measured is printed, and in the file of --json
+        sys.exit(130)

@@ -15,7 +15,7 @@ import torch
 from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import (blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, queue_loss, similarity_lse,
+from kernels import (benchmark, blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, queue_loss, similarity_lse,
                      similarity_topk)
 from kernels.rules import Rule, make_rule
 
@@ -603,6 +603,21 @@ def test_benchmark(tmp_path):
         assert 0 < row["ms_20"] <= row["ms"] <= row["ms_80"] and row["forward_ms"] > 0 and row["peak_percent"] > 0
         assert row["impl"] == "CCE" or row["error"] < 1e-3
     assert done.stdout.count("| trained |") == 2 and "| rows | eager | blockwise | CCE |" in done.stdout
+
+
+@pytest.mark.parametrize("flags, wanted", [
+    ("--from none.json", "--from none.json: No such file or directory"), ("--from README.md", "--from README.md: wanted a file that --json wrote"),
+    ("--from [].json", "--from [].json: wanted a file that --json wrote"), ("--json none/x.json", "none/x.json: its folder is not there, or cannot be written"),
+    ("--sizes 4x4", "error: argument --sizes: 4x4: wanted N x M x D, as 4096x4096x128"),
+    ("--repeat 0", "error: argument --repeat: 0: wanted a number of at least 1")])
+def test_benchmark_refuses(flags, wanted, tmp_path, monkeypatch, capsys):
+    """In one line, before anything is measured."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("# A"), (tmp_path / "[].json").write_text("[]")
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(flags.split())
+    out, error = capsys.readouterr()
+    assert (end.value.code, out) == (2, "") and error.splitlines()[-1].endswith(wanted)
 
 
 @pytest.mark.skipif(not GPU, reason="no GPU")
