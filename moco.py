@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, ResNetConfig, ResNetModel
 
-from kernels import choose_impl, embed_in_chunks, gather_rows, queue_loss, similarity_lse, similarity_topk
+from kernels import choose_impl, embed_in_chunks, gather_rows, own_rows, queue_loss, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -306,12 +306,12 @@ def embed(model, pictures):
 @torch.no_grad()
 def encode_keys(model, views, args):
     """(n, D) unit keys of the views (n, 3, S, S) of all ranks, whose pictures meet in other parts than those of the queries."""
-    views = all_gather(views, args)
+    views = gather_rows(views, args.rows)
     order = torch.randperm(len(views), device=views.device)
     if args.world > 1:
         dist.broadcast(order, 0)
-    mine = views[order[own_rows(args)]]
-    keys = all_gather(F.normalize(model.key.head(embed(model.key, mine)).float(), dim=1), args)
+    mine = views[order[own_rows(args.rows)]]
+    keys = gather_rows(F.normalize(model.key.head(embed(model.key, mine)).float(), dim=1), args.rows)
     return keys[order.argsort()]
 
 
@@ -321,7 +321,7 @@ def compute_loss(model, batch, args):
     for views, keys in zip(*batch):
         chunks = views.split(args.chunk_size or len(views))    # of whole parts: only running statistics notice
         q = embed_in_chunks(lambda x: model.head(embed(model, x)).float(), chunks, model if args.chunk_size else None)
-        loss = loss + moco_loss(q, keys[own_rows(args)], model.queue, args.temperature, impl=args.impl)
+        loss = loss + moco_loss(q, keys[own_rows(args.rows)], model.queue, args.temperature, impl=args.impl)
     return loss, {"loss": loss.detach()}
 
 
@@ -570,22 +570,8 @@ def begin_out(args):
         fail(f"--out {args.out}: {error.strerror}")
 
 
-def own_rows(args, rank=None):
-    """The rows of the global batch, of args.rows rows, that are this rank's: shares differ by one row at most."""
-    rank = args.rank if rank is None else rank
-    return slice(args.rows * rank // args.world, args.rows * (rank + 1) // args.world)
-
-
-def all_gather(x, args):
-    """(args.rows, ...): the rows of all ranks in the order of ranks, with gradient."""
-    if args.world == 1:
-        return x
-    shares = [own_rows(args, rank) for rank in range(args.world)]
-    return gather_rows(x, [share.stop - share.start for share in shares])
-
-
 def average_gradients(model, args):
-    """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
+    """The mean over ranks; with gather_rows it is the gradient of the mean loss over the global batch."""
     if args.world > 1:
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.grad is None:
@@ -645,9 +631,16 @@ def command(main):
 
 def asked_to_stop(step, args):
     """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    def heard(number, _):
+        if SIGNALS:
+            sys.exit(128 + number)
+        SIGNALS.append(number)
+        if args.rank == 0:                                     # print is not reentrant
+            os.write(1, b"\n" * sys.stdout.isatty() + b"stopping when this step is done and saved; once more, and at once\n")
+
     if step == 0:
         for kind in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+            signal.signal(kind, heard)
     if args.world == 1 or step % 10:
         return bool(SIGNALS) and args.world == 1
     asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
@@ -795,13 +788,13 @@ def at_least(least, kind=float):
 
 def say(label, text):
     if os.environ.get("RANK", "0") == "0":
-        print(f"{label:<8} {text}", flush=True)
+        print("\r\x1b[K" * sys.stdout.isatty() + f"{label:<8} {text}", flush=True)          # in the place of a bar
 
 
 def fail(message, every_rank=False):
     """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
     if every_rank or os.environ.get("RANK", "0") == "0":
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+        print("\r\x1b[K" * sys.stderr.isatty() + f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():                                  # with another rank gone, a group makes an ordinary exit abort now and then
         sys.stdout.flush()
         os._exit(2)
@@ -843,7 +836,7 @@ def main(argv=None):
     for step, rows in zip(range(progress["step"] + 1, total + 1), full_batches(len(train[0]), progress["step"], args.batch_size, args.seed)):
         for group in optimizer.param_groups:
             group["lr"] = rate * epoch_rate((step - 1) // epoch, total / epoch, args)
-        queries, views = make_batch(rows[own_rows(args)], model, args)
+        queries, views = make_batch(rows[own_rows(args.rows)], model, args)
         for part in ("encoder", "head"):
             update_key_encoder(getattr(model.key, part), getattr(model, part), args.momentum)
         keys = [encode_keys(model, x, args) for x in views]

@@ -37,7 +37,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
-from kernels import choose_impl, embed_in_chunks, gather_rows, similarity_lse
+from kernels import choose_impl, embed_in_chunks, gather_rows, own_rows, similarity_lse
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -222,8 +222,8 @@ def compute_loss(model, batch, args):
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
         z = model.projection(torch.cat([embed(model, batch)[:, None], views], 1)).float()
     c, h = z[:, 0], z[:, 1:]                                   # (n, width), (n, layers, width)
-    gathered = (all_gather(c, args), all_gather(h, args)) if args.world > 1 else None
-    loss = selfguided_loss(c, h, args.temperature, args.objective, gathered=gathered, offset=own_rows(args).start, impl=args.impl)
+    gathered = (gather_rows(c, args.rows), gather_rows(h, args.rows)) if args.world > 1 else None
+    loss = selfguided_loss(c, h, args.temperature, args.objective, gathered=gathered, offset=own_rows(args.rows).start, impl=args.impl)
     loss = loss * (len(c) * args.world / args.rows)
     return loss, {"loss": loss.detach()}
 
@@ -592,22 +592,8 @@ def begin_out(args):
         fail(f"--out {args.out}: {error.strerror}")
 
 
-def own_rows(args, rank=None):
-    """The rows of the global batch, of args.rows rows, that are this rank's: shares differ by one row at most."""
-    rank = args.rank if rank is None else rank
-    return slice(args.rows * rank // args.world, args.rows * (rank + 1) // args.world)
-
-
-def all_gather(x, args):
-    """(args.rows, ...): the rows of all ranks in the order of ranks, with gradient."""
-    if args.world == 1:
-        return x
-    shares = [own_rows(args, rank) for rank in range(args.world)]
-    return gather_rows(x, [share.stop - share.start for share in shares])
-
-
 def average_gradients(model, args):
-    """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
+    """The mean over ranks; with gather_rows it is the gradient of the mean loss over the global batch."""
     if args.world > 1:
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.grad is None:
@@ -633,7 +619,7 @@ def batches(rows, step, args):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(args.seed + 1_000_003 * epoch))
         for batch in order.split(args.batch_size)[done : epoch_steps(rows, args)]:
             args.rows = len(batch)
-            yield [rows[i] for i in batch[own_rows(args)].tolist()]
+            yield [rows[i] for i in batch[own_rows(args.rows)].tolist()]
         epoch, done = epoch + 1, 0
 
 
@@ -671,9 +657,16 @@ def command(main):
 
 def asked_to_stop(step, args):
     """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    def heard(number, _):
+        if SIGNALS:
+            sys.exit(128 + number)
+        SIGNALS.append(number)
+        if args.rank == 0:                                     # print is not reentrant
+            os.write(1, b"\n" * sys.stdout.isatty() + b"stopping when this step is done and saved; once more, and at once\n")
+
     if step == 0:
         for kind in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+            signal.signal(kind, heard)
     if args.world == 1 or step % 10:
         return bool(SIGNALS) and args.world == 1
     asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
@@ -847,13 +840,13 @@ def at_least(least, kind=float):
 
 def say(label, text):
     if os.environ.get("RANK", "0") == "0":
-        print(f"{label:<8} {text}", flush=True)
+        print("\r\x1b[K" * sys.stdout.isatty() + f"{label:<8} {text}", flush=True)          # in the place of a bar
 
 
 def fail(message, every_rank=False):
     """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
     if every_rank or os.environ.get("RANK", "0") == "0":
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+        print("\r\x1b[K" * sys.stderr.isatty() + f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():                                  # with another rank gone, a group makes an ordinary exit abort now and then
         sys.stdout.flush()
         os._exit(2)

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, ResNetConfig, ResNetModel
 
-from kernels import choose_impl, embed_in_chunks, gather_rows, nt_xent, similarity_lse, similarity_topk
+from kernels import choose_impl, embed_in_chunks, gather_rows, nt_xent, own_rows, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -105,7 +105,7 @@ def make_batch(rows, model, args):
     on the device, and with --supervised the labels of all ranks' pictures."""
     rows = torch.tensor(rows, device=model.pictures.device)
     pictures = model.pictures[rows].to(model.device)
-    labels = all_gather(model.labels[rows.cpu()].to(model.device), args) if args.supervised else None
+    labels = gather_rows(model.labels[rows.cpu()].to(model.device), args.rows) if args.supervised else None
     return augment(torch.cat([pictures, pictures]), args), labels
 
 
@@ -294,10 +294,10 @@ def compute_loss(model, batch, args):
 def loss_of_projections(z, labels, args):
     """The loss of this rank's raw projections z (2n, D), first views before second, among those of all ranks."""
     z1, z2 = z.chunk(2)
-    gathered = (all_gather(z1, args), all_gather(z2, args)) if args.supervised or args.world > 1 else None
+    gathered = (gather_rows(z1, args.rows), gather_rows(z2, args.rows)) if args.supervised or args.world > 1 else None
     if args.supervised:
         return sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
-    loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=own_rows(args).start, impl=args.impl)
+    loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=own_rows(args.rows).start, impl=args.impl)
     return loss * (len(z1) * args.world / args.rows)
 
 
@@ -570,22 +570,8 @@ def begin_out(args):
         fail(f"--out {args.out}: {error.strerror}")
 
 
-def own_rows(args, rank=None):
-    """The rows of the global batch, of args.rows rows, that are this rank's: shares differ by one row at most."""
-    rank = args.rank if rank is None else rank
-    return slice(args.rows * rank // args.world, args.rows * (rank + 1) // args.world)
-
-
-def all_gather(x, args):
-    """(args.rows, ...): the rows of all ranks in the order of ranks, with gradient."""
-    if args.world == 1:
-        return x
-    shares = [own_rows(args, rank) for rank in range(args.world)]
-    return gather_rows(x, [share.stop - share.start for share in shares])
-
-
 def average_gradients(model, args):
-    """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
+    """The mean over ranks; with gather_rows it is the gradient of the mean loss over the global batch."""
     if args.world > 1:
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.grad is None:
@@ -652,9 +638,16 @@ def command(main):
 
 def asked_to_stop(step, args):
     """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    def heard(number, _):
+        if SIGNALS:
+            sys.exit(128 + number)
+        SIGNALS.append(number)
+        if args.rank == 0:                                     # print is not reentrant
+            os.write(1, b"\n" * sys.stdout.isatty() + b"stopping when this step is done and saved; once more, and at once\n")
+
     if step == 0:
         for kind in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+            signal.signal(kind, heard)
     if args.world == 1 or step % 10:
         return bool(SIGNALS) and args.world == 1
     asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
@@ -825,13 +818,13 @@ def at_least(least, kind=float):
 
 def say(label, text):
     if os.environ.get("RANK", "0") == "0":
-        print(f"{label:<8} {text}", flush=True)
+        print("\r\x1b[K" * sys.stdout.isatty() + f"{label:<8} {text}", flush=True)          # in the place of a bar
 
 
 def fail(message, every_rank=False):
     """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
     if every_rank or os.environ.get("RANK", "0") == "0":
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+        print("\r\x1b[K" * sys.stderr.isatty() + f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():                                  # with another rank gone, a group makes an ordinary exit abort now and then
         sys.stdout.flush()
         os._exit(2)
@@ -877,7 +870,7 @@ def main(argv=None):
     for step, rows in zip(range(progress["step"] + 1, total + 1), full_batches(len(train[0]), progress["step"], args.batch_size, args.seed)):
         for group in optimizer.param_groups:
             group["lr"] = warmup_cosine(step - 1, total, warmup, rate)
-        batch = make_batch(rows[own_rows(args)], model, args)
+        batch = make_batch(rows[own_rows(args.rows)], model, args)
         loss, values = compute_loss(model, batch, args)
         optimizer.zero_grad()
         loss.backward()

@@ -40,7 +40,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tqdm import tqdm
 from transformers import AutoModelForPreTraining, AutoTokenizer, BertConfig, BertTokenizer
 
-from kernels import choose_impl, linear_cross_entropy, similarity_lse, similarity_topk
+from kernels import choose_impl, linear_cross_entropy, own_rows, similarity_lse, similarity_topk
 
 # ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -534,14 +534,8 @@ def begin_out(args):
         fail(f"--out {args.out}: {error.strerror}")
 
 
-def own_rows(args, rank=None):
-    """The rows of the global batch, of args.rows rows, that are this rank's: shares differ by one row at most."""
-    rank = args.rank if rank is None else rank
-    return slice(args.rows * rank // args.world, args.rows * (rank + 1) // args.world)
-
-
 def average_gradients(model, args):
-    """The mean over ranks; with all_gather it is the gradient of the mean loss over the global batch."""
+    """The mean over ranks; with gather_rows it is the gradient of the mean loss over the global batch."""
     if args.world > 1:
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             if parameter.grad is None:
@@ -584,9 +578,16 @@ def command(main):
 
 def asked_to_stop(step, args):
     """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
+    def heard(number, _):
+        if SIGNALS:
+            sys.exit(128 + number)
+        SIGNALS.append(number)
+        if args.rank == 0:                                     # print is not reentrant
+            os.write(1, b"\n" * sys.stdout.isatty() + b"stopping when this step is done and saved; once more, and at once\n")
+
     if step == 0:
         for kind in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(kind, lambda number, _: sys.exit(128 + number) if SIGNALS else SIGNALS.append(number))
+            signal.signal(kind, heard)
     if args.world == 1 or step % 10:
         return bool(SIGNALS) and args.world == 1
     asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
@@ -714,13 +715,13 @@ def at_least(least, kind=float):
 
 def say(label, text):
     if os.environ.get("RANK", "0") == "0":
-        print(f"{label:<8} {text}", flush=True)
+        print("\r\x1b[K" * sys.stdout.isatty() + f"{label:<8} {text}", flush=True)          # in the place of a bar
 
 
 def fail(message, every_rank=False):
     """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
     if every_rank or os.environ.get("RANK", "0") == "0":
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
+        print("\r\x1b[K" * sys.stderr.isatty() + f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():                                  # with another rank gone, a group makes an ordinary exit abort now and then
         sys.stdout.flush()
         os._exit(2)
@@ -769,7 +770,7 @@ def main(argv=None):
         tokens = max(1, sum(int(chosen.sum()) for *_, chosen in rows))                       # of all ranks
         values = Counter()
         optimizer.zero_grad()
-        for part in make_batch(rows[own_rows(args)], model, args):
+        for part in make_batch(rows[own_rows(args.rows)], model, args):
             loss, terms = compute_loss(model, (part, args.world / tokens, args.world / args.batch_size), args)
             loss.backward()
             values.update(terms)

@@ -2,7 +2,7 @@
 
 Rank r has the rows z_r and the loss L_r(z_r, K) against the rows K = [z_0; z_1; ...] of all ranks. With
 
-    all = gather_rows(z_r, shares);   loss_r = f(z_r, all);   loss_r.backward();   mean of the parameters' gradients over ranks
+    all = gather_rows(z_r, rows);   loss_r = f(z_r, all);   loss_r.backward();   mean of the parameters' gradients over ranks
 
 the result is the gradient of mean_r L_r: a key's gradient is the sum of what all ranks want of it,
 
@@ -17,14 +17,24 @@ import torch
 import torch.distributed as dist
 
 
-def gather_rows(x, shares):
-    """The rows of all ranks, in the order of ranks, with gradient.
+def own_rows(rows, rank=None):
+    """This process's share of a batch of `rows` rows, or that of another rank, as a slice: shares differ by one row at most."""
+    here, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank = here if rank is None else rank
+    return slice(rows * rank // world, rows * (rank + 1) // world)
 
-    x        (shares[rank], ...) this rank's rows, any type
-    shares   rows of each rank, on every rank alike; they may differ, and all send as many as the largest
-    returns  (Σ shares, ...)
+
+def gather_rows(x, rows):
+    """The rows of all ranks, in the order of ranks, with gradient; x itself where there is one process.
+
+    x        (n, ...) this rank's rows, any type: n as own_rows(rows) has it
+    rows     of the whole batch; ranks may have one more or less than others, and all send as many as the largest share
+    returns  (rows, ...)
     """
-    return GatherRows.apply(x, shares)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return x
+    shares = [own_rows(rows, rank) for rank in range(dist.get_world_size())]
+    return GatherRows.apply(x, [share.stop - share.start for share in shares])
 
 
 class GatherRows(torch.autograd.Function):

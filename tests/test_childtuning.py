@@ -468,7 +468,7 @@ def test_resume_is_exact(stop, tmp_path, monkeypatch):
     """Four runs of five steps, interrupted within a run and at its end, in both modes; masks and draws come from the state."""
     flags = [*topics(tmp_path), *RUNS]
     whole = run(tmp_path / "whole", *flags)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(childtuning, "average_gradients", Mock(side_effect=[None] * stop + [KeyboardInterrupt]))
         run(tmp_path / "parts", *flags)
     fisher = Mock(wraps=childtuning.fisher_mask)

@@ -435,7 +435,7 @@ def test_resume_is_exact(script, flags, data, tmp_path, monkeypatch):
     module = SCRIPTS[script]
     flags = list(map(str, ["--data", data, "--model", "resnet-small", *SMALL[script], *flags, "--eval-every", 6, "--probe-epochs", 0]))
     module.main([*flags, "--out", str(tmp_path / "whole")])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(module, "average_gradients", Mock(side_effect=[None] * 7 + [KeyboardInterrupt]))
         module.main([*flags, "--out", str(tmp_path / "parts")])
     module.main([*flags, "--out", str(tmp_path / "parts"), "--resume"])

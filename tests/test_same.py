@@ -23,14 +23,14 @@ SKELETON = {  # every banner, and every name that two scripts share, in the orde
     "the paper": "compute_loss mlm_loss",
     "evaluation": "load_sts spearman knn_accuracy features evaluate linear_probe",
     "plumbing": "read_table Table read_cells read_rows tokenise tokenise_rows write_tokens Rows length_groups read_pictures check_pictures Arrays read_cifar read_folder decode "
-                "start fingerprint begin_out own_rows all_gather average_gradients average_statistics lr_at warmup_linear epoch_steps batches warmup_cosine full_batches SIGNALS command asked_to_stop refuse_bad_loss named report save_model model_card load_line load_best save_state load_state peak_gb empty_cell at_least say fail",
+                "start fingerprint begin_out average_gradients average_statistics lr_at warmup_linear epoch_steps batches warmup_cosine full_batches SIGNALS command asked_to_stop refuse_bad_loss named report save_model model_card load_line load_best save_state load_state peak_gb empty_cell at_least say fail",
     "main": "main",
 }
 ORDER = [entry for title, names in SKELETON.items() for entry in (f"── {title}", *names.split())]
 BANNER = re.compile(r"# (── .+?) ─+$")
 # Half of a script is furniture: bad input, resume, torchrun and the layouts of two libraries take 350 lines; pictures need their
 # augmentations and readers besides.
-SCRIPT_LINES = {"images": 925, "ease": 1100, "cline": 1160, "childtuning": 1035, "dclr": 1060}  # an entity table, WordNet, masks, a guide
+SCRIPT_LINES = {"images": 920, "ease": 1095, "cline": 1160, "childtuning": 1040, "dclr": 1055}  # an entity table, WordNet, masks, a guide
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -111,7 +111,7 @@ def over_budget(scripts):
     for script in scripts:
         sizes = [(node.name, node.end_lineno - node.lineno + 1, 84 if node is script.nodes.get("main") else 50)
                  for node in ast.walk(script.tree) if isinstance(node, FUNCTION)]
-        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(script.path.stem, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 960))), *sizes]:
+        for name, lines, budget in [("the script", len(script.lines) - 1, SCRIPT_LINES.get(script.path.stem, SCRIPT_LINES.get(FAMILY.get(script.path.stem), 955))), *sizes]:
             if lines > budget:
                 yield f"{script.name}: {name} has {lines} lines, the budget is {budget}"
 
@@ -196,7 +196,7 @@ def test_agreement_passes(tmp_path):
     ("evaluation ───", "evaluation ────", "the banner ── evaluation differs"),
     ("return 1\n", "return 1\n" + "    x = 1\n" * 49, "compute_loss has 51 lines, the budget is 50"),
     ("return 0\n", "return 0\n" + "    x = 1\n" * 83, "main has 85 lines, the budget is 84"),
-    (DATA, DATA + "\n" * (961 - GOOD.count("\n")), "the script has 961 lines, the budget is 960"),
+    (DATA, DATA + "\n" * (956 - GOOD.count("\n")), "the script has 956 lines, the budget is 955"),
 ])
 def test_each_fault_is_reported(tmp_path, old, new, said):
     assert old in GOOD
