@@ -206,6 +206,8 @@ def load_encoder(args):
     local = Path(args.model).is_dir()
     if local and not (Path(args.model) / "config.json").is_file():
         fail(f"--model {args.model}: no config.json in this folder, so it is no transformers model")
+    if not local:
+        say("hub", f"{args.model} is fetched, unless it is in the cache")
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model, info = AutoModelForSequenceClassification.from_pretrained(

@@ -294,6 +294,8 @@ def load_pretraining(flag, name, args):
         shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
         config = BertConfig(vocab_size=len(tokenizer), **shape)
         return AutoModelForPreTraining.from_config(config, attn_implementation="sdpa"), tokenizer, []
+    if not Path(name).is_dir():
+        say("hub", f"{name} is fetched, unless it is in the cache")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model, info = AutoModelForPreTraining.from_pretrained(name, attn_implementation="sdpa", dtype=torch.float32,
