@@ -89,7 +89,8 @@ def load_data(path, args):
     if not 2 <= args.batch_size <= len(sentences):
         fail(f"{path}: {len(sentences)} sentences, wanted at least --batch-size, and that at least 2; it is {args.batch_size}")
     args.views, args.view_pooling = 1, args.view_pooling or {"paper": "max", "code": "mean"}[args.form]
-    say(Path(__file__).stem, f"{args.objective}: {len(sentences):,} sentences, {len({cells for _, cells in sentences}):,} distinct, in {len(columns)} columns of {path}")
+    distinct = len({cells for _, cells in sentences})
+    say(Path(__file__).stem, f"{args.objective}: {len(sentences):,} sentences, {distinct:,} distinct, in {len(columns)} columns of {path}")
     return sentences
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 
-def own_rows(rows, rank=None):
-    """This process's share of a batch of `rows` rows, or that of another rank, as a slice: shares differ by one row at most."""
-    here, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    rank = here if rank is None else rank
+def own_rows(rows, rank=None, world=None):
+    """The slice of a batch of `rows` rows that is this process's, or that of `rank` of `world`: shares differ by one row at most."""
+    if rank is None:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return slice(rows * rank // world, rows * (rank + 1) // world)
 
 
@@ -31,9 +31,10 @@ def gather_rows(x, rows):
     rows     of the whole batch; ranks may have one more or less than others, and all send as many as the largest share
     returns  (rows, ...)
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
         return x
-    shares = [own_rows(rows, rank) for rank in range(dist.get_world_size())]
+    shares = [own_rows(rows, rank, world) for rank in range(world)]
     return GatherRows.apply(x, [share.stop - share.start for share in shares])
 
 

@@ -2,7 +2,7 @@
 
 python tests/test_childtuning.py [base|large]      prints step times beside torch's AdamW, at OMP_NUM_THREADS threads
 """
-import contextlib, copy, io, json, math, os, re, shutil, socket, statistics, subprocess, sys, time
+import contextlib, io, json, math, os, re, shutil, socket, statistics, subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock

@@ -1,5 +1,5 @@
 """cline.py: its losses against formulas written out, its WordNet, its triples and their labels, its model, and whole runs."""
-import copy, csv, itertools, json, math, os, random, re, shutil, socket, sys
+import itertools, math, os, random, re, shutil, socket, sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertTokenizer, DistilBertConfig, DistilBertForMaskedLM,
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import (AutoModel, AutoTokenizer, BertTokenizer, DistilBertConfig, DistilBertForMaskedLM,
                           PreTrainedTokenizerFast, RobertaConfig, RobertaForMaskedLM)
 
 import cline

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import ease
-from ease import EntityTable, draw_entities, ease_loss, link_entities, load_data, load_vectors, warmup_linear
+from ease import EntityTable, draw_entities, ease_loss, load_data, load_vectors, warmup_linear
 from test_losses import agree, cosine, points
 from test_scripts import DATA, bert, one_cpu_thread, pooled, one_of_several, run, small  # noqa: F401, the fixtures hold here too
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import simcse
 from simcse import Rows, read_table
 from test_scripts import DATA, bert, guide, metrics, one_cpu_thread, run, small  # noqa: F401, fixtures
 

@@ -15,7 +15,7 @@ import selfguided
 import simcse
 from selfguided import pool_tokens, regularise, selfguided_loss, warmup_linear
 from test_losses import agree, cosine, points
-from test_scripts import DATA, SENTENCES, bert, equal, one_cpu_thread, pooled, run, run_text  # noqa: F401, the fixtures hold here too
+from test_scripts import DATA, SENTENCES, bert, one_cpu_thread, pooled, run, run_text  # noqa: F401, the fixtures hold here too
 
 OBJECTIVES = ("base", "opt1", "opt2", "opt3")
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
