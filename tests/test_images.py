@@ -131,6 +131,7 @@ def test_hue_turns_like_colorsys(shift):
 
 def test_jitter_is_one_of_the_orders_of_four_plain_operations():
     import itertools
+    import itertools
     torch.manual_seed(2)
     x = pictures(1, 5).expand(60, 3, 5, 5)
     torch.manual_seed(3)

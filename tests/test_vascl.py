@@ -268,7 +268,7 @@ def test_the_terms_and_what_they_train(form, radius, monkeypatch):
     noise, near = points(7, 6, 21), 3
     monkeypatch.setattr(torch, "randn_like", lambda x: noise)
     monkeypatch.setattr(torch, "rand_like", lambda x: noise + 0.5)
-    args = SimpleNamespace(rows=7, temperature=T, impl="auto", radius=radius, neighbours=near, ascent_steps=1, form=form)
+    args = SimpleNamespace(rows=7, world=1, temperature=T, impl="auto", radius=radius, neighbours=near, ascent_steps=1, form=form)
 
     def ours(views, first, second):
         monkeypatch.setattr(vascl, "embed", lambda model, batch: views)
