@@ -577,7 +577,7 @@ def test_several_processes_equal_one(tmp_path, bert):  # noqa: F811
     one = run(tmp_path / "one", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_several, (port, tmp_path / "two", flags), nprocs=WORLD)
+    torch.multiprocessing.start_processes(one_of_several, (port, tmp_path / "two", flags), nprocs=WORLD, start_method="forkserver")
     two = torch.load(tmp_path / "two" / "state.pt", weights_only=True)
     assert [step["mode"] for step in metrics(tmp_path / "two")] == ["D"] * 4 + ["F"] * 4
     assert [step["loss"] for step in metrics(tmp_path / "two")] == pytest.approx(one.losses, rel=1e-4)

@@ -559,7 +559,7 @@ def test_several_processes_equal_one(registered, tmp_path, bert, monkeypatch):
     one = run("cline", tmp_path / "one", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_several, (port, tmp_path / "two", flags), nprocs=test_scripts.WORLD)
+    torch.multiprocessing.start_processes(one_of_several, (port, tmp_path / "two", flags), nprocs=test_scripts.WORLD, start_method="forkserver")
     two = metrics(tmp_path / "two")
     for name in ("loss", "mlm", "rtd", "cts"):
         assert [step[name] for step in two] == pytest.approx([step[name] for step in one.steps], abs=1e-4)

@@ -307,7 +307,7 @@ def test_two_processes_equal_one_in_parts(tmp_path, bert):
     one = run("ease", tmp_path / "one", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_several, (2, port, "ease", tmp_path / "two", flags), nprocs=2)
+    torch.multiprocessing.start_processes(one_of_several, (2, port, "ease", tmp_path / "two", flags), nprocs=2, start_method="forkserver")
     two = torch.load(tmp_path / "two" / "state.pt", weights_only=True)["model"]
     for name in ("vectors", "m", "v", "last"):
         torch.testing.assert_close(two[f"entities.{name}"], one.state["model"][f"entities.{name}"], atol=1e-4, rtol=0)

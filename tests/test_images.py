@@ -494,7 +494,7 @@ def test_several_processes_equal_one(script, world, flags, data, tmp_path):
         torch.set_default_dtype(torch.float32)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_several, (world, port, script, [*flags, "--out", str(tmp_path / "two")]), nprocs=world)
+    torch.multiprocessing.start_processes(one_of_several, (world, port, script, [*flags, "--out", str(tmp_path / "two")]), nprocs=world, start_method="forkserver")
     one, two = (torch.load(tmp_path / name / "state.pt") for name in ("one", "two"))
     assert one["progress"].get("pointer") == two["progress"].get("pointer") and one["progress"]["best"] == two["progress"]["best"]
     for name, tensor in one["model"].items():

@@ -188,7 +188,7 @@ def test_several_processes_equal_one(name, tmp_path, bert):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     chunks = ["--chunk-size", 3]                               # which without dropout are the whole step
-    torch.multiprocessing.spawn(one_of_several, (WORLD, port, name, tmp_path / "two", [*flags, *chunks]), nprocs=WORLD)
+    torch.multiprocessing.start_processes(one_of_several, (WORLD, port, name, tmp_path / "two", [*flags, *chunks]), nprocs=WORLD, start_method="forkserver")
     assert [step["loss"] for step in metrics(tmp_path / "two")] == pytest.approx(one.losses, rel=1e-6, abs=1e-5)
     assert torch.load(tmp_path / "two" / "norms") == pytest.approx(one.norms, rel=1e-4)
     for key, weight in torch.load(tmp_path / "two" / "state.pt", weights_only=True)["model"].items():

@@ -621,7 +621,7 @@ def test_several_processes_equal_one(tmp_path, files, bert):
     assert max(one.norms) > 1  # clipping is active
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_of_several, (WORLD, port, "tacl", tmp_path / "two", flags), nprocs=WORLD)
+    torch.multiprocessing.start_processes(one_of_several, (WORLD, port, "tacl", tmp_path / "two", flags), nprocs=WORLD, start_method="forkserver")
     for a, b in zip(metrics(tmp_path / "two"), one.steps):
         assert [a[name] for name in ("loss", "mlm", "nsp", "contrast")] == pytest.approx(
             [b[name] for name in ("loss", "mlm", "nsp", "contrast")], abs=1e-4)
