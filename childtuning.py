@@ -194,9 +194,9 @@ def load_encoder(args):
         head = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
                     label2id={label: i for i, label in enumerate(args.labels)})
     if args.model == "scratch":
-        rows = itertools.islice(Table(Path(args.data)), 1_000_000)
-        text = "\n".join(cell for _, cells in rows for cell in cells)
-        words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
+        words = Counter()
+        for _, cells in itertools.islice(Table(Path(args.data)), 100_000):
+            words.update(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str("\n".join(cells))))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
         pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
         pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]

@@ -153,9 +153,9 @@ def build_model(args):
 def load_encoder(args, auto=AutoModel, flag="--model"):
     """(model, tokenizer) of a folder or a hub name; scratch is a small random BERT with word pieces of the data file."""
     if args.model == "scratch" and flag == "--model":
-        rows = itertools.islice(Table(Path(args.data), lists=True), 1_000_000)
-        text = "\n".join(cell for _, cells in rows for cell in cells)
-        words = Counter(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str(text)))
+        words = Counter()
+        for _, cells in itertools.islice(Table(Path(args.data), lists=True), 100_000):
+            words.update(word for word, _ in BertPreTokenizer().pre_tokenize_str(BertNormalizer().normalize_str("\n".join(cells))))
         letters = sorted(set("".join(words)))                  # tokenizers' own trainer breaks ties anew in every process
         pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
         pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]
