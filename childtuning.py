@@ -771,7 +771,7 @@ def command(main):
     """main, telling the faults of the machine in one line; during training Ctrl-C and SIGTERM wait for the end of a step."""
     @functools.wraps(main)
     def run(argv=None):
-        kept = "; the last checkpoint in --out is whole, and --resume continues from it"
+        kept = "; a checkpoint that --out holds is whole, and --resume continues from it"
         handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
             main(argv)

@@ -103,9 +103,17 @@ def test_full_disk_is_one_line_and_keeps_the_checkpoint(name, whole, tmp_path):
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     full = start(name, tmp_path / "out", "--steps", 4, "--eval-every", 2, "--resume", before=limit)
     _, errors = full.communicate(timeout=120)
-    assert full.returncode == 2 and errors.count("\n") == 1 and "the last checkpoint in --out is whole" in errors, errors
+    assert full.returncode == 2 and errors.count("\n") == 1 and "a checkpoint that --out holds is whole" in errors, errors
     kept = before if whole == "nothing" else {"state.pt": before["state.pt"]}
     assert kept == {name: (tmp_path / "out" / name).read_bytes() for name in kept} and last_step(tmp_path / "out") == 2
+
+
+def test_full_disk_before_training_leaves_no_half_of_the_tokens(tmp_path):
+    most = (ROOT / "simcse.py").stat().st_size + 1000           # the copy of the script fits, the tokens do not
+    full = start("simcse", tmp_path / "out", before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+    _, errors = full.communicate(timeout=120)
+    assert full.returncode == 2 and errors.startswith("simcse.py: File too large; ") and errors.count("\n") == 1, errors
+    assert not (tmp_path / "out" / "tokens").exists()
 
 
 def test_a_dead_rank_ends_the_others(tmp_path):
