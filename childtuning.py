@@ -563,7 +563,7 @@ def read_table(path, check=None, lists=False):
             if place is None:
                 header = cells
             elif fault := fault or check and check(cells):
-                wrong.append(f"{place}: {fault}"[:300])
+                wrong.append(f"{place}: {fault}"[:300] if len(wrong) < 7 else None)         # of the others only how many
             else:
                 length += 1
     except OSError as error:

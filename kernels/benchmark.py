@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -333,10 +334,9 @@ def draw_curves(axis, lines, column):
 
 def shape(text):
     """"4096x4096x128" as [4096, 4096, 128]."""
-    size = [int(x) for x in text.split("x") if x.isdecimal()]
-    if len(size) != 3 or min(size) < 1:
+    if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){2}", text):
         raise argparse.ArgumentTypeError(f"{text}: wanted N x M x D, as 4096x4096x128")
-    return size
+    return [int(x) for x in text.split("x")]
 
 
 def count(text):

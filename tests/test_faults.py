@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import simcse
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 16]
@@ -49,12 +51,21 @@ def test_signals_save_and_resume_to_the_same_end(name, tmp_path):
     wait_for_step(parts, tmp_path / "parts", 2)
     parts.send_signal(signal.SIGINT if name == "moco" else signal.SIGTERM)
     said, errors = parts.communicate(timeout=120)
-    assert parts.returncode == 130 and errors == "" and "stopped" in said.splitlines()[-1]
+    assert parts.returncode == 130 and errors == "" and "stopped" in said.splitlines()[-1] and said.count("\nstopping when this step is done") == 1
     assert 2 <= last_step(tmp_path / "parts") < 16
     again = start(name, tmp_path / "parts", "--steps", 16, "--resume")
     assert again.wait(120) == whole.wait(120) == 0, again.stderr.read()
     one, two = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "parts"))
     assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    simcse.say("stopped", "at step 3")
+    with pytest.raises(SystemExit):
+        simcse.fail("no")
+    assert capsys.readouterr() == ("\r\x1b[Kstopped  at step 3\n", "\r\x1b[Ksimcse.py: no\n")
 
 
 @every_script

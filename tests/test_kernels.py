@@ -609,6 +609,7 @@ def test_benchmark(tmp_path):
     ("--from none.json", "--from none.json: No such file or directory"), ("--from README.md", "--from README.md: wanted a file that --json wrote"),
     ("--from [].json", "--from [].json: wanted a file that --json wrote"), ("--json none/x.json", "none/x.json: its folder is not there, or cannot be written"),
     ("--sizes 4x4", "error: argument --sizes: 4x4: wanted N x M x D, as 4096x4096x128"),
+    ("--sizes 4x4x4x", "error: argument --sizes: 4x4x4x: wanted N x M x D, as 4096x4096x128"),
     ("--repeat 0", "error: argument --repeat: 0: wanted a number of at least 1")])
 def test_benchmark_refuses(flags, wanted, tmp_path, monkeypatch, capsys):
     """In one line, before anything is measured."""
