@@ -1,0 +1,14 @@
+"""Everything around a paper that is not the paper; a script imports from the modules by name.
+
+command    flags that are checked, one line for every fault, what is printed
+run        a run: ranks, --out, progress, resume, signals, metrics
+loop       the order of batches, learning rates, gradients over ranks
+tables     data files of rows of text; every fault with its place
+tokens     their tokens, on the disk and in batches, in groups of similar length
+encoders   transformers that read sentences: loaded, pooled, saved for transformers and sentence-transformers
+mlm        masked language models: tokens are masked, the loss is read from the chosen ones alone
+sts        scored pairs of sentences: Spearman, alignment, uniformity
+wordnet    a WordNet database: words that can replace a word
+images     pictures: read, encoded, judged by their neighbours, saved
+views      random views of pictures, on the device
+"""

@@ -1,0 +1,152 @@
+"""The command line of a script: flags that are checked, one line for every fault, what is printed."""
+import argparse
+import functools
+import inspect
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+
+class Fault(Exception):
+    """What the person who started a run has to mend, in one line; with every_rank whatever rank finds it says
+    so."""
+
+    def __init__(self, message, every_rank=False):
+        super().__init__(message)
+        self.every_rank = every_rank
+
+
+def fail(message, every_rank=False):
+    raise Fault(message, every_rank)
+
+
+def say(label, text):
+    if is_first_rank():
+        print(clear_bar(sys.stdout) + f"{label:<8} {text}", flush=True)
+
+
+def is_first_rank():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def clear_bar(stream):
+    """What puts a message in the place of a progress bar."""
+    return "\r\x1b[K" if stream.isatty() else ""
+
+
+def at_least(least, kind=float):
+    """An argparse type: a finite number from least up."""
+    def convert(text):
+        value = kind(text)
+        if not least <= value < 2**63:  # no infinity, no NaN, no seed too long for PyTorch
+            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
+        return value
+    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
+    return convert
+
+
+# What the flags are that scripts share. Their defaults are each script's.
+COMMON = {
+    "--form": dict(choices=("paper", "code"), help="as in the paper, or as in the released code: see above"),
+    "--data": dict(required=True, help="training data; see above"),
+    "--dev": dict(help="held-out data to evaluate on; see above"),
+    "--test": dict(nargs="*", default=[], help="files of scored pairs, read with the best model at the end"),
+    "--model": dict(help="hub name, local folder, or from scratch"),
+    "--out": dict(help="folder to write"),
+    "--batch-size": dict(type=at_least(1, int), help="rows a step, over all GPUs"),
+    "--chunk-size": dict(type=at_least(1, int), help="rows embedded at a time; gradients are the batch's"),
+    "--epochs": dict(type=at_least(1, int), help="times that all rows are seen"),
+    "--steps": dict(type=at_least(1, int), help="length of the training in steps"),
+    "--lr": dict(type=at_least(0), help="learning rate"),
+    "--temperature": dict(type=at_least(1e-4), help="τ"),
+    "--max-length": dict(type=at_least(3, int), help="tokens that a row's text keeps in training"),
+    "--seed": dict(type=at_least(0, int), help="of weights, order and dropout"),
+    "--eval-every": dict(type=at_least(1, int), help="steps between evaluations"),
+    "--resume": dict(action="store_true", help="continue the run in --out, with the same flags"),
+    "--impl": dict(choices=("auto", "triton", "blockwise", "eager"), help="kernels"),
+    "--precision": dict(choices=("bf16", "fp32"), help="of the encoder"),
+}
+
+
+class Flags(argparse.ArgumentParser):
+    """The flags of a script: its own by add_argument, shared ones by common. A fault is raised, not
+    printed."""
+
+    def __init__(self, doc):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def common(self, name, default=None, said=None):
+        """A flag of COMMON with this script's default; said is what --help tells of it where it is not just
+        that."""
+        told = default if said is None else said
+        text = COMMON[name]["help"] + ("" if told is None else f"; default {told}")
+        kept = {} if default is None else {"default": default}
+        self.add_argument(name, **COMMON[name] | {"help": text} | kept)
+
+    def error(self, message):
+        fail(message)
+
+
+def fill(args, defaults):
+    """Gives the flags that were not given these values."""
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+
+
+def command(main):
+    """main, for the shell: a fault, of the user's or of the machine, is one line on stderr and exit code
+    2."""
+    script = Path(inspect.getfile(main)).name
+
+    @functools.wraps(main)
+    def run(argv=None):
+        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            main(argv)
+        except KeyboardInterrupt:                              # Run takes it while it is at work
+            say("stopped", "before the first step")
+            sys.exit(130)
+        except Exception as error:
+            fault = as_fault(error, main)
+            if fault is None:
+                raise
+            if fault.every_rank or is_first_rank():
+                print(clear_bar(sys.stderr) + f"{script}: {fault}", file=sys.stderr, flush=True)
+            if dist.is_initialized():  # a group that lacks a rank may abort an ordinary exit
+                sys.stdout.flush()
+                os._exit(2)
+            sys.exit(2)
+        finally:
+            for kind, handler in handlers.items():
+                signal.signal(kind, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return run
+
+
+def as_fault(error, main):
+    """The Fault that an exception is, or that the machine or another process made; None: it is a bug, with
+    its traceback."""
+    kept = "; a checkpoint that --out holds is whole, and --resume continues from it"
+    if isinstance(error, Fault):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        usage = main.__globals__["make_parser"]().format_usage()
+        flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in usage]
+        return Fault(f"the GPU's memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
+    if isinstance(error, (OSError, SafetensorError)):
+        return Fault(f"{getattr(error, 'strerror', None) or error}{kept}", every_rank=True)
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):         # a full disk
+        return Fault(f"{error.__context__.strerror}{kept}", every_rank=True)
+    lost = re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error))
+    if isinstance(error, RuntimeError) and dist.is_initialized() and lost:
+        what = str(error).splitlines()[0][:80]
+        return Fault(f"another process of this run has died or hangs ({what}){kept}", every_rank=True)
+    return None

@@ -1,0 +1,326 @@
+"""A run: ranks, --out, progress, resume, signals, metrics.
+
+    run = Run(args, __file__)                        rank, world, device; an --out that cannot be is refused
+    run.begin(model, optimizer, total)               a new folder, or --resume
+    for step, rows in run.steps(total, len(data)):
+        ...                                          forward, backward, sum_gradients, clip, optimizer.step()
+        run.note(values)                             the numbers of the step
+        if run.due and run.keeps(scores): ...        an evaluation; the model is to be saved
+    run.done(text)
+
+A rank's loss is its part of the global loss, so that the gradient, and every number that is noted, is a sum
+over ranks. Ranks evaluate alike; the first one writes and speaks. torchrun starts them; without it nothing
+distributed happens.
+"""
+import contextlib
+import datetime
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+
+from kernels import choose_impl, similarity_lse
+
+from .command import clear_bar, fail, say
+from .loop import batches
+
+
+class Run:
+    """One training of one script. What is public: rank, world, device, out, script, bf16, step, due,
+    progress.
+
+    device     where the models of this rank live
+    out        Path of --out
+    bf16       whether encoders run under autocast to bfloat16
+    step       the step at work, from 1; before the first the one that --resume goes on from, else 0
+    due        whether an evaluation is due at this step
+    progress   what state.pt keeps beside weights and optimizer; a script may put more into it
+    """
+
+    def __init__(self, args, script):
+        self.args, self.script, self.out = args, Path(script), Path(args.out)
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
+        self.device = torch.device(gpu or "cpu")
+        args.precision = args.precision or ("bf16" if gpu else "fp32")
+        self.bf16, self.step, self.due = args.precision == "bf16", 0, False
+        self.impl = getattr(args, "impl", "auto")              # childtuning's loss has no kernels
+        self.progress = {"step": 0, "before": None, "best": None}
+        self.fingerprint = fingerprint(Path(args.data))
+        if args.batch_size < self.world:
+            fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
+        self.check_out()
+        if "RANK" in os.environ:
+            if gpu:
+                torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=30))
+        if gpu and self.bf16:  # tensor cores also for what autocast leaves in float32
+            torch.set_float32_matmul_precision("high")
+        torch.manual_seed(args.seed)
+        try:                                                   # before anything is read or written
+            similarity_lse(torch.zeros(1, 16, device=self.device), impl=self.impl)
+        except ValueError as error:
+            fail(f"--{error}")
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+    def check_out(self):
+        """Refuses an --out that cannot be, or must not be, written."""
+        out, resume = self.out.absolute(), self.args.resume
+        existing = next(folder for folder in (out, *out.parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            fail(f"--out {self.out}: {existing} is no folder that can be written")
+        if resume and not (out / "state.pt").is_file():
+            fail(f"--out {self.out}: no state.pt to resume from")
+        if not resume and existing == out and any(out.iterdir()):
+            kept = "files but no checkpoint: empty it"
+            if (out / "state.pt").is_file():
+                kept = "another run: continue it with --resume"
+            fail(f"--out {self.out} holds {kept}, or name another folder")
+
+    def begin(self, model, optimizer, total):
+        """Starts a folder with the flags and the code that runs, or continues the run that is there."""
+        self.model, self.optimizer, args = model, optimizer, self.args
+        kernels = choose_impl(self.impl, torch.empty(0, device=self.device))
+        say("run", f"seed {args.seed}, {self.world} × {self.device.type}, {args.precision}, "
+                   f"kernels {kernels}, {total:,} steps of {args.batch_size}, writing {args.out}")
+        torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
+        if args.resume:
+            self.load_state()
+        elif self.rank == 0:
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+                (self.out / "args.json").write_text(json.dumps(self.flags(), indent=1))
+                shutil.copy(self.script, self.out)
+                ours = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(Path(__file__).parent, self.out / "training", ignore=ours)
+            except OSError as error:
+                fail(f"--out {args.out}: {error.strerror}")
+
+    def flags(self):
+        """What --resume wants to be as it was."""
+        kept = {name: value for name, value in vars(self.args).items() if name not in ("resume", "out")}
+        return kept | dict(world=self.world, fingerprint=self.fingerprint)
+
+    def steps(self, total, rows=None, least=None):
+        """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
+        writes metrics and state, and stops where it was asked to.
+
+        rows    how many there are to draw from; None: the script draws itself, and gets None
+        least   an epoch's last batch is left out where it has fewer rows; default one for each rank
+        """
+        args, size = self.args, self.args.batch_size
+        self.order = lambda step: batches(rows, size, args.seed, step, least or self.world)
+        if rows is None:
+            self.order = lambda step: itertools.repeat(None)
+        self.signals, self.total = [], total
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(kind, self.hear)
+        self.began, self.first_bad = (self.step, time.perf_counter()), torch.zeros((), dtype=torch.int64)
+        self.first_bad = self.first_bad.to(self.device)
+        for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
+            self.step, self.values = step, None
+            self.due = step % args.eval_every == 0 or step == total
+            yield step, batch
+            stop = self.asked_to_stop()
+            if self.values and (self.due or stop or step % (1 + total // 40) == 0):
+                self.refuse_bad_loss()
+                self.report()
+            if self.due or stop:
+                self.progress["step"] = step
+                self.save_state()
+            if stop:
+                say("stopped", f"at step {step}, saved; --resume continues")
+                sys.exit(130)
+
+    def note(self, values, **more):
+        """Takes the numbers of this step, "loss" among them. Tensors are this rank's parts of sums over
+        ranks."""
+        self.values = values | more
+        if torch.is_tensor(values["loss"]):
+            bad = (self.first_bad == 0) & ~values["loss"].isfinite()
+            self.first_bad = torch.where(bad, self.step, self.first_bad)
+        if self.due:
+            self.refuse_bad_loss()
+
+    def keeps(self, scores, by=None):
+        """Takes the scores of an evaluation; whether the model is to be saved: the best so far, without `by`
+        the last."""
+        best = self.progress["best"]
+        better = not scores or by is None or best is None or scores[by] > best[by]
+        self.values |= {f"dev_{name}": value for name, value in scores.items()} | {"best": better}
+        if better:
+            self.progress["best"] = {"step": self.step, **scores}
+        return better
+
+    def done(self, text):
+        minutes, seconds = divmod(round(time.perf_counter() - self.began[1]), 60)
+        say("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
+
+    def hear(self, number, _):
+        """Ctrl-C and SIGTERM wait for the end of a step; a second one does not."""
+        if self.signals:
+            sys.exit(128 + number)
+        self.signals.append(number)
+        if self.rank == 0:                                     # print is not reentrant
+            text = b"stopping when this step is done and saved; once more, and at once\n"
+            os.write(1, b"\n" * sys.stdout.isatty() + text)
+
+    def asked_to_stop(self):
+        """Whether a signal came on any rank; ranks agree every tenth step."""
+        if self.world == 1 or self.step % 10:
+            return bool(self.signals) and self.world == 1
+        asked = torch.tensor(float(bool(self.signals)), device=self.device)
+        dist.all_reduce(asked)
+        return asked.item() > 0
+
+    def where(self, step):
+        """What a message calls the data of a step; a script with an order of its own replaces it."""
+        return f"rows {', '.join(str(row + 1) for row in next(self.order(step - 1))[:20])}, ..."
+
+    def refuse_bad_loss(self):
+        """Ends the run if a loss was not finite: at which step, where in the data, and what is left."""
+        if self.world > 1:
+            dist.all_reduce(self.first_bad, dist.ReduceOp.MAX)
+        if step := int(self.first_bad):
+            left, saved = "there is no checkpoint yet", self.progress["step"]
+            if saved:
+                left = f"the checkpoint of step {saved} in {self.args.out} is whole"
+            where = self.where(step)
+            fail(f"step {step}: the loss is not finite; {where} of --data; {left}; try a lower --lr")
+
+    def report(self):
+        """A row of metrics.jsonl, and a bar on a terminal or a line in a log."""
+        values, step, total = self.values, self.step, self.total
+        for name in values:
+            if torch.is_tensor(values[name]):
+                if self.world > 1:
+                    dist.all_reduce(values[name])
+                values[name] = values[name].item()
+        if self.rank == 0:
+            seconds = time.perf_counter() - self.began[1]
+            with open(self.out / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, **values, "seconds": round(seconds, 3)}) + "\n")
+            pace, done = seconds / (step - self.began[0]), 16 * step // total
+            left, speed = round(pace * (total - step)), self.args.batch_size / pace
+            line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  "
+                    f"lr {values['lr']:.1e}  {speed:,.0f} rows/s  left {left // 60}:{left % 60:02}")
+            for score in (values[name] for name in ("dev_spearman", "dev_knn") if name in values):
+                line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
+            bar = sys.stdout.isatty() and "best" not in values
+            print(clear_bar(sys.stdout) + line, end="" if bar else "\n", flush=True)
+
+    def save_state(self):
+        """All that the next step depends on, the random numbers of every rank included: written aside, then
+        renamed."""
+        cuda = self.device.type == "cuda"
+        random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * self.world
+        if self.world > 1:
+            dist.all_gather_object(random, random[0])
+        if self.rank == 0:
+            weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+            state = dict(progress=self.progress, random=random, model=weights, optimizer=optimizer)
+            with open(self.out / "state.tmp", "wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())  # whole on the disk before it takes the old one's place
+            os.replace(self.out / "state.tmp", self.out / "state.pt")
+
+    def load_state(self):
+        """Continues from state.pt; metrics of later steps are dropped, other flags than it had refused."""
+        try:
+            was, now = json.loads((self.out / "args.json").read_text()), self.flags()
+            state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
+            changed = [name for name in was if now.get(name) != was[name]]
+            if not changed:
+                for file in self.out.rglob("*.safetensors"):   # would be missed at the end only
+                    load_file(file)
+                self.model.load_state_dict(state["model"])
+                self.optimizer.load_state_dict(state["optimizer"])
+                torch.set_rng_state(state["random"][self.rank][0].cpu())
+                if self.device.type == "cuda":
+                    torch.cuda.set_rng_state(state["random"][self.rank][1].cpu())
+                self.progress, last = state["progress"], state["progress"]["step"]
+                rows = [row for row in open(self.out / "metrics.jsonl") if row.endswith("\n")]
+                rows = [row for row in rows if json.loads(row)["step"] <= last]
+        except Exception as error:                             # a damaged file has many ways to fail
+            fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
+                 f"({type(error).__name__})")
+        for name in changed[:1]:
+            what = "the content of --data, by its checksum," if name == "fingerprint" else name
+            fail(f"--resume: {what} was {was[name]} in {self.out}, now it is {now.get(name)}")
+        self.step = last
+        if self.rank == 0:
+            (self.out / "metrics.jsonl").write_text("".join(rows))
+
+
+@contextlib.contextmanager
+def new_files(run):
+    """A folder to write into; when the block ends its files are renamed into --out, each at once whole."""
+    aside = run.out / ".saving"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    yield aside
+    for file in [path for path in aside.rglob("*") if path.is_file()]:
+        target = run.out / file.relative_to(aside)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(file, target)
+    shutil.rmtree(aside)
+
+
+def model_card(run, kind, tags, text, load):
+    """README.md of a folder. kind: of the hub's pipelines; tags: the libraries that read it, the first above
+    all."""
+    best = run.progress["best"].items()
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
+    return f"""---
+library_name: {tags[0]}
+pipeline_tag: {kind}
+tags: [{", ".join(tags)}]
+---
+# {run.out.name}
+
+{text}
+Trained by {run.script.name} from {run.args.model} on {Path(run.args.data).name}: {scores}.
+Every setting is in args.json, the course of the training in metrics.jsonl.
+
+    {load}
+"""
+
+
+def fingerprint(path):
+    """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its
+    names and sizes."""
+    digest, size = hashlib.sha1(), path.stat().st_size
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        digest.update("".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode())
+    else:
+        digest.update(str(size).encode())
+        with open(path, "rb") as file:
+            for place in range(0, size, max(2**16, size // 256)):
+                file.seek(place)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()
+
+
+def peak_gb(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:                                        # Windows
+        return math.nan
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
