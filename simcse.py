@@ -34,7 +34,7 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import gather_rows, own_rows, similarity_lse
 from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.encoders import POOLINGS, SentenceEncoder, describe_model, load_encoder, new_linear
+from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
@@ -104,7 +104,7 @@ def build_model(args, run):
     loaded, tokenizer = load_encoder(args.model, texts_of(args.data), auto)
     encoder, config, head = loaded.base_model, loaded.config, None
     if args.pooling == "cls":
-        head = new_linear(config.hidden_size, config.hidden_size, config.initializer_range)
+        head = begin_linear(torch.nn.Linear(config.hidden_size, config.hidden_size), config.initializer_range)
     model = SentenceEncoder(encoder, tokenizer, run, args.pooling, head, keep_head=args.head == "keep")
     model.lm = free_decoder(loaded) if args.mlm_weight else None
     say("model", describe_model(model, args))

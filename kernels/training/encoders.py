@@ -78,11 +78,10 @@ def longest_input(model, tokenizer):
     return min(tokenizer.model_max_length, positions - reserved if positions > 0 else math.inf)
 
 
-def new_linear(inside, outside, std, bias=True):
-    """A linear layer as BERT begins its own."""
-    linear = torch.nn.Linear(inside, outside, bias=bias)
+def begin_linear(linear, std):
+    """The linear layer, drawn as BERT draws its own."""
     torch.nn.init.normal_(linear.weight, std=std)
-    if bias:
+    if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
     return linear
 
@@ -94,15 +93,15 @@ class SentenceEncoder(torch.nn.Module):
     pooling      one of POOLINGS: the first token (cls: with the head), or the mean over tokens of the last
                  layer, of the last two, or of the first and the last
     head         None, or what is behind the pooling in training; keep_head: and after it
-    chunk_size   rows embedded at a time; the gradients are those of the whole batch
+    flag         that named it; only --model, which is trained, has to read --max-length tokens
     """
 
-    def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
+    def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False, flag="--model"):
         super().__init__()
-        args = run.args
+        args, name = run.args, getattr(run.args, flag.removeprefix("--"))
         if not hasattr(encoder, "embeddings"):
             kind = type(encoder).__name__
-            fail(f"--model {args.model}: {kind} is no encoder like BERT, RoBERTa or DistilBERT")
+            fail(f"{flag} {name}: {kind} is no encoder like BERT, RoBERTa or DistilBERT")
         self.has_pooler = hasattr(encoder, "pooler")           # BERT, RoBERTa: save can write the head there
         encoder.pooler = None
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
@@ -110,8 +109,8 @@ class SentenceEncoder(torch.nn.Module):
         self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(args, "chunk_size", None)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
         self.longest = longest_input(encoder, tokenizer)
-        if args.max_length > self.longest:
-            fail(f"--max-length {args.max_length}: {args.model} reads at most {self.longest} tokens")
+        if flag == "--model" and args.max_length > self.longest:
+            fail(f"--max-length {args.max_length}: {name} reads at most {self.longest} tokens")
 
     def batch(self, *views):
         """[(places (n,), ids (n, L), mask (n, L))] of lists of token ids: one view behind the other, in
@@ -128,7 +127,7 @@ class SentenceEncoder(torch.nn.Module):
 
     def forward(self, batch):
         """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
-        z = embed_in_chunks(lambda group: self.pool(*group[1:]), batch, self if self.chunk_size else None)
+        z = embed_in_chunks(lambda group: self.pool(*group[1:]), batch, self.encoder if self.chunk_size else None)
         return in_order(z, batch)
 
     def pool(self, ids, mask):

@@ -75,7 +75,7 @@ def masked_lm_loss(model, batch, impl="auto"):
             mean = decoder_loss(states.float(), model.lm.get_output_embeddings(), ids[chosen], impl=impl)
         return torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
 
-    loss, tokens = embed_in_chunks(total, batch, model if model.chunk_size else None).sum(0)
+    loss, tokens = embed_in_chunks(total, batch, model.lm if model.chunk_size else None).sum(0)
     tokens = tokens.detach()
     if dist.is_initialized():
         dist.all_reduce(tokens)
