@@ -72,16 +72,14 @@ def make_parser():
     add("--synonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.4 (paper), code 0.5")
     add("--antonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.2 (paper), code 0.5")
     add("--save-triples", help="a .csv to write the texts to; --data reads it")
-    add("--held-out", type=at_least(0, int),
-        help="rows, the last of --data, to evaluate on; default a 20th, at most 1000")
-    add("--warmup-steps", type=at_least(0, int),
-        help="default a 60th of all: 500 of 30000 (paper), code a 100th, scratch a 10th")
+    add("--held-out", type=at_least(0, int), help="last rows, to evaluate on; default a 20th, at most 1000")
+    add("--warmup-steps", type=at_least(0, int), help="default a 60th (paper), code a 100th, scratch a 10th")
     common("--data")
     common("--model", "roberta-base")
     common("--out", "out/cline")
     common("--batch-size", said="256 (paper), code 128, scratch 32")
-    common("--epochs", said="30000 steps (paper), code 1000000, scratch 300")
-    common("--steps", said="by --epochs")
+    common("--epochs", said="by --steps")
+    common("--steps", said="30000 (paper), code 1000000, scratch 300, or by --epochs")
     common("--lr", said="1e-4 (paper), scratch 2e-3, rising, then falling linearly to 0")
     common("--max-length", said="512 (paper), code 256")
     common("--seed", 42)
@@ -124,10 +122,9 @@ def load_data(path, args):
     if not args.wordnet:
         fail(f"{path} holds texts, which want --wordnet, a WordNet folder: "
              "Debian's package wordnet-base has /usr/share/wordnet")
-    if save_to:
-        taken = save_to.exists() and not args.resume
-        if save_to.suffix != ".csv" or not save_to.absolute().parent.is_dir() or taken:
-            fail(f"--save-triples {save_to}: wanted a .csv that does not exist, in a folder that does")
+    taken = save_to and save_to.exists() and not args.resume
+    if save_to and (taken or save_to.suffix != ".csv" or not save_to.absolute().parent.is_dir()):
+        fail(f"--save-triples {save_to}: wanted a .csv that does not exist, in a folder that does")
     return [cells[0] for _, cells in table], WordNet(args.wordnet)
 
 
@@ -216,8 +213,7 @@ def token_labels(text, words, encoding, replaced, args):
     letters = np.full(len(text) + 1, -100 if args.form == "code" else 0, np.int8)
     for start, end, code in words:
         letters[start:end] = replaced if code else 0
-    # some tokens begin with a space
-    starts = [end - len(text[start:end].lstrip()) for start, end in encoding.offsets]
+    starts = [end - len(text[start:end].lstrip()) for start, end in encoding.offsets]      # of some a space
     return np.where(encoding.special_tokens_mask, -100, letters[starts]).astype(np.int8)
 
 
@@ -266,11 +262,11 @@ def build_model(args, run):
     if tokenizer.mask_token_id is None:
         fail(f"--model {args.model}: its tokenizer has no mask; wanted a masked language model like BERT")
     model = SentenceEncoder(lm.base_model, tokenizer, run, args.pooling)
-    model.lm, size = lm, lm.config.hidden_size
-    if args.form == "code":
+    model.lm, size, code = lm, lm.config.hidden_size, args.form == "code"
+    if code:
         model.head, model.keep_head = torch.nn.Linear(size, size), True
     model.rtd = torch.nn.Linear(size, 1, bias=False)
-    if args.form == "code":
+    if code:
         linear, norm = torch.nn.Linear(size, size), torch.nn.LayerNorm(size)
         model.rtd = torch.nn.Sequential(linear, torch.nn.GELU(), norm, torch.nn.Linear(size, 3))
     for part in (*model.rtd.modules(), model.head):

@@ -16,8 +16,8 @@ batch link to is no negative of theirs. E and W are dropped after training.
 Data: .json .jsonl .csv .tsv, one row a link, with columns named as in the released dataset or else:
     text (sentence), positive_entity (entity)    both are needed
     negative_entity                              hard negatives to draw from: a JSON list, or parted by |
-    entity_type, page (article, origin_entity)   or the entity's types, parted by |, and the page that links to
-                                                 it; without, the text is the page
+    entity_type, page (article, origin_entity)   or the entity's types, parted by |, and the page that links
+                                                 to it; without, the text is the page
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -53,7 +53,7 @@ from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs
+from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401: theirs from here too
 from kernels.training.tables import read_table, texts_of
 from kernels.training.tokens import tokenise_table
 
@@ -79,7 +79,7 @@ def make_parser():
     add("--micro-batch", type=at_least(1, int),
         help="rows that are each other's negatives; default all, with --form code 8")
     add("--pooling", choices=POOLINGS, help="what is a sentence's embedding; default cls, scratch avg")
-    add("--warmup-steps", type=at_least(0, int), help="of a rising rate; default 500 (paper), scratch 5")
+    common("--warmup-steps", said="500 (paper), scratch 5")
     common("--data")
     common("--dev")
     common("--test")

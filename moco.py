@@ -1,131 +1,136 @@
-"""MoCo: Momentum Contrast for Unsupervised Visual Representation Learning. He, Fan, Wu, Xie, Girshick, CVPR 2020,
-arXiv 1911.05722; v2: Improved Baselines with Momentum Contrastive Learning. Chen, Fan, Girshick, He, arXiv 2003.04297.
+r"""MoCo: Momentum Contrast for Unsupervised Visual Representation Learning. He, Fan, Wu, Xie, Girshick, CVPR
+2020, arXiv 1911.05722; v2: Improved Baselines with Momentum Contrastive Learning. Chen, Fan, Girshick, He,
+arXiv 2003.04297.
 
-Two random views of every picture: one is encoded as a query q, the other, by a slowly following copy of the encoder, as its
-key k. The query is pulled to its key and pushed from a queue of the keys of earlier batches. Keys get no gradient; the copy's
-weights are a running mean of the encoder's, θ_k ← m θ_k + (1 − m) θ_q. With unit q, k and queue n_1 ... n_K,
+Two random views of every picture: one is encoded as a query q, the other, by a slowly following copy of the
+encoder, as its key k. The query is pulled to its key and pushed from a queue of the keys of earlier batches.
+Keys get no gradient; the copy's weights are a running mean of the encoder's, θ_k ← m θ_k + (1 − m) θ_q. With
+unit q, k and queue n_1 ... n_K,
 
     L = mean over queries of −log( exp(q·k / τ) / ( exp(q·k / τ) + Σ_j exp(q·n_j / τ) ) )
 
-Batch norms see --bn-splits parts of the batch apart, and keys in another order than queries: shared statistics would give a
-key away. The loss rises at first, while the queue fills with real keys.
+Batch norms see --bn-splits parts of the batch apart, and keys in another order than queries: shared
+statistics would give a key away. The loss rises at first, while the queue fills with real keys.
 
-Data: a folder of pictures of one size (sub-folders are labels), CIFAR-10's python batches (a folder), .npz (images, labels,
-test_images, test_labels; uint8, N x H x W x 3) or .npy (images). Labels are for evaluation alone.
+Data: a folder of pictures of one size (sub-folders are labels), CIFAR-10's python batches (a folder), .npz
+(images, labels, test_images, test_labels; uint8, N x H x W x 3) or .npy (images). Labels are for evaluation
+alone.
 
     python moco.py --data imagenet-224 --out out/moco
     python moco.py --data imagenet-224 --v1 --out out/moco-v1
-    python moco.py --data cifar-10-batches-py --head-layers 1 --temperature 0.1 --batch-size 512 --symmetric --out out/demo
+    python moco.py --data cifar-10-batches-py --model resnet-18 --head-layers 1 --temperature 0.1 \
+        --batch-size 512 --symmetric --out out/demo
 
-Expected: the third (the authors' CIFAR-10 demo, ResNet-18, 200 epochs): 85.3 % kNN, without --symmetric 82.6 %. ImageNet,
-ResNet-50, 200 epochs, linear: v1 60.6 %, v2 67.7 %.
+Expected, of the three commands; what they leave out is as it was in these runs:
+    67.7 % linear   v2, ImageNet, ResNet-50, 200 epochs; theirs are crops of whole photographs
+    60.6 % linear   v1, the same
+    85.3 % kNN      the authors' CIFAR-10 demo, ResNet-18, 200 epochs; without --symmetric 82.6 %. Its kNN
+                    compares the head's output, here the encoder's features; a part of its batch norms is
+                    every n-th picture, here pictures in a row; its epochs count from 1 in the cosine
 
-Departures from the released code: one GPU does; the blur is a plain Gaussian instead of Pillow's three boxes; kNN compares the
-encoder's features instead of the head's output. The copy follows before the next keys are encoded, as there; that is the
-paper's order too. The learning rate falls once an epoch, as there.
+Departures from the released code: one GPU does; the blur is a plain Gaussian instead of Pillow's three boxes.
+The copy follows before the next keys are encoded, and the learning rate falls once an epoch, as there.
 """
-import argparse, copy, datetime, functools, hashlib, inspect, json, logging, math, os, pickle, re, shutil, signal, sys, time
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
+import copy
+import math
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, ResNetConfig, ResNetModel
 
-from kernels import choose_impl, embed_in_chunks, gather_rows, own_rows, queue_loss, similarity_lse, similarity_topk
+from kernels import gather_rows, own_rows, queue_loss
+from kernels.training.command import Flags, at_least, command, fail, fill, say
+from kernels.training.images import knn_accuracy  # noqa: F401 - for those who call it from here
+from kernels.training.images import PictureEncoder, Pictures, load_encoder, train_probe
+from kernels.training.loop import epoch_steps, set_lr, sum_gradients
+from kernels.training.run import Run
+from kernels.training.views import shift_hue  # noqa: F401 - for those who call it from here
+from kernels.training.views import blur, coin, crop_and_flip, from_bytes, grey, jitter, linear, uniform
 
-# ── flags ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error, add = fail, parser.add_argument
-    add("--v1", action="store_true", help="MoCo v1: linear head, τ 0.07, other colours, no blur, a rate falling in steps")
-    add("--queue", type=at_least(1, int), help="K, keys that wait as negatives; default 65536, pictures up to 32 px 4096 (paper, demo)")
-    add("--momentum", type=at_least(0), help="m, of the key encoder; default 0.999, pictures up to 32 px 0.99 (paper, demo)")
-    add("--symmetric", action="store_true", help="every view is query and key once; the sum of both losses (demo)")
-    add("--bn-splits", type=at_least(1, int), default=8, help="parts of a batch with statistics of their own, over all GPUs; default 8 (paper)")
+    parser = Flags(__doc__)
+    add, common = parser.add_argument, parser.common
+    add("--v1", action="store_true", help="linear head, τ 0.07, other colours, no blur, rate in steps")
+    add("--queue", type=at_least(1, int),
+        help="K, keys that wait as negatives; default 65536, pictures up to 32 px 4096 (paper, demo)")
+    add("--momentum", type=at_least(0),
+        help="m, of the key encoder; default 0.999, pictures up to 32 px 0.99 (paper, demo)")
+    add("--symmetric", action="store_true", help="a view is query and key once; both losses add up (demo)")
+    add("--bn-splits", type=at_least(1, int), default=8,
+        help="parts of a batch with statistics of their own, over all GPUs; default 8 (paper)")
     add("--head-layers", type=int, choices=(1, 2), help="of the projection head; default 2, with --v1 1")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
-    add("--crop", type=at_least(0), help="least share of a picture that a view shows; default 0.2, pictures up to 32 px 0.08 (paper, demo)")
-    add("--blur", type=at_least(0), help="share of blurred views; default 0.5, with --v1 and up to 32 px 0 (paper, demo)")
+    add("--crop", type=at_least(0),
+        help="least share of a picture that a view shows; default 0.2, up to 32 px 0.08 (paper, demo)")
+    add("--blur", type=at_least(0),
+        help="share of blurred views; default 0.5, with --v1 and up to 32 px 0 (paper, demo)")
     add("--weight-decay", type=at_least(0), help="default 1e-4, pictures up to 32 px 5e-4 (paper, demo)")
-    add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe at the end; default 100, 0: none")
-    add("--data", required=True, help="training data; see above")
-    add("--dev", help="labelled pictures to evaluate on, where --data holds no test set of its own")
-    add("--model", default="resnet-50", help="hub name, local folder, or from scratch; default resnet-50, from scratch as resnet-small, -18, -34")
-    add("--out", default="out/moco", help="folder to write; default out/moco")
-    add("--batch-size", type=at_least(1, int), default=256, help="over all GPUs; default 256 pictures (paper)")
-    add("--chunk-size", type=at_least(1, int), help="rows embedded at a time, with the whole batch's gradients; default the batch")
-    add("--epochs", type=at_least(1, int), default=200, help="default 200 (paper)")
-    add("--steps", type=at_least(1, int), help="length of the training in steps instead of epochs")
-    add("--lr", type=at_least(0), default=0.03, help="learning rate; default 0.03, times batch / 256 (paper)")
-    add("--temperature", type=at_least(1e-4), help="τ; default 0.2, with --v1 0.07 (paper)")
-    add("--seed", type=at_least(0, int), default=42, help="default 42")
-    add("--eval-every", type=at_least(1, int), default=1000, help="steps between evaluations; default 1000")
-    add("--resume", action="store_true", help="continue the run in --out from its last evaluation, with the same flags")
-    add("--impl", default="auto", choices=("auto", "triton", "blockwise", "eager"), help="kernels; default auto")
-    add("--precision", choices=["bf16", "fp32"], help="of the encoder, by default bf16 on a GPU and fp32 on a CPU; newer CPUs are fast in bf16")
+    add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
+    common("--data")
+    common("--dev", said="the test set in --data")
+    common("--model", "resnet-50", "resnet-50; from scratch as resnet-small, -18, -34")
+    common("--out", "out/moco")
+    common("--batch-size", 256, "256 (paper)")
+    common("--chunk-size", said="the batch")
+    common("--epochs", 200, "200 (paper)")
+    common("--steps", said="by --epochs")
+    common("--lr", 0.03, "0.03, times batch / 256 (paper)")
+    common("--temperature", said="0.2, with --v1 0.07 (paper)")
+    common("--seed", 42)
+    common("--eval-every", 1000)
+    common("--resume")
+    common("--impl", "auto")
+    common("--precision")
     return parser
 
 
-# ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What a flag is where it was not given: by the size of the pictures (the authors' demo, the paper) and
+# version.
+SMALL = dict(queue=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
+LARGE = dict(queue=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
+V1, V2 = dict(head_layers=1, temperature=0.07, blur=0.0), dict(head_layers=2, temperature=0.2)
+
+# ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
-    """(train, test): (images uint8 (N, H, W, 3), labels int64 (N,) or None) each; test is None where there is none."""
-    train, test = read_pictures(path)
-    if args.dev:
-        test, _ = read_pictures(args.dev)
-    args.size = size = train[0].shape[1]
-    small = size <= 32
-    for name, value in dict(queue=4096 if small else 65536, momentum=0.99 if small else 0.999, head_layers=1 if args.v1 else 2,
-                            crop=0.08 if small else 0.2, blur=0.0 if small or args.v1 else 0.5, weight_decay=5e-4 if small else 1e-4,
-                            temperature=0.07 if args.v1 else 0.2).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.batch_size > len(train[0]):
-        fail(f"{path}: {len(train[0])} pictures, wanted at least --batch-size, which is {args.batch_size}")
-    keys = args.batch_size * (2 if args.symmetric else 1)
+    """The Pictures to train on and to be judged by; fills the flags that their size and --v1 decide."""
+    pictures, batch = Pictures(args), args.batch_size
+    fill(args, (SMALL if pictures.small else LARGE) | (V1 if args.v1 else V2))
+    keys = batch * (2 if args.symmetric else 1)
     if args.queue % keys:
-        fail(f"--queue {args.queue} is no multiple of the {keys} keys of a step; try {max(1, args.queue // keys) * keys}")
-    if args.chunk_size and args.chunk_size % (args.batch_size // args.bn_splits):
-        fail(f"--chunk-size {args.chunk_size}: wanted a multiple of {args.batch_size // args.bn_splits}, --batch-size / --bn-splits")
+        multiple = max(1, args.queue // keys) * keys
+        fail(f"--queue {args.queue} is no multiple of the {keys} keys of a step; try {multiple}")
+    if batch % args.bn_splits:
+        fail(f"--bn-splits {args.bn_splits} does not divide --batch-size, which is {batch}")
+    part = batch // args.bn_splits
+    if args.chunk_size and args.chunk_size % part:
+        fail(f"--chunk-size {args.chunk_size}: wanted a multiple of {part}, --batch-size / --bn-splits")
     if args.momentum > 1:
         fail(f"--momentum {args.momentum}: wanted a share from 0 to 1")
-    if args.batch_size % args.bn_splits:
-        fail(f"--bn-splits {args.bn_splits} does not divide --batch-size, which is {args.batch_size}")
-    if test is not None and test[0].shape[1:] != train[0].shape[1:]:
-        fail(f"{args.dev or path}: test pictures are {test[0].shape[2]} x {test[0].shape[1]}, the others {train[0].shape[2]} x {size}")
-    labelled = train[1] is not None and test is not None and test[1] is not None
-    what = f"{train[1].max() + 1} classes, {len(test[0]):,} test pictures" if labelled else "no labelled test set: no evaluation"
-    say(Path(__file__).stem, f"{'v1' if args.v1 else 'v2'}: {len(train[0]):,} pictures of {train[0].shape[2]} x {size} from {path}, {what}")
-    if args.queue > len(train[0]):
-        say("note", f"--queue {args.queue:,} is more than the pictures: old keys of a picture itself are among its negatives")
-    return train, test if labelled else None
+    say("moco", f"{'v1' if args.v1 else 'v2'}: {pictures.describe()}")
+    if args.queue > len(pictures):
+        say("note", f"--queue {args.queue:,} is more than the pictures: "
+                    "old keys of a picture itself are among its negatives")
+    return pictures
 
 
-def make_batch(rows, model, args):
-    """(queries, keys): lists of one view of each of n pictures, (n, 3, S, S) float32 in [0, 1] on the device; with --symmetric two."""
-    pictures = model.pictures[torch.tensor(rows, device=model.pictures.device)].to(model.device)
-    x1, x2 = augment(torch.cat([pictures, pictures]), args).chunk(2)
+def make_batch(rows, pictures, args):
+    """(queries, keys) of this rank's n pictures of a global batch: a list each, of one view of every picture,
+    (n, 3, S, S) float32 from 0 to 1; with --symmetric of two."""
+    own = pictures.take(rows[own_rows(len(rows))])
+    x1, x2 = augment(torch.cat([own, own]), args).chunk(2)
     return ([x2, x1], [x1, x2]) if args.symmetric else ([x1], [x2])
 
 
 def augment(pictures, args):
-    """Views of pictures (n, H, W, 3) uint8, as (n, 3, H, W) float32 in [0, 1]: crop, flip, colours, grey, blur (v2), or grey before
-    stronger colours (v1). Boxes are drawn and resized as torchvision does.
-
-    Every picture has its own draw of every parameter.
-    """
-    x = pictures.permute(0, 3, 1, 2).float() / 255
-    x = crop_and_flip(x, args.crop, uniform(math.log(3 / 4), math.log(4 / 3), (len(x), 10), x).exp(), linear)
+    """Views (n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8: crop, flip, colours, grey, blur;
+    v1 greys before its stronger colours, and has no blur."""
+    x = crop_as_torchvision(from_bytes(pictures), args.crop)
     if args.v1:
         x = torch.where(coin(0.2, x), grey(x), x)
         return jitter(x, 0.4, 0.4, 1)
@@ -134,194 +139,87 @@ def augment(pictures, args):
     return torch.where(coin(args.blur, x), blur(x), x) if args.blur else x
 
 
-def uniform(low, high, shape, like):
-    return low + (high - low) * torch.rand(shape, device=like.device)
+def crop_as_torchvision(x, least):
+    """Boxes are drawn and resized as torchvision does."""
+    aspects = uniform(math.log(3 / 4), math.log(4 / 3), (len(x), 10), x).exp()
+    return crop_and_flip(x, least, aspects, linear)
 
 
-def coin(p, like):
-    """(n, 1, 1, 1) bool for the n pictures of like, true with probability p."""
-    return uniform(0, 1, (len(like), 1, 1, 1), like) < p
+# CIFAR-10's and ImageNet's mean and standard deviation of each channel
+CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def crop_and_flip(x, least, aspects, resize):
-    """A box of at least `least` of the area, resized to all of the picture; half are flipped. aspects (n, tries): the box is that
-    many times as wide for its height as the picture; the first that fits is taken, else all of it."""
-    n, _, height, width = x.shape
-    area, ratio = uniform(least, 1, aspects.shape, x), aspects * width / height
-    h = (area * height * width / ratio).sqrt().round().clamp(min=1)
-    w = (h * ratio).round().clamp(min=1)
-    fits = (h <= height) & (w <= width)
-    try_ = fits.int().argmax(1, keepdim=True)
-    h, w = (torch.where(fits.any(1), side.gather(1, try_)[:, 0], whole) for side, whole in ((h, height), (w, width)))
-    top = (uniform(0, 1, (n,), x) * (height - h + 1)).floor()
-    left = (uniform(0, 1, (n,), x) * (width - w + 1)).floor()
-    rows, columns = resize(top, h, height, x), resize(left, w, width, x)
-    columns = torch.where(coin(0.5, x)[:, 0], columns.flip(1), columns)
-    return (rows[:, None] @ x @ columns.mT[:, None]).clamp(0, 1)
+def build_model(args, pictures, run):
+    """The query encoder and its projection head, their copies for keys, and the queue."""
+    if args.bn_splits % run.world:
+        fail(f"--bn-splits {args.bn_splits} cannot be shared evenly by {run.world} processes")
+    encoder = load_encoder(args.model, pictures.small)
+    width = encoder.config.hidden_sizes[-1]
+    hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
+    head = nn.Sequential(*hidden, nn.Linear(width, args.width))
+    split_norms(encoder, args.batch_size // args.bn_splits)
+    model = PictureEncoder(encoder, head, run, *(CIFAR if pictures.small else IMAGENET))
+    model.key = copy.deepcopy(model).requires_grad_(False)
+    model.register_buffer("queue", F.normalize(torch.randn(args.queue, args.width), dim=1))
+    size = sum(p.numel() for p in encoder.parameters()) / 1e6
+    say("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
+                 f"queue of {args.queue:,}")
+    return model.to(run.device, memory_format=torch.channels_last)
 
 
-def linear(first, length, size, x):
-    """(n, size, size): the matrix that resizes pixels [first, first + length) to size linearly, edges repeated."""
-    at = torch.arange(size, device=x.device)
-    centre = (at[:, None] + 0.5) * (length / size)[:, None, None] - 0.5 + first[:, None, None]        # of each new pixel
-    inside = (at >= first[:, None]) & (at < (first + length)[:, None])
-    weight = (1 - (at - centre).abs()).clamp(min=0) * inside[:, None]
-    return weight / weight.sum(2, keepdim=True)
-
-
-def jitter(x, colour, hue, share):
-    """Brightness, contrast and saturation by up to `colour`, hue by up to `hue` circles, in random order, for a share of the pictures."""
-    n = len(x)
-    order = uniform(0, 1, (n, 4), x).argsort(1)
-    on = coin(share, x)
-    factors = [uniform(max(0, 1 - colour), 1 + colour, (n, 1, 1, 1), x) for _ in range(3)]
-    shift = uniform(-hue, hue, (n, 1, 1), x)
-    for place in range(4):
-        now = [(order[:, place] == which).view(n, 1, 1, 1) & on for which in range(4)]
-        x = torch.where(now[0], x * factors[0], x)
-        luma = grey(x)
-        mean = luma.mean((2, 3), keepdim=True)
-        x = torch.where(now[1], mean + (x - mean) * factors[1], torch.where(now[2], luma + (x - luma) * factors[2], x))
-        x = torch.where(now[3], shift_hue(x, shift), x)
-        x = x.clamp(0, 1)
-    return x
-
-
-def grey(x):
-    """(n, 3, H, W): luma in all three channels (ITU-R 601)."""
-    return (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True).expand_as(x)
-
-
-def shift_hue(x, shift):
-    """Colours of (n, 3, H, W) turned by shift (n, 1, 1), in full circles; value and saturation stay."""
-    red, green, blue = x.unbind(1)
-    value, least = x.amax(1), x.amin(1)
-    chroma = value - least
-    scale = torch.where(chroma > 0, 1 / chroma.clamp(min=1e-12), 0.0)
-    hue = torch.where(value == red, (green - blue) * scale, torch.where(value == green, 2 + (blue - red) * scale, 4 + (red - green) * scale))
-    hue = (hue / 6 + shift) % 1 * 6
-    tooth = lambda n: value - chroma * torch.minimum((hue + n) % 6, 4 - (hue + n) % 6).clamp(0, 1)
-    return torch.stack([tooth(5), tooth(3), tooth(1)], 1)
-
-
-def blur(x):
-    """Gaussian blur with sigma from 0.1 to 2, a kernel of a tenth of the height; zeros around the picture."""
-    radius = max(1, x.shape[2] // 20)
-    at = torch.arange(-radius, radius + 1, device=x.device)
-    kernel = (-at ** 2 / (2 * uniform(0.1, 2, (len(x), 1), x) ** 2)).exp()
-    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)[:, None]                         # (3n, 1, taps)
-    flat = x.reshape(1, -1, *x.shape[2:])
-    flat = F.conv2d(flat, kernel[:, :, :, None], padding=(radius, 0), groups=flat.shape[1])
-    return F.conv2d(flat, kernel[:, :, None, :], padding=(0, radius), groups=flat.shape[1]).view_as(x)
-
-
-# ── model ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class SmallPictureResNet(ResNetModel):
-    """transformers' ResNet with the papers' stem for pictures of 32 pixels: a 3 x 3 convolution of stride 1, no pooling."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embedder.embedder.convolution = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
-        self.embedder.pooler = nn.Identity()
-        self.post_init()
-
-
-RESNETS = {"resnet-small": dict(embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1], layer_type="basic"),
-           "resnet-18": dict(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic"),
-           "resnet-34": dict(hidden_sizes=[64, 128, 256, 512], depths=[3, 4, 6, 3], layer_type="basic"),
-           "resnet-50": dict(hidden_sizes=[256, 512, 1024, 2048], depths=[3, 4, 6, 3], layer_type="bottleneck")}
+# ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """A batch norm that sees every `rows` pictures in a row apart, each part with its own mean and variance, like as many GPUs
-    without synchronisation; the running ones are means over the parts (the authors' demo, which takes every n-th picture)."""
+    """A batch norm that sees every `rows` pictures in a row apart, as a GPU without synchronisation does; the
+    running mean and variance are means over these parts (demo)."""
 
     def forward(self, x):
         if not self.training or len(x) <= self.rows:
             return super().forward(x)
-        parts = x.split(self.rows)
-        running = [(self.running_mean.clone(), self.running_var.clone()) for _ in parts]
-        parts = [F.batch_norm(part, *stats, self.weight, self.bias, True, self.momentum, self.eps) for part, stats in zip(parts, running)]
+        running, parts = [], []
+        for part in x.split(self.rows):
+            mean, var = self.running_mean.clone(), self.running_var.clone()
+            parts.append(F.batch_norm(part, mean, var, self.weight, self.bias, True, self.momentum, self.eps))
+            running.append((mean, var))
         for mine, stats in zip((self.running_mean, self.running_var), zip(*running)):
             mine.copy_(torch.stack(stats).mean(0))
         self.num_batches_tracked += 1
         return torch.cat(parts)
 
 
-def build_model(args):
-    """The query encoder, its projection head, their copies for keys, and the queue; all but the encoder are for training alone."""
-    model = nn.Module()
-    model.device, model.bf16 = torch.device(args.device), args.precision == "bf16"
-    mean, std = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)) if args.size <= 32 else ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    model.mean, model.std = (torch.tensor(x, device=args.device)[:, None, None] for x in (mean, std))     # CIFAR-10's and ImageNet's
-    model.encoder = load_encoder(args)
-    width = model.encoder.config.hidden_sizes[-1]
-    hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
-    model.head = nn.Sequential(*hidden, nn.Linear(width, args.width))
-    if args.bn_splits % args.world:
-        fail(f"--bn-splits {args.bn_splits} cannot be shared evenly by {args.world} processes")
-    for module in list(model.encoder.modules()):
+def split_norms(encoder, rows):
+    """Puts a SplitBatchNorm into the place of each batch norm."""
+    for module in list(encoder.modules()):
         for name, norm in module.named_children():
             if isinstance(norm, nn.BatchNorm2d):
                 split = SplitBatchNorm(norm.num_features, norm.eps, norm.momentum)
-                split.rows = args.batch_size // args.bn_splits
+                split.rows = rows
                 split.load_state_dict(norm.state_dict())
                 setattr(module, name, split)
-    model.key = copy.deepcopy(model).requires_grad_(False)
-    model.register_buffer("queue", F.normalize(torch.randn(args.queue, args.width), dim=1))
-    return model.to(model.device, memory_format=torch.channels_last)
-
-
-def load_encoder(args):
-    """A random ResNet, with the small stem for small pictures, or the one of a folder or a hub name."""
-    if args.model in RESNETS:
-        config = ResNetConfig(**RESNETS[args.model])
-        return (SmallPictureResNet if args.size <= 32 else ResNetModel)(config)
-    local = Path(args.model).is_dir()
-    try:
-        if local and "auto_map" in json.loads((Path(args.model) / "config.json").read_text()):
-            return SmallPictureResNet.from_pretrained(args.model)
-        encoder = AutoModel.from_pretrained(args.model, dtype=torch.float32)
-    except Exception as error:                                 # whatever the network or a damaged file makes of it
-        if local:
-            fail(f"--model {args.model}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
-        fail(f"--model {args.model}: no such folder, and the hub does not give it; name a local folder, or take resnet-18")
-    if not hasattr(encoder.config, "hidden_sizes"):
-        fail(f"--model {args.model}: {type(encoder).__name__} is no image encoder like ResNet")
-    return encoder
-
-
-def embed(model, pictures):
-    """(n, H) float32 features of pictures (n, 3, S, S) from 0 to 1: the encoder's pooled output, before the head."""
-    pictures = ((pictures - model.mean) / model.std).contiguous(memory_format=torch.channels_last)
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-        return model.encoder(pictures).pooler_output.flatten(1).float()
-
-
-# ── the paper ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
-def encode_keys(model, views, args):
-    """(n, D) unit keys of the views (n, 3, S, S) of all ranks, whose pictures meet in other parts than those of the queries."""
-    views = gather_rows(views, args.rows)
-    order = torch.randperm(len(views), device=views.device)
-    if args.world > 1:
+def encode_keys(model, views, rows):
+    """(rows, D) unit keys of all ranks' views (n, 3, S, S), which meet in other parts than the queries do."""
+    views = gather_rows(views, rows)
+    order = torch.randperm(rows, device=views.device)
+    if dist.is_initialized():
         dist.broadcast(order, 0)
-    mine = views[order[own_rows(args.rows)]]
-    keys = gather_rows(F.normalize(model.key.head(embed(model.key, mine)).float(), dim=1), args.rows)
+    mine = model.key.features(views[order[own_rows(rows)]])
+    keys = gather_rows(F.normalize(model.key.head(mine).float(), dim=1), rows)
     return keys[order.argsort()]
 
 
-def compute_loss(model, batch, args):
-    """The loss of a batch (queries, keys): lists of views (n, 3, S, S) of this rank, and of keys (n · world, D) of all."""
-    loss = 0
-    for views, keys in zip(*batch):
-        chunks = views.split(args.chunk_size or len(views))    # of whole parts: only running statistics notice
-        q = embed_in_chunks(lambda x: model.head(embed(model, x)).float(), chunks, model if args.chunk_size else None)
-        loss = loss + moco_loss(q, keys[own_rows(args.rows)], model.queue, args.temperature, impl=args.impl)
+def compute_loss(model, batch, rows, args):
+    """This rank's part of the loss of `rows` pictures: queries are views (n, 3, S, S) of this rank, keys are
+    (rows, D), of all; the lists hold one of each, with --symmetric two."""
+    queries, keys = batch
+    own, loss = own_rows(rows), 0
+    for x, k in zip(queries, keys):
+        mean = moco_loss(model(x), k[own], model.queue, args.temperature, impl=args.impl)
+        loss = loss + mean * (len(x) / rows)
     return loss, {"loss": loss.detach()}
 
 
@@ -338,18 +236,19 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
 
 @torch.no_grad()
 def update_key_encoder(key_encoder, query_encoder, momentum):
-    """θ_k ← m θ_k + (1 − m) θ_q over parameters, in their order; batch statistics are the key encoder's own (He et al. 2020, eq. 2).
+    """θ_k ← m θ_k + (1 − m) θ_q over parameters, in their order (He et al. 2020, eq. 2).
 
-    momentum 0 copies, 1 freezes. Parameters are to be float32: in half types 1 − m = 1e-3 would vanish.
+    Batch statistics are the key encoder's own. momentum 0 copies, 1 freezes. Parameters are to be float32:
+    in half types 1 − m = 1e-3 would vanish.
     """
     torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
 
 
 @torch.no_grad()
 def enqueue(queue, pointer, keys):
-    """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on and round its end; returns the next pointer.
+    """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
 
-    The queue is changed in place: call it after backward. Raises ValueError where N > K.
+    The queue is a ring, changed in place: call it after backward. Raises ValueError where N > K.
     """
     if len(keys) > len(queue):
         raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
@@ -358,526 +257,58 @@ def enqueue(queue, pointer, keys):
 
 
 def epoch_rate(epoch, epochs, args):
-    """The learning rate's factor: half a cosine, with --v1 a tenth at 60 and 80 % of the epochs (paper: 120 and 160 of 200)."""
+    """The learning rate's factor: half a cosine; with --v1 a tenth at 60 and 80 % of the epochs (paper)."""
     if args.v1:
         return 0.1 ** sum(epoch >= share * epochs for share in (0.6, 0.8))
     return 0.5 * (1 + math.cos(math.pi * epoch / epochs))
 
 
-# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, impl="auto"):
-    """Percent of queries whose label the k nearest rows of the bank give, each voting with exp(cosine / τ)."""
-    bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
-    cosine, at = similarity_topk(queries, bank, min(k, len(bank)), impl=impl)
-    votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)
-    votes.scatter_add_(1, bank_labels[at], (cosine / temperature).exp())
-    return 100 * (votes.argmax(1) == labels).float().mean().item()
+def linear_probe(model, pictures, run):
+    """Percent of test pictures that one linear layer on the frozen features labels right, trained on crops:
+    rate 30, a tenth of it at 60 and 80 % (paper; pooled features are small)."""
+    def rate(step, total):
+        return 30 * 0.1 ** sum(step >= share * total for share in (0.6, 0.8))
+    return train_probe(model, pictures, run, view=lambda x: crop_as_torchvision(x, 0.08),
+                       batch=min(256, len(pictures)), rate=rate, std=0.01)
 
 
-@torch.no_grad()
-def features(model, pictures):
-    """(N, H) features of pictures as they are, the encoder and its batch norms at rest."""
-    training = model.training
-    model.eval()
-    parts = [embed(model, part.to(model.device).permute(0, 3, 1, 2).float() / 255) for part in pictures.split(512)]
-    model.train(training)
-    return torch.cat(parts)
-
-
-def evaluate(model, test, args):
-    """{"knn": percent} of the labelled test pictures, by the training pictures."""
-    bank, labels = features(model, model.pictures), model.labels.to(model.device)
-    return {"knn": knn_accuracy(bank, labels, features(model, test[0]), test[1].to(model.device), impl=args.impl)}
-
-
-def linear_probe(model, test, args):
-    """Percent of test pictures that one linear layer on the frozen features labels right. Training sees crops and flips.
-
-    Rate 30, a tenth at 60 and 80 % (the paper's; pooled features are small).
-    """
-    model.eval()
-    labels, classes = model.labels.to(model.device), int(model.labels.max()) + 1
-    probe = nn.Linear(model.encoder.config.hidden_sizes[-1], classes, device=model.device)
-    nn.init.normal_(probe.weight, std=0.01), nn.init.zeros_(probe.bias)
-    batch = min(256, len(labels))
-    rate, total = 30, args.probe_epochs * (len(labels) // batch)
-    optimizer = torch.optim.SGD(probe.parameters(), lr=rate, momentum=0.9)
-    for step, rows in zip(range(total), full_batches(len(labels), 0, batch, args.seed)):
-        rows = torch.tensor(rows, device=model.pictures.device)
-        with torch.no_grad():
-            x = model.pictures[rows].to(model.device).permute(0, 3, 1, 2).float() / 255
-            h = embed(model, crop_and_flip(x, 0.08, uniform(math.log(3 / 4), math.log(4 / 3), (batch, 10), x).exp(), linear))
-        falls = sum(step >= share * total for share in (0.6, 0.8))
-        optimizer.param_groups[0]["lr"] = rate * 0.1 ** falls
-        optimizer.zero_grad()
-        F.cross_entropy(probe(h), labels[rows.to(model.device)]).backward()
-        optimizer.step()
-    with torch.no_grad():
-        right = probe(features(model, test[0])).argmax(1) == test[1].to(model.device)
-    return 100 * right.float().mean().item()
-
-
-# ── plumbing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def read_pictures(path):
-    """((pictures uint8 (N, H, W, 3), labels int64 (N,) or None), the same of a test set or None) of a path of any kind."""
-    path = Path(path)
-    try:
-        if path.suffix == ".npy":
-            return check_pictures(path, "", np.load(path, allow_pickle=False), None), None
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                if "images" not in file:
-                    fail(f"{path}: holds {', '.join(file.files) or 'nothing'}; wanted images, and labels, test_images, test_labels")
-                sets = [[file[prefix + name] if prefix + name in file else None for name in ("images", "labels")] for prefix in ("", "test_")]
-            return check_pictures(path, "", *sets[0]), check_pictures(path, "test_", *sets[1]) if sets[1][0] is not None else None
-        if (path / "data_batch_1").is_file():
-            files = sorted(path.glob("data_batch_*")), [path / "test_batch"] * (path / "test_batch").is_file()
-            return tuple(read_cifar(names) if names else None for names in files)
-        if path.is_dir():
-            return read_folder(path), None
-    except Exception as error:                                 # a damaged file has many ways to fail
-        fail(f"{path}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}".splitlines()[0])
-    fail(f"{path}: wanted a folder of pictures, CIFAR-10's python batches, .npz or .npy" if path.exists() else f"{path}: No such file or directory")
-
-
-def check_pictures(path, prefix, pictures, labels):
-    """(pictures, labels) as tensors; what does not fit is named."""
-    if pictures.dtype != np.uint8 or pictures.ndim != 4 or pictures.shape[3] != 3 or not len(pictures):
-        fail(f"{path}: {prefix}images are {pictures.dtype} {pictures.shape}, wanted uint8 (N, height, width, 3)")
-    if labels is not None and (labels.shape != pictures.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0):
-        fail(f"{path}: {prefix}labels are {labels.dtype} {labels.shape}, wanted {len(pictures)} integers from 0 up")
-    return torch.from_numpy(pictures), None if labels is None else torch.from_numpy(labels.astype(np.int64))
-
-
-class Arrays(pickle.Unpickler):
-    """Reads what CIFAR's batches hold, arrays and plain values, and refuses everything else: a pickle can run code."""
-
-    def find_class(self, module, name):
-        if module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype") or (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)
-        raise ValueError(f"holds {module}.{name}, which no CIFAR batch does")
-
-
-def read_cifar(paths):
-    """Pictures and labels of CIFAR's python batches."""
-    batches = []
-    for path in paths:
-        with open(path, "rb") as file:
-            batches.append(Arrays(file, encoding="bytes").load())
-    pictures = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    labels = np.concatenate([batch.get(b"labels", batch.get(b"fine_labels")) for batch in batches])
-    return check_pictures(paths[0], "", np.ascontiguousarray(pictures), labels)
-
-
-def read_folder(path):
-    """Pictures of a folder, decoded by Pillow in processes of their own; its sub-folders, if it has any, are the labels."""
-    kinds = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in kinds)
-    if not files:
-        fail(f"{path}: no pictures; wanted {', '.join(sorted(kinds))}")
-    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        decoded = list(pool.map(decode, files, chunksize=64))
-    for file, picture in zip(files, decoded):
-        if isinstance(picture, str):
-            fail(f"{file}: {picture}; repair or delete it")
-        if picture.shape != decoded[0].shape:
-            fail(f"{file}: {picture.shape[1]} x {picture.shape[0]}, {files[0].name} is {decoded[0].shape[1]} x {decoded[0].shape[0]}; "
-                 "bring all pictures to one size first")
-    folders = sorted({file.relative_to(path).parts[0] for file in files if file.parent != path})
-    mixed = folders and any(file.parent == path for file in files)
-    if mixed:
-        fail(f"{path}: pictures beside the folders {', '.join(folders[:3])}; a label is a folder, so all or none lie in one")
-    labels = np.array([folders.index(file.relative_to(path).parts[0]) for file in files]) if folders else None
-    return check_pictures(path, "", np.stack(decoded), labels)
-
-
-def decode(file):
-    """(H, W, 3) uint8 of a picture, or what is wrong with it."""
-    try:
-        from PIL import Image
-    except ImportError:
-        return "reading it wants the package Pillow: pip install Pillow"
-    try:
-        with Image.open(file) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except Exception as error:                                 # a damaged picture has many ways to fail
-        return f"not readable ({type(error).__name__})"
-
-
-def start(args):
-    """Rank, world and device; refuses an --out that cannot be, or must not be, written."""
-    args.rank, args.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    args.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    args.precision = args.precision or ("fp32" if args.device == "cpu" else "bf16")
-    args.rows, args.fingerprint = args.batch_size, fingerprint(Path(args.data))
-    if args.batch_size < args.world:
-        fail(f"--batch-size {args.batch_size} is less than a row for each of {args.world} processes")
-    out = Path(args.out).absolute()
-    existing = next(folder for folder in (out, *out.parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        fail(f"--out {args.out}: {existing} is no folder that can be written")
-    if args.resume and not (out / "state.pt").is_file():
-        fail(f"--out {args.out}: no state.pt to resume from")
-    if not args.resume and existing == out and any(out.iterdir()):
-        kept = "another run: continue it with --resume" if (out / "state.pt").is_file() else "files but no checkpoint: empty it"
-        fail(f"--out {args.out} holds {kept}, or name another folder")
-    if "RANK" in os.environ:
-        if args.device != "cpu":
-            torch.cuda.set_device(args.device)
-        timeout = datetime.timedelta(minutes=30)               # rank 0 evaluates alone meanwhile
-        dist.init_process_group("gloo" if args.device == "cpu" else "nccl", timeout=timeout)
-    if args.device != "cpu" and args.precision == "bf16":             # tensor cores also for what autocast leaves in float32
-        torch.set_float32_matmul_precision("high")
-    torch.manual_seed(args.seed)
-    try:                                                       # before anything is read or written
-        similarity_lse(torch.zeros(1, 16, device=args.device), impl=args.impl)
-    except ValueError as error:
-        fail(f"--{error}")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-
-
-def fingerprint(path):
-    """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its names and sizes."""
-    digest, size = hashlib.sha1(), path.stat().st_size
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        digest.update("".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode())
-    else:
-        digest.update(str(size).encode())
-        with open(path, "rb") as file:
-            for place in range(0, size, max(2**16, size // 256)):
-                file.seek(place)
-                digest.update(file.read(2**16))
-    return digest.hexdigest()
-
-
-def begin_out(args):
-    """The folder of a new run, with its flags and the code that ran."""
-    if args.resume or args.rank:
-        return
-    flags = {name: value for name, value in vars(args).items() if name not in ("resume", "out", "rank", "rows", "device")}
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        (Path(args.out) / "args.json").write_text(json.dumps(flags, indent=1))
-        shutil.copy(__file__, args.out)
-    except OSError as error:
-        fail(f"--out {args.out}: {error.strerror}")
-
-
-def average_gradients(model, args):
-    """The mean over ranks; with gather_rows it is the gradient of the mean loss over the global batch."""
-    if args.world > 1:
-        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= args.world
-
-
-def average_statistics(model, args):
-    """The mean over ranks of what batch norms have seen, so that all save and evaluate the same model."""
-    for statistic in (buffer for buffer in model.buffers() if args.world > 1 and buffer.is_floating_point()):
-        dist.all_reduce(statistic)
-        statistic /= args.world
-
-
-def full_batches(count, step, size, seed):
-    """Row numbers of each step after `step`, endlessly, without the incomplete batch at an epoch's end (paper)."""
-    epoch, done = divmod(step, count // size)
-    while True:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + 1_000_003 * epoch)).tolist()
-        for first in range(done * size, count // size * size, size):
-            yield order[first : first + size]
-        epoch, done = epoch + 1, 0
-
-
-SIGNALS = []                                                   # Ctrl-C and SIGTERM that came during a step
-
-
-def command(main):
-    """main, telling the faults of the machine in one line; during training Ctrl-C and SIGTERM wait for the end of a step."""
-    @functools.wraps(main)
-    def run(argv=None):
-        kept = "; a checkpoint that --out holds is whole, and --resume continues from it"
-        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            main(argv)
-        except KeyboardInterrupt:                              # asked_to_stop takes it from then on
-            say("stopped", "before the first step")
-            sys.exit(130)
-        except torch.OutOfMemoryError:
-            flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in make_parser().format_usage()]
-            fail(f"the GPU's memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
-        except (OSError, SafetensorError) as error:
-            fail(f"{getattr(error, 'strerror', None) or error}" + kept, every_rank=True)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):         # what torch.save makes of a full disk
-                fail(f"{error.__context__.strerror}{kept}", every_rank=True)
-            if not dist.is_initialized() or not re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error)):
-                raise
-            fail(f"another process of this run has died or hangs ({str(error).splitlines()[0][:80]})" + kept, every_rank=True)
-        finally:
-            SIGNALS.clear()
-            for kind, handler in handlers.items():
-                signal.signal(kind, handler)
-    return run
-
-
-def asked_to_stop(step, args):
-    """Whether Ctrl-C or SIGTERM came on any rank. Ranks agree every tenth step; a second signal ends the run at once."""
-    def heard(number, _):
-        if SIGNALS:
-            sys.exit(128 + number)
-        SIGNALS.append(number)
-        if args.rank == 0:                                     # print is not reentrant
-            os.write(1, b"\n" * sys.stdout.isatty() + b"stopping when this step is done and saved; once more, and at once\n")
-
-    if step == 0:
-        for kind in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(kind, heard)
-    if args.world == 1 or step % 10:
-        return bool(SIGNALS) and args.world == 1
-    asked = torch.tensor(float(bool(SIGNALS)), device=args.device)
-    dist.all_reduce(asked)
-    return asked.item() > 0
-
-
-def refuse_bad_loss(first_bad, where, progress, args):
-    """Ends the run if a loss was not finite: at which step, where in the data (a text for a step), and what is left."""
-    if args.world > 1:
-        dist.all_reduce(first_bad, dist.ReduceOp.MAX)
-    if step := int(first_bad):
-        left = f"the checkpoint of step {progress['step']} in {args.out} is whole" if progress["step"] else "there is no checkpoint yet"
-        fail(f"step {step}: the loss is not finite; {where(step)} of --data; {left}; try a lower --lr")
-
-
-def named(batches):
-    return f"rows {', '.join(str(row + 1) for row in next(batches)[:20])}, ..."
-
-
-def report(step, total, values, began, args):
-    """A row of metrics.jsonl, and a bar on a terminal or a line in a log. Tensors become means over the ranks."""
-    for name in values:
-        if torch.is_tensor(values[name]):
-            if args.world > 1:
-                dist.all_reduce(values[name])
-            values[name] = values[name].item() / args.world
-    if args.rank == 0:
-        first, clock = began
-        seconds = time.perf_counter() - clock
-        with open(Path(args.out) / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step, **values, "seconds": round(seconds, 3)}) + "\n")
-        left, done = round(seconds / (step - first) * (total - step)), 16 * step // total
-        line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  lr {values['lr']:.1e}  "
-                f"{(step - first) * args.batch_size / seconds:,.0f} rows/s  left {left // 60}:{left % 60:02}")
-        for score in (values[name] for name in ("dev_spearman", "dev_knn") if name in values):
-            line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
-        bar = sys.stdout.isatty()
-        print(f"\r\x1b[K{line}" if bar else line, end="" if bar and "best" not in values else "\n", flush=True)
-
-
-def save_model(model, scores, args):
-    """The encoder as transformers reads it: written aside, then renamed file by file."""
-    out, aside = Path(args.out), Path(args.out) / ".saving"
-    shutil.rmtree(aside, ignore_errors=True)
-    if isinstance(model.encoder, SmallPictureResNet):          # plain AutoModel has no such stem: its code goes with it
-        model.encoder.config.auto_map = {"AutoModel": "modeling.SmallPictureResNet"}
-    model.encoder.save_pretrained(aside)
-    if isinstance(model.encoder, SmallPictureResNet):
-        source = "from torch import nn\nfrom transformers import ResNetModel\n\n\n" + inspect.getsource(SmallPictureResNet)
-        (aside / "modeling.py").write_text(source, encoding="utf-8")
-    scale = dict(image_mean=model.mean.flatten().tolist(), image_std=model.std.flatten().tolist())
-    size = dict(height=args.size, width=model.pictures.shape[2])
-    (aside / "preprocessor_config.json").write_text(json.dumps(dict(image_processor_type="ViTImageProcessor", size=size, **scale)))
-    (aside / "README.md").write_text(model_card(model, scores, args), encoding="utf-8")
-    for file in [path for path in aside.rglob("*") if path.is_file()]:
-        os.replace(file, out / file.relative_to(aside))
-    shutil.rmtree(aside)
-
-
-def model_card(model, scores, args):
-    return f"""---
-library_name: transformers
-pipeline_tag: image-feature-extraction
----
-# {Path(args.out).name}
-
-Features of pictures, {model.encoder.config.hidden_sizes[-1]} numbers each, compared by cosine, trained by {Path(__file__).name} on
-{Path(args.data).name}: {", ".join(f"{name} {value:.4g}" for name, value in scores.items())}.
-Every setting is in args.json, the course of the training in metrics.jsonl; AutoImageProcessor makes the input.
-
-    {load_line(model, args)}
-"""
-
-
-def load_line(model, args):
-    """How others load the folder."""
-    code = ", trust_remote_code=True" if isinstance(model.encoder, SmallPictureResNet) else ""
-    return f'AutoModel.from_pretrained("{args.out}"{code})'
-
-
-def load_best(model, args):
-    """Puts the saved checkpoint back into the encoder."""
-    model.encoder.load_state_dict(load_file(Path(args.out) / "model.safetensors"))
-
-
-def save_state(model, optimizer, progress, args):
-    """All that the next step depends on, the random numbers of every rank included: written aside, then renamed."""
-    cuda = model.device.type == "cuda"
-    random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * args.world
-    if args.world > 1:
-        dist.all_gather_object(random, random[0])
-    if args.rank == 0:
-        state = dict(progress=progress, random=random, model=model.state_dict(), optimizer=optimizer.state_dict())
-        with open(Path(args.out) / "state.tmp", "wb") as file:
-            torch.save(state, file)
-            os.fsync(file.fileno())                            # whole on the disk before it takes the old one's place
-        os.replace(Path(args.out) / "state.tmp", Path(args.out) / "state.pt")
-
-
-def load_state(model, optimizer, args):
-    """Continues the run in --out: its progress; metrics of later steps are dropped, other flags than it had refused."""
-    out = Path(args.out)
-    try:
-        for name, value in json.loads((out / "args.json").read_text()).items():
-            if getattr(args, name, None) != value:
-                what = "the content of --data, by its checksum," if name == "fingerprint" else name
-                fail(f"--resume: {what} was {value} in {out}, now it is {getattr(args, name, None)}")
-        state = torch.load(out / "state.pt", map_location=model.device, weights_only=True)
-        if state["progress"]["best"]:
-            load_best(model, args)                             # would be missed at the end only
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"][args.rank][0].cpu())
-        if model.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"][args.rank][1].cpu())
-        rows = [row for row in open(out / "metrics.jsonl") if row.endswith("\n") and json.loads(row)["step"] <= state["progress"]["step"]]
-    except Exception as error:                                 # a damaged file has many ways to fail
-        fail(f"--resume: {out} holds a damaged state.pt, model, args.json or metrics.jsonl ({type(error).__name__})")
-    if args.rank == 0:
-        (out / "metrics.jsonl").write_text("".join(rows))
-    return state["progress"]
-
-
-def peak_gb(device):
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    try:
-        import resource
-    except ImportError:                                        # Windows
-        return math.nan
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def at_least(least, kind=float):
-    """An argparse type: a finite number from least up."""
-    def convert(text):
-        value = kind(text)
-        if not least <= value < 2**63:                         # no infinity, no NaN, no seed too long for PyTorch
-            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
-        return value
-    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
-    return convert
-
-
-def say(label, text):
-    if os.environ.get("RANK", "0") == "0":
-        print("\r\x1b[K" * sys.stdout.isatty() + f"{label:<8} {text}", flush=True)          # in the place of a bar
-
-
-def fail(message, every_rank=False):
-    """Ends the run with one line for the person who started it; mostly the ranks of a run find the same fault."""
-    if every_rank or os.environ.get("RANK", "0") == "0":
-        print("\r\x1b[K" * sys.stderr.isatty() + f"{Path(__file__).name}: {message}", file=sys.stderr, flush=True)
-    if dist.is_initialized():                                  # with another rank gone, a group makes an ordinary exit abort now and then
-        sys.stdout.flush()
-        os._exit(2)
-    sys.exit(2)
-
-
-# ── main ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
-    train, test = load_data(args.data, args)
-    start(args)
-    model = build_model(args)
-    fits = model.device.type == "cpu" or train[0].nbytes < torch.cuda.mem_get_info()[0] / 4
-    model.pictures, model.labels = train[0].to(model.device) if fits else train[0], train[1]
-    epoch = len(train[0]) // args.batch_size
+    pictures = load_data(args.data, args)
+    run = Run(args, __file__)
+    model = build_model(args, pictures, run)
+    pictures.place(run.device)
+    epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, rate = args.steps or args.epochs * epoch, args.lr * args.batch_size / 256
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate, momentum=0.9, weight_decay=args.weight_decay)
-    torch.manual_seed(args.seed + args.rank)                   # ranks have equal weights and different views
-    size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
-    say("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, queue of {args.queue:,}")
-    say("run", f"seed {args.seed}, {args.world} × {model.device.type}, {args.precision}, "
-               f"kernels {choose_impl(args.impl, torch.empty(0, device=model.device))}, "
-               f"{total:,} steps of {args.batch_size}, writing {args.out}")
-
-    begin_out(args)
-    progress = {"step": 0, "pointer": 0, "before": None, "best": None}
-    if args.resume:
-        progress = load_state(model, optimizer, args)
-    elif args.rank == 0:
-        progress["before"] = evaluate(model, test, args) if test else None
-    if test and args.rank == 0:
-        say("before", f"kNN {progress['before']['knn']:.2f} %")
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(weights, lr=rate, momentum=0.9, weight_decay=args.weight_decay)
+    run.progress["pointer"] = 0                                # of the queue
+    run.begin(model, optimizer, total)
+    pictures.before(model, run)
     model.train()
-    asked_to_stop(0, args)
-    began, first_bad = (progress["step"], time.perf_counter()), torch.zeros((), dtype=torch.int64, device=model.device)
-    for step, rows in zip(range(progress["step"] + 1, total + 1), full_batches(len(train[0]), progress["step"], args.batch_size, args.seed)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * epoch_rate((step - 1) // epoch, total / epoch, args)
-        queries, views = make_batch(rows[own_rows(args.rows)], model, args)
+    for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
+        set_lr(optimizer, rate * epoch_rate((step - 1) // epoch, total / epoch, args))
+        queries, views = make_batch(rows, pictures, args)
         for part in ("encoder", "head"):
             update_key_encoder(getattr(model.key, part), getattr(model, part), args.momentum)
-        keys = [encode_keys(model, x, args) for x in views]
-        loss, values = compute_loss(model, (queries, keys), args)
+        keys = [encode_keys(model, x, len(rows)) for x in views]
+        loss, values = compute_loss(model, (queries, keys), len(rows), args)
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model, args)
+        sum_gradients(model)
         optimizer.step()
-        progress["pointer"] = enqueue(model.queue, progress["pointer"], torch.cat(keys))
-        values["lr"] = optimizer.param_groups[0]["lr"]
-        first_bad = torch.where((first_bad == 0) & ~values["loss"].isfinite(), step, first_bad)
-        stop, due = asked_to_stop(step, args), step % args.eval_every == 0 or step == total
-        shown = due or stop or step % (1 + total // 40) == 0
-        if shown:
-            refuse_bad_loss(first_bad, lambda step: named(full_batches(len(train[0]), step - 1, args.batch_size, args.seed)), progress, args)
-        if due:
-            average_statistics(model, args)
-        if due and args.rank == 0:
-            scores = evaluate(model, test, args) if test else {}
-            values |= {f"dev_{name}": value for name, value in scores.items()} | {"best": True}
-            progress["best"] = {"step": step, **scores}        # the last one is kept: nothing is chosen on test pictures
-            save_model(model, progress["best"], args)
-        if shown:
-            report(step, total, values, began, args)
-        if due or stop:
-            progress["step"] = step
-            save_state(model, optimizer, progress, args)
-        if stop:
-            say("stopped", f"at step {step}, saved; --resume continues")
-            sys.exit(130)
-
-    if args.rank == 0:
-        minutes, seconds = divmod(round(time.perf_counter() - began[1]), 60)
-        before, best = progress["before"], progress["best"]
-        rise = f"kNN {before['knn']:.2f} → {best['knn']:.2f} %, " if test else ""
-        if test and args.probe_epochs:
-            rise += f"linear {linear_probe(model, test, args):.2f} %, "
-        say("done", f"{rise}{minutes} min {seconds} s, peak {peak_gb(model.device):.1f} GB")
-        say("load", load_line(model, args))
-    if args.world > 1:
-        dist.destroy_process_group()
+        run.progress["pointer"] = enqueue(model.queue, run.progress["pointer"], torch.cat(keys))
+        run.note(values, lr=optimizer.param_groups[0]["lr"])
+        if run.due:
+            pictures.judge(model, run)
+    pictures.after(model, run, linear_probe)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, d
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs
+from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401: theirs from here too
 from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
 from kernels.training.tokens import tokenise_table
 
@@ -119,8 +119,8 @@ def compute_loss(model, batch, rows, args):
     on."""
     z1, *keys = model(batch).chunk(args.views)
     keys = [gather_rows(z, rows) for z in keys]
-    loss = simcse_loss(z1, *keys, temperature=args.temperature, hard_negative_weight=args.hard_negative_weight,
-                       offset=own_rows(rows).start, impl=args.impl) * (len(z1) / rows)
+    flags = dict(temperature=args.temperature, hard_negative_weight=args.hard_negative_weight, impl=args.impl)
+    loss = simcse_loss(z1, *keys, offset=own_rows(rows).start, **flags) * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
         mlm = masked_lm_loss(model, batch, args.impl)

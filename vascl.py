@@ -44,7 +44,7 @@ from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, describe_model, load_encoder
 from kernels.training.loop import epoch_steps, sum_gradients
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs
+from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401: theirs from here too
 from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
 from kernels.training.tokens import tokenise_table
 

@@ -1,21 +1,21 @@
-"""The operations over strips of rows in plain PyTorch: any device, float64 too, memory O(N + M) beside the inputs.
+"""The operations over strips of rows in plain PyTorch: any device, float64 too; O(N + M) beside the inputs.
 
-Eager stores s = q·kᵀ/τ and its softmax, both (N, M). Here one buffer holds the logits of a few rows at a time:
+Eager stores s = q·kᵀ/τ and its softmax, both (N, M). Here one buffer holds the logits of a few rows:
 
     lse_i  = max_j s_ij + log Σ_j exp(s_ij − max_j s_ij)                   one strip forward, then forgotten
     dq_i   = (1/τ) Σ_j g_i p_ij k_j,    dk_j = (1/τ) Σ_i g_i p_ij q_i,      p_ij = exp(s_ij − lse_i)
 
-`g_i` is a factor of a row, so it multiplies the narrow sides (q and dq, (N, D)) and never the strip. The backward pass
-computes each strip again: 2 + 6 N·M·D operations against eager's 2 + 4. A loss that knows its own g_i, as a mean does
-as soon as lse_i is known, takes the gradient while the strip is there: 6 in all, no more than eager, a fraction of
-its passes over memory.
+`g_i` is a factor of a row, so it multiplies the narrow sides (q and dq, (N, D)) and never the strip. The
+backward pass computes each strip again: 2 + 6 N·M·D operations against eager's 2 + 4. A loss that knows its
+own g_i, as a mean does as soon as lse_i is known, takes the gradient while the strip is there: 6 in all, no
+more than eager, a fraction of its passes over memory.
 """
 import torch
 import torch.nn.functional as F
 
 from .rules import Rule, left_out, positive_of
 
-STRIP = 2 ** 24   # logits held at a time: 64 MB in float32, rows enough for a GEMM at full speed (2²² costs a tenth)
+STRIP = 2 ** 24   # logits held at a time: 64 MB in float32, for GEMMs at full speed (2²² costs a tenth)
 SMALL = 2 ** 20   # logits up to which there is one strip
 ROWS = 32         # but never fewer rows than this, below which a GEMM turns into a pass over the keys per row
 
@@ -27,12 +27,14 @@ def cast(q, k, temperature):
 
 
 def strips(q, k, temperature, rule, upper=False, least=1):
-    """Yield (rows, columns, s): slices and the logits between them, what the rule leaves out at -inf, in one reused buffer.
+    """Yield (rows, columns, s): slices and their logits, in one buffer; −inf where the rule leaves out.
 
-    upper, of one set: only the columns from the strip's first row on. least: columns that a strip has at the least.
+    upper    of one set: only the columns from the strip's first row on
+    least    columns that a strip has at the least
     """
     cuts = list(spans(len(q), len(k), rule, upper, least))
-    buffer, columns = q.new_empty(max((rows.stop - rows.start) * (at.stop - at.start) for rows, at in cuts)), k.T
+    largest = max((rows.stop - rows.start) * (at.stop - at.start) for rows, at in cuts)
+    buffer, columns = q.new_empty(largest), k.T
     for rows, at in cuts:
         shape = rows.stop - rows.start, at.stop - at.start
         s = buffer[:shape[0] * shape[1]].view(shape)
@@ -42,11 +44,15 @@ def strips(q, k, temperature, rule, upper=False, least=1):
 
 
 def spans(n, m, rule, upper, least):
-    """Yields the rows and columns of each strip. Where both have sorted groups, strips end with a group and meet its columns alone."""
+    """Yield the rows and columns of each strip.
+
+    Where both have sorted groups, strips end with a group and meet its columns alone.
+    """
     rows, columns = rule.row_groups, rule.column_groups
-    # a few hundred rows are one strip, as every further one costs more than it saves; thousands are four
-    if n * m <= SMALL or rows is None or rows.is_cuda or not all((x[1:] >= x[:-1]).all() for x in (rows, columns)):
-        size = n if n * m <= SMALL else min(-(-n // 4), max(ROWS, STRIP // m))
+    one_strip = n * m <= SMALL
+    if one_strip or rows is None or rows.is_cuda or not all((x[1:] >= x[:-1]).all() for x in (rows, columns)):
+        # a few hundred rows are one strip, as every further one costs more than it saves; thousands are four
+        size = n if one_strip else min(-(-n // 4), max(ROWS, STRIP // m))
         for start in range(0, n, size):
             yield slice(start, min(start + size, n)), slice(start if upper else 0, m)
         return
@@ -65,7 +71,7 @@ def spans(n, m, rule, upper, least):
 
 
 def leave_out(s, rule, rows, columns, n, m):
-    """Put −inf where the rule leaves a column out; the rules on index alone touch one or two entries a row."""
+    """Put −inf where the rule leaves a column out; rules on index alone touch one or two entries a row."""
     if rule.exclude == "none" and all(part is None for part in rule[1:7]):
         return
     if rule.exclude in ("diagonal", "pair") and all(part is None for part in rule[1:7]):
@@ -73,7 +79,8 @@ def leave_out(s, rule, rows, columns, n, m):
             s.diagonal(rows.start - columns.start).fill_(-torch.inf)
         put_(s, positive_of(rule, n, s.device)[rows] - columns.start, -torch.inf)
         return
-    s.masked_fill_(left_out(rule, torch.arange(rows.start, rows.stop, device=s.device), m, columns), -torch.inf)
+    rows = torch.arange(rows.start, rows.stop, device=s.device)
+    s.masked_fill_(left_out(rule, rows, m, columns), -torch.inf)
 
 
 def put_(s, at, new):
@@ -85,7 +92,7 @@ def put_(s, at, new):
 
 
 def exp_(s):
-    """s becomes exp(s − shift) in place; returns (shift, Σ_j). The shift of a row without columns is finite: 0 / 0."""
+    """s becomes exp(s − shift) in place; returns (shift, Σ_j). Without columns the shift is finite: 0 / 0."""
     shift = s.amax(1).clamp_(min=torch.finfo(s.dtype).min)
     return shift, s.sub_(shift[:, None]).exp_().sum(1)
 
@@ -101,13 +108,14 @@ def similarity_lse(q, k, temperature, rule):
 
 
 def similarity_lse_backward(q, k, temperature, rule, grad, lse, needs_q, needs_k, needs_temperature):
-    """(dq (N, D) or empty, dk (M, D) or empty, dτ or empty) for the gradient of each row's lse; k None: all of it is dq."""
-    rows, columns, needs_q = *cast(q, k, temperature), needs_q or needs_temperature
-    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((rows, needs_q), (columns, needs_k or k is None)))
+    """(dq (N, D), dk (M, D), dτ), or empty, for the gradient of each row's lse; k None: all of it is dq."""
+    rows, columns = cast(q, k, temperature)
+    needs_q, needs_k = needs_q or needs_temperature, needs_k or k is None
+    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((rows, needs_q), (columns, needs_k)))
     shift = lse.clamp(min=torch.finfo(lse.dtype).min)
     for at, mine, s in strips(rows, columns, temperature, rule):
         p = s.sub_(shift[at, None]).exp_()
-        add_gradients(dq, dk[mine], rows, columns[mine], p, at, grad[at] / temperature, needs_q, needs_k or k is None)
+        add_gradients(dq, dk[mine], rows, columns[mine], p, at, grad[at] / temperature, needs_q, needs_k)
     dt = -torch.linalg.vecdot(rows, dq).sum() / temperature if needs_temperature else rows.new_empty(0)
     dq, dk = (dq + dk, dk.new_empty(0, dk.shape[1])) if k is None else (dq, dk)
     return dq.to(q.dtype), dk.to(q.dtype), dt
@@ -125,22 +133,22 @@ def similarity_lse_fixed_keys(q, k, temperature, rule):
 
 
 def softmax_loss(q, k, temperature, rule, weights, both, needs_q, needs_k, needs_temperature):
-    """(loss, dq or empty, dk or empty, dτ or empty), the gradients taken on the way; see operations.softmax_loss.
+    """(loss, dq or empty, dk or empty, dτ or empty), gradients taken on the way; see operations.softmax_loss.
 
-    Σ_i w_i softplus(lse_i − positive_i), w (N,) or the mean; both: the mean of this and the same over columns.
+    Σ_i w_i softplus(lse_i − positive_i), w (N,) or the mean; both: the mean of this and of the columns' own.
     """
     needs_q = needs_q or needs_temperature
     rows, columns = cast(q, k, temperature)
     take = two_sided if both or k is None else one_sided
     loss, dq, dk = take(rows, None if k is None else columns, temperature, rule, weights, needs_q, needs_k)
     dt = rows.new_empty(0)
-    if needs_temperature:                                       # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
+    if needs_temperature:  # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
         dt = -torch.linalg.vecdot(rows, dq).sum() / temperature / (2 if k is None else 1)
     return loss, dq, dk, dt
 
 
 def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
-    """A softmax over the columns of each row. One pass: a strip's gradient is known as soon as its rows' sums are."""
+    """A softmax over the columns of each row. One pass: a strip's sums are enough for its gradient."""
     weights = q.new_full((len(q),), 1 / len(q)) if weights is None else weights.to(q.dtype)
     targets = positive_of(rule, len(q), q.device)
     loss = q.new_zeros(())
@@ -151,9 +159,12 @@ def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
         gap = shift + total.log() - positive
         loss -= weights[rows] @ F.logsigmoid(-gap)               # softplus(x) = −log σ(−x), exact for every x
         slope = weights[rows] * gap.sigmoid() / temperature
-        add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=torch.finfo(q.dtype).tiny), needs_q, needs_k)
-        at = targets[rows] if rule.exclude == "target" else slice(rows.start + rule.offset, rows.stop + rule.offset)
-        if needs_q:                                              # the positives last: their coefficient is the largest
+        tiny = torch.finfo(q.dtype).tiny
+        add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=tiny), needs_q, needs_k)
+        at = slice(rows.start + rule.offset, rows.stop + rule.offset)
+        if rule.exclude == "target":
+            at = targets[rows]
+        if needs_q:  # the positives last: their coefficient is the largest
             dq[rows].addcmul_(k[at], slope[:, None], value=-1)
         if needs_k and isinstance(at, slice):
             dk[at].addcmul_(q[rows], slope[:, None], value=-1)
@@ -163,9 +174,10 @@ def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
 
 
 def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
-    """A softmax over the columns of each row and one over the rows of each column, from the same logits; a row of the one
-    belongs to a row of the other. Two passes, sums and then gradients: 8 N·M·D operations where two one_sided take 12. One
-    set (k None) is symmetric, its two sides are the same, and a strip starts at its own diagonal: 4."""
+    """A softmax over the columns of each row and one over the rows of each column, from the same logits; a
+    row of the one belongs to a row of the other. Two passes, sums and then gradients: 8 N·M·D operations
+    where two one_sided take 12. One set (k None) is symmetric, its two sides are the same, and a strip starts
+    at its own diagonal: 4."""
     one_set = k is None
     k, needs_k = (q, False) if one_set else (k, needs_k)
     targets = positive_of(rule, len(q), q.device)
@@ -175,7 +187,8 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     bounded = not q.is_cuda and q.norm(dim=1).max() * k.norm(dim=1).max() / temperature < 69
     one_strip = len(q) * len(k) <= SMALL
     for rows, _, s in strips(q, k, temperature, Rule(), upper=one_set):
-        first, inner = (rows.start, rows.stop - rows.start) if one_set else (0, 0)      # inner columns are rows of this strip
+        # of one set the inner columns are rows of this strip
+        first, inner = (rows.start, rows.stop - rows.start) if one_set else (0, 0)
         logit, there = put_(s, targets[rows] - first, -torch.inf)
         for at in (rows, targets[rows]) if one_set else (rows,):
             positive[at] = torch.where(there, logit, positive[at])
@@ -194,13 +207,14 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     if needs_q or needs_k:
         slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
         again = [(rows, None, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set)
-        add_two_sided(dq, dk, q, k, again, slopes, (row_lse, column_lse), targets, bounded, one_set, one_strip)
+        lses = row_lse, column_lse
+        add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, one_strip)
     return loss, dq, dk
 
 
 def add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, one_strip):
-    """The second pass of two_sided: dq and dk, zeros or empty, take in the strips' weights; one strip still holds the first's."""
-    shifts = [lse.where(lse > -torch.inf, 0) for lse in lses]                  # a row without columns: slope 0
+    """The second pass of two_sided: dq, dk take in the strips' weights; one strip still holds the first's."""
+    shifts = [lse.where(lse > -torch.inf, 0) for lse in lses]  # a row without columns: slope 0
     for rows, _, s in again:
         first = rows.start if one_set else 0
         if bounded:
@@ -215,9 +229,12 @@ def add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, 
             dq[rows.stop:].addmm_(w[:, rows.stop - rows.start:].T, q[rows])
         elif len(dk):
             dk.addmm_(w.T, q[rows])
-    share = (slopes[0] + slopes[-1][targets])[:, None]            # of the positives, whose coefficient is the largest: last
-    half = len(q) // 2
-    pairs = [(dq[:half], q[half:], share[:half]), (dq[half:], q[:half], share[half:])] if one_set else [(dq, k, share), (dk, q, share)]
+    # the positives last: their coefficient is the largest
+    share = (slopes[0] + slopes[-1][targets])[:, None]
+    pairs = [(dq, k, share), (dk, q, share)]
+    if one_set:
+        half = len(q) // 2
+        pairs = [(dq[:half], q[half:], share[:half]), (dq[half:], q[:half], share[half:])]
     for dx, y, coefficient in pairs:
         if len(dx):
             dx.addcmul_(y, coefficient, value=-1)
@@ -243,7 +260,7 @@ def similarity_topk(q, k, temperature, n, rule):
 
 
 def add_rows(total, index, rows):
-    """total[index] += rows, repeated indices too, always in the same order: on each device the function that keeps it."""
+    """total[index] += rows, repeated indices too, in a fixed order: each device has a function for that."""
     if total.is_cuda:
         total.index_put_((index,), rows, accumulate=True)
     else:

@@ -1,16 +1,16 @@
 """Embeddings of a batch whose activations do not fit, with exact gradients.
 
-    z = torch.cat([embed(chunk) for chunk in chunks])          keeps the activations of all chunks until backward
-    z = embed_in_chunks(embed, chunks)                         keeps those of one chunk
+    z = torch.cat([embed(chunk) for chunk in chunks])        keeps all chunks' activations until backward
+    z = embed_in_chunks(embed, chunks)                       keeps those of one chunk
 
 The loss sees the weights θ through the embeddings alone, L(z_1(θ), ..., z_C(θ)), so
 
     dL/dθ = Σ_c (dz_c/dθ)ᵀ dL/dz_c
 
-and all that a chunk has to know of the others is its dL/dz_c, a tensor as small as z_c (GradCache: Gao, Zhang, Han, Callan 2021,
-arXiv 2101.06983). Forward therefore forgets each chunk's activations; the loss and dL/dz are computed once, over the whole batch;
-backward embeds each chunk again, with the random numbers and the autocast of the first time, and goes through it at once.
-Price: one forward more.
+and all that a chunk has to know of the others is its dL/dz_c, a tensor as small as z_c (GradCache: Gao,
+Zhang, Han, Callan 2021, arXiv 2101.06983). Forward therefore forgets each chunk's activations; the loss and
+dL/dz are computed once, over the whole batch; backward embeds each chunk again, with the random numbers and
+the autocast of the first time, and goes through it at once. Price: one forward more.
 """
 import torch
 
@@ -18,11 +18,11 @@ import torch
 def embed_in_chunks(embed, chunks, module):
     """torch.cat of embed(chunk) over the chunks, holding the activations of one chunk at a time.
 
-    embed    callable, chunk → (n, D) tensor on the device of the module; dropout inside is repeated exactly in backward
+    embed    callable, chunk → (n, D) tensor on the module's device; backward repeats its dropout exactly
     chunks   list of what embed takes; no gradient goes to them
-    module   whose parameters embed uses: they get the gradients that they would get without this function. Batch norms inside
-             normalise by each chunk's own statistics, as as many GPUs would without synchronisation, and count them once.
-             None: plain torch.cat, which keeps all activations
+    module   whose parameters embed uses: they get the gradients that they would get without this function.
+             Batch norms inside normalise by each chunk's own statistics, as as many GPUs would without
+             synchronisation, and count them once. None: plain torch.cat, which keeps all activations
     returns  (Σ n, D)
     source   Gao et al. 2021, section 3.2
     """
@@ -32,7 +32,7 @@ def embed_in_chunks(embed, chunks, module):
 
 
 class Chunks(torch.autograd.Function):
-    """Its last argument, one of the parameters, makes autograd call backward; their gradients are put in place there."""
+    """Its last argument, a parameter, makes autograd call backward, which puts all gradients in place."""
 
     @staticmethod
     def forward(ctx, embed, chunks, module, _):
@@ -51,7 +51,8 @@ class Chunks(torch.autograd.Function):
         now, buffers = random_state(ctx.device), [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
         for chunk, random, part in zip(ctx.chunks, ctx.random, gradient.split(ctx.sizes)):
             set_random_state(random, ctx.device)
-            with torch.enable_grad(), torch.autocast(ctx.device.type, ctx.autocast[1], enabled=ctx.autocast[0]):
+            kind, (enabled, dtype) = ctx.device.type, ctx.autocast
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
                 z = ctx.embed(chunk)
             torch.autograd.backward(z, part)
         set_random_state(now, ctx.device)

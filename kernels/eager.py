@@ -1,4 +1,4 @@
-"""The operations as a textbook writes them, the (N, M) matrix stored: oracle, baseline, and every order of derivative."""
+"""The operations as a textbook writes them, the (N, M) matrix stored: oracle, baseline, every derivative."""
 import torch
 import torch.nn.functional as F
 
@@ -25,7 +25,7 @@ def similarity_topk(q, k, temperature, n, rule):
 
 
 def info_nce(q, k, temperature, offset=0, symmetric=False):
-    """Cross entropy of row i against column i + offset; the positive stays in the sum, as the papers write it."""
+    """Cross entropy of row i against column i + offset; the positive stays in the sum, as papers write it."""
     logits = (q @ k.T).to(temperature.dtype) / temperature
     targets = torch.arange(len(q), device=q.device) + offset
     loss = F.cross_entropy(logits, targets)
@@ -46,7 +46,7 @@ def nt_xent(z1, z2, temperature):
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index, temperature):
-    """Cross entropy of hidden·weightᵀ over the rows whose target is not ignore_index; 0 where there is none."""
+    """Cross entropy of hidden·weightᵀ over the rows whose target is not ignore_index; 0 if there is none."""
     logits = (hidden @ weight.T).to(temperature.dtype) / temperature
     total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
     return total / (targets != ignore_index).sum().clamp(min=1)

@@ -1,20 +1,20 @@
-"""Gradient in Triton: softmax weights of a tile, recomputed, times rows; narrow rows in one kernel, wide ones by blocks.
+"""Gradient in Triton: a tile's softmax weights, recomputed, times rows; narrow rows in one kernel.
 
 With g_i the gradient that reaches lse_i and p_ij = exp(s_ij − lse_i) the softmax over the kept columns,
 
     W_ij = g_i p_ij        dq_i = (1/τ) Σ_j W_ij k_j        dk_j = (1/τ) Σ_i W_ij q_i        dτ = −⟨q, dq⟩ / τ
 
-Where the loss has a softmax over the columns too, W_ij = g_i p_ij + g'_j p'_ij, from the same product. Where q and k are
-one set, dz = (1/τ) W z with W_ij = g_i p_ij + g_j p_ji. The positive was left out by index; its coefficient −g_i (−g'_j)
-comes in at the end, in float32, where nothing cancels.
+Where the loss has a softmax over the columns too, W_ij = g_i p_ij + g'_j p'_ij, from the same product. Where
+q and k are one set, dz = (1/τ) W z with W_ij = g_i p_ij + g_j p_ji. The positive was left out by index; its
+coefficient −g_i (−g'_j) comes in at the end, in float32, where nothing cancels.
 
     narrow rows      gradient_rows: a program owns rows of q, walks k, and keeps dq in registers
     wide rows        gradient_blocks: blocks of W, and cuBLAS for the products with them
 
-Both (paths.py tells them apart) fix the order of every sum, so the same input gives the same bits. In a half type W must
-neither overflow nor vanish: |g| ≤ 1 by the choice of the unit that is taken out of it, and W is held times 2¹⁴, which uses
-float16's range to the full (p_ij of 2⁻³⁸ still counts) and costs bfloat16 and float32 nothing; both factors come back at
-the end, in float32.
+Both (paths.py tells them apart) fix the order of every sum, so the same input gives the same bits. In a half
+type W must neither overflow nor vanish: |g| ≤ 1 by the choice of the unit that is taken out of it, and W is
+held times 2¹⁴, which uses float16's range to the full (p_ij of 2⁻³⁸ still counts) and costs bfloat16 and
+float32 nothing; both factors come back at the end, in float32.
 """
 import torch
 
@@ -23,13 +23,15 @@ from .launch import check_device, limit_of
 from .paths import is_narrow
 
 
-def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, positives=False):
+def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature,
+              positives=False):
     """(dq (N, D) or empty, dk (M, D) or empty) in the dtype of the rows, and dτ, a float32 scalar (empty).
 
-    rows, columns    (lse, slope), (N,) and (M,) float32 each, |slope| ≤ 1: the softmaxes that the loss has; None: has not
+    rows, columns    (lse, slope), (N,) and (M,) float32, |slope| ≤ 1: the loss's softmaxes; None: has not
     grad, unit       a scalar tensor and a number: what slope is to be multiplied by to reach dloss/dlse
-    positives        whether row i's positive (rule's index) has the logit s_ip whose gradient is −slope_i (−slope'_p)
-    k None: one set of rows under a symmetric rule, columns is rows; all of the gradient is dq then, and dk is empty.
+    positives        whether row i's positive (by rule) has a logit s_ip, of gradient −slope_i (−slope'_p)
+
+    k None: one set of rows under a symmetric rule, columns is rows; all of the gradient is dq, dk is empty.
     """
     check_device(q)
     one_set = k is None

@@ -1,6 +1,7 @@
 """How the host cuts a problem into tiles and hands it to a kernel.
 
-On chips with a tensor memory accelerator (sm_90 on) q and k travel as descriptors, elsewhere as pointers with a stride.
+On chips with a tensor memory accelerator (sm_90 on) q and k travel as descriptors, elsewhere as pointers with
+a stride.
 """
 import os
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ PROGRAMS = 264        # two for each of the 132 multiprocessors of an H100 or H2
 
 
 class KernelRule(NamedTuple):
-    """Rule and temperature as the kernels take them, the rule's name aside (EXCLUDE): None is not there and leaves no code."""
+    """Rule, without its name (EXCLUDE), and temperature as kernels take them; None is not there: no code."""
     row_ids: Any
     column_ids: Any
     row_groups: Any
@@ -34,7 +35,7 @@ class KernelRule(NamedTuple):
 
 
 def ranges(rule, blocks):
-    """(row tiles, 2) int32: first and one past the last column of the groups of each tile's rows; None: all columns.
+    """(row tiles, 2) int32: first and past the last column of the groups of a tile's rows; None: all columns.
 
     No value is looked at on the host: column ids that are not sorted give every tile all columns.
     """
@@ -43,16 +44,18 @@ def ranges(rule, blocks):
         return None
     rows, columns = rows.long(), columns.long()
     rows = torch.cat([rows, rows[-1:].expand(-len(rows) % size)]).view(-1, size)
-    first, last = torch.searchsorted(columns, rows.amin(1)), torch.searchsorted(columns, rows.amax(1), right=True)
+    first = torch.searchsorted(columns, rows.amin(1))
+    last = torch.searchsorted(columns, rows.amax(1), right=True)
     is_sorted = (columns[1:] >= columns[:-1]).all()
     return torch.stack([first * is_sorted, torch.where(is_sorted, last, len(columns))], 1).int()
 
 
 def limit_of(q, k, temperature):
-    """Largest possible |s| (Cauchy and Schwarz), a 0-dim float32 tensor; None where reading the rows again costs too much."""
+    """Largest possible |s| (Cauchy and Schwarz), 0-dim float32; None where reading rows again is too dear."""
     if max(len(q), len(k)) <= FEW:
         return None
-    longest = [torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax() for x in ((q,) if k is q else (q, k))]
+    sides = (q,) if k is q else (q, k)
+    longest = [torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax() for x in sides]
     return longest[0] * longest[-1] * LOG2E.value / temperature
 
 
@@ -62,19 +65,22 @@ def capability(x):
 
 
 def tile(x, rule, two_sided=False):
-    """Block sizes, warps, stages and input precision for rows of x. Registers and shared memory: tests/test_compile.py.
+    """Block sizes, warps, stages and input precision for rows of x; registers: tests/test_compile.py.
 
     two_sided    the tile is reduced along, or weighted with vectors of, both of its sides
     """
-    # 64-bit ids of a tile's columns, or a second product, take the registers of half a tile, all three of three quarters
+    # 64-bit ids of a tile's columns, or a second product, take the registers of half a tile, all three of
+    # three quarters
     parts = sum(part is not None for part in (rule.row_ids, rule.row_groups, rule.row_features))
     columns = (128, 64, 64, 32)[parts]
     full = torch.get_float32_matmul_precision() == "highest"
     if full and torch.float32 in (x.dtype, getattr(rule.row_features, "dtype", None)):
         # plain multiply-adds: no tensor core takes full float32
         columns = 64 if rule.row_features is None else 32
-        return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255, PRECISION="ieee")
-    blocks = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64, num_warps=8, num_stages=3,
+        return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
+                    PRECISION="ieee")
+    blocks = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64,
+                  num_warps=8, num_stages=3,
                   maxnreg=128 if capability(x) == 9 else 255,  # 128: two programs share a multiprocessor
                   PRECISION="tf32")                            # of no effect on half types
     if two_sided and capability(x) >= 10:
@@ -85,16 +91,17 @@ def tile(x, rule, two_sided=False):
 def check_device(q):
     """A CPU tensor needs the interpreter, which Triton turns on when the kernels are first imported."""
     if q.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(f"impl: 'triton' on {q.device} wants TRITON_INTERPRET=1 in the environment before the start; "
-                         "use 'blockwise'")
+        raise ValueError(f"impl: 'triton' on {q.device} wants TRITON_INTERPRET=1 in the environment before "
+                         "the start; use 'blockwise'")
 
 
 def in_whole_words(x):
-    """x itself where its rows are contiguous, aligned and a multiple of 16 long, else a copy with zeros behind each row.
+    """x, where its rows are contiguous, aligned and a multiple of 16 long; else a copy with zeros behind.
 
     Kernels read 16 bytes at a time, and descriptors nothing else; zeros change no product.
     """
-    if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0:
+    row, width = x.stride(0), x.shape[1]
+    if x.stride(1) == 1 and row >= width and row % 16 == 0 and width % 16 == 0 and x.data_ptr() % 16 == 0:
         return x
     copy = x.new_zeros(len(x), triton.cdiv(x.shape[1], 16) * 16)
     copy[:, :x.shape[1]] = x
@@ -107,11 +114,11 @@ def is_number(temperature, x):
 
 
 def arguments(q, k, temperature, rule, blocks):
-    """(pointers and rule, sizes and strides, the rest by name): what every kernel takes of its rows q and columns k."""
+    """(pointers and rule, sizes and strides, the rest by name): what all kernels take of q and k."""
     words = in_whole_words(q)
     q, k = words, words if k is q else in_whole_words(k)
-    f_q, f_k = (f if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)    # tiles sum in float32
-                for f in (rule.row_features, rule.column_features))
+    f_q, f_k = (None if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)
+                for f in (rule.row_features, rule.column_features))  # tiles sum in float32
     shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     scale = (None, LOG2E.value / temperature.item()) if is_number(temperature, q) else (temperature, None)
     taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape, *scale)

@@ -1,7 +1,8 @@
 """Mean losses on top of similarity_lse: thin, for users who want one call.
 
-Rows are taken as given: for cosine similarities normalise first (F.normalize). In each loss the positive is taken out of
-the fused sum by rule and comes back as softplus(lse − positive), the same number with a far better gradient.
+Rows are taken as given: for cosine similarities normalise first (F.normalize). In each loss the positive is
+taken out of the fused sum by rule and comes back as softplus(lse − positive), the same number with a far
+better gradient.
 """
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from .similarity import check_inputs, fused_lse, softmax_loss
 def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
     """Mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
 
-    q, k         (N, D) queries, (M, D) keys with M ≥ N + offset: row i's positive is key i + offset, all others are negatives
+    q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
     symmetric    mean of this and of the same with queries and keys swapped (M = N)
     offset       this rank's first row among the gathered keys
@@ -27,7 +28,8 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
     q, k, temperature, _ = check_inputs(q, k, temperature)
     rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
     if offset < 0 or len(q) + offset > len(k):
-        raise ValueError(f"k: {len(k)} rows, wanted at least {len(q)} + offset {offset}: one positive for each row of q")
+        wanted = f"{len(q)} + offset {offset}: one positive for each row of q"
+        raise ValueError(f"k: {len(k)} rows, wanted at least {wanted}")
     if symmetric and (len(q) != len(k)):
         raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
     if impl == "eager":
@@ -36,7 +38,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
 
 
 def clip_loss(image, text, temperature=0.07, *, impl="auto"):
-    """Symmetric info_nce over image-text pairs: (N, D) and (N, D), scalar. Source: Radford et al. 2021, fig. 3."""
+    """Symmetric info_nce over (N, D) images and (N, D) texts, scalar; source: Radford et al. 2021, fig. 3."""
     return info_nce(image, text, temperature, symmetric=True, impl=impl)
 
 
@@ -44,7 +46,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     """Mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ): MoCo's loss.
 
     q, k         (N, D) queries and their positives, row by row; other rows of k are no negatives
-    queue        (K, D) negatives of every row; never gets a gradient, which makes this cheaper than any two-sided loss
+    queue        (K, D) negatives of every row; never gets a gradient, which makes this cheaper than two sides
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
@@ -66,7 +68,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
 
 
 def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
-    """Mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ), i' being the other view of i.
+    """Mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ), i' the other view of i.
 
     z1, z2       (N, D) the two views, row i of one belonging to row i of the other
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
@@ -88,21 +90,23 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
 
     hidden        (N, D) float64 | float32 | float16 | bfloat16
     weight        (V, D) same dtype and device: one row a class
-    targets       (N,) int64 in [0, V), or ignore_index for rows that do not count (they still cost: drop them before if many)
+    targets       (N,) int64 in [0, V), or ignore_index for rows that do not count (but cost)
     temperature   float > 0 or a 0-dim tensor dividing the logits
     returns       scalar, float32 (float64 for float64): mean over the rows that count, 0 where none does
-    raises        ValueError naming the argument, what it was and what is wanted (the targets' values are not checked)
+    raises        ValueError naming the argument, what it was and what is wanted (no target is checked)
     """
     hidden, weight, temperature, _ = check_inputs(hidden, weight, temperature, names=("hidden", "weight"))
     impl = choose_impl(impl, hidden)
     if not isinstance(targets, torch.Tensor):
         raise ValueError(f"targets: found {type(targets).__name__}, wanted an int64 tensor ({len(hidden)},)")
     if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets: found {targets.dtype} of shape {tuple(targets.shape)}, wanted int64 ({len(hidden)},)")
+        found = f"{targets.dtype} of shape {tuple(targets.shape)}"
+        raise ValueError(f"targets: found {found}, wanted int64 ({len(hidden)},)")
     if targets.device != hidden.device:
         raise ValueError(f"targets: on {targets.device}, hidden is on {hidden.device}")
     if impl == "eager":
         return eager.linear_cross_entropy(hidden, weight, targets, ignore_index, temperature)
     counts = targets != ignore_index
     rule = Rule("target", targets.where(counts, 0))
-    return softmax_loss(hidden, weight, temperature, rule, impl, weights=counts.to(temperature.dtype)) / counts.sum().clamp(min=1)
+    total = softmax_loss(hidden, weight, temperature, rule, impl, weights=counts.to(temperature.dtype))
+    return total / counts.sum().clamp(min=1)

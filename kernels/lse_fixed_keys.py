@@ -1,16 +1,18 @@
-"""Keys without gradient in Triton (a queue, a frozen tower, a memory bank): loss and gradient in one pass, no backward kernel.
+"""Keys without gradient in Triton (a queue, a frozen tower): loss and gradient in one pass.
 
-    lse_i = log Σ_j exp(q_i·k_j / τ)        dq_i = (g_i / τ) o_i,    o_i = Σ_j p_ij k_j,    p_ij = exp(q_i·k_j / τ − lse_i)
+    lse_i = log Σ_j exp(q_i·k_j / τ)    p_ij = exp(q_i·k_j / τ − lse_i)
+    o_i = Σ_j p_ij k_j                  dq_i = (g_i / τ) o_i
 
-o is attention with the keys as values, so it comes out of the forward loop: 4 N·M·D operations where a recomputing backward
-needs 6. A tile of keys is read once for both products:
+o is attention with the keys as values, so it comes out of the forward loop: 4 N·M·D operations where a
+recomputing backward needs 6. A tile of keys is read once for both products:
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − top)       o = o · exp2(old top − top) + p · k_J
            └──────────────────────┘
 
-Few rows leave most of the chip idle, so their columns are split over several programs, each with its own lse and o, and a
-second kernel merges them by the weights exp2(lse_split − lse). o stays in registers, hence half types and D ≤ 256.
+Few rows leave most of the chip idle, so their columns are split over several programs, each with its own lse
+and o, and a second kernel merges them by the weights exp2(lse_split − lse). o stays in registers, hence half
+types and D ≤ 256.
 
 A queue's positive is not among its keys, so the second kernel takes it in: with gap_i = lse_i − q_i·k_i/τ
 
@@ -25,9 +27,10 @@ from .tiles import LOG2E, in_range, kept, load, octaves, softplus, touched
 
 
 @triton.jit
-def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
-                      PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """LSE[y, rows of program x] in units of log 2, O[y, rows, :], over the columns [y·split, (y + 1)·split)."""
+def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
+                      EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """LSE[y, rows of program x] in units of log 2, O[y, rows, :], over columns y·split to (y + 1)·split."""
     row = tl.program_id(0) * BLOCK_N
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
@@ -41,9 +44,10 @@ def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row, 
         k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
-            s = tl.where(kept(rows, column + tl.arange(0, BLOCK_M), N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
+            columns = column + tl.arange(0, BLOCK_M)
+            s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
-        reference = tl.where(new == float("-inf"), 0.0, new)      # −inf − (−inf) would be NaN: nothing kept so far
+        reference = tl.where(new == float("-inf"), 0.0, new)  # −inf − (−inf) would be NaN
         p = tl.exp2(s - reference[:, None])
         shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(p, 1)
@@ -56,9 +60,9 @@ def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row, 
 
 
 @triton.jit
-def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE, unit, splits, N, D, width, q_row,
-                      positive_row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The splits of a row as one: LSE and O, or with POSITIVES the loss of each row, unit times its gradients DQ and DK."""
+def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE, unit, splits, N, D, width,
+                      q_row, positive_row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A row's splits as one: LSE and O, or with POSITIVES a LOSS and unit times its gradients DQ, DK."""
     rows, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     inside, wide = rows < N, (rows < N)[:, None] & (d < width)[None, :]
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -70,7 +74,8 @@ def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE
         new = tl.maximum(top, lse)
         reference = tl.where(new == float("-inf"), 0.0, new)
         shrink, weight = tl.exp2(top - reference), tl.exp2(lse - reference)
-        part = tl.load(PART_O + at.to(tl.int64)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        part = tl.load(PART_O + at.to(tl.int64)[:, None] * D + d[None, :],
+                       mask=inside[:, None] & (d < D)[None, :], other=0.0)
         total = total * shrink + weight
         o = o * shrink[:, None] + part * weight[:, None]
         top = new
@@ -82,7 +87,8 @@ def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE
         tl.store(O + at, o, mask=wide)
     else:
         q = tl.load(Q + rows.to(tl.int64)[:, None] * q_row + d[None, :], mask=wide, other=0.0).to(tl.float32)
-        k = tl.load(POSITIVES + rows.to(tl.int64)[:, None] * positive_row + d[None, :], mask=wide, other=0.0).to(tl.float32)
+        k = tl.load(POSITIVES + rows.to(tl.int64)[:, None] * positive_row + d[None, :], mask=wide, other=0.0)
+        k = k.to(tl.float32)
         scale = octaves(RULE) / LOG2E
         loss, slope = softplus(lse - tl.sum(q * k, 1) * scale)
         tl.store(LOSS + rows, loss * unit, mask=inside)
@@ -92,8 +98,8 @@ def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE
 
 
 def block_sizes(q, rule):
-    """As tile(), with all of a row in one block and few enough columns that o fits beside the logits; maxnreg keeps the
-    assembler from spilling to run more programs."""
+    """As tile(), with all of a row in one block and few enough columns that o fits beside the logits; maxnreg
+    keeps the assembler from spilling to run more programs."""
     blocks, width = tile(q, rule), max(16, triton.next_power_of_2(q.shape[1]))
     columns = 64 if width <= 128 else 32 if rule.row_features is None else 16
     return {**blocks, "BLOCK_N": 64, "BLOCK_M": min(columns, blocks["BLOCK_M"]), "BLOCK_D": width,
@@ -101,12 +107,13 @@ def block_sizes(q, rule):
 
 
 def splits_of(q, k, temperature, rule):
-    """(lse (splits, N) in units of log 2, o (splits, N, padded D)): what each program leaves of its rows and columns."""
+    """(lse (splits, N) in units of log 2, o (splits, N, padded D), rule, BLOCK_D): of each program."""
     check_device(q)
     blocks = block_sizes(q, rule)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
-    split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
+    splits = min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))
+    split = triton.cdiv(column_blocks, splits) * blocks["BLOCK_M"]
     splits = triton.cdiv(len(k), split)
     lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
     o = torch.empty(splits, len(q), sizes[2], dtype=torch.float32, device=q.device)
@@ -119,8 +126,9 @@ def similarity_lse(q, k, temperature, rule):
     parts, o_parts, _, width = splits_of(q, k, temperature, rule)
     lse = torch.empty(len(q), dtype=torch.float32, device=q.device)
     o = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    merge_keys_kernel[triton.cdiv(len(q), 16),](lse, o, None, None, None, parts, o_parts, None, None, None, 1.0, len(parts), len(q),
-                                                o_parts.shape[2], q.shape[1], 0, 0, BLOCK_N=16, BLOCK_D=width, enable_fp_fusion=True)
+    merge_keys_kernel[triton.cdiv(len(q), 16),](
+        lse, o, None, None, None, parts, o_parts, None, None, None, 1.0, len(parts), len(q), o_parts.shape[2],
+        q.shape[1], 0, 0, BLOCK_N=16, BLOCK_D=width, enable_fp_fusion=True)
     return lse, o
 
 
@@ -130,7 +138,8 @@ def queue_loss(q, k, queue, temperature, rule):
     q, k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
     loss = torch.empty(len(q), dtype=torch.float32, device=q.device)
     dq, dk = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    merge_keys_kernel[triton.cdiv(len(q), 16),](None, None, loss, dq, dk, parts, o_parts, q, k, taken, 1 / len(q), len(parts), len(q),
-                                                o_parts.shape[2], q.shape[1], q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=width,
-                                                enable_fp_fusion=True)
+    merge_keys_kernel[triton.cdiv(len(q), 16),](
+        None, None, loss, dq, dk, parts, o_parts, q, k, taken, 1 / len(q), len(parts), len(q),
+        o_parts.shape[2], q.shape[1], q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=width,
+        enable_fp_fusion=True)
     return loss.sum(), dq, dk

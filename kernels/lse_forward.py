@@ -1,23 +1,24 @@
-"""Forward in Triton: log-sum-exps of q·kᵀ/τ over rows, or over rows and columns at once, and the softmax loss on top.
+"""Forward in Triton: log-sum-exps of q·kᵀ/τ over rows, or rows and columns at once, and the softmax loss.
 
-Eager                                               bytes moved, N·M logits       here
-    s = q @ k.T / temperature                       write 4 N·M                   tiles stay in registers
-    s = s.masked_fill(left_out, -inf)               read and write 8 N·M          where() on the few tiles it touches
-    lse = s.logsumexp(1), s.logsumexp(0)            read 8 N·M or more            two numbers per row and column of a tile
+Eager                                      bytes moved, N·M logits       here
+    s = q @ k.T / temperature              write 4 N·M                   tiles stay in registers
+    s = s.masked_fill(left_out, -inf)      read and write 8 N·M          where() on the few tiles it touches
+    lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            two numbers a row or column of a tile
 
-Every tile (I, J) leaves the log-sum-exp of each of its rows, and where columns are asked for of each of its columns:
+Every tile (I, J) leaves the log-sum-exp of each of its rows, and where columns are asked for of each column:
 
-    part[J, i] = log2 Σ_{j∈J} exp2(s_ij)        part'[I, j] = log2 Σ_{i∈I} exp2(s_ij)         one product for both
+    part[J, i] = log2 Σ_{j∈J} exp2(s_ij)      part'[I, j] = log2 Σ_{i∈I} exp2(s_ij)       one product for both
 
-and a second kernel sums the parts of a row. With one set of rows (q = k) the matrix is symmetric: part' of tile (I, J)
-is part of tile (J, I), so the tiles on and above the diagonal fill the same table and half of the products are saved.
+and a second kernel sums the parts of a row. With one set of rows (q = k) the matrix is symmetric: part' of
+tile (I, J) is part of tile (J, I), so the tiles on and above the diagonal fill the same table and half of the
+products are saved.
 
-The parts of a large problem are made a block of tiles at a time and merged before the next. No atomics, no order left
-to chance: the same input gives the same bits.
+The parts of a large problem are made a block of tiles at a time and merged before the next. No atomics, no
+order left to chance: the same input gives the same bits.
 
-A softmax loss adds its positive by index. The rule leaves the positive out of the tile, where its logit is kept:
+A softmax loss adds its positive by index. The rule leaves it out of the tile, where its logit is kept:
 
-    gap_i = lse_i − positive_i        loss = Σ_i w softplus(gap_i)        slope_i = σ(gap_i), of the loss in lse_i
+    gap_i = lse_i − positive_i      loss = Σ_i w softplus(gap_i)      slope_i = σ(gap_i), of the loss in lse_i
 
 so no 1 − 0.999 is ever taken, and the second kernel has all three at hand when the parts of row i are summed.
 """
@@ -28,7 +29,8 @@ import triton
 import triton.language as tl
 
 from .launch import PROGRAMS, arguments, check_device, limit_of, ranges, tile
-from .tiles import LOG2E, in_range, is_bounded, kept, load, log_sum, octaves, positive_of, product, softplus, touched
+from .tiles import (LOG2E, in_range, is_bounded, kept, load, log_sum, octaves, positive_of, product, softplus,
+                    touched)
 
 SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
 PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
@@ -36,10 +38,11 @@ WALK = 16            # tiles of a row tile that a program takes one after the ot
 
 
 @triton.jit
-def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, RANGES, Q, K, RULE, N, M, D, q_row, k_row, first_row, first_column,
-                 height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
+def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, RANGES, Q, K, RULE, N, M, D, q_row, k_row,
+                 first_row, first_column, height, width, walk,
+                 EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
                  TRIANGLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block (height, width); a program walks tiles of row tile I."""
+    """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block; a program walks row tile I."""
     tile_i = tl.program_id(0)
     row = first_row + tile_i * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
@@ -56,9 +59,11 @@ def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, RANGES, Q, K, RULE, N, M, D, q_
         tile_j = (column - first_column) // BLOCK_M
         columns = column + tl.arange(0, BLOCK_M)
         if RESIDENT:
-            s = tl.dot(q, load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D).T, input_precision=PRECISION) * scale
+            k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
+            s = tl.dot(q, k.T, input_precision=PRECISION) * scale
         else:
-            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * scale
+            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+            s = s * scale
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
                 target = positive_of(rows, N, RULE, EXCLUDE)
@@ -84,7 +89,7 @@ def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, RANGES, Q, K, RULE, N, M, D, q_
 @triton.jit
 def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, count, SIDES: tl.constexpr,
                  FRESH: tl.constexpr, BLOCK: tl.constexpr):
-    """LSE[i] = log(exp(LSE[i]) + Σ_J exp2(PARTS[J, i])) and, where LOSS is wanted, SLOPE[i] and a share of the loss."""
+    """LSE[i] = log(exp(LSE[i]) + Σ_J exp2(PARTS[J, i])) and, if LOSS, SLOPE[i] and a share of the loss."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
     share = 0.0
@@ -96,8 +101,8 @@ def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, coun
             total = tl.where(top == float("-inf"), 0.0, 1.0)
         for first in range(0, tiles, 8):
             j = first + tl.arange(0, 8)
-            part = tl.load(PARTS + (side * tiles + j)[:, None] * count + rows[None, :], mask=(j < tiles)[:, None] & inside[None, :],
-                           other=float("-inf"))
+            part = tl.load(PARTS + (side * tiles + j)[:, None] * count + rows[None, :],
+                           mask=(j < tiles)[:, None] & inside[None, :], other=float("-inf"))
             new = tl.maximum(top, tl.max(part, 0))
             reference = tl.where(new == float("-inf"), 0.0, new)
             total = total * tl.exp2(top - reference) + tl.sum(tl.exp2(part - reference[None, :]), 0)
@@ -125,7 +130,7 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     """Sums over the columns of each row and, with both, over the rows of each column (N = M).
 
     k        None: one set of rows under a symmetric rule
-    loss     also Σ_i w_i softplus(gap_i), the mean of the two sides with both; w is 1/N, or weights (N,) float32
+    loss     also Σ_i w_i softplus(gap_i), with both the mean of two sides; w is 1/N, or weights (N,) float32
     """
     check_device(q)
     triangle = k is None
@@ -140,18 +145,20 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     of_groups = ranges(rule, blocks)
 
     def parts(i, j, height, width):
-        """The tables of a block, one behind the other: of rows (T, height), of columns (T', width) or the same or none."""
+        """The tables of a block: of rows (T, height), of columns (T', width), or the same, or none."""
         tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
         on_diagonal = triangle and i == j
         both_tables = both or triangle and not on_diagonal
         sizes_of = tiles_j * height, both_tables * tiles_i * width
         of_rows, of_columns = lse.new_empty(sum(sizes_of)).split(sizes_of)
         if of_groups is not None:
-            of_rows.fill_(-torch.inf)                              # tiles that no program will see
-        walk = max(1, min(1 if of_groups is None and not blocks["RESIDENT"] else WALK, tiles_i * tiles_j // (4 * PROGRAMS)))
+            of_rows.fill_(-torch.inf)  # tiles that no program will see
+        longest = 1 if of_groups is None and not blocks["RESIDENT"] else WALK
+        walk = max(1, min(longest, tiles_i * tiles_j // (4 * PROGRAMS)))
         parts_kernel[tiles_i, triton.cdiv(tiles_j, walk)](
-            of_rows, of_rows if on_diagonal else of_columns if both_tables else None, positive, limit, of_groups, *pointers, *sizes,
-            first_row=i, first_column=j, height=height, width=width, walk=walk, TRIANGLE=on_diagonal, **rest)
+            of_rows, of_rows if on_diagonal else of_columns if both_tables else None, positive, limit,
+            of_groups, *pointers, *sizes, first_row=i, first_column=j, height=height, width=width, walk=walk,
+            TRIANGLE=on_diagonal, **rest)
         return of_rows.view(tiles_j, height), of_columns.view(-1, width)
 
     height, width = block_shape(q, k, square=both or triangle)
@@ -168,19 +175,22 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
 
 
 def merge(lse, parts, fresh=False, positive=None, slope=None, weights=None, of=None):
-    """lse (sides, N) takes in parts (T, N), of two sides twice that, in place of what it was if fresh; with positives also
-    slope is filled and the loss returned, the mean over N rows, or as many as they are of."""
+    """lse (sides, N) takes in parts (T, N), of two sides twice that, in place of what it was if fresh; with
+    positives also slope is filled and the loss returned, the mean over N rows, or as many as they are of."""
     sides, n = lse.shape
-    block = min(1024, max(64, triton.next_power_of_2(n))) if n <= 1024 else 256        # few rows: all in one program
+    block = 256
+    if n <= 1024:  # few rows: all in one program
+        block = min(1024, max(64, triton.next_power_of_2(n)))
     programs = triton.cdiv(n, block)
     shares = None if positive is None else lse.new_empty(programs)
-    merge_kernel[programs,](lse, slope, shares, parts, positive, weights, (1 if weights is not None else 1 / (of or n)) / sides,
-                            len(parts), n, SIDES=sides, FRESH=fresh, BLOCK=block, num_warps=8, enable_fp_fusion=True)
+    weight = 1 if weights is not None else 1 / (of or n)
+    merge_kernel[programs,](lse, slope, shares, parts, positive, weights, weight / sides, len(parts), n,
+                            SIDES=sides, FRESH=fresh, BLOCK=block, num_warps=8, enable_fp_fusion=True)
     return None if shares is None else shares[0] if programs == 1 else shares.sum()
 
 
 def block_shape(q, k, square):
-    """(rows, columns) of a block: rows that stay in cache, columns so that a table of parts has no more than PARTS entries."""
+    """(rows, columns) of a block: rows stay in cache, a table of parts has PARTS entries at most."""
     height = max(1024, min(SIDE, 2 ** 24 // q.shape[1] // 1024 * 1024))
     return height, height if square else PARTS * 64 // height // 1024 * 1024
 

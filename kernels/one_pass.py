@@ -1,15 +1,17 @@
 """Loss and gradient of wide rows in one pass: strips of the softmax, made once and used twice.
 
-One direction of a mean loss knows its own gradient as soon as the rows' sums are known, so nothing is computed again:
-6 N·M·D operations, as many as eager, where forward and backward apart take 8. For each strip of rows I and all columns:
+One direction of a mean loss knows its own gradient as soon as the rows' sums are known, so nothing is
+computed again: 6 N·M·D operations, as many as eager, where forward and backward apart take 8. For each strip
+of rows I and all columns:
 
-    e_ij = exp2(s_ij − top_iJ)       a tile (I, J) at a time, against its own row maxima, in q's dtype     parts_kernel's twin
-    lse_i, slope_i, loss             from the sums of all tiles                                            merge_kernel
+    e_ij = exp2(s_ij − top_iJ)    by tiles (I, J) with their own row maxima, in q's dtype    like parts_kernel
+    lse_i, slope_i, loss          from the sums of all tiles                                 merge_kernel
     w_ij = e_ij · slope_i exp2(top_iJ − lse_i)        in place, one pass over the strip
-    dq_I = W k − slope_I k_pos       dk += Wᵀ q_I − …                                                      cuBLAS
+    dq_I = W k − slope_I k_pos    dk += Wᵀ q_I − …                                           cuBLAS
 
-A tile's own maximum needs no bound on the logits: nothing overflows, and what vanishes would have vanished in W. Strips are
-as tall as paths.BUFFER allows; Σ_i is done in their order, so the same input gives the same bits.
+A tile's own maximum needs no bound on the logits: nothing overflows, and what vanishes would have vanished in
+W. Strips are as tall as paths.BUFFER allows; Σ_i is done in their order, so the same input gives the same
+bits.
 """
 import torch
 import triton
@@ -27,11 +29,12 @@ from .tiles import LOG2E, kept, octaves, positive_of, product, touched
 def strip_kernel(E, TOPS, PARTS, POSITIVE, Q, K, RULE, N, M, D, q_row, k_row, first_row, height, e_row,
                  EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_D: tl.constexpr):
-    """E[i, j] = exp2(s − TOPS[J, i]), PARTS[J, i] = log2 Σ_j exp2(s), POSITIVE[i]; i counts from first_row, to height."""
+    """E[i, j] = exp2(s − TOPS[J, i]), PARTS[J, i] = log2 Σ_j exp2(s), POSITIVE[i] of rows first_row + i."""
     row, column = first_row + tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M
     rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
     at = rows - first_row
-    s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D) * octaves(RULE)
+    s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+    s = s * octaves(RULE)
     if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
         target = positive_of(rows, N, RULE, EXCLUDE)
         here = (at < height) & (target >= column) & (target < column + BLOCK_M) & (target < M)
@@ -48,9 +51,11 @@ def strip_kernel(E, TOPS, PARTS, POSITIVE, Q, K, RULE, N, M, D, q_row, k_row, fi
 
 
 @triton.jit
-def scale_kernel(E, TOPS, LSE, SLOPE, height, M, e_row, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+def scale_kernel(E, TOPS, LSE, SLOPE, height, M, e_row, SHIFT: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """E[i, j] becomes w_ij 2^SHIFT, a row tile of the tiles that made it at a time."""
-    rows, columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < height
     top = tl.load(TOPS + tl.program_id(1) * height + rows, mask=inside, other=0.0)
     lse = tl.load(LSE + rows, mask=inside, other=0.0) * LOG2E
@@ -66,24 +71,29 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
     q, k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
     n, m, height = len(q), len(k), min(len(q), strip_height(q, k))
-    dq, dk = (new(len(x) if needed else 0, x.shape[1]).zero_() for x, needed in ((q, needs_q or needs_temperature), (k, needs_k)))
+    needed = (q, needs_q or needs_temperature), (k, needs_k)
+    dq, dk = (new(len(x) if wanted else 0, x.shape[1]).zero_() for x, wanted in needed)
     blocks = tile(q, rule)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     tiles = triton.cdiv(m, blocks["BLOCK_M"])
-    strip = torch.empty(height, triton.cdiv(m, 16) * 16, dtype=q.dtype, device=q.device)      # rows of whole 16-byte words
+    whole_words = triton.cdiv(m, 16) * 16                      # 16 bytes at least
+    strip = torch.empty(height, whole_words, dtype=q.dtype, device=q.device)
     tops, parts, positive = new(tiles * height), new(tiles * height), new(height)
     lse, slope, loss = new(1, n), new(1, n), []
     for i in range(0, n, height):
         at = slice(i, min(i + height, n))
         w = strip[:at.stop - i, :m]
         grid = triton.cdiv(len(w), blocks["BLOCK_N"]), tiles
-        strip_kernel[grid](w, tops, parts, positive, *pointers, *sizes, first_row=i, height=len(w), e_row=strip.stride(0), **rest)
+        strip_kernel[grid](w, tops, parts, positive, *pointers, *sizes, first_row=i, height=len(w),
+                           e_row=strip.stride(0), **rest)
         of_strip = parts[:tiles * len(w)].view(tiles, len(w))
-        loss.append(merge(lse[:, at], of_strip, True, positive, slope[:, at], None if weights is None else weights[at], of=n))
+        of_rows = None if weights is None else weights[at]
+        loss.append(merge(lse[:, at], of_strip, True, positive, slope[:, at], of_rows, of=n))
         if weights is not None:
-            slope[:, at] *= weights[at]
-        scale_kernel[triton.cdiv(len(w), 32), tiles](w, tops, lse[0, at], slope[0, at], len(w), m, strip.stride(0), SHIFT=SHIFT,
-                                                     BLOCK_N=32, BLOCK_M=blocks["BLOCK_M"])
+            slope[:, at] *= of_rows
+        scale_kernel[triton.cdiv(len(w), 32), tiles](w, tops, lse[0, at], slope[0, at], len(w), m,
+                                                     strip.stride(0), SHIFT=SHIFT, BLOCK_N=32,
+                                                     BLOCK_M=blocks["BLOCK_M"])
         if len(dq):
             add_product(dq[at], w, k)
         if len(dk):
@@ -92,7 +102,11 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
     rest = rule.exclude, new().fill_(1), 1 / n if weights is None else 1.0, True
     del strip, w, tops, parts
     dtype = gradient_dtype(q, temperature, "triton")
-    none, in_place = q.new_empty(0, q.shape[1], dtype=dtype), dtype == torch.float32
-    dq, dot = finished(dq, q, k, taken, slope[0], None, *rest, needs_temperature, in_place) if len(dq) else (none, None)
-    dk = finished(dk, k, q, swapped(taken), None, slope[0], *rest, False, in_place)[0] if len(dk) else none.clone()
-    return torch.stack(loss).sum(), dq, dk, -dot.sum() / temperature if needs_temperature else new(0)
+    in_place, dt = dtype == torch.float32, new(0)
+    if len(dq):
+        dq, dot = finished(dq, q, k, taken, slope[0], None, *rest, needs_temperature, in_place)
+    if needs_temperature:
+        dt = -dot.sum() / temperature
+    if len(dk):
+        dk, _ = finished(dk, k, q, swapped(taken), None, slope[0], *rest, False, in_place)
+    return torch.stack(loss).sum(), dq.to(dtype), dk.to(dtype), dt

@@ -1,76 +1,23 @@
-"""The fused operations as PyTorch knows them: opaque to torch.compile, with fake tensors, autograd and autocast off inside.
+"""The fused operations as PyTorch knows them: what they take and return, their fake tensors, their gradients.
 
-One operation forward, one backward, whatever the implementation; the rule travels as its fields. k is None where the rows of
-q meet each other under a symmetric rule: then all of the gradient is dq. Each backward is an operation of its own so that
-asking for a second derivative is an error and not silently zero.
+One operation forward, one backward, whatever the implementation; the rule travels as its fields. k is None
+where the rows of q meet each other under a symmetric rule: then all of the gradient is dq. Each backward is
+an operation of its own so that asking for a second derivative is an error and not silently zero.
 """
 import torch
-from torch import library
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import blockwise
+from .dispatch import call, differentiable, operation
 from .paths import gradient_dtype, in_one_pass
 from .rules import Rule
 
 RULE = ("str exclude, Tensor? row_ids, Tensor? column_ids, Tensor? row_groups, Tensor? column_groups, "
         "Tensor? row_features, Tensor? column_features, SymInt offset, float phi, str impl")
 NEEDS = "bool needs_q, bool needs_k, bool needs_temperature"
-FIELDS = len(Rule._fields) + 1                                   # of RULE
+FIELDS = len(Rule._fields) + 1  # of RULE
 
+# ── the log-sum-exp of each row ─────────────────────────────────────────────────────────────────────────────
 
-def operation(name, schema):
-    """The decorated function (q, …) as tencl::name, with autocast off and on q's device."""
-    def register(function):
-        def run(q, *arguments):
-            if torch.is_autocast_enabled(q.device.type):
-                with torch.autocast(q.device.type, enabled=False):
-                    return run(q, *arguments)
-            if q.is_cuda and q.get_device() != torch.cuda.current_device():
-                with torch.cuda.device_of(q):
-                    return function(q, *arguments)
-            return function(q, *arguments)
-        made = library.custom_op(f"tencl::{name}", run, mutates_args=(), schema=schema)
-        made.run, made.traced, made.plain = run, getattr(torch.ops.tencl, name), None
-        return made
-    return register
-
-
-def differentiable(operation, backward, save, differentiate):
-    """Teach autograd that operation has the gradient differentiate(ctx, *grads), which calls backward and no more."""
-    def no_second_derivative(ctx, *grads):
-        raise RuntimeError("kernels: the fused operations have no second derivative; use impl='eager', which has all of them")
-
-    def prepare(ctx, inputs, output):
-        ctx.set_materialize_grads(False)                         # no zeros for what is not differentiable
-        save(ctx, inputs, output)
-
-    class Plain(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *arguments):
-            output = operation.run(*arguments)
-            prepare(ctx, arguments, output)
-            return output
-
-        @staticmethod
-        def backward(ctx, *grads):
-            return differentiate(ctx, *grads)
-
-    operation.register_autograd(differentiate, setup_context=prepare)
-    backward.register_autograd(no_second_derivative)
-    operation.plain = Plain.apply
-
-
-def call(operation, q, *arguments):
-    """operation(q, …). The dispatcher and its checks take longer than a small batch, so they are asked only where somebody
-    listens: a compiler, a mode, a tensor that is more than a tensor, or a gradient that is to be differentiated again."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (torch.Tensor, torch.nn.Parameter):
-        return operation.traced(q, *arguments)
-    if operation.plain is not None:
-        return operation.plain(q, *arguments)
-    return operation.traced(q, *arguments) if torch.is_grad_enabled() else operation.run(q, *arguments)
-
-
-# the log-sum-exp of each row ----------------------------------------------------------------------------------------------
 
 @operation("similarity_lse", f"(Tensor q, Tensor? k, Tensor temperature, {RULE}) -> Tensor")
 def lse(q, k, temperature, *rule):
@@ -87,7 +34,8 @@ def _(q, k, temperature, *rule):
 
 
 @operation("similarity_lse_backward",
-           f"(Tensor q, Tensor? k, Tensor temperature, Tensor grad, Tensor lse, {RULE}, {NEEDS}) -> (Tensor, Tensor, Tensor)")
+           f"(Tensor q, Tensor? k, Tensor temperature, Tensor grad, Tensor lse, {RULE}, {NEEDS}) "
+           "-> (Tensor, Tensor, Tensor)")
 def lse_backward(q, k, temperature, grad, lse, *rest):
     rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
     if impl == "blockwise":
@@ -95,7 +43,8 @@ def lse_backward(q, k, temperature, grad, lse, *rest):
     from . import gradient
     largest = grad.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     rows = lse, (grad / largest).contiguous()
-    return gradient.gradients(q, k, temperature, rule, rows, rows if k is None else None, largest, 1.0, *needs)
+    columns = rows if k is None else None
+    return gradient.gradients(q, k, temperature, rule, rows, columns, largest, 1.0, *needs)
 
 
 @lse_backward.register_fake
@@ -103,7 +52,8 @@ def empty_gradients(q, k, temperature, *rest):
     needs_q, needs_k, needs_temperature = rest[-3:]
     k, needs_k = (q, False) if k is None else (k, needs_k)
     return (q.new_empty(q.shape if needs_q or needs_temperature else (0, q.shape[1])),
-            k.new_empty(k.shape if needs_k else (0, k.shape[1])), q.new_empty(() if needs_temperature else 0, dtype=temperature.dtype))
+            k.new_empty(k.shape if needs_k else (0, k.shape[1])),
+            q.new_empty(() if needs_temperature else 0, dtype=temperature.dtype))
 
 
 def scaled(x, factor, dtype):
@@ -124,16 +74,18 @@ def save_lse(ctx, inputs, output):
 def differentiate_lse(ctx, grad):
     q, k, temperature, lse, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    return *given(needs, call(
-        lse_backward, q, k, temperature, grad, lse, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl, *needs)), *[None] * FIELDS
+    rule = ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl
+    gradients = call(lse_backward, q, k, temperature, grad, lse, *rule, *needs)
+    return *given(needs, gradients), *[None] * FIELDS
 
 
 differentiable(lse, lse_backward, save_lse, differentiate_lse)
 
+# ── the same where the keys need no gradient ────────────────────────────────────────────────────────────────
 
-# the same where the keys need no gradient -----------------------------------------------------------------------------------
 
-@operation("similarity_lse_fixed_keys", f"(Tensor q, Tensor k, Tensor temperature, {RULE}) -> (Tensor, Tensor)")
+@operation("similarity_lse_fixed_keys",
+           f"(Tensor q, Tensor k, Tensor temperature, {RULE}) -> (Tensor, Tensor)")
 def fixed_keys(q, k, temperature, *rule):
     """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j, from which the gradient of q follows without the keys."""
     *rule, impl = rule
@@ -148,7 +100,8 @@ def _(q, k, temperature, *rule):
     return q.new_empty(q.shape[0], dtype=temperature.dtype), q.new_empty(q.shape, dtype=temperature.dtype)
 
 
-@operation("similarity_lse_fixed_keys_backward", "(Tensor q, Tensor temperature, Tensor grad, Tensor o) -> (Tensor, Tensor)")
+@operation("similarity_lse_fixed_keys_backward",
+           "(Tensor q, Tensor temperature, Tensor grad, Tensor o) -> (Tensor, Tensor)")
 def fixed_keys_backward(q, temperature, grad, o):
     dq = o * (grad / temperature)[:, None]
     return dq.to(q.dtype), -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
@@ -156,7 +109,8 @@ def fixed_keys_backward(q, temperature, grad, o):
 
 @fixed_keys_backward.register_fake
 def _(q, temperature, grad, o):
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty((), dtype=temperature.dtype)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return dq, q.new_empty((), dtype=temperature.dtype)
 
 
 def save_o(ctx, inputs, output):
@@ -172,14 +126,15 @@ def differentiate_fixed_keys(ctx, grad, _):
 
 differentiable(fixed_keys, fixed_keys_backward, save_o, differentiate_fixed_keys)
 
+# ── cross entropies, positives left out by the rule ─────────────────────────────────────────────────────────
 
-# cross entropies, positives left out by the rule -----------------------------------------------------------------------------
 
-@operation("softmax_loss", f"(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, {RULE}, {NEEDS}) "
+@operation("softmax_loss",
+           f"(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def softmax_loss(q, k, temperature, weights, both, *rest):
-    """(loss, dq, dk, dτ, lse, slope): either the gradients, taken on the way, and the last two empty; or what the backward
-    kernels need, and the gradients empty."""
+    """(loss, dq, dk, dτ, lse, slope): either the gradients, taken on the way, and the last two empty; or what
+    the backward kernels need, and the gradients empty."""
     rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
     new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
     if impl == "blockwise":
@@ -203,8 +158,9 @@ def _(q, k, temperature, weights, both, *rest):
 
 
 @operation("softmax_loss_backward",
-           "(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, Tensor grad, Tensor dq, Tensor dk, Tensor dt, "
-           f"Tensor lse, Tensor slope, {RULE}, {NEEDS}) -> (Tensor, Tensor, Tensor)")
+           "(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, Tensor grad, "
+           f"Tensor dq, Tensor dk, Tensor dt, Tensor lse, Tensor slope, {RULE}, {NEEDS}) "
+           "-> (Tensor, Tensor, Tensor)")
 def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, lse, slope, *rest):
     rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
     if in_one_pass(q, k, both, rule, impl, needs):
@@ -220,7 +176,7 @@ softmax_loss_backward.register_fake(empty_gradients)
 
 
 def save_loss(ctx, inputs, output):
-    q, k, temperature, weights, ctx.both, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl, _, _, _ = inputs
+    q, k, temperature, weights, ctx.both, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl = inputs[:-3]
     ctx.save_for_backward(q, k, temperature, weights, *output[1:], *tensors)
     ctx.mark_non_differentiable(*output[1:])
 
@@ -228,17 +184,18 @@ def save_loss(ctx, inputs, output):
 def differentiate_loss(ctx, grad, *_):
     q, k, temperature, weights, dq, dk, dt, lse, slope, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    return *given(needs, call(
-        softmax_loss_backward, q, k, temperature, weights, ctx.both, grad, dq, dk, dt, lse, slope, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl,
-        *needs)), *[None] * (2 + FIELDS + 3)
+    rule, found = (ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl), (dq, dk, dt, lse, slope)
+    gradients = call(softmax_loss_backward, q, k, temperature, weights, ctx.both, grad, *found, *rule, *needs)
+    return *given(needs, gradients), *[None] * (2 + FIELDS + 3)
 
 
 differentiable(softmax_loss, softmax_loss_backward, save_loss, differentiate_loss)
 
+# ── a queue of negatives without gradient ───────────────────────────────────────────────────────────────────
 
-# a queue of negatives without gradient ----------------------------------------------------------------------------------------
 
-@operation("queue_loss", f"(Tensor q, Tensor k, Tensor queue, Tensor temperature, {RULE}, {NEEDS}) -> (Tensor, Tensor, Tensor, Tensor)")
+@operation("queue_loss", f"(Tensor q, Tensor k, Tensor queue, Tensor temperature, {RULE}, {NEEDS}) "
+           "-> (Tensor, Tensor, Tensor, Tensor)")
 def queue_loss(q, k, queue, temperature, *rest):
     """(loss, dq, dk, dτ), the gradients in the dtype that sums have."""
     rule, impl, needs_temperature = Rule(*rest[:-4]), rest[-4], rest[-1]
@@ -247,16 +204,20 @@ def queue_loss(q, k, queue, temperature, *rest):
     else:
         from . import lse_fixed_keys
         loss, dq, dk = lse_fixed_keys.queue_loss(q, k, queue, temperature, rule)
-    dt = -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature if needs_temperature else loss.new_empty(0)
+    dt = loss.new_empty(0)
+    if needs_temperature:
+        dt = -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
     return loss, dq, dk, dt
 
 
 @queue_loss.register_fake
 def _(q, k, queue, temperature, *rest):
-    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in ((), q.shape, k.shape, () if rest[-1] else 0))
+    shapes = (), q.shape, k.shape, () if rest[-1] else 0
+    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in shapes)
 
 
-@operation("queue_loss_backward", "(Tensor q, Tensor k, Tensor temperature, Tensor grad, Tensor dq, Tensor dk, Tensor dt) "
+@operation("queue_loss_backward",
+           "(Tensor q, Tensor k, Tensor temperature, Tensor grad, Tensor dq, Tensor dk, Tensor dt) "
            "-> (Tensor, Tensor, Tensor)")
 def queue_loss_backward(q, k, temperature, grad, dq, dk, dt):
     return scaled(dq, grad, q.dtype), scaled(dk, grad, q.dtype), grad * dt
@@ -281,8 +242,8 @@ def differentiate_queue_loss(ctx, grad, *_):
 
 differentiable(queue_loss, queue_loss_backward, save_queue_loss, differentiate_queue_loss)
 
+# ── the nearest columns ─────────────────────────────────────────────────────────────────────────────────────
 
-# the nearest columns --------------------------------------------------------------------------------------------------------
 
 @operation("similarity_topk", f"(Tensor q, Tensor k, Tensor temperature, int n, {RULE}) -> (Tensor, Tensor)")
 def topk(q, k, temperature, n, *rule):

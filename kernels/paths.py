@@ -1,4 +1,4 @@
-"""Which kernels run. Shapes and dtypes decide, never values: nothing waits for the device, and fake tensors take the same way.
+"""Which kernels run. Shapes and dtypes decide, never values: nothing waits, fake tensors go the same way.
 
                                       narrow: half types, and           wide: everything else
                                       D ≤ 256, few rows or groups
@@ -8,7 +8,8 @@
     similarity_lse                    lse_forward, gradient_rows        lse_forward, gradient_blocks
         keys without gradient         lse_fixed_keys (D ≤ 256)          lse_forward, gradient_blocks
 
-The thresholds come from registers and arithmetic (tests/test_compile.py prints the first), not from a measurement yet.
+The thresholds come from registers and arithmetic (tests/test_compile.py prints the first), not from a
+measurement yet.
 """
 import importlib.util
 
@@ -30,7 +31,8 @@ def choose_impl(impl, x):
         return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
     if impl == "triton":
         if not HAS_TRITON:
-            raise ValueError("impl: 'triton' wants the package triton, which is not installed; use 'blockwise'")
+            raise ValueError("impl: 'triton' wants the package triton, which is not installed; "
+                             "use 'blockwise'")
         if x.dtype == torch.float64:
             raise ValueError("impl: 'triton' has no float64; use 'blockwise' or 'eager'")
     return impl
@@ -39,11 +41,12 @@ def choose_impl(impl, x):
 def is_narrow(q, k, rule):
     """Whether gradient_rows takes the gradient."""
     few = max(len(q), len(k)) <= FEW
-    return q.element_size() == 2 and rule.exclude != "target" and (q.shape[1] <= WIDEST or few or rule.row_groups is not None)
+    small = q.shape[1] <= WIDEST or few or rule.row_groups is not None
+    return q.element_size() == 2 and rule.exclude != "target" and small
 
 
 def keeps_keys(q, impl):
-    """Whether keys without gradient have a kernel of their own, which takes the gradient of q with the log-sum-exp."""
+    """Whether keys without gradient have their own kernel, which takes q's gradient with the log-sum-exp."""
     return impl == "blockwise" or q.element_size() == 2 and q.shape[1] <= WIDEST
 
 
@@ -53,7 +56,7 @@ def strip_height(q, k):
 
 
 def gradient_dtype(q, temperature, impl):
-    """Of gradients that wait for the loss's own: bfloat16 has the range of float32, float16's would vanish before a scale."""
+    """Of gradients that wait for the loss's own: bfloat16 has float32's range, float16's would vanish."""
     return torch.bfloat16 if impl == "triton" and q.dtype == torch.bfloat16 else temperature.dtype
 
 

@@ -1,14 +1,14 @@
 """Pictures of runs: the loss and the dev score against the step, and two more where a run has what they show.
 
-    python simcse.py --model scratch --data tests/data/nli.csv --dev tests/data/sts.tsv --eval-every 4 --out out/first
+    python simcse.py --model scratch --data tests/data/nli.csv --dev tests/data/sts.tsv --out out/first
     python -m kernels.pictures out/first --save first.png
     python -m kernels.pictures out/first out/vascl out/dclr --save three.png         a line for each folder
 
-An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read, and, for what was measured
-before the first step, state.pt if it is there. Runs with alignment and uniformity (simcse, selfguided, ease, vascl, dclr) get
-Wang and Isola's plane, tacl's get the similarity of a sentence's tokens in each layer. childtuning.py writes several runs to
-one folder: each is a line, and those of one mode have one colour. Wants matplotlib. The kernels' own time and memory is
-drawn by python -m kernels.benchmark --plot.
+An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read, and, for what
+was measured before the first step, state.pt if it is there. Runs with alignment and uniformity (simcse,
+selfguided, ease, vascl, dclr) get Wang and Isola's plane, tacl's get the similarity of a sentence's tokens in
+each layer. childtuning.py writes several runs to one folder: each is a line, and those of one mode have one
+colour. Wants matplotlib. The kernels' own time and memory is drawn by python -m kernels.benchmark --plot.
 """
 import argparse
 import itertools
@@ -18,13 +18,15 @@ from pathlib import Path
 
 import torch
 
-# what chooses the best checkpoint or is the paper's aim, where args.json names no metric; the first that a run has
-SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "hits": "held-out hits, %", "accuracy": "dev accuracy, %",
-          "f1": "dev F1 · 100", "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100"}
+# what chooses the best checkpoint or is the paper's aim, where args.json names no metric; the first that a
+# run has
+SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "hits": "held-out hits, %",
+          "accuracy": "dev accuracy, %", "f1": "dev F1 · 100", "matthews": "dev Matthews · 100",
+          "pearson": "dev Pearson · 100"}
 
 
 def read_runs(folder, name):
-    """[(label, score, rows)] of a folder; the row of step 0 has no loss, it is what was measured before training."""
+    """[(label, score, rows)] of a folder; a row of step 0 has no loss, it was measured before training."""
     path = Path(folder) / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -39,14 +41,16 @@ def read_runs(folder, name):
             rows.append(json.loads(line))
             rows[-1]["step"] - rows[-1]["loss"]                # numbers: a text subtracts nothing
         except (ValueError, KeyError, TypeError):
-            fail(f"{path} line {number}: damaged; wanted a JSON object with step and loss, found {line[:40]!r}")
+            wanted = f"wanted a JSON object with step and loss, found {line[:40]!r}"
+            fail(f"{path} line {number}: damaged; {wanted}")
     if not rows:
         fail(f"{path}: empty; the run has reported no step yet")
     before = read_before(path.parent / "state.pt")
     runs, done = [], 0
-    for (mode, _), group in itertools.groupby(rows, lambda row: (row.get("mode"), row.get("seed"))):      # childtuning's
-        group = list(group)
-        runs.append((f"{name} {mode}" if mode else name, metric, [row | {"step": row["step"] - done} for row in group]))
+    for (mode, _), group in itertools.groupby(rows, lambda row: (row.get("mode"), row.get("seed"))):
+        group = list(group)  # childtuning's steps run on
+        moved = [row | {"step": row["step"] - done} for row in group]
+        runs.append((f"{name} {mode}" if mode else name, metric, moved))
         done = group[-1]["step"]
     if before:
         runs[0][2].insert(0, {"step": 0} | {f"dev_{key}": value for key, value in before.items()})
@@ -54,18 +58,20 @@ def read_runs(folder, name):
 
 
 def read_before(path):
-    """The scores before the first step, None where there are none; the weights beside them stay on the disk."""
+    """The scores before the first step, or None; the weights beside them stay on the disk."""
     try:
         return torch.load(path, mmap=True, map_location="cpu", weights_only=True)["progress"].get("before")
     except FileNotFoundError:
         return None
     except Exception as error:                                 # a damaged file has many ways to fail
-        fail(f"{path}: damaged ({type(error).__name__}); without this file the picture begins at the first evaluation")
+        kind = type(error).__name__
+        fail(f"{path}: damaged ({kind}); without this file the picture begins at the first evaluation")
 
 
 def columns(rows, *keys):
     """[values, ...] of the keys over the rows that have them all."""
-    return [list(column) for column in zip(*([row[key] for key in keys] for row in rows if all(key in row for key in keys)))]
+    found = ([row[key] for key in keys] for row in rows if all(key in row for key in keys))
+    return [list(column) for column in zip(*found)]
 
 
 def score_of(metric, rows):
@@ -92,7 +98,7 @@ def draw_plane(axis, label, metric, rows, colour):
     axis.plot(x[0], y[0], "o", color=colour, markerfacecolor="white")
     axis.plot(x[-1], y[-1], "o", markersize=8, color=colour)
     for i in sorted({0, len(steps) // 2, len(steps) - 1}):
-        if i or not axis.texts:                                # runs mostly begin at one place: the first one labels it
+        if i or not axis.texts:  # runs mostly begin at one place: the first one labels it
             text = f"step {steps[i]}" if i == 0 else steps[i]
             axis.annotate(text, (x[i], y[i]), (5, 5), textcoords="offset points", fontsize=8, color=colour)
     axis.set(xlabel="uniformity (lower is better)", ylabel="alignment (lower is better)")
@@ -146,10 +152,10 @@ def new_figure(rows, columns, width, height, **shared):
 def save(figure, path):
     try:
         figure.savefig(path, dpi=150)
-        if Path(path).suffix == ".png":                        # 64 colours are enough for lines, and a third of the bytes
+        if Path(path).suffix == ".png":  # 64 colours are enough for lines, and a third of the bytes
             from PIL import Image                              # comes with matplotlib
             Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
-    except (OSError, ValueError) as error:                     # ValueError: an ending that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
         fail(f"{path}: {getattr(error, 'strerror', None) or error}")
 
 
@@ -159,7 +165,8 @@ def fail(message):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("out", nargs="+", metavar="OUT", help="folders that --out of a script named")
     parser.add_argument("--save", required=True, metavar="FILE", help="the picture: .png, .svg, .pdf")
     args = parser.parse_args(argv)

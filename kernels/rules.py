@@ -1,4 +1,4 @@
-"""Which columns a row leaves out: rules on index and id vectors, because an (N, M) mask would undo the kernel."""
+"""Which columns a row leaves out: rules on index and id vectors, as an (N, M) mask would undo the kernel."""
 from typing import NamedTuple, Optional
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 class Rule(NamedTuple):
     """A checked rule, in the order in which the operations take it.
 
-    exclude                      "none" | "diagonal" (j = i + offset) | "pair" (j = i, j = i ± N/2) | "ids" (equal ids)
-                                 | "target" (j = row_ids[i]; swapped: i = column_ids[j])
-    row_ids, column_ids          (N,), (M,) integers where exclude is "ids", (N,) and None where "target", else None
+    exclude                      "none" | "diagonal" (j = i + offset) | "pair" (j = i, j = i ± N/2)
+                                 | "ids" (equal ids) | "target" (j = row_ids[i]; swapped: i = column_ids[j])
+    row_ids, column_ids          (N,), (M,) integers where "ids", (N,) and None where "target", else None
     row_groups, column_groups    (N,), (M,) integers: only columns of the row's own group are kept; None: all
     row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are left out; None: none
     offset                       index of row 0 among the columns
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
 
 def positive_of(rule, n, device):
-    """(n,) the column of each row's positive, for a rule that leaves it out: "diagonal", "pair" or "target"."""
+    """(n,) the column of each row's positive, for "diagonal", "pair" or "target", which leave it out."""
     if rule.exclude == "target":
         return rule.row_ids
     rows = torch.arange(n, device=device)
@@ -37,7 +37,8 @@ def positive_of(rule, n, device):
 
 def is_symmetric(rule):
     """Whether, of one set of rows, i leaves out j where j leaves out i, for any rows."""
-    return rule.exclude in ("none", "diagonal", "pair") and rule.offset == 0 and all(part is None for part in rule[1:7])
+    by_index = rule.exclude in ("none", "diagonal", "pair") and rule.offset == 0
+    return by_index and all(part is None for part in rule[1:7])
 
 
 def swapped(rule):
@@ -48,7 +49,7 @@ def swapped(rule):
 
 
 def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
-    """Turn the public arguments into a Rule, or raise ValueError naming the argument, what it was and what is wanted."""
+    """The public arguments as a Rule, or ValueError naming the argument, what it was and what is wanted."""
     if not isinstance(offset, (int, torch.SymInt)) or isinstance(offset, bool):
         raise ValueError(f"offset: {offset!r}, wanted an integer")
     groups = (None, None) if within is None else check_ids("within", within, q, k)
@@ -58,8 +59,9 @@ def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
         if exclude not in (None, "diagonal", "pair"):
             raise ValueError(f'exclude: {exclude!r}, wanted None, "diagonal", "pair" or a pair of id vectors')
         if exclude == "pair" and (not one_set or len(q) % 2):
-            raise ValueError('exclude: "pair" wants one set (k=None) of an even number of rows, the two views stacked; '
-                             + (f"found {len(q)} rows" if one_set else "found a k"))
+            found = f"found {len(q)} rows" if one_set else "found a k"
+            raise ValueError('exclude: "pair" wants one set (k=None) of an even number of rows, the two '
+                             f"views stacked; {found}")
         return Rule(exclude or "none", None, None, *rest)
     return Rule("ids", *check_ids("exclude", exclude, q, k), *rest)
 
@@ -67,7 +69,8 @@ def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
 def check_ids(name, ids, q, k):
     """The pair (row ids (N,), column ids (M,)) as contiguous integer vectors on q's device."""
     if not isinstance(ids, (tuple, list)) or len(ids) != 2 or not all(isinstance(x, Tensor) for x in ids):
-        raise ValueError(f"{name}: wanted a pair of tensors (row ids (N,), column ids (M,)), found {type(ids).__name__}")
+        found = type(ids).__name__
+        raise ValueError(f"{name}: wanted a pair of tensors (row ids (N,), column ids (M,)), found {found}")
     for x, side, count in zip(ids, ("row", "column"), (len(q), len(k))):
         if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
             raise ValueError(f"{name}: {side} ids are {x.dtype}, wanted integers")
@@ -80,26 +83,28 @@ def check_ids(name, ids, q, k):
 
 def check_similar(similar, q, k):
     """(row features (N, E), column features (M, E), phi), the features without gradient."""
+    wanted = "(row features (N, E), column features (M, E), phi)"
     if not isinstance(similar, (tuple, list)) or len(similar) != 3:
-        raise ValueError(f"similar: wanted (row features (N, E), column features (M, E), phi), found {type(similar).__name__}")
+        raise ValueError(f"similar: wanted {wanted}, found {type(similar).__name__}")
     f_q, f_k, phi = similar
     for x, side, count in ((f_q, "row", len(q)), (f_k, "column", len(k))):
-        if not isinstance(x, Tensor) or x.dim() != 2 or len(x) != count or not x.dtype.is_floating_point or x.shape[1] == 0:
+        is_matrix = isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] > 0 and x.dtype.is_floating_point
+        if not is_matrix or len(x) != count:
             found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"similar: {side} features are {found}, wanted floating-point ({count}, E)")
         if x.device != q.device:
             raise ValueError(f"similar: {side} features are on {x.device}, q is on {q.device}")
     if f_q.shape[1] != f_k.shape[1] or f_q.dtype != f_k.dtype:
-        raise ValueError(f"similar: row features are {f_q.shape[1]} wide and {f_q.dtype}, column features {f_k.shape[1]} wide "
-                         f"and {f_k.dtype}; wanted both alike")
+        raise ValueError(f"similar: row features are {f_q.shape[1]} wide and {f_q.dtype}, column features "
+                         f"{f_k.shape[1]} wide and {f_k.dtype}; wanted both alike")
     if isinstance(phi, bool) or not isinstance(phi, (int, float)) or phi != phi:
         raise ValueError(f"similar: phi is {phi!r}, wanted a number")
     return f_q.detach(), f_k.detach(), float(phi)
 
 
 def left_out(rule, rows, m, at=slice(None)):
-    """(len(rows), m) bool: what rule leaves out of these rows (an index vector); None where it leaves out nothing. at: only
-    these of the m columns."""
+    """(len(rows), m) bool: what rule leaves out of these rows (an index vector); None where it leaves out
+    nothing. at: only these of the m columns."""
     columns = torch.arange(m, device=rows.device)[at]
     out = None
     if rule.exclude == "diagonal":

@@ -1,6 +1,6 @@
-"""similarity_lse, similarity_topk and the loss under all mean losses: checks, and the choice of implementation.
+"""similarity_lse, similarity_topk and the loss under all mean losses: checks, choice of implementation.
 
-Every softmax loss over similarities is a log-sum-exp against one positive, and only the log-sum-exp is quadratic.
+Every softmax loss over similarities is a log-sum-exp, the only quadratic part, against one positive.
 """
 import math
 
@@ -14,25 +14,29 @@ from .rules import is_symmetric, make_rule
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0, impl="auto"):
+def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0,
+                   impl="auto"):
     """log Σ_j exp(q_i·k_j / τ) for each row i; the (N, M) matrix is never stored.
 
     q            (N, D) float64 | float32 | float16 | bfloat16, any strides (float64: blockwise and eager)
     k            (M, D) same dtype and device as q; None: the rows of q against each other
     temperature  float > 0, or a 0-dim tensor, which then gets its gradient (its value is not checked)
-    exclude      what each row leaves out: None | "diagonal" (j = i + offset) | "pair" (j = i and j = i ± N/2; k is None)
+    exclude      what each row leaves out: None | "diagonal" (j = i + offset)
+                 | "pair" (j = i and j = i ± N/2; k is None)
                  | (row ids (N,), column ids (M,)) integers: columns of equal id
-    within       (row ids, column ids) integers: only columns of equal id are kept; where both are sorted (packed sequences) the
-                 cost follows the pairs that are kept: in Triton for half types, in blockwise on the CPU
-    similar      (f_q (N, E), f_k (M, E), phi): columns with f_q_i·f_k_j ≥ phi are left out; no gradient reaches f
+    within       (row ids, column ids) integers: only columns of equal id are kept; where both are sorted
+                 (packed sequences) the cost follows the pairs that are kept: in Triton for half types, in
+                 blockwise on the CPU
+    similar      (f_q (N, E), f_k (M, E), phi): columns with f_q_i·f_k_j ≥ phi are left out; no gradient for f
     offset       this rank's first row among the gathered columns
     impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
-    returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; no column left: -inf, gradient 0
+    returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; no column left:
+                 -inf, gradient 0
     raises       ValueError naming the argument, what it was and what is wanted
-    precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in float32.
-                 Under torch.autocast float32 rows are cast as a matrix product would cast them
-    memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB (blockwise: 64 MiB, or
-                 32 rows of logits where those are more); eager O(N·M)
+    precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in
+                 float32. Under torch.autocast float32 rows are cast as a matrix product would cast them
+    memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB
+                 (blockwise: 64 MiB, or 32 rows of logits where those are more); eager O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
     q, k, temperature, one_set = check_inputs(q, k, temperature)
@@ -44,8 +48,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
 
 
 def fused_lse(q, k, temperature, rule, impl):
-    """similarity_lse of checked arguments; k None: one set of rows under a symmetric rule. Keys that need no gradient (a
-    queue, a frozen tower) have a cheaper way."""
+    """similarity_lse of checked arguments; k None: one set of rows under a symmetric rule. Keys that need no
+    gradient (a queue, a frozen tower) have a cheaper way."""
     needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad)
     needed = needed and k is not None and not k.requires_grad
     if needed and keeps_keys(q, impl):
@@ -57,14 +61,14 @@ def fused_lse(q, k, temperature, rule, impl):
 def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=0, impl="auto"):
     """The n columns of largest q_i·k_j for each row i, largest first; the (N, M) matrix is never stored.
 
-    q, k                     as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
-                             unless exclude="diagonal")
-    n                        1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
+    q, k         as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
+                 unless exclude="diagonal")
+    n            1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
     exclude, within, similar, offset    as in similarity_lse
-    returns                  (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
-                             a row with fewer than n columns ends in (-inf, -1); equal products in any order
-    raises                   ValueError naming the argument, what it was and what is wanted
-    memory                   O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
+    returns      (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
+                 a row with fewer than n columns ends in (-inf, -1); equal products in any order
+    raises       ValueError naming the argument, what it was and what is wanted
+    memory       O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
     """
     q, k, one, one_set = check_inputs(q, k, 1.0)
     rule = make_rule(q, k, one_set, exclude, within, similar, offset)
@@ -79,11 +83,12 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
 
 
 def softmax_loss(q, k, temperature, rule, impl, both=False, weights=None):
-    """Σ_i w_i softplus(lse_i − q_i·k_p/τ), scalar: a cross entropy whose positives p, by index, the rule leaves out of lse.
+    """Σ_i w_i softplus(lse_i − q_i·k_p/τ), scalar: a cross entropy; the rule leaves positives p out of lse.
 
-    Arguments are checked ones; k None: one set under a symmetric rule. w is 1/N or weights (N,) in [0, 1]; both: the mean of
-    this and the same over columns. Taking the positive out of the sum costs nothing and keeps the gradient exact where
-    training has succeeded: its coefficient is σ(lse − positive), never 1 − 0.999.
+    Arguments are checked ones; k None: one set under a symmetric rule. w is 1/N or weights (N,) in [0, 1];
+    both: the mean of this and the same over columns. Taking the positive out of the sum costs nothing and
+    keeps the gradient exact where training has succeeded: its coefficient is σ(lse − positive), never 1 −
+    0.999.
     """
     grad = torch.is_grad_enabled()
     needs = [grad and x is not None and x.requires_grad for x in (q, k, temperature)]
@@ -91,7 +96,7 @@ def softmax_loss(q, k, temperature, rule, impl, both=False, weights=None):
 
 
 def check_inputs(q, k, temperature, names=("q", "k")):
-    """(q, k, temperature tensor, k was None), cast as autocast would; ValueError where they do not fit together."""
+    """(q, k, temperature tensor, k was None), cast as autocast would; ValueError where they do not fit."""
     one_set, k = k is None, q if k is None else k
     for name, x in zip(names, (q, k)):
         if not isinstance(x, Tensor) or x.dim() != 2:
@@ -103,7 +108,8 @@ def check_inputs(q, k, temperature, names=("q", "k")):
             raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted at least one row and one feature")
     for what in ("device", "dtype"):
         if getattr(q, what) != getattr(k, what):
-            raise ValueError(f"{names[1]}: {what} {getattr(k, what)} differs from {names[0]}'s, {getattr(q, what)}")
+            found, wanted = getattr(k, what), getattr(q, what)
+            raise ValueError(f"{names[1]}: {what} {found} differs from {names[0]}'s, {wanted}")
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"{names[1]}: {k.shape[1]} features a row, {names[0]} has {q.shape[1]}")
     device = q.device.type
@@ -115,7 +121,7 @@ def check_inputs(q, k, temperature, names=("q", "k")):
 
 
 def check_temperature(temperature, dtype, device):
-    """A 0-dim tensor; a given one is on the device: a kernel reads it there, so a learned one costs no synchronisation."""
+    """A 0-dim tensor. A given one is on the device, read there: a learned one costs no synchronisation."""
     if isinstance(temperature, Tensor):
         if temperature.dim() or not temperature.dtype.is_floating_point:
             raise ValueError(f"temperature: found {temperature.dtype} of shape {tuple(temperature.shape)}, "
@@ -124,7 +130,8 @@ def check_temperature(temperature, dtype, device):
             raise ValueError(f"temperature: on {temperature.device}, wanted {device}")
         return temperature.to(dtype)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        raise ValueError(f"temperature: found {type(temperature).__name__}, wanted a number or a 0-dim tensor")
+        found = type(temperature).__name__
+        raise ValueError(f"temperature: found {found}, wanted a number or a 0-dim tensor")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature: {temperature}, wanted a number above 0")
-    return torch.full((), temperature, dtype=dtype)             # on the CPU: a kernel takes it as a number, without a launch
+    return torch.full((), temperature, dtype=dtype)  # on the CPU: a kernel takes it as a number, unlaunched

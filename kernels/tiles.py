@@ -1,13 +1,13 @@
-"""What all kernels share on the device: a tile of logits, what the rule leaves of it, its sums and its weights.
+"""What all kernels share on the device: a tile of logits, what the rule leaves of it, its sums and weights.
 
               columns j →
-           ┌──────┬──────┬──────┐     A tile is Σ over D in blocks of BLOCK_D of (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M)
-    rows i │ tile │ tile │ tile │     on the tensor cores, so no D is too large; it never leaves the registers.
-           └──────┴──────┴──────┘
+           ┌──────┬──────┬──────┐     A tile is Σ over D in blocks of BLOCK_D of
+    rows i │ tile │ tile │ tile │     (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M) on the tensor cores,
+           └──────┴──────┴──────┘     so no D is too large; it never leaves the registers.
 
-Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has. Where every |s| ≤ BOUND, no
-exp2(s) and no sum of 2²⁰ of them overflows or vanishes in float32: no maximum has to be subtracted, and one exponential
-serves rows and columns alike. Unit rows are bounded from τ = 0.0145 up.
+Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has. Where every |s| ≤
+BOUND, no exp2(s) and no sum of 2²⁰ of them overflows or vanishes in float32: no maximum has to be subtracted,
+and one exponential serves rows and columns alike. Unit rows are bounded from τ = 0.0145 up.
 """
 import math
 
@@ -25,7 +25,7 @@ def load(X, row, d, count, width, stride, BLOCK: tl.constexpr, BLOCK_D: tl.const
         x = X.load([row, d])
     else:
         rows, features = row + tl.arange(0, BLOCK), d + tl.arange(0, BLOCK_D)
-        x = tl.load(X + rows.to(tl.int64)[:, None] * stride + features[None, :],           # 64 bits: N·D may pass 2³¹
+        x = tl.load(X + rows.to(tl.int64)[:, None] * stride + features[None, :],  # 64 bits: N·D may pass 2³¹
                     mask=(rows < count)[:, None] & (features < width)[None, :], other=0.0)
     return x
 
@@ -60,14 +60,17 @@ def overlap(row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def touched(row, column, N, M, RULE, EXCLUDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Whether the rule or the edge may leave out any entry of a tile: of index rules all but a diagonal of tiles is whole."""
+    """Whether the rule or the edge may leave out any entry of a tile; index rules leave most tiles whole."""
     some = (row + BLOCK_N > N) | (column + BLOCK_M > M)
     if EXCLUDE == "diagonal":
         some = some | overlap(row + RULE.offset, column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        some = some | overlap(row, column, BLOCK_N, BLOCK_M) | overlap(row + N // 2, column, BLOCK_N, BLOCK_M) | \
-            overlap(row, column + N // 2, BLOCK_N, BLOCK_M)
-    if EXCLUDE == "ids" or EXCLUDE == "target" or RULE.row_groups is not None or RULE.row_features is not None:
+        some = some | overlap(row, column, BLOCK_N, BLOCK_M)
+        some = some | overlap(row + N // 2, column, BLOCK_N, BLOCK_M)
+        some = some | overlap(row, column + N // 2, BLOCK_N, BLOCK_M)
+    if EXCLUDE == "ids" or EXCLUDE == "target":
+        some = True
+    if RULE.row_groups is not None or RULE.row_features is not None:
         some = True
     return some
 
@@ -91,9 +94,11 @@ def kept(rows, columns, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.constex
     if EXCLUDE == "diagonal":
         keep = keep & (columns[None, :] != rows[:, None] + RULE.offset)
     elif EXCLUDE == "pair":
-        keep = keep & (columns[None, :] != rows[:, None]) & (columns[None, :] != positive_of(rows, N, RULE, EXCLUDE)[:, None])
-    elif EXCLUDE == "target" and RULE.row_ids is None:            # the other way round: rows are what columns aim at
-        keep = keep & (rows[:, None] != tl.load(RULE.column_ids + columns, mask=columns < M, other=-1)[None, :])
+        keep = keep & (columns[None, :] != rows[:, None])
+        keep = keep & (columns[None, :] != positive_of(rows, N, RULE, EXCLUDE)[:, None])
+    elif EXCLUDE == "target" and RULE.row_ids is None:  # the other way round: rows are what columns aim at
+        column_ids = tl.load(RULE.column_ids + columns, mask=columns < M, other=-1)
+        keep = keep & (rows[:, None] != column_ids[None, :])
     elif EXCLUDE == "target":
         keep = keep & (columns[None, :] != positive_of(rows, N, RULE, EXCLUDE)[:, None])
     elif EXCLUDE == "ids":
@@ -107,8 +112,10 @@ def kept(rows, columns, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.constex
     if RULE.row_features is not None:
         f = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
         for e in range(0, RULE.width, 16):
-            f_row = load(RULE.row_features, tl.min(rows, 0), e, N, RULE.width, RULE.row_stride, rows.shape[0], 16)
-            f_column = load(RULE.column_features, tl.min(columns, 0), e, M, RULE.width, RULE.column_stride, columns.shape[0], 16)
+            f_row = load(RULE.row_features, tl.min(rows, 0), e, N, RULE.width, RULE.row_stride,
+                         rows.shape[0], 16)
+            f_column = load(RULE.column_features, tl.min(columns, 0), e, M, RULE.width, RULE.column_stride,
+                            columns.shape[0], 16)
             f = tl.dot(f_row, f_column.T, f, input_precision=PRECISION)
         keep = keep & (f < RULE.phi)
     return keep
@@ -124,7 +131,7 @@ def log_sum(s, axis: tl.constexpr):
 
 @triton.jit
 def shifts(LSE, SLOPE, at, count, SHIFT: tl.constexpr):
-    """(lse_i − log2 |slope_i| − SHIFT, sign of slope_i) in units of log 2: one vector instead of two, where no slope is negative."""
+    """(lse_i − log2 |slope_i| − SHIFT, sign of slope_i), in units of log 2: one vector instead of two."""
     shift, sign = 0.0, 1.0
     if LSE is not None:
         slope = tl.load(SLOPE + at, mask=at < count, other=0.0)
@@ -134,9 +141,9 @@ def shifts(LSE, SLOPE, at, count, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def weights(s, row_shift, row_sign, column_shift, column_sign, bounded, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr,
-            SIGNED: tl.constexpr):
-    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)): dloss/ds of a tile; either part may be missing."""
+def weights(s, row_shift, row_sign, column_shift, column_sign, bounded,
+            OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, SIGNED: tl.constexpr):
+    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds; either may be missing."""
     if OF_ROWS and OF_COLUMNS and not SIGNED:
         if bounded:
             w = tl.exp2(s) * (tl.exp2(-row_shift)[:, None] + tl.exp2(-column_shift)[None, :])
@@ -156,8 +163,8 @@ def weights(s, row_shift, row_sign, column_shift, column_sign, bounded, OF_ROWS:
 @triton.jit
 def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, GRAD, unit, RULE, rows, d, N, M, width, x_row, partner_row,
            EXCLUDE: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr):
-    """From Σ_j w_ij y_j to the gradient: less the positive's share, times what reached the loss; and if DOT each row's
-    share of ⟨x, dx⟩."""
+    """From Σ_j w_ij y_j to the gradient: less the positive's share, times what reached the loss; and if DOT
+    each row's share of ⟨x, dx⟩."""
     dx = dx * (1.0 / (1 << SHIFT))
     inside = (rows < N)[:, None] & (d < width)[None, :]
     if PARTNERS is not None:
@@ -201,7 +208,7 @@ def is_bounded(LIMIT):
 
 @triton.jit
 def in_range(RANGES, tile, start, stop, BLOCK_M: tl.constexpr):
-    """Of the columns [start, stop), start a multiple of BLOCK_M, those whole tiles that the rows of a tile may keep any of."""
+    """Of the columns [start, stop), those whole tiles that the rows of a tile may keep any of."""
     if RANGES is not None:
         start = tl.maximum(start, tl.load(RANGES + 2 * tile) // BLOCK_M * BLOCK_M)
         stop = tl.minimum(stop, tl.load(RANGES + 2 * tile + 1))

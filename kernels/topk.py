@@ -4,10 +4,10 @@ Eager                                   bytes moved                     here
     s = q @ k.T                         write 4 N·M                     tiles stay in registers
     values, indices = s.topk(n)         read 4 N·M, several times       n slots a row, in registers
 
-A program owns BLOCK_N rows and walks the columns of its split, as the forward kernel does. While any row's best logit of
-the tile beats the worst of its slots, the best takes the worst's place and leaves the tile. A row's M logits in random
-order change its slots about n·ln(M/n) times in all, so almost every tile passes with one comparison. The slots of all
-splits are merged, and sorted, by one topk in PyTorch.
+A program owns BLOCK_N rows and walks the columns of its split, as the forward kernel does. While any row's
+best logit of the tile beats the worst of its slots, the best takes the worst's place and leaves the tile. A
+row's M logits in random order change its slots about n·ln(M/n) times in all, so almost every tile passes with
+one comparison. The slots of all splits are merged, and sorted, by one topk in PyTorch.
 """
 import torch
 import triton
@@ -21,7 +21,7 @@ from .tiles import kept, product
 def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                 PRECISION: tl.constexpr, SLOTS: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of the columns [y·split, (y + 1)·split)."""
+    """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of split y of the columns."""
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * split
@@ -47,7 +47,7 @@ def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUD
 
 
 def block_sizes(q, rule):
-    """As tile(), smaller, because the slots need registers; maxnreg keeps the assembler from spilling to run more programs."""
+    """As tile(), smaller, as slots need registers; maxnreg keeps the assembler from spilling to run more."""
     blocks = tile(q, rule)
     return {**blocks, "BLOCK_N": 64, "BLOCK_M": min(64, blocks["BLOCK_M"]), "maxnreg": 255}
 
@@ -58,7 +58,8 @@ def similarity_topk(q, k, temperature, n, rule):
     blocks = block_sizes(q, rule)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
-    split = triton.cdiv(column_blocks, min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))) * blocks["BLOCK_M"]
+    splits = min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))
+    split = triton.cdiv(column_blocks, splits) * blocks["BLOCK_M"]
     splits, slots = triton.cdiv(len(k), split), triton.next_power_of_2(max(n, 2))
     values = torch.empty(len(q), splits * slots, dtype=torch.float32, device=q.device)
     places = torch.empty(len(q), splits * slots, dtype=torch.int32, device=q.device)

@@ -1,18 +1,90 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be asked for before they are imported."""
+"""All tests run without a hub and, where there is no GPU, with Triton's interpreter; two processes share
+them."""
+import fcntl
 import multiprocessing
 import os
-import pathlib
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-os.environ.setdefault("HF_HUB_OFFLINE", "1")            # tests have no hub
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-multiprocessing.set_forkserver_preload(["simcse"])      # a test's processes are forks of one that has imported everything
+    os.environ["TRITON_INTERPRET"] = "1"                # has to be asked for before the kernels are imported
+    torch.set_num_threads(1)                            # equal runs are equal to the bit
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+multiprocessing.set_forkserver_preload(["simcse"])  # a test's processes are forks of one that imported all
+ON_THE_GPU = "test_kernels test_fuzz test_losses test_chunks test_compile".split()
 
 
 def pytest_configure(config):
-    # in the interpreter NumPy warns of what a GPU computes in silence: log2(0) = −inf for a row without columns
+    # in the interpreter NumPy warns of what a GPU computes in silence: log2(0) = −inf for a row without
+    # columns
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+@pytest.fixture(autouse=True)
+def scripts_stay_on_the_cpu(request, monkeypatch):
+    if request.module.__name__ not in ON_THE_GPU:       # a GPU would need other tolerances
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """A folder with a BERT of three layers, one token a letter, large random weights and no dropout."""
+    from running import small_bert
+    return small_bert(tmp_path_factory.mktemp("bert"))
+
+
+# ── two processes ──
+# pytest-xdist does it better where it is asked for (-n 2); without, the first process starts a second one,
+# and both take the next test from a counter in a file.
+
+
+def pytest_runtestloop(session):
+    counter = os.environ.get("TENCL_COUNTER")
+    asked = session.config.option
+    if counter is None:
+        alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2 or len(session.items) < 100
+        if alone or asked.collectonly or getattr(asked, "numprocesses", None):
+            return None                                 # pytest's own loop
+        counter = tempfile.mkstemp()[1]
+        session.config.output = tempfile.TemporaryFile("w+")
+        command = [sys.executable, "-m", "pytest", *session.config.invocation_params.args]
+        session.config.second = subprocess.Popen(command, env=os.environ | {"TENCL_COUNTER": counter},
+                                                 stdout=session.config.output, stderr=subprocess.STDOUT)
+    queue = next_of(session.items, counter)
+    item = next(queue, None)
+    while item:
+        following = next(queue, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail or session.shouldstop:
+            raise session.Interrupted(session.shouldfail or session.shouldstop)
+        item = following
+    if second := getattr(session.config, "second", None):
+        session.testsfailed += second.wait() != 0
+        os.unlink(counter)
+    return True
+
+
+def next_of(items, counter):
+    """Those that this process is the first to take."""
+    while True:
+        with open(counter, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            place = int(file.read() or 0)
+            file.seek(0)
+            file.write(str(place + 1))
+        if place >= len(items):
+            return
+        yield items[place]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if output := getattr(config, "output", None):
+        output.seek(0)
+        terminalreporter.section("the second process")
+        terminalreporter.write(output.read())

@@ -1,33 +1,120 @@
-"""SimCSE's masked-LM loss against all logits of the same model, and its weight in the total."""
+"""Masked language models: what is masked, and losses against all logits of the same model."""
 import itertools
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import (AutoModelForMaskedLM, AutoTokenizer, DistilBertConfig, DistilBertForMaskedLM,
+                          RobertaConfig, RobertaForMaskedLM)
 
-from test_scripts import NLI, one_cpu_thread, run_text  # noqa: F401, the fixture holds here too
+import simcse
+from kernels import blockwise
+from kernels.training import tokens
+from kernels.training.encoders import SentenceEncoder
+from kernels.training.mlm import decoder_loss, free_decoder, lm_states, mask_tokens, masked_lm_loss
+from running import NLI, equal
+from test_losses import agree, points
 
 
-@pytest.mark.parametrize("chosen, dice, becomes", [(0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""), (0.2, 0.7, "")])
-def test_simcse_mlm_loss(chosen, dice, becomes, tmp_path, monkeypatch):
-    """All tokens have the same luck: masked, replaced by an e, left as they are, not chosen. Special ones never are."""
-    flags = ["--model", "scratch", "--batch-size", 8, "--steps", 1, "--mlm-weight", 0.3]
-    result = run_text("simcse", tmp_path, NLI[:8], *flags)
-    script, model, tokenizer = result.script, result.model.eval(), result.model.tokenizer
-    assert model.lm.get_output_embeddings().weight is not model.encoder.get_input_embeddings().weight
-    rows = [tuple(script.tokenise(row, model, 512)[0]) for row in NLI[:8]]
-    losses, letter = [], tokenizer.convert_tokens_to_ids(becomes or "e")
-    for ids in (torch.from_numpy(ids).long() for row in rows for ids in row):
-        words = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+def test_mask_tokens():
+    torch.manual_seed(0)
+    ids, may = torch.randint(5, 1000, (400, 500)), torch.rand(400, 500) < 0.9
+    masked, chosen = mask_tokens(ids, may, Mock(mask_token_id=4, __len__=lambda self: 1000))
+    assert not (chosen & ~may).any() and equal(masked[~chosen], ids[~chosen])
+    random = (masked != ids) & (masked != 4)
+    shares = [chosen[may], (masked == 4)[chosen], (masked == ids)[chosen], random[chosen]]
+    assert [x.double().mean().item() for x in shares] == pytest.approx([0.15, 0.8, 0.1, 0.1], abs=0.01)
+    assert masked.min() < 5 and len(masked[random].unique()) > 900
+
+
+@pytest.mark.parametrize("impl", ["blockwise", "eager"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_decoder_loss(impl, bias, monkeypatch):
+    for name, value in dict(SMALL=0, ROWS=3, STRIP=1).items():
+        monkeypatch.setattr(blockwise, name, value)
+    hidden, weight, biases = points(7, 5, 11), points(13, 5, 12), points(13, 1, 13)[:, 0]
+    targets = torch.tensor([0, 12, 3, 3, 7, 1, 0])
+
+    def ours(h, w, b):
+        decoder = SimpleNamespace(weight=w, bias=b if bias else None)
+        return decoder_loss(h, decoder, targets[: len(h)], impl=impl) + 0 * b.sum()
+
+    def written_out(h, w, b):
+        logits = [w @ x + bias * b for x in h]
+        return sum(torch.log(torch.exp(x).sum()) - x[t] for x, t in zip(logits, targets)) / 7 + 0 * b.sum()
+
+    agree(ours, written_out, hidden, weight, biases)
+    none = ours(hidden[:0].requires_grad_(), weight, biases)
+    none.backward()
+    assert none == 0 and none.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["roberta", "distilbert"])
+def test_lm_states(kind):
+    """The head of each kind: what it makes of all tokens, its decoder gives for the chosen ones."""
+    torch.manual_seed(0)
+    if kind == "roberta":
+        shape = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+        model = RobertaForMaskedLM(RobertaConfig(vocab_size=40, **shape))
+    else:
+        shape = dict(dim=16, n_layers=2, n_heads=2, hidden_dim=32)
+        model = DistilBertForMaskedLM(DistilBertConfig(vocab_size=40, **shape))
+    model, encoder, decoder = model.eval(), model.base_model, model.get_output_embeddings()
+    torch.nn.init.normal_(decoder.bias)
+    ids, mask = torch.randint(3, 40, (3, 9)), torch.ones(3, 9).long()
+    chosen = torch.rand(3, 9) < 0.4
+    output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    hidden, states = lm_states(model, encoder, ids, mask, chosen)
+    torch.testing.assert_close(hidden, output.hidden_states[-1])
+    torch.testing.assert_close(decoder(states), output.logits[chosen])
+    loss = decoder_loss(states, decoder, ids[chosen])
+    torch.testing.assert_close(loss, F.cross_entropy(output.logits[chosen], ids[chosen]))
+    assert not encoder._forward_hooks and not decoder._forward_pre_hooks
+
+
+@pytest.fixture(scope="module")
+def model(bert):
+    """A SentenceEncoder with its masked LM, as simcse.py has it, in groups of single rows."""
+    lm, tokenizer = AutoModelForMaskedLM.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
+    args = SimpleNamespace(max_length=64, model=bert)
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
+    model = SentenceEncoder(lm.base_model, tokenizer, run, "avg")
+    model.lm = free_decoder(lm)
+    return model
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("chosen, dice, becomes", [(0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""),
+                                                   (0.2, 0.7, "")])
+def test_masked_lm_loss(chosen, dice, becomes, chunk_size, model, monkeypatch):
+    """All tokens have the same luck: masked, replaced by an e, left as they are, not chosen. Special ones
+    never are. Its weight in SimCSE's loss."""
+    decoder, embeddings = model.lm.get_output_embeddings(), model.encoder.get_input_embeddings()
+    assert decoder.weight is not embeddings.weight and equal(decoder.weight, embeddings.weight)
+    views = [tokens.tokenise([row[i] for row in NLI[:6]], model.tokenizer, 64)[0] for i in range(2)]
+    letter, losses = model.tokenizer.convert_tokens_to_ids(becomes or "e"), []
+    for ids in (torch.from_numpy(row).long() for view in views for row in view):
+        words = ~torch.isin(ids, torch.tensor(model.tokenizer.all_special_ids))
         logits = model.lm(input_ids=torch.where(words & bool(becomes), letter, ids)[None]).logits[0]
         losses.append(F.cross_entropy(logits[words], ids[words], reduction="none"))
+    expected = torch.cat(losses).mean() * (chosen < 0.15)
     luck = itertools.cycle([chosen, dice])
     monkeypatch.setattr(torch, "rand", lambda shape, device: torch.full(shape, next(luck)))
     monkeypatch.setattr(torch, "randint", lambda high, shape, device: torch.full(shape, letter))
-    monkeypatch.setitem(script.GROUP_COST, "cpu", 0)
-    batch = script.make_batch(rows, model, result.args)
-    assert len(batch) > 1
-    loss, values = script.compute_loss(model, batch, result.args)
-    expected = torch.cat(losses).mean().item() * (chosen < 0.15)
-    assert values["mlm"].item() == pytest.approx(expected, abs=1e-4)
-    assert loss.item() == pytest.approx(values["loss"].item() + 0.3 * expected, abs=1e-4)
+    monkeypatch.setitem(tokens.GROUP_COST, "cpu", 0)
+    monkeypatch.setattr(model, "chunk_size", chunk_size)
+    batch = model.batch(*views)
+    assert len(batch) > 2
+    loss = masked_lm_loss(model, batch)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
+    model.zero_grad()
+    loss.backward()
+    wanted = torch.autograd.grad(expected, decoder.weight)[0]
+    found = torch.zeros_like(wanted) if decoder.weight.grad is None else decoder.weight.grad
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    args = SimpleNamespace(views=2, temperature=0.05, hard_negative_weight=0.0, mlm_weight=0.3, impl="auto")
+    total, values = simcse.compute_loss(model, batch, 6, args)
+    assert values["mlm"].item() == pytest.approx(expected.item(), abs=1e-4)
+    assert total.item() == pytest.approx(values["loss"].item() + 0.3 * expected.item(), abs=1e-4)

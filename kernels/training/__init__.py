@@ -5,9 +5,11 @@ run        a run: ranks, --out, progress, resume, signals, metrics
 loop       the order of batches, learning rates, gradients over ranks
 tables     data files of rows of text; every fault with its place
 tokens     their tokens, on the disk and in batches, in groups of similar length
+documents  files of documents: endless pairs of text, half of which follow each other
 encoders   transformers that read sentences: loaded, pooled, saved for transformers and sentence-transformers
 mlm        masked language models: tokens are masked, the loss is read from the chosen ones alone
 sts        scored pairs of sentences: Spearman, alignment, uniformity
+labels     labelled texts, one or two a row; the scores of a classifier
 wordnet    a WordNet database: words that can replace a word
 images     pictures: read, encoded, judged by their neighbours, saved
 views      random views of pictures, on the device

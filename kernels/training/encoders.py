@@ -127,8 +127,8 @@ class SentenceEncoder(torch.nn.Module):
 
     def forward(self, batch):
         """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
-        z = embed_in_chunks(lambda group: self.pool(*group[1:]), batch, self.encoder if self.chunk_size else None)
-        return in_order(z, batch)
+        module = self.encoder if self.chunk_size else None
+        return in_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
     def pool(self, ids, mask):
         """(n, H) float32 embeddings of ids (n, L)."""

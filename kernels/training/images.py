@@ -26,16 +26,17 @@ class Pictures:
 
     images, labels    (N, H, W, 3) uint8, (N,) int64 or None
     test              (images, labels), or None where either side has no labels
-    size              (H, W)
+    size, small       (H, W), and whether H is at most 32: the papers have other settings there
     """
 
     def __init__(self, args):
         (self.images, self.labels), test = read_pictures(args.data)
         if args.dev:
             test, _ = read_pictures(args.dev)
-        self.path, self.size, size = args.data, tuple(self.images.shape[1:3]), args.batch_size
-        if size > len(self):
-            fail(f"{self.path}: {len(self)} pictures, wanted at least --batch-size, which is {size}")
+        self.path, self.size = args.data, tuple(self.images.shape[1:3])
+        self.small = self.size[0] <= 32
+        if (least := args.batch_size) > len(self):
+            fail(f"{self.path}: {len(self)} pictures, wanted at least --batch-size, which is {least}")
         if test is not None and (other := tuple(test[0].shape[1:3])) != self.size:
             fail(f"{args.dev or self.path}: test pictures are {by(other)}, the others {by(self.size)}")
         labelled = self.labels is not None and test is not None and test[1] is not None
@@ -91,7 +92,7 @@ def by(shape):
 
 
 def read_pictures(path):
-    """((pictures uint8 (N, H, W, 3), labels int64 (N,) or None), the same of a test set or None) of any path."""
+    """((pictures uint8 (N, H, W, 3), labels int64 (N,) or None), the same of a test set or None)."""
     path = Path(path)
     try:
         if path.suffix == ".npy":
@@ -101,7 +102,8 @@ def read_pictures(path):
                 names, wanted = file.files, ("images", "labels", "test_images", "test_labels")
                 images, labels, *test = (file[name] if name in names else None for name in wanted)
             if images is None:
-                fail(f"{path}: holds {', '.join(names) or 'nothing'}; wanted images, and {', '.join(wanted[1:])}")
+                names = ", ".join(names) or "nothing"
+                fail(f"{path}: holds {names}; wanted images, and {', '.join(wanted[1:])}")
             test = None if test[0] is None else check_pictures(path, "test_", *test)
             return check_pictures(path, "", images, labels), test
         if (path / "data_batch_1").is_file():
@@ -156,7 +158,7 @@ KINDS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".web
 
 
 def read_folder(path):
-    """Pictures of a folder, decoded in processes of their own; its sub-folders, if it has any, are the labels."""
+    """Pictures of a folder, decoded in processes of their own; sub-folders, if it has any, are the labels."""
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in KINDS)
     if not files:
         fail(f"{path}: no pictures; wanted {', '.join(KINDS)}")
@@ -191,7 +193,7 @@ def decode(file):
 
 
 class SmallPictureResNet(ResNetModel):
-    """transformers' ResNet with the papers' stem for 32 pixels: a 3 x 3 convolution of stride 1, no pooling."""
+    """transformers' ResNet with the papers' stem for 32 pixels: a 3 x 3 convolution, and no pooling."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -201,22 +203,24 @@ class SmallPictureResNet(ResNetModel):
         self.post_init()
 
 
-RESNETS = {"resnet-small": dict(embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1]),
-           "resnet-18": dict(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2]),
-           "resnet-34": dict(hidden_sizes=[64, 128, 256, 512], depths=[3, 4, 6, 3]),
-           "resnet-50": dict(hidden_sizes=[256, 512, 1024, 2048], depths=[3, 4, 6, 3], layer_type="bottleneck")}
+BASIC, DEEP = dict(layer_type="basic"), dict(layer_type="bottleneck")
+RESNETS = {"resnet-small": BASIC | dict(embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[1] * 4),
+           "resnet-18": BASIC | dict(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2]),
+           "resnet-34": BASIC | dict(hidden_sizes=[64, 128, 256, 512], depths=[3, 4, 6, 3]),
+           "resnet-50": DEEP | dict(hidden_sizes=[256, 512, 1024, 2048], depths=[3, 4, 6, 3])}
 
 
 def load_encoder(name, small, flag="--model"):
     """A random ResNet, with the small stem for small pictures, or the one of a folder or a hub name."""
     if name in RESNETS:
-        config = ResNetConfig(**{"layer_type": "basic"} | RESNETS[name])
-        return SmallPictureResNet(config) if small else ResNetModel(config)
-    local, kind = Path(name).is_dir(), AutoModel
+        return (SmallPictureResNet if small else ResNetModel)(ResNetConfig(**RESNETS[name]))
+    local, config, kind = Path(name).is_dir(), Path(name, "config.json"), AutoModel
     if not local:
         say("hub", f"{name} is fetched, unless it is in the cache")
+    elif not config.is_file():
+        fail(f"{flag} {name}: no config.json in this folder, so it is no transformers model")
     try:
-        if local and "auto_map" in json.loads(Path(name, "config.json").read_text()):
+        if local and "auto_map" in json.loads(config.read_text()):
             kind = SmallPictureResNet
         encoder, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # whatever the network or a damaged file makes of it
@@ -280,8 +284,7 @@ def average_statistics(model):
 
 
 def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, impl="auto"):
-    """Percent of queries whose label the k nearest rows of the bank give, each voting with exp(cosine /
-    τ)."""
+    """Percent of queries whose label the k nearest rows of the bank give; each votes with exp(cosine / τ)."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
     cosine, at = similarity_topk(queries, bank, min(k, len(bank)), impl=impl)
     votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)

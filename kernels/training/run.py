@@ -119,13 +119,14 @@ class Run:
         """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
         writes metrics and state, and stops where it was asked to.
 
-        rows    how many there are to draw from; None: the script draws itself, and gets None
+        rows    how many there are to draw from, or a function of a step that is loop.batches for the script's
+                own order; None: the script draws itself, and gets None
         least   an epoch's last batch is left out where it has fewer rows; default one for each rank
         """
         args, size = self.args, self.args.batch_size
         self.order = lambda step: batches(rows, size, args.seed, step, least or self.world)
-        if rows is None:
-            self.order = lambda step: itertools.repeat(None)
+        if rows is None or callable(rows):
+            self.order = rows or (lambda step: itertools.repeat(None))
         self.signals, self.total = [], total
         for kind in (signal.SIGINT, signal.SIGTERM):
             signal.signal(kind, self.hear)

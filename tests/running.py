@@ -1,0 +1,135 @@
+"""What tests of the scripts share: tiny data and models, a run in this process, runs in processes of their
+own."""
+import contextlib
+import csv
+import importlib
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, BertTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
+SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
+
+
+def small_bert(folder):
+    letters = sorted(set("".join(cell for row in NLI + SENTENCES for cell in row).lower()) - {" "})
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
+    shape = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64)
+    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(pieces), initializer_range=0.2, **shape, **off)
+    BertModel(config).save_pretrained(folder)
+    BertTokenizer({piece: i for i, piece in enumerate(pieces)}, model_max_length=512).save_pretrained(folder)
+    return folder
+
+
+def run(name, out, *flags):
+    """main(flags) in this process: what it writes, what it says by label, its Run, and the norm of each
+    gradient."""
+    script, made, norms = importlib.import_module(name), [], []
+    start, add_up = script.Run, script.sum_gradients
+
+    def measured(model):
+        add_up(model)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as lines:
+        patch.setattr(script, "Run", lambda *args: made.append(start(*args)) or made[0])
+        patch.setattr(script, "sum_gradients", measured)
+        script.main([*map(str, flags), "--out", str(out)])
+    said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
+    steps, state = metrics(out), torch.load(out / "state.pt", weights_only=True)
+    losses = [step["loss"] for step in steps]
+    return SimpleNamespace(script=script, run=made[0], args=made[0].args, model=made[0].model, norms=norms,
+                           said=said, state=state, steps=steps, losses=losses)
+
+
+def run_text(name, folder, rows, *flags):
+    """The same on these rows; one column is a .txt."""
+    folder.mkdir(exist_ok=True)
+    file = folder / ("data.txt" if len(rows[0]) == 1 else "data.json")
+    file.write_text(json.dumps(rows) if file.suffix == ".json" else "\n".join(row[0] for row in rows))
+    return run(name, folder / "out", "--data", file, *flags)
+
+
+def metrics(out):
+    return [json.loads(line) for line in open(out / "metrics.jsonl")]
+
+
+def equal(a, b):
+    """To the bit, dicts and lists through."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def in_processes(world, name, out, flags):
+    """The norms of the gradients of a run in so many processes, as rank 0 has them."""
+    arguments = world, free_port(), name, out, flags
+    torch.multiprocessing.start_processes(one_of_several, arguments, world, start_method="forkserver")
+    return torch.load(out / "norms")
+
+
+def one_of_several(rank, world, port, name, out, flags):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    torch.cuda.is_available = lambda: False
+    torch.set_num_threads(1)
+    if rank:                                                   # what rank 0 writes may not be there yet
+        importlib.import_module(name).main([*map(str, flags), "--out", str(out)])
+    else:
+        torch.save(run(name, out, *flags).norms, out / "norms")
+
+
+def start(name, out, *flags, before=None, **variables):
+    """The script in a process of its own."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    command = [sys.executable, "-u", f"{name}.py", *flags, "--out", out]
+    return subprocess.Popen([*map(str, command)], cwd=ROOT, env=env, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, preexec_fn=before)
+
+
+def refuse(name, capfd, wanted, *argv):
+    """main ends with exit code 2 and one line on stderr that fits; every file of the working folder is as it
+    was."""
+    before = {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main([*map(str, argv)])
+    err = capfd.readouterr().err
+    assert end.value.code == 2
+    assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # . fits no newline: one line
+    assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
+
+
+def one_by_one(encoder, tokenizer, sentences, pooling):
+    """(n, H) by the definitions, one sentence after the other: no padding."""
+    layers = {"avg": [-1], "avg_top2": [-2, -1], "avg_first_last": [1, -1]}.get(pooling)  # 0: word embeddings
+    rows = []
+    for tokens in (tokenizer(sentence, return_tensors="pt") for sentence in sentences):
+        with torch.no_grad():
+            output = encoder.eval()(**tokens, output_hidden_states=True)
+        states = output.hidden_states
+        mean = torch.stack([states[i][0].mean(0) for i in layers]).mean(0) if layers else states[-1][0, 0]
+        rows.append(output.pooler_output[0] if pooling == "pooler" else mean)
+    return torch.stack(rows)

@@ -1,0 +1,90 @@
+"""The order of batches, learning rates, gradients over ranks, against plain versions."""
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from kernels import own_rows
+from kernels.training import loop
+from kernels.training.loop import batches, epoch_steps, sum_gradients, warmup_cosine, warmup_linear
+from running import free_port
+
+
+def order(steps, skip=0, rows=23, seed=3, least=1):
+    return list(itertools.islice(batches(rows, 4, seed, skip, least), steps))
+
+
+def test_batches():
+    """Six steps are an epoch of 23 rows, its last batch short."""
+    run, epochs = order(18), [order(6, skip) for skip in (0, 6, 12)]
+    assert run == sum(epochs, []) == order(18)  # the same again, whatever was drawn from torch between
+    for epoch in epochs:
+        assert [len(batch) for batch in epoch] == [4, 4, 4, 4, 4, 3]
+        assert sorted(sum(epoch, [])) == list(range(23))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != order(6, seed=4)
+    assert all(order(5, skip) == run[skip : skip + 5] for skip in range(13))
+
+
+@pytest.mark.parametrize("rows", [24, 25, 23])
+@pytest.mark.parametrize("least", [1, 2, 3, 4])
+def test_a_last_batch_of_too_few_rows_is_left_out(rows, least):
+    """Fewer than a row for each rank, or, of pictures, fewer than a whole batch; shares differ by one row at
+    most."""
+    steps = epoch_steps(rows, 4, least)
+    epoch = order(steps + 1, rows=rows, least=least)
+    assert [len(batch) for batch in epoch[:steps]] == [4] * (rows // 4) + [rows % 4] * (0 < least <= rows % 4)
+    assert len(epoch[steps]) == 4                              # the next epoch
+    shares = [[batch[own_rows(len(batch), rank, least)] for rank in range(least)] for batch in epoch]
+    assert [sum(share, []) for share in shares] == epoch
+    for sizes in ([len(part) for part in share] for share in shares):
+        assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+
+
+@pytest.mark.parametrize("ours, theirs", [(warmup_linear, get_linear_schedule_with_warmup),
+                                          (warmup_cosine, get_cosine_schedule_with_warmup)])
+@pytest.mark.parametrize("total, warmup", [(20, 2), (1079, 108), (1, 1), (5, 0)])
+def test_learning_rates_are_transformers_schedules(ours, theirs, total, warmup):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+    schedule = theirs(optimizer, warmup, total)
+    for step in range(total):
+        assert ours(step, total, warmup, 2.0) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+def summed(rank, world, port, bucket, out):
+    loop.BUCKET = bucket
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    model = some_gradients(rank)
+    sum_gradients(model)
+    if rank == 0:
+        torch.save([weight.grad for weight in model], out)
+    dist.destroy_process_group()
+
+
+def some_gradients(rank):
+    """Weights of several types and shapes; the second has a gradient on rank 1 alone, the last is not
+    trained."""
+    torch.manual_seed(rank)
+    weights = torch.randn(3, 5), torch.randn(7), torch.randn(2, 2).double(), torch.randn(40), torch.randn(1)
+    model = torch.nn.ParameterList(weights)
+    model[4].requires_grad_(False)
+    for i in (0, 1, 2, 3):
+        model[i].grad = None if i == 1 and rank != 1 else torch.randn_like(model[i])
+    model[0].grad = model[0].grad.T.contiguous().T  # not contiguous, as of a channels-last convolution
+    return model
+
+
+@pytest.mark.parametrize("bucket", [64, 2**25])
+def test_gradients_are_summed_over_ranks(bucket, tmp_path):
+    """In one bucket for each type, and in many."""
+    arguments = 3, free_port(), bucket, tmp_path / "sum"
+    torch.multiprocessing.start_processes(summed, arguments, 3, start_method="forkserver")
+    ranks = [some_gradients(rank) for rank in range(3)]
+    for i, found in enumerate(torch.load(tmp_path / "sum")):
+        parts = [rank[i].grad for rank in ranks if rank[i].grad is not None]
+        assert (found is None) == (i == 4)
+        if parts:
+            torch.testing.assert_close(found, sum(parts), rtol=1e-6, atol=1e-6)
