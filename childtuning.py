@@ -522,11 +522,12 @@ def order_of(trials, total, rows, least):
     return after
 
 
-def begin_trial(model, rows, trial, run):
-    """The optimizer of a trial, which in mode D has the child of the model."""
+def begin_trial(trial, rows, run):
+    """(a new model, its optimizer, which in mode D has the model's child)"""
+    model = build_model(trial, run)
     masks = find_child(model, rows, trial) if trial.mode == "D" and trial.reserve_p < 1 else None
     torch.manual_seed(trial.seed + run.rank)  # ranks have equal weights and different dropout
-    return make_optimizer(model, trial, masks)
+    return model, make_optimizer(model, trial, masks)
 
 
 def sum_up(trials, run):
@@ -551,7 +552,7 @@ def main(argv=None):
     run = Run(args, __file__)
     trials = [argparse.Namespace(**vars(args) | dict(mode=mode, seed=seed))
               for mode in args.mode for seed in range(args.seed, args.seed + args.seeds)]
-    model = build_model(args, run)
+    model = build_model(args, run)  # for what it refuses, and for --resume: a new trial builds its own
     (rows, cut), (dev, _) = (tokenise_texts(part, model, args.max_length) for part in (train, dev))
     epoch = epoch_steps(len(rows), args.batch_size, run.world)
     total = args.steps or args.epochs * epoch                  # of each trial
@@ -562,16 +563,13 @@ def main(argv=None):
     say("trials", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
                   f"{total:,} steps each")
     optimizer = make_optimizer(model, trials[0])
-    if not args.resume:
-        optimizer = begin_trial(model, rows, trials[0], run)
     run.progress |= {"skipped": 0, "scores": []}
     run.begin(model, optimizer, total * len(trials))
     values = {"loss": math.nan}                                # the last that were finite
     for step, batch in run.steps(total * len(trials), order_of(trials, total, len(rows), run.world)):
         trial, at = trials[(step - 1) // total], (step - 1) % total
-        if at == 0 and step > 1:
-            run.model = model = build_model(trial, run)
-            run.optimizer = optimizer = begin_trial(model, rows, trial, run)
+        if at == 0:
+            run.model, run.optimizer = model, optimizer = begin_trial(trial, rows, run)
             values = {"loss": math.nan}
         run.due = (at + 1) % args.eval_every == 0 or at + 1 == total
         set_lr(optimizer, warmup_linear(at, total, warmup, args.lr))

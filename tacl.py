@@ -398,7 +398,7 @@ def main(argv=None):
     if dev:
         say("before", summary(run.progress["before"]))
     model.train()
-    run.where = lambda step: f"pairs up to byte {run.progress['place'][0]:,}"
+    run.where = lambda step: f"documents about byte {run.progress['place'][0]:,}"
     pairs, rise = stream(documents, run.progress["place"], model, args), max(1, args.steps // 10)
     for step, _ in run.steps(args.steps):
         # warm-up, linear decay (paper)

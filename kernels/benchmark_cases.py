@@ -67,7 +67,8 @@ def peer(loss, impl):
             return cal_flash_loss(q, k, targets, 1 / tau, head_dim=min(256, q.shape[1])).mean()
     elif impl == "Liger" and loss == "linear_cross_entropy":
         from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
-            LigerFusedLinearScaledCrossEntropyFunction as Liger)
+            LigerFusedLinearScaledCrossEntropyFunction as Liger,
+        )
         def one_sided(q, k, targets):
             out = Liger.apply(q, k, targets)
             return (out[0] if isinstance(out, tuple) else out).mean()

@@ -1,4 +1,4 @@
-"""Gradient in Triton: a tile's softmax weights, recomputed, times rows; narrow rows in one kernel.
+"""Gradient in Triton: softmax weights of a tile, recomputed, times rows; narrow rows and wide rows differ.
 
 With g_i the gradient that reaches lse_i and p_ij = exp(s_ij − lse_i) the softmax over the kept columns,
 

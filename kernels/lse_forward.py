@@ -29,8 +29,19 @@ import triton
 import triton.language as tl
 
 from .launch import PROGRAMS, arguments, check_device, limit_of, ranges, tile
-from .tiles import (LOG2E, in_range, is_bounded, kept, load, log_sum, octaves, positive_of, product, softplus,
-                    touched)
+from .tiles import (
+    LOG2E,
+    in_range,
+    is_bounded,
+    kept,
+    load,
+    log_sum,
+    octaves,
+    positive_of,
+    product,
+    softplus,
+    touched,
+)
 
 SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
 PARTS = 2 ** 22      # entries of each table of parts: 16 MiB

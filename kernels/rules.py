@@ -1,5 +1,5 @@
 """Which columns a row leaves out: rules on index and id vectors, as an (N, M) mask would undo the kernel."""
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ class Rule(NamedTuple):
     phi                          threshold of the features
     """
     exclude: str = "none"
-    row_ids: Optional[Tensor] = None
-    column_ids: Optional[Tensor] = None
-    row_groups: Optional[Tensor] = None
-    column_groups: Optional[Tensor] = None
-    row_features: Optional[Tensor] = None
-    column_features: Optional[Tensor] = None
+    row_ids: Tensor | None = None
+    column_ids: Tensor | None = None
+    row_groups: Tensor | None = None
+    column_groups: Tensor | None = None
+    row_features: Tensor | None = None
+    column_features: Tensor | None = None
     offset: int = 0
     phi: float = 0.0
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import eager, operations                                  # operations registers torch.ops.tencl
+from . import eager, operations  # operations registers torch.ops.tencl
 from .paths import TOPK_SLOTS, choose_impl, keeps_keys
 from .rules import is_symmetric, make_rule
 

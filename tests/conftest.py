@@ -49,7 +49,8 @@ def pytest_runtestloop(session):
     asked = session.config.option
     if counter is None:
         alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2 or len(session.items) < 100
-        if alone or asked.collectonly or getattr(asked, "numprocesses", None):
+        xdist = getattr(asked, "numprocesses", None) or hasattr(session.config, "workerinput")
+        if alone or asked.collectonly or xdist:
             return None                                 # pytest's own loop
         counter = tempfile.mkstemp()[1]
         session.config.output = tempfile.TemporaryFile("w+")

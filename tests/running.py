@@ -10,12 +10,14 @@ import re
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, BertTokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
@@ -133,3 +135,31 @@ def one_by_one(encoder, tokenizer, sentences, pooling):
         mean = torch.stack([states[i][0].mean(0) for i in layers]).mean(0) if layers else states[-1][0, 0]
         rows.append(output.pooler_output[0] if pooling == "pooler" else mean)
     return torch.stack(rows)
+
+
+def read(folder, sentences, pooling):
+    """The same of a folder."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return one_by_one(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
+
+
+class Memory(TorchDispatchMode):
+    """The most MB that results of operations hold at a time; a kernel is one operation."""
+    held = peak = 0
+
+    def __init__(self):
+        super().__init__()
+        self.seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if torch.is_tensor(x) and (storage := x.untyped_storage()) not in self.seen:  # views share one
+                self.seen.add(storage)
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
+        return result
+
+    def add(self, size):
+        self.held += size / 2**20
+        self.peak = max(self.peak, self.held)

@@ -117,7 +117,7 @@ def read(tmp_path_factory, bert):
 
     def read(n, place=(0, 0, 0), **change):
         pairs = itertools.islice(stream(10, place, model, SimpleNamespace(**args | change)), n)
-        return [(ids.tolist(), second.tolist(), is_random, place) for (ids, second, is_random), place in pairs]
+        return [(ids.tolist(), second.tolist(), random, place) for (ids, second, random), place in pairs]
     return read
 
 
@@ -132,7 +132,7 @@ def test_stream_reads_all_documents_in_turn_and_a_few_at_a_time(read, bert, monk
     spy, tokenizer = Mock(wraps=sentence_pairs), AutoTokenizer.from_pretrained(bert)
     monkeypatch.setattr(module, "sentence_pairs", spy)
     places = [place for *_, place in read(200)]
-    held = [call.args[0] for call in list(spy.call_args_list)]
+    held = [call.args[0] for call in spy.call_args_list]
     letters = lambda text: re.sub("[^a-z]", "", text.lower())
     decode = lambda document: [letters(tokenizer.decode(row)) for row in document]
     texts = [decode(document) for few in held for document in few]

@@ -68,7 +68,7 @@ def test_a_signal_saves_and_a_kill_loses_nothing(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["simcse"])
 def test_interrupted_before_the_first_step(name, tmp_path):
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background may be deaf to it
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # in the background it may be deaf
     process = start(name, tmp_path / "out", *SCRIPTS[name], before=heard)
     for line in process.stdout:                                # which it says before it evaluates
         if line.startswith("run "):
