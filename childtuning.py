@@ -42,16 +42,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tqdm import tqdm                                          # comes with transformers
+from tqdm import tqdm  # comes with transformers
 from transformers import AutoModelForSequenceClassification
 
 from kernels import own_rows
 from kernels.training.command import Flags, at_least, command, fail, fill, is_first_rank, say
 from kernels.training.encoders import load_encoder, longest_input, save_tokenizer
-from kernels.training.labels import confusion_scores  # noqa: F401, a function that this script offers
-from kernels.training.labels import classify, evaluate, find_columns, make_batch, tokenise_texts
+from kernels.training.folder import model_card, new_files
+from kernels.training.labels import (
+    classify,
+    confusion_scores,  # noqa: F401, a function that this script offers
+    evaluate,
+    find_columns,
+    make_batch,
+    tokenise_texts,
+)
 from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
-from kernels.training.run import Run, model_card, new_files
+from kernels.training.run import Run
 from kernels.training.tables import empty_cell, texts_of
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,7 +81,7 @@ def make_parser():
     add("--rdrop", type=at_least(0), help="α of R-Drop; default off; GLUE: 0.1 to 1 (its paper; form paper)")
     add("--warmup-share", type=at_least(0), help="of steps with a rising rate; default 0.1 (paper), code 0")
     add("--weight-decay", type=at_least(0), default=0.01,
-        help="of all but biases and norms; default 0.01 (released script)")
+        help="of the weights; default 0.01, biases and norms 0 (released script)")
     add("--text", nargs="+", help="the columns of text, one or two; default see above")
     add("--label", help="the column of labels; default see above")
     add("--task", choices=tuple(METRICS), help="default by the labels, see above")

@@ -49,16 +49,15 @@ from tqdm import tqdm
 from transformers import AutoModelForMaskedLM
 
 from kernels import own_rows
+from kernels.training import encoders
 from kernels.training.command import Flags, at_least, command, fail, fill, is_first_rank, say
-from kernels.training.encoders import (SentenceEncoder, begin_linear, describe_model, in_order, load_encoder,
-                                       load_line, save)
+from kernels.training.encoders import SentenceEncoder, begin_linear, describe_model, in_order, load_encoder
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
 from kernels.training.run import Run
 from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
 from kernels.training.tokens import grouped, pad
-from kernels.training.wordnet import CLOSED, COARSE, inflect  # noqa: F401, for who has them from here
-from kernels.training.wordnet import WORD, WordNet, load_tagger, tag_words
+from kernels.training.wordnet import WORD, WordNet, inflect, load_tagger, tag_words  # noqa: F401 - inflect
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,7 +181,7 @@ def save_triples(triples, path):
 
 
 def spell_labels(labels):
-    return " ".join("%d:%d:%d" % word for word in labels)
+    return " ".join(f"{start}:{end}:{code}" for start, end, code in labels)
 
 
 def read_triple(cells, place):
@@ -409,7 +408,7 @@ def judge(model, held_out, run, args):
     """Probes the held-out rows and saves the model; the last one is kept (paper)."""
     scores = sentence_probe(model, held_out, args) if held_out else {}
     if run.keeps(scores):
-        save(model, run)
+        encoders.save(model, run)
     if held_out:
         told = "hits {hits:.2f} %, margin {margin:.3f}, RTD {rtd:.4f}, CTS {cts:.4f}"
         say("held out", told.format(**scores))
@@ -474,7 +473,7 @@ def main(argv=None):
         rise = "".join(f"{name} {before[name]:.3f} → {best[name]:.3f}, " for name in ("hits", "margin"))
     weights = torch.exp(-model.log_variances).tolist()
     run.done("{}weights of MLM {:.2f}, RTD {:.2f}, CTS {:.2f}, ".format(rise, *weights))
-    say("load", load_line(model, run))
+    say("load", encoders.load_line(model, run))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, d
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401: theirs from here too
+from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
 from kernels.training.tokens import tokenise_table
 

@@ -53,7 +53,7 @@ from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401: theirs from here too
+from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import read_table, texts_of
 from kernels.training.tokens import tokenise_table
 

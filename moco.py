@@ -41,12 +41,10 @@ from torch import nn
 
 from kernels import gather_rows, own_rows, queue_loss
 from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.images import knn_accuracy  # noqa: F401 - for those who call it from here
-from kernels.training.images import PictureEncoder, Pictures, load_encoder, train_probe
+from kernels.training.images import PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients
 from kernels.training.run import Run
-from kernels.training.views import shift_hue  # noqa: F401 - for those who call it from here
-from kernels.training.views import blur, coin, crop_and_flip, from_bytes, grey, jitter, linear, uniform
+from kernels.training.views import blur, coin, crop_and_flip, grey, jitter, linear, scaled, shift_hue, uniform
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,7 +128,7 @@ def make_batch(rows, pictures, args):
 def augment(pictures, args):
     """Views (n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8: crop, flip, colours, grey, blur;
     v1 greys before its stronger colours, and has no blur."""
-    x = crop_as_torchvision(from_bytes(pictures), args.crop)
+    x = crop_as_torchvision(scaled(pictures), args.crop)
     if args.v1:
         x = torch.where(coin(0.2, x), grey(x), x)
         return jitter(x, 0.4, 0.4, 1)

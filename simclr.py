@@ -42,12 +42,10 @@ from torch import nn
 
 from kernels import choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
 from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.images import knn_accuracy  # noqa: F401 - for those who call it from here
-from kernels.training.images import RESNETS, PictureEncoder, Pictures, load_encoder, train_probe
+from kernels.training.images import RESNETS, PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_cosine
 from kernels.training.run import Run, peak_gb
-from kernels.training.views import shift_hue  # noqa: F401 - for those who call it from here
-from kernels.training.views import blur, coin, crop_and_flip, cubic, from_bytes, grey, jitter, uniform
+from kernels.training.views import blur, coin, crop_and_flip, cubic, grey, jitter, scaled, shift_hue, uniform
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -113,7 +111,7 @@ def make_batch(rows, pictures, args):
 
 def augment(pictures, args):
     """Views (n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8: crop, colours, grey, blur."""
-    x = crop_as_tensorflow(from_bytes(pictures), args)
+    x = crop_as_tensorflow(scaled(pictures), args)
     x = jitter(x, 0.8 * args.colour, 0.2 * args.colour, 0.8)
     x = torch.where(coin(args.grey, x), grey(x), x)
     if args.blur:

@@ -44,9 +44,10 @@ from kernels import own_rows, similarity_lse, similarity_topk
 from kernels.training.command import Flags, at_least, command, fail, fill, is_first_rank, say
 from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
 from kernels.training.encoders import load_encoder, longest_input, save_tokenizer
+from kernels.training.folder import model_card, new_files
 from kernels.training.loop import set_lr, sum_gradients
 from kernels.training.mlm import decoder_loss
-from kernels.training.run import Run, model_card, new_files
+from kernels.training.run import Run
 from kernels.training.tokens import pad
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────

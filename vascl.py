@@ -44,7 +44,7 @@ from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, describe_model, load_encoder
 from kernels.training.loop import epoch_steps, sum_gradients
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401: theirs from here too
+from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
 from kernels.training.tokens import tokenise_table
 
@@ -240,7 +240,7 @@ def main(argv=None):
     tokens = tokenise_table(table, model, run)
     pairs.before(model, run)
     model.train()
-    for step, rows in run.steps(total, len(tokens)):           # at a constant rate (paper)
+    for _, rows in run.steps(total, len(tokens)):              # at a constant rate (paper)
         batch = model.batch(*tokens.views(rows[own_rows(len(rows))], 2))
         loss, values = compute_loss(model, batch, len(rows), args)
         optimizer.zero_grad()

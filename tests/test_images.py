@@ -187,7 +187,7 @@ def test_bad_models_are_named(tmp_path, bert):
 
 def same_views(pictures, args):
     """Views without chance: the picture, and the picture in a mirror."""
-    x = images.from_bytes(pictures)
+    x = images.scaled(pictures)
     return torch.cat([x[: len(x) // 2], x[len(x) // 2 :].flip(3)])
 
 

@@ -1,7 +1,8 @@
 """Everything around a paper that is not the paper; a script imports from the modules by name.
 
 command    flags that are checked, one line for every fault, what is printed
-run        a run: ranks, --out, progress, resume, signals, metrics
+run        a run: ranks, progress, resume, signals, metrics
+folder     its --out: checked, its code kept, files replaced whole
 loop       the order of batches, learning rates, gradients over ranks
 tables     data files of rows of text; every fault with its place
 tokens     their tokens, on the disk and in batches, in groups of similar length

@@ -105,6 +105,6 @@ def stream(count, place, model, args):
         while True:
             pairs, end = following.result()
             following = pool.submit(make, end, number + 1)
-            for used in range(used, len(pairs)):
-                yield pairs[used], [byte, number, used + 1]
+            for at in range(used, len(pairs)):
+                yield pairs[at], [byte, number, at + 1]
             byte, number, used = end, number + 1, 0

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file             # comes with transformers
+from safetensors.torch import load_file, save_file
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 from kernels import embed_in_chunks
 
 from .command import fail, say
-from .run import model_card, new_files
+from .folder import model_card, new_files
 from .tokens import grouped, pad, tokenise
 
 POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last")

@@ -16,9 +16,9 @@ from transformers import AutoModel, ResNetConfig, ResNetModel
 from kernels import embed_in_chunks, similarity_topk
 
 from .command import Fault, fail, say
+from .folder import model_card, new_files
 from .loop import batches, set_lr
-from .run import model_card, new_files
-from .views import from_bytes
+from .views import scaled
 
 
 class Pictures:
@@ -266,7 +266,7 @@ class PictureEncoder(nn.Module):
         """(N, H) features of pictures (N, H, W, 3) uint8 as they are, batch norms at rest."""
         training = self.training
         self.eval()
-        parts = [self.features(from_bytes(part.to(self.mean.device))) for part in pictures.split(512)]
+        parts = [self.features(scaled(part.to(self.mean.device))) for part in pictures.split(512)]
         self.train(training)
         return torch.cat(parts)
 
@@ -317,7 +317,7 @@ def train_probe(model, pictures, run, *, view, batch, rate, std=0.0, nesterov=Fa
     for step, rows in zip(range(total), order):
         set_lr(optimizer, rate(step, total))
         with torch.no_grad():
-            h = model.features(view(from_bytes(pictures.take(rows))))
+            h = model.features(view(scaled(pictures.take(rows))))
         optimizer.zero_grad()
         F.cross_entropy(layer(h), labels[rows]).backward()
         optimizer.step()

@@ -12,15 +12,12 @@ A rank's loss is its part of the global loss, so that the gradient, and every nu
 over ranks. Ranks evaluate alike; the first one writes and speaks. torchrun starts them; without it nothing
 distributed happens.
 """
-import contextlib
 import datetime
-import hashlib
 import itertools
 import json
 import logging
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -34,6 +31,7 @@ from safetensors.torch import load_file
 from kernels import choose_impl, similarity_lse
 
 from .command import clear_bar, fail, say
+from .folder import check_out, fingerprint, write_code
 from .loop import batches
 
 
@@ -61,7 +59,7 @@ class Run:
         self.fingerprint = fingerprint(Path(args.data))
         if args.batch_size < self.world:
             fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
-        self.check_out()
+        check_out(self.out, args.resume)
         if "RANK" in os.environ:
             if gpu:
                 torch.cuda.set_device(self.device)
@@ -77,20 +75,6 @@ class Run:
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
-    def check_out(self):
-        """Refuses an --out that cannot be, or must not be, written."""
-        out, resume = self.out.absolute(), self.args.resume
-        existing = next(folder for folder in (out, *out.parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            fail(f"--out {self.out}: {existing} is no folder that can be written")
-        if resume and not (out / "state.pt").is_file():
-            fail(f"--out {self.out}: no state.pt to resume from")
-        if not resume and existing == out and any(out.iterdir()):
-            kept = "files but no checkpoint: empty it"
-            if (out / "state.pt").is_file():
-                kept = "another run: continue it with --resume"
-            fail(f"--out {self.out} holds {kept}, or name another folder")
-
     def begin(self, model, optimizer, total):
         """Starts a folder with the flags and the code that runs, or continues the run that is there."""
         self.model, self.optimizer, args = model, optimizer, self.args
@@ -101,14 +85,7 @@ class Run:
         if args.resume:
             self.load_state()
         elif self.rank == 0:
-            try:
-                self.out.mkdir(parents=True, exist_ok=True)
-                (self.out / "args.json").write_text(json.dumps(self.flags(), indent=1))
-                shutil.copy(self.script, self.out)
-                ours = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(Path(__file__).parent, self.out / "training", ignore=ours)
-            except OSError as error:
-                fail(f"--out {args.out}: {error.strerror}")
+            write_code(self.out, self.script, self.flags())
 
     def flags(self):
         """What --resume wants to be as it was."""
@@ -119,19 +96,19 @@ class Run:
         """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
         writes metrics and state, and stops where it was asked to.
 
-        rows    how many there are to draw from, or a function of a step that is loop.batches for the script's
-                own order; None: the script draws itself, and gets None
+        rows    how many there are to draw from; or the script's own order, a function of a step that gives
+                what loop.batches does from there on; None: no rows are given
         least   an epoch's last batch is left out where it has fewer rows; default one for each rank
         """
-        args, size = self.args, self.args.batch_size
-        self.order = lambda step: batches(rows, size, args.seed, step, least or self.world)
-        if rows is None or callable(rows):
-            self.order = rows or (lambda step: itertools.repeat(None))
+        args = self.args
+        self.order = rows if callable(rows) else lambda step: itertools.repeat(None)
+        if isinstance(rows, int):
+            self.order = lambda step: batches(rows, args.batch_size, args.seed, step, least or self.world)
         self.signals, self.total = [], total
         for kind in (signal.SIGINT, signal.SIGTERM):
             signal.signal(kind, self.hear)
-        self.began, self.first_bad = (self.step, time.perf_counter()), torch.zeros((), dtype=torch.int64)
-        self.first_bad = self.first_bad.to(self.device)
+        self.began = self.step, time.perf_counter()
+        self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)  # the step of such a loss
         for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
             self.step, self.values = step, None
             self.due = step % args.eval_every == 0 or step == total
@@ -265,56 +242,6 @@ class Run:
         self.step = last
         if self.rank == 0:
             (self.out / "metrics.jsonl").write_text("".join(rows))
-
-
-@contextlib.contextmanager
-def new_files(run):
-    """A folder to write into; when the block ends its files are renamed into --out, each at once whole."""
-    aside = run.out / ".saving"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    yield aside
-    for file in [path for path in aside.rglob("*") if path.is_file()]:
-        target = run.out / file.relative_to(aside)
-        target.parent.mkdir(exist_ok=True)
-        os.replace(file, target)
-    shutil.rmtree(aside)
-
-
-def model_card(run, kind, tags, text, load):
-    """README.md of a folder. kind: of the hub's pipelines; tags: the libraries that read it, the first above
-    all."""
-    best = run.progress["best"].items()
-    scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
-    return f"""---
-library_name: {tags[0]}
-pipeline_tag: {kind}
-tags: [{", ".join(tags)}]
----
-# {run.out.name}
-
-{text}
-Trained by {run.script.name} from {run.args.model} on {Path(run.args.data).name}: {scores}.
-Every setting is in args.json, the course of the training in metrics.jsonl.
-
-    {load}
-"""
-
-
-def fingerprint(path):
-    """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its
-    names and sizes."""
-    digest, size = hashlib.sha1(), path.stat().st_size
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        digest.update("".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode())
-    else:
-        digest.update(str(size).encode())
-        with open(path, "rb") as file:
-            for place in range(0, size, max(2**16, size // 256)):
-                file.seek(place)
-                digest.update(file.read(2**16))
-    return digest.hexdigest()
 
 
 def peak_gb(device):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 
-def from_bytes(pictures):
+def scaled(pictures):
     """(n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8."""
     return pictures.permute(0, 3, 1, 2).float() / 255
 
