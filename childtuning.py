@@ -49,14 +49,8 @@ from kernels import own_rows
 from kernels.training.command import Flags, at_least, command, fail, fill, is_first_rank, say
 from kernels.training.encoders import load_encoder, longest_input, save_tokenizer
 from kernels.training.folder import model_card, new_files
-from kernels.training.labels import (
-    classify,
-    confusion_scores,  # noqa: F401, a function that this script offers
-    evaluate,
-    find_columns,
-    make_batch,
-    tokenise_texts,
-)
+from kernels.training.labels import classify, evaluate, find_columns, make_batch, tokenise_texts
+from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
 from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
 from kernels.training.tables import empty_cell, texts_of
@@ -80,8 +74,7 @@ def make_parser():
     add("--child", help="what D's weights have in their names; default all but the head (paper), code layer")
     add("--rdrop", type=at_least(0), help="α of R-Drop; default off; GLUE: 0.1 to 1 (its paper; form paper)")
     add("--warmup-share", type=at_least(0), help="of steps with a rising rate; default 0.1 (paper), code 0")
-    add("--weight-decay", type=at_least(0), default=0.01,
-        help="of the weights; default 0.01, biases and norms 0 (released script)")
+    common("--weight-decay", 0.01, "0.01, biases and norms 0 (released script)")
     add("--text", nargs="+", help="the columns of text, one or two; default see above")
     add("--label", help="the column of labels; default see above")
     add("--task", choices=tuple(METRICS), help="default by the labels, see above")
@@ -98,7 +91,7 @@ def make_parser():
     common("--seed", 42)
     common("--eval-every", said="an epoch")
     common("--resume")
-    common("--precision", said="bf16 on a GPU, fp32 on a CPU")
+    common("--precision")
     return parser
 
 

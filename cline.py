@@ -72,7 +72,7 @@ def make_parser():
     add("--antonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.2 (paper), code 0.5")
     add("--save-triples", help="a .csv to write the texts to; --data reads it")
     add("--held-out", type=at_least(0, int), help="last rows, to evaluate on; default a 20th, at most 1000")
-    add("--warmup-steps", type=at_least(0, int), help="default a 60th (paper), code a 100th, scratch a 10th")
+    common("--warmup-steps", said="a 60th (paper), code a 100th, scratch a 10th of all")
     common("--data")
     common("--model", "roberta-base")
     common("--out", "out/cline")

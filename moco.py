@@ -66,7 +66,7 @@ def make_parser():
         help="least share of a picture that a view shows; default 0.2, up to 32 px 0.08 (paper, demo)")
     add("--blur", type=at_least(0),
         help="share of blurred views; default 0.5, with --v1 and up to 32 px 0 (paper, demo)")
-    add("--weight-decay", type=at_least(0), help="of the weights; default 1e-4, to 32 px 5e-4 (paper, demo)")
+    common("--weight-decay", said="1e-4, to 32 px 5e-4 (paper, demo)")
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
     common("--data")
     common("--dev", said="the test set in --data")

@@ -66,7 +66,7 @@ def make_parser():
     add("--lr-scaling", choices=("linear", "sqrt"), default="linear",
         help="--lr times batch / 256, or times √batch; default linear")
     add("--warmup", type=at_least(0), default=10, help="epochs that the rate rises; default 10 (paper)")
-    add("--weight-decay", type=at_least(0), default=1e-6, help="of the weights; default 1e-6 (paper)")
+    common("--weight-decay", 1e-6, "1e-6 (paper)")
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
     add("--profile", action="store_true", help="time ten steps, and their loss alone, instead of training")
     common("--form", "paper", "paper; code: batch norms in the head")

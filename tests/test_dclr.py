@@ -80,14 +80,14 @@ def test_code_form_where_q_rounds_to_one(temperature):
 @every_form
 def test_ranks_and_blocks_make_the_global_loss(form, monkeypatch):
     """Ranks of 1, 2 and 3 anchors against gathered rows, which the code form takes in blocks of two."""
-    z1, z2, noise, f1, f2 = case(6, 5)
+    z1, z2, noise, f, _ = case(6, 5)
     cuts, apply = [slice(0, 1), slice(1, 3), slice(3, 6)], dclr.SumOfBlocks.apply
     monkeypatch.setattr(dclr.SumOfBlocks, "apply", lambda block, z, keys, size: apply(block, z, keys, 2))
 
     def parts(a, b):
-        of_rank = lambda own: dclr_loss(a[own], b, noise, f1[own], f2, 0.3, form=form, offset=own.start)
+        of_rank = lambda own: dclr_loss(a[own], b, noise, f[own], f, 0.3, form=form, offset=own.start)
         return sum(of_rank(own) * (own.stop - own.start) / 6 for own in cuts)
-    agree(parts, lambda a, b: written_out(a, b, noise, f1, f2, 0.3, form=form), z1, z2)
+    agree(parts, lambda a, b: written_out(a, b, noise, f, f, 0.3, form=form), z1, z2)
 
 
 @every_form
@@ -183,7 +183,7 @@ def guides(bert, tmp_path_factory):
 def test_guide_is_read_as_its_folder_says(name, how, guides, capsys):
     guide = build(dclr.build_guide, guide=guides[name])
     torch.testing.assert_close(guide.read(TEXTS[:8]), read(guides[name], TEXTS[:8], how), atol=1e-5, rtol=0)
-    assert not any(weight.requires_grad for weight in guide.parameters())
+    assert not guide.training and not any(weight.requires_grad for weight in guide.parameters())
     said = {"avg": "avg pooling", "cls": "cls pooling", "pooler": "cls pooling, its pooler"}[how]
     assert capsys.readouterr().out == f"guide    {guides[name]}, {said}\n"
 

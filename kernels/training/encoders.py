@@ -51,6 +51,8 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", **config):
         kind = type(tokenizer).__name__
         fail(f"{flag} {name}: {kind} is a slow tokenizer; wanted one with a tokenizer.json")
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
+    if auto is AutoModel and any("pooler" in part for part in model.missing):
+        model.pooler = None                                    # it would be random
     lost = [part for part in model.missing if "pooler" not in part
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"

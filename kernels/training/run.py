@@ -54,7 +54,7 @@ class Run:
         self.device = torch.device(gpu or "cpu")
         args.precision = args.precision or ("bf16" if gpu else "fp32")
         self.bf16, self.step, self.due = args.precision == "bf16", 0, False
-        self.impl = getattr(args, "impl", "auto")              # childtuning's loss has no kernels
+        self.impl = getattr(args, "impl", "auto")
         self.progress = {"step": 0, "before": None, "best": None}
         self.fingerprint = fingerprint(Path(args.data))
         if args.batch_size < self.world:
@@ -78,9 +78,11 @@ class Run:
     def begin(self, model, optimizer, total):
         """Starts a folder with the flags and the code that runs, or continues the run that is there."""
         self.model, self.optimizer, args = model, optimizer, self.args
-        kernels = choose_impl(self.impl, torch.empty(0, device=self.device))
+        kernels = ""
+        if hasattr(args, "impl"):                              # childtuning's loss has none
+            kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
         say("run", f"seed {args.seed}, {self.world} × {self.device.type}, {args.precision}, "
-                   f"kernels {kernels}, {total:,} steps of {args.batch_size}, writing {args.out}")
+                   f"{kernels}{total:,} steps of {args.batch_size}, writing {args.out}")
         torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
         if args.resume:
             self.load_state()
