@@ -243,10 +243,11 @@ def compute_loss(model, batch, rows, args):
     own, n = own_rows(rows), len(z1)
     ids = gather_rows(ids, rows)  # every rank looks up and maps the entities of all
     e = model.entity_map(model.entities(ids))                  # (M, 1 + m, H)
-    offset, simcse, entity = own.start, 0.0, 0.0
-    parts = [(z1, gather_rows(z2, rows), e, ids)]
+    offset, simcse, entity = 0, 0.0, 0.0
     if args.micro_batch:
-        offset, parts = 0, zip(*(x.split(args.micro_batch) for x in (z1, z2, e[own], ids[own])))
+        parts = zip(*(x.split(args.micro_batch) for x in (z1, z2, e[own], ids[own])))
+    else:
+        offset, parts = own.start, [(z1, gather_rows(z2, rows), e, ids)]
     for z1, z2, e, ids in parts:
         common = dict(offset=offset, impl=args.impl)
         unit = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2))

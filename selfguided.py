@@ -14,8 +14,8 @@ alone, opt1 has the φ(c_i, c_j) among its negatives too, and base is NT-Xent: e
 Data: sentences alone, one a line (.txt) or one a cell (.csv .tsv .json .jsonl), in the columns sentence1 and
 sentence2 or else in all but those of numbers. Scored pairs will do (the authors took all of STS-B); their
 scores are not read.
-Scored pairs for --dev, which chooses the best checkpoint (without it the last one is
-kept), and for --test: columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
+Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
+columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
     python selfguided.py --data stsb-all.tsv --dev stsb-dev.tsv --test stsb-test.tsv
     torchrun --nproc-per-node 4 selfguided.py --data wiki.txt --dev stsb-dev.tsv --batch-size 64

@@ -7,8 +7,7 @@ contradicted one is a hard negative. With s(a, b) = cos(a, b) / τ, anchors z1, 
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_j exp s(z1_i, z2_j) + Σ_j α^[i=j] exp s(z1_i, z3_j) ) ]
 
-Data, one row a line; .txt is one sentence a line, .csv .tsv .json .jsonl have columns whose order alone
-counts:
+Data, a row a line: .txt is sentences, .csv .tsv .json .jsonl have columns, whose order alone counts:
     1 column   unsupervised             I ate an apple.
     2 columns  anchor, positive         I ate an apple.,Someone ate fruit.
     3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.

@@ -11,8 +11,7 @@ largest e_i·e_j, and P_i = exp(z_i·z*_i / τ):
     δ_i = Δ ∇ / |∇|,   ∇ the gradient of −log( P_i / (P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ)) ) by a random δ_i
                        of length Δ
 
-Data, one row a line; .txt is one sentence a line, .csv .tsv .json .jsonl have columns whose order alone
-counts:
+Data, a row a line: .txt is sentences, .csv .tsv .json .jsonl have columns, whose order alone counts:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:

@@ -39,6 +39,27 @@ def bert(tmp_path_factory):
     return small_bert(tmp_path_factory.mktemp("bert"))
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with one good file, good.csv, so that messages hold short names."""
+    from running import GOOD
+    monkeypatch.chdir(tmp_path)
+    Path("good.csv").write_text(GOOD)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The --out of a run of simcse.py on it: good for --model and for --resume."""
+    import simcse
+    from running import GOOD, SMALL
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("good.csv").write_text(GOOD)
+        simcse.main([*SMALL, "--out", "out"])
+    return folder / "out"
+
+
 # ── two processes ──
 # pytest-xdist does it better where it is asked for (-n 2); without, the first process starts a second one,
 # and both take the next test from a counter in a file.

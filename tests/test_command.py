@@ -1,13 +1,9 @@
 """Flags: what is refused, in one line; what a library user gets instead."""
-from pathlib import Path
-
 import pytest
 
 import simcse
 from kernels.training.command import COMMON, Fault, Flags
-from running import refuse
-
-SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
+from running import SMALL, refuse
 
 
 @pytest.mark.parametrize("flags, wanted", [
@@ -23,14 +19,11 @@ SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--ste
     ("--pooling best", r"argument --pooling: invalid choice: 'best' \(choose from .*cls_before_pooler.*\)"),
     ("--frobnicate", r"unrecognized arguments: --frobnicate"),
     ("--model none/such", r"--model none/such: no such folder, and the hub .*; name a local folder, or .*")])
-def test_wrong_flags(tmp_path, monkeypatch, capfd, flags, wanted):
-    monkeypatch.chdir(tmp_path)
-    Path("good.csv").write_text("A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n")
+def test_wrong_flags(here, capfd, flags, wanted):
     refuse("simcse", capfd, wanted, *SMALL, *flags.split())
 
 
-def test_data_is_required(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_data_is_required(here, capfd):
     refuse("simcse", capfd, r"the following arguments are required: --data", "--model", "scratch")
 
 

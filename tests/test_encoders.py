@@ -17,12 +17,10 @@ import simcse
 from kernels.training import tokens
 from kernels.training.command import Fault
 from kernels.training.encoders import POOLINGS, SentenceEncoder, load_encoder
-from running import NLI, SENTENCES, one_by_one, refuse, run_text
+from running import NLI, SENTENCES, SMALL, one_by_one, refuse, run_text
 
 CASES = [*((pooling, NLI) for pooling in POOLINGS), ("cls", SENTENCES)]
 every_pooling = pytest.mark.parametrize("pooling, data", CASES)  # cls of one column: no head in evaluation
-GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"
-SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
 
 
 def encoder_of(folder, pooling, head=None, **more):
@@ -97,22 +95,6 @@ def test_no_dimension_is_lost_in_a_chunk(bert):
 
 
 # ── what cannot be loaded ──
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("good.csv").write_text(GOOD)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        Path("good.csv").write_text(GOOD)
-        simcse.main([*SMALL, "--out", "out"])
-    return folder / "out"
 
 
 def damage(path, change):

@@ -10,10 +10,10 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from test_kernels import DEVICE, GPU, compare, set_in
 
 from kernels import clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, queue_loss
 from kernels.similarity import similarity_lse, similarity_topk
+from test_kernels import DEVICE, GPU, compare, set_in
 
 CASES = int(os.environ.get("TENCL_FUZZ", 40))
 DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloat16],

@@ -6,13 +6,13 @@ import sys
 import pytest
 import torch
 from packaging.version import parse
-from test_kernels import DEVICE, GPU, LOSSES, both_impls, differentiate, rows, rule
 from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
 from kernels import info_nce, linear_cross_entropy, nt_xent, similarity_lse, similarity_topk
 from kernels.rules import Rule, make_rule
+from test_kernels import DEVICE, GPU, LOSSES, both_impls, differentiate, rows, rule
 
 
 @both_impls

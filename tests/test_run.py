@@ -13,15 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import simcse
-from running import DATA, ROOT, equal, free_port, metrics, refuse, run, start
+from kernels.training.command import command, fail, say
+from running import DATA, ROOT, SMALL, equal, free_port, metrics, refuse, run, start
 
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 8]
 PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
 SCRIPTS = {"simcse": TEXT, "moco": [*PICTURES, "--queue", 64, "--bn-splits", 2]}
 every_script = pytest.mark.parametrize("name", SCRIPTS)
-GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"
-SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
 
 
 def wait_for_step(process, out, step):
@@ -76,6 +74,17 @@ def test_interrupted_before_the_first_step(name, tmp_path):
             break
     said, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "") and said.splitlines()[-1].startswith("stopped ")
+
+
+def test_state_is_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
+    """Which no kill shows: only a power cut would."""
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *x, name=name, real=real: calls.append((name, *x)) or real(*x))
+    run("simcse", tmp_path / "out", *TEXT, "--steps", 1)
+    places = [i for i, call in enumerate(calls) if str(call[-1]).endswith("state.pt")]
+    assert len(places) == 1 and calls[places[0] - 1][0] == "fsync"
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +145,6 @@ def test_a_loss_that_is_no_number_names_step_rows_and_checkpoint(name, tmp_path,
 
 
 def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
-    from kernels.training.command import command, fail, say
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     say("stopped", "at step 3")
@@ -146,23 +154,6 @@ def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
 
 
 # ── folders ──
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder with one good file, so that messages hold short names."""
-    monkeypatch.chdir(tmp_path)
-    Path("good.csv").write_text(GOOD)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        Path("good.csv").write_text(GOOD)
-        simcse.main([*SMALL, "--out", "out"])
-    return folder / "out"
 
 
 @pytest.mark.parametrize("flags, wanted", [

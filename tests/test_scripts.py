@@ -66,7 +66,8 @@ def test_every_script_is_one_file_beside_kernels(tmp_path):
         scratch = [] if "--model" in flags else ["--model", "scratch"]
         commands.append([*map(str, [f"{name}.py", *flags, *scratch, "--out", f"out/{name}", "--steps", 2])])
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=home, env=env | {"CUDA_VISIBLE_DEVICES": ""},
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=home, env=env,
                           input=repr(commands), capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\ndone ") == done.stdout.count("\nload ") == 10
@@ -138,6 +139,8 @@ def test_several_processes_equal_one(name, tmp_path, bert):
     """Three have unequal shares of a batch. Clipping and Adam hide a gradient that is k times too large, so
     its norm is compared as well; chunks without dropout are the whole step."""
     flags = [*small(name, tmp_path), "--model", bert, "--pooling", "avg", "--steps", 6, "--lr", 1e-3]
+    if name == "ease":                                         # whose entity term is else a gentle pull
+        flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]
     one = run(name, tmp_path / "one", *flags)
     assert max(one.norms) > 1                                  # clipping is active
     norms = in_processes(3, name, tmp_path / "three", [*flags, "--chunk-size", 3])

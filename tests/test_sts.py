@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 import simcse
 from kernels.training.encoders import SentenceEncoder
 from kernels.training.sts import evaluate, load_sts
-from running import refuse
+from running import SMALL, refuse
 
 
 def slow_spearman(a, b):
@@ -61,13 +61,10 @@ STS = "sentence1\tsentence2\tscore\nA man eats.\tHe eats.\t5\n"
     (STS + "A\tb\tnan\n", r"sts\.tsv line 3: score 'nan', wanted a number from 0 to 5"),
     (STS + "A\t \t1\n", r"sts\.tsv line 3: an empty sentence"),
     (STS + "A\tb\t\n", r"sts\.tsv: 1 scored pairs, wanted at least 2")])
-def test_faults(tmp_path, monkeypatch, capfd, flag, content, wanted):
-    monkeypatch.chdir(tmp_path)
-    Path("good.csv").write_text("A man eats.,He eats.\nA dog runs.,It runs.\n")
+def test_faults(here, capfd, flag, content, wanted):
     if content is not None:
         Path("sts.tsv").write_text(content)
-    small = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2"]
-    refuse("simcse", capfd, wanted, *small, flag, "sts.tsv")
+    refuse("simcse", capfd, wanted, *SMALL, flag, "sts.tsv")
 
 
 @torch.no_grad()
