@@ -111,8 +111,7 @@ def table(chip, only=None):
     driver.set_active(AbsentChip(chip))
     kernels = [lse_forward.parts_kernel, lse_forward.merge_kernel, gradient_rows.rows_kernel,
                gradient_blocks.weights_kernel, gradient_blocks.finish_kernel, one_pass.strip_kernel,
-               one_pass.scale_kernel, lse_fixed_keys.fixed_keys_kernel, lse_fixed_keys.merge_keys_kernel,
-               topk.topk_kernel]
+               one_pass.scale_kernel, lse_fixed_keys.fixed_keys_kernel, topk.topk_kernel]
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
     for name, precision in DTYPES:
         for title, do in launches(name, precision):
