@@ -113,5 +113,7 @@ def test_stream(bert, tmp_path, monkeypatch):
     assert max(map(len, held)) == 3 and len(held) > 6 and whole[:20] != read(20, seed=6)
     for stop in (1, 2, 17, 60, 129):
         assert read(150 - stop, whole[stop - 1][-1]) == whole[stop:]
-    read(1, buffer=1000)                                       # beyond the file: all of it, once
+    rounds = read(99, buffer=1000)                             # beyond the file: all of it, once
+    first, second = ([row[0] for row in rounds if row[-1][1] == number] for number in (0, 1))
+    assert len(second) > 20 and first[:20] != second[:20]      # pairs anew in every round
     assert max(len(call.args[0]) for call in spy.call_args_list) == 10

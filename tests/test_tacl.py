@@ -178,12 +178,13 @@ def folders(tmp_path_factory, bert):
 
 
 def build(flags, model, **change):
-    """(model, flags, held-out pairs, held-out sentences)"""
+    """(model, flags, nine pairs, nine sentences)"""
     args = tacl.make_parser().parse_args([*map(str, flags), "--model", str(model), "--dev-pairs", "9"])
-    vars(args).update(change)
+    vars(args).update(max_length=256, **change)                # pairs of many lengths
     torch.manual_seed(0)
     model = tacl.build_model(args, SimpleNamespace(device=torch.device("cpu"), bf16=False))
-    return model, args, *tacl.load_dev(args.dev, 4, model, args)
+    pairs, _ = tacl.load_dev(args.data, 8, model, args)
+    return model, args, pairs, tacl.load_dev(args.dev, 4, model, args)[1]
 
 
 @both_forms
@@ -202,9 +203,9 @@ def test_losses_are_the_librarys_and_the_papers(form, accumulate, files, folders
         monkeypatch.setattr(tacl, name, kernel)
     parts, lengths = tacl.make_batch(rows, model.train(), args), sorted(len(row[0]) for row in rows)
     size = 9 if accumulate == 1 else 3                         # rows of a part, of similar length
-    widths = lengths[size - 1 :: size] if form == "paper" else [48] * (9 // size)
+    widths = lengths[size - 1 :: size] if form == "paper" else [256] * (9 // size)
     assert [part[0].shape[1] for part in parts] == widths
-    assert len(rows) == len(sentences) == 9 and model.fresh == []
+    assert len(set(lengths)) > 4 and len(rows) == len(sentences) == 9 and model.fresh == []
     with decoder.register_forward_hook(lambda *x: seen.append(x[2].numel())):
         for part in parts:
             loss, found = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
@@ -234,7 +235,7 @@ def test_losses_are_the_librarys_and_the_papers(form, accumulate, files, folders
         assert [found["mlm"], found["nsp"]] == pytest.approx([library.loss.item() - nsp, nsp], abs=2e-5)
         assert found["contrast"] == pytest.approx(contrast.item(), rel=2e-3)   # float32 at τ = 0.01
         assert found["loss"] == pytest.approx(found["mlm"] + found["nsp"] + found["contrast"], abs=1e-4)
-    ends = real.sum(1) if form == "paper" else [48] * 9        # padding may be the nearest (code)
+    ends = real.sum(1) if form == "paper" else [256] * 9       # padding may be the nearest (code)
     right = [i == cosines(s[row, i], t[row, : ends[row]]).argmax() for row, i in chosen.nonzero()]
     assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3) and 0.1 < np.mean(right) < 1
     assert len(sentences[0][0]) == 3                           # a single word, whose similarity is NaN
@@ -248,11 +249,11 @@ def test_losses_are_the_librarys_and_the_papers(form, accumulate, files, folders
 
 @pytest.mark.parametrize("name, fresh", [
     ("distilbert", {"vocab_layer_norm", "vocab_projector", "vocab_transform", "next sentence"}),
-    ("distilbert-lm", {"next sentence"})])
+    ("distilbert-lm", {"next sentence"}), ("scratch", set())])
 def test_fresh_heads_and_a_frozen_teacher(name, fresh, files, folders):
     """Heads that the checkpoint lacks are learned. The teacher, no part of what is trained, saved or set to
     train, has no dropout."""
-    model, args, rows, _ = build(files, folders / name)
+    model, args, rows, _ = build(files, name if name == "scratch" else folders / name)
     if name == "distilbert-lm":
         stored = DistilBertLM.from_pretrained(folders / name).state_dict()
         assert equal(dict(model.lm.state_dict()), dict(stored))

@@ -47,7 +47,7 @@ def test_random_words_are_single_ones(wordnet):
 @pytest.mark.parametrize("forms", [
     "try tries trying tried trier", "bake bakes baking baked baker", "agree agrees agreeing agreed agreer",
     "play plays playing played player", "miss misses missing missed misser", "dye dyes dyeing dyed dyer",
-    "echo echoes echoing echoed echoer"])
+    "echo echoes echoing echoed echoer", "radio radios radioing radioed radioer"])
 def test_inflect(forms):
     word, *wanted = forms.split()
     assert [inflect(word, ending) for ending in ("es", "ing", "ed", "er")] == wanted
