@@ -24,6 +24,7 @@ DATA = ROOT / "tests" / "data"
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
 GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"          # good.csv of `here`
 SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
+ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # of 12 rows, whole
 SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
 
 

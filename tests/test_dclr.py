@@ -5,14 +5,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertTokenizer, DistilBertConfig, DistilBertModel
+from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import dclr
 from dclr import dclr_loss, instance_weights, noise_negatives
-from running import DATA, SENTENCES, Memory, read, refuse, run_text
-from test_losses import agree, cosine, points
+from running import DATA, ONE_BATCH, SENTENCES, SMALL, read, refuse, run_text
+from test_losses import agree, by_way, cosine, every_way, points
 
-every_impl = pytest.mark.parametrize("impl", ["blockwise", "eager"])
 every_form = pytest.mark.parametrize("form", ["paper", "code"])
 TEXTS = [row[0] for row in SENTENCES]
 
@@ -52,86 +51,49 @@ def case(n, k):
     return rows
 
 
-@every_impl
+@every_way
 @every_form
 @pytest.mark.parametrize("n, k, phi, temperature", [
     (7, 7, 0.3, 0.05), (5, 12, 0.3, 0.2), (9, 0, 0.3, 0.05), (8, 2, 0.999, 0.05), (6, 3, 1.5, 0.05),
     (6, 3, -1.5, 0.05), (1, 3, 0.9, 0.05), (2, 0, 1.5, 0.05), (1, 0, 0.9, 0.05), (4, 0, -1.5, 0.05)])
-def test_loss(form, impl, n, k, phi, temperature):
-    """φ 0.999 flags the duplicate alone, 1.5 none, −1.5 all. Without negatives value and gradient are 0."""
-    z1, z2, *rest = *case(n, k), phi, temperature, form
-    agree(lambda a, b: dclr_loss(a, b, *rest, impl=impl), lambda a, b: written_out(a, b, *rest), z1, z2)
+def test_loss(form, way, n, k, phi, temperature, monkeypatch):
+    """φ 0.999 flags the duplicate alone, 1.5 none, −1.5 all. Without negatives value and gradient are 0. The
+    code form takes what eager is not asked for in blocks of two."""
+    z1, z2, noise, f1, f2 = case(n, k)
+    apply, rest = dclr.SumOfBlocks.apply, (phi, temperature, form)
+    if way != "eager":
+        monkeypatch.setattr(dclr.SumOfBlocks, "apply", lambda block, z, keys, _: apply(block, z, keys, 2))
+    part = lambda a, b: lambda own, **how: dclr_loss(a[own], b, noise, f1[own], f2, *rest, **how)
+    agree(lambda a, b: by_way(way, n, part(a, b)),
+          lambda a, b: written_out(a, b, noise, f1, f2, *rest), z1, z2)
+    assert not dclr_loss(z1, z2, *(x.requires_grad_() for x in (noise, f1, f2)), *rest).requires_grad
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.02, 0.005])
 def test_code_form_where_q_rounds_to_one(temperature):
     """A negative beside its anchor, the positive opposite: 1 − q is exp(−1/τ …), far below its rounding."""
     axes = torch.eye(4).double()
-    given = axes[:3], axes[[1, 2, 0]] - 0.1, -axes[:2] - 1, axes[:3], axes[:3]
-    rest = *given[2:], 0.9, temperature, "code"
-    agree(lambda a, b: dclr_loss(a, b, *rest), lambda a, b: written_out(a, b, *rest), *given[:2])
-    single = [x.float().requires_grad_() for x in given]
-    loss = dclr_loss(*single, *rest[3:])
-    loss.backward()
-    assert loss.item() == pytest.approx(written_out(*given, *rest[3:]).item(), rel=1e-5)
-    assert single[0].grad.isfinite().all() and single[0].grad.abs().max() > 0.1
-
-
-@every_form
-def test_ranks_and_blocks_make_the_global_loss(form, monkeypatch):
-    """Ranks of 1, 2 and 3 anchors against gathered rows, which the code form takes in blocks of two."""
-    z1, z2, noise, f, _ = case(6, 5)
-    cuts, apply = [slice(0, 1), slice(1, 3), slice(3, 6)], dclr.SumOfBlocks.apply
-    monkeypatch.setattr(dclr.SumOfBlocks, "apply", lambda block, z, keys, size: apply(block, z, keys, 2))
-
-    def parts(a, b):
-        of_rank = lambda own: dclr_loss(a[own], b, noise, f[own], f, 0.3, form=form, offset=own.start)
-        return sum(of_rank(own) * (own.stop - own.start) / 6 for own in cuts)
-    agree(parts, lambda a, b: written_out(a, b, noise, f, f, 0.3, form=form), z1, z2)
-
-
-@every_form
-def test_constants_and_types(form):
-    rows = [x.requires_grad_() for x in case(5, 4)]
-    loss = dclr_loss(*rows, 0.3, form=form)
-    gradients = torch.autograd.grad(loss, rows, allow_unused=True)
-    assert [g is None for g in gradients] == [False, False, True, True, True]
-    short = dclr_loss(*(x.detach().bfloat16() for x in rows), 0.3, form=form)
-    assert short.dtype == torch.float32 and short.item() == pytest.approx(loss.item(), rel=0.1)
-
-
-@pytest.mark.parametrize("form, impl, stores", [
-    ("paper", "auto", False), ("code", "auto", False), ("paper", "eager", True), ("code", "auto", True)])
-def test_memory(form, impl, stores, monkeypatch):
-    """3,500 rows; their matrix, 47 MB, is stored by eager, or by the code form if one block had all rows."""
-    z1, z2, f = (torch.randn(3500, 16, requires_grad=True) for _ in range(3))
-    if stores:
-        apply = dclr.SumOfBlocks.apply
-        monkeypatch.setattr(dclr.SumOfBlocks, "apply", lambda block, z, keys, _: apply(block, z, keys, 3500))
-    with Memory() as memory:
-        noise = noise_negatives(z1, z2, torch.randn(500, 16), 1, form=form, impl=impl)
-        dclr_loss(z1, z2, noise, f, f, 0.9, form=form, impl=impl).backward()
-    assert (memory.peak > 150) == stores, memory.peak
+    z1, z2, *others = axes[:3], axes[[1, 2, 0]] - 0.1, -axes[:2] - 1, axes[:3], axes[:3]
+    rest = 0.9, temperature, "code"
+    written = lambda a, b: written_out(a, b, *others, *rest)
+    agree(lambda a, b: dclr_loss(a, b, *others, *rest), written, z1, z2)
+    single = [x.float().requires_grad_() for x in (z1, z2, *others)]
+    loss = dclr_loss(*single, *rest)
+    gradient, = torch.autograd.grad(loss, single[0])
+    assert loss.item() == pytest.approx(written(z1, z2).item(), rel=1e-5)
+    assert gradient.isfinite().all() and gradient.abs().max() > 0.1
 
 
 def test_instance_weights():
-    f1, f2 = points(8, 3, 0), points(8, 3, 1)
-    for phi in (-1.5, -0.2, 0.5, 0.9, 1.5):
-        wanted = [[float(i == j or cosine(f1[i], f2[j]) < phi) for j in range(8)] for i in range(8)]
-        assert instance_weights(f1, f2, phi).tolist() == wanted
-        assert instance_weights(f1[3:] * 7, f2 / 9, phi, offset=3).tolist() == wanted[3:]
-    axes = torch.eye(3)[[0, 0, 1]]
-    assert instance_weights(axes, axes, 0.0).tolist() == torch.eye(3).tolist()         # φ counts as similar
+    """φ counts as similar."""
+    f1, f2, axes = points(8, 3, 0), points(8, 3, 1), torch.eye(3)[[0, 0, 1]]
+    wanted = [[float(i == j or cosine(f1[i], f2[j]) < 0.2) for j in range(8)] for i in range(8)]
+    assert instance_weights(f1[3:] * 7, f2 / 9, 0.2, offset=3).tolist() == wanted[3:]
+    assert instance_weights(axes, axes, 0.0).tolist() == torch.eye(3).tolist()
     assert instance_weights(axes, axes, 1.0).tolist() == [[1, 0, 1], [0, 1, 1], [1, 1, 1]]
 
 
-def test_wrong_form():
-    for function, given in ((dclr_loss, (*case(4, 3), 0.9)), (noise_negatives, case(4, 3)[:3])):
-        with pytest.raises(ValueError, match="form: 'papr', wanted paper or code"):
-            function(*given, form="papr")
-
-
-@every_impl
+@pytest.mark.parametrize("impl", ["blockwise", "eager"])
 @every_form
 @pytest.mark.parametrize("n, k, steps, step_size, temperature", [
     (5, 5, 4, 1e-3, 0.05), (3, 7, 2, 0.5, 0.2), (1, 2, 1, 1e-3, 0.05), (5, 5, 0, 1, 1), (5, 0, 4, 1, 1)])
@@ -155,76 +117,60 @@ def test_noise_steps_are_whole_or_none(form, dtype, temperature):
     assert moved.norm(dim=1).tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0, rel=1e-6)
 
 
-def build(function, **flags):
-    args = SimpleNamespace(**dict(data="none", pooling="cls", mlm_weight=0, max_length=32) | flags)
-    return function(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
-
-
 @pytest.fixture(scope="module")
 def guides(bert, tmp_path_factory):
-    """With 1_Pooling, one with other numbers for tokens; without a pooler; of a class with dropout."""
+    """With 1_Pooling, one with other numbers for tokens; without a pooler."""
     home = tmp_path_factory.mktemp("guides")
-    made = {name: shutil.copytree(bert, home / name) for name in ("mean", "first", "bare", "distilbert")}
+    made = {name: shutil.copytree(bert, home / name) for name in ("mean", "first", "bare")}
     for name, mean in ("mean", "true"), ("first", "false"):
-        config = made[name] / "1_Pooling" / "config.json"
-        config.parent.mkdir()
-        config.write_text(f'{{"pooling_mode_cls_token": true,\n "pooling_mode_mean_tokens": {mean}}}')
+        (made[name] / "1_Pooling").mkdir()
+        settings = f'{{"pooling_mode_cls_token": true,\n "pooling_mode_mean_tokens": {mean}}}'
+        (made[name] / "1_Pooling" / "config.json").write_text(settings)
     vocab = AutoTokenizer.from_pretrained(bert).get_vocab()
     turned = {piece: len(vocab) + 4 - i if i > 4 else i for piece, i in vocab.items()}
     BertTokenizer(turned, model_max_length=512).save_pretrained(made["mean"])
     AutoModel.from_pretrained(bert, add_pooling_layer=False).save_pretrained(made["bare"])
-    shape = dict(dim=32, n_layers=1, n_heads=2, hidden_dim=64, vocab_size=len(vocab))
-    DistilBertModel(DistilBertConfig(**shape)).save_pretrained(made["distilbert"])
     return made | {"pooler": bert}
 
 
 @pytest.mark.parametrize("name, how", [
-    ("pooler", "pooler"), ("mean", "avg"), ("first", "cls"), ("bare", "cls"), ("distilbert", "cls")])
+    ("pooler", "pooler"), ("mean", "avg"), ("first", "cls"), ("bare", "cls")])
 def test_guide_is_read_as_its_folder_says(name, how, guides, capsys):
-    guide = build(dclr.build_guide, guide=guides[name])
+    """At rest; a model of another class may know no pooler."""
+    args = SimpleNamespace(guide=guides[name], max_length=32)
+    guide = dclr.build_guide(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
     torch.testing.assert_close(guide.read(TEXTS[:8]), read(guides[name], TEXTS[:8], how), atol=1e-5, rtol=0)
     assert not guide.training and not any(weight.requires_grad for weight in guide.parameters())
     said = {"avg": "avg pooling", "cls": "cls pooling", "pooler": "cls pooling, its pooler"}[how]
     assert capsys.readouterr().out == f"guide    {guides[name]}, {said}\n"
+    assert dclr.pooler_of(torch.nn.Identity()) is None
 
 
-@pytest.mark.parametrize("form, name, below", [
-    ("paper", "pooler", "cls"), ("code", "pooler", "pooler"), ("code", "bare", "cls")])
-def test_head_of_the_code_form_sits_on_the_pooler(form, name, below, guides):
-    model = build(dclr.build_model, model=guides[name], form=form)
-    linear = model.head if below == "cls" else model.head[-1]
-    assert abs(linear.weight.std() - 0.2) < 0.02 and not linear.bias.any()
-    wanted = torch.tanh(linear(read(guides[name], TEXTS[:4], below)))
-    torch.testing.assert_close(model.train().read(TEXTS[:4]), wanted, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("form, noise_times", [("paper", 1.3), ("code", 1.3), ("paper", 0)])
-def test_first_loss_is_the_papers(form, noise_times, guides, tmp_path, monkeypatch):
-    """Without dropout and with all rows in one batch: the formula on the folders' own embeddings, each with
-    its own tokenizer, and the noise that was drawn. The order of the rows is no matter."""
+@pytest.mark.parametrize("form, noise_times, name, below", [
+    ("paper", 1.3, "pooler", "cls"), ("code", 1.3, "pooler", "pooler"), ("code", 0, "bare", "cls")])
+def test_first_loss_is_the_papers(form, noise_times, name, below, guides, tmp_path, monkeypatch):
+    """Without dropout, all rows one batch: the formula on the folders' own embeddings, each with its own
+    tokenizer, the released head on the pooler, and the noise that was drawn."""
     monkeypatch.setattr(dclr, "noise_negatives", asked := Mock(wraps=noise_negatives))
     rows = SENTENCES[:10] + SENTENCES[:2]                      # two come twice
-    z, f = (read(guides[name], [row[0] for row in rows], "avg").double() for name in ("bare", "mean"))
-    phi = 0.99                                                 # 0.001 from each of their cosines
-    flags = ["--model", guides["bare"], "--guide", guides["mean"], "--noise-times", noise_times, "--phi", phi,
-             "--form", form, "--pooling", "avg", "--batch-size", 12, "--steps", 1, "--max-length", 512]
-    loss, = run_text("dclr", tmp_path, rows, *flags).losses
-    assert 4 < (1 - instance_weights(f, f, phi)).sum() < 100   # the duplicates and others, not all
+    flags = ["--model", guides[name], "--guide", guides["mean"], "--noise-times", noise_times, "--lr", 0]
+    result = run_text("dclr", tmp_path, rows, *flags, "--phi", 0.99, "--form", form, *ONE_BATCH)
+    linear, texts = result.model.head if below == "cls" else result.model.head[-1], [row[0] for row in rows]
+    assert abs(linear.weight.std() - 0.2) < 0.02 and not linear.bias.any()
+    z = torch.tanh(linear(read(guides[name], texts, below))).detach().double()
+    f = read(guides["mean"], texts, "avg").double()            # phi is 0.001 from each of their cosines
+    assert 4 < (1 - instance_weights(f, f, 0.99)).sum() < 100  # the duplicates and others, not all
     noise = asked.call_args_list[0].args[2].double()
     assert noise.shape == (int(noise_times * 12), 32)
     assert noise.square().sum() / 32 == pytest.approx(len(noise), rel=0.1)
     noise = ascent_written_out(z, z, noise, form=form)
-    assert loss == pytest.approx(written_out(z, z, noise, f, f, phi, form=form).item(), abs=2e-4)
+    assert result.losses == pytest.approx([written_out(z, z, noise, f, f, 0.99, form=form).item()], abs=2e-4)
 
 
 @pytest.mark.parametrize("flags, wanted", [
     ("--guide scratch", r"--guide scratch: no such folder, and the hub .*; name a local folder"),
     ("--phi 1.2", r"--phi 1\.2: wanted a cosine, from -1 to 1"),
-    ("--phi -2", r"argument --phi: -2: wanted a number of at least -1"),
-    ("--noise-times -1", r"argument --noise-times: -1: wanted a number of at least 0"),
-    ("--data two.csv", r"two\.csv line 1: 2 columns, wanted 1 \(sentence\)")])
-def test_bad_input(flags, wanted, bert, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "two.csv").write_text("A man eats.,He eats.\nA dog runs.,It runs.\n")
-    small = ["--data", DATA / "sentences.txt", "--model", "scratch", "--guide", bert, *flags.split()]
-    refuse("dclr", capfd, wanted, *small)
+    ("--phi -2", r"argument .* at least -1"), ("--noise-times -1", r"argument .* at least 0"),
+    ("--data good.csv", r"good\.csv line 1: 2 columns, wanted 1 \(sentence\)")])
+def test_bad_input(flags, wanted, here, bert, capfd):
+    refuse("dclr", capfd, wanted, *SMALL, "--data", DATA / "sentences.txt", "--guide", bert, *flags.split())

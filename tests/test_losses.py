@@ -1,14 +1,20 @@
-"""Losses against independent float64 formulas written out row by row, values and gradients."""
+"""Losses against independent float64 formulas written out row by row, values and gradients; what all losses
+of the sentence scripts share: types, memory, refusals."""
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import vascl
+from dclr import dclr_loss, noise_negatives
+from ease import ease_loss
 from kernels import nt_xent
+from running import Memory
+from selfguided import selfguided_loss
 from simcse import simcse_loss
 
-both_impls = pytest.mark.parametrize("impl", ["blockwise", "eager"])
+every_way = pytest.mark.parametrize("way", ["blockwise", "eager", "ranks"])
 
 
 def points(n, d, seed):
@@ -30,6 +36,13 @@ def agree(ours, written_out, *inputs, tolerance=1e-10):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def by_way(way, n, loss):
+    """loss(rows, offset, impl) of all n rows, or the sum of its parts on ranks of 1, 2 and the other rows."""
+    cuts, impl = ((0, 1, 3, n), "auto") if way == "ranks" else ((0, n), way)
+    shares = [slice(a, min(b, n)) for a, b in zip(cuts, cuts[1:]) if a < n]
+    return sum(loss(own, offset=own.start, impl=impl) * (own.stop - own.start) / n for own in shares)
+
+
 def simcse_written_out(z1, z2, z3=None, temperature=0.05, w=0.0):
     """The paper's two objectives as printed, alpha = exp(w)."""
     total, n = 0, len(z1)
@@ -43,58 +56,20 @@ def simcse_written_out(z1, z2, z3=None, temperature=0.05, w=0.0):
     return total / n
 
 
-@both_impls
-@pytest.mark.parametrize("n", [2, 9])
-def test_simcse_unsupervised(impl, n):
-    agree(lambda a, b: simcse_loss(a, b, impl=impl), simcse_written_out, points(n, 6, 0), points(n, 6, 1))
+@every_way
+@pytest.mark.parametrize("n, keys, w, temperature", [
+    (1, 1, 0.0, 0.05), (2, 1, 0.0, 0.05), (9, 1, 0.0, 0.05), (1, 2, 0.0, 0.05), (7, 2, 0.0, 0.05),
+    (7, 2, 1.3, 0.05), (7, 2, -2.0, 0.2), (5, 2, math.log(2), 1.0)])
+def test_simcse(way, n, keys, w, temperature):
+    """One anchor without hard negatives has 0, in its gradients too."""
+    z = [points(n, 6, seed) for seed in range(1 + keys)]
+    z[0][3:4], z[1][1:2] = 0, z[0][:1]                         # a zero vector, another's positive
+    how = dict(temperature=temperature, hard_negative_weight=w)
+    agree(lambda z1, *z: by_way(way, n, lambda own, **rest: simcse_loss(z1[own], *z, **how, **rest)),
+          lambda *z: simcse_written_out(*z, temperature=temperature, w=w), *z)
 
 
-@both_impls
-@pytest.mark.parametrize("n, w, temperature", [
-    (1, 0.0, 0.05), (7, 0.0, 0.05), (7, 1.3, 0.05), (7, -2.0, 0.2), (5, math.log(2), 1.0)])
-def test_simcse_hard_negatives(impl, n, w, temperature):
-    z = [points(n, 6, seed) for seed in (2, 3, 4)]
-    agree(lambda a, b, c: simcse_loss(a, b, c, temperature, w, impl=impl),
-          lambda a, b, c: simcse_written_out(a, b, c, temperature, w), *z)
-
-
-def test_simcse_ranks_make_the_global_loss():
-    """Ranks of 4 and of 2 anchors against gathered keys: their parts sum to the loss of one process."""
-    z1, z2, z3 = points(6, 5, 8), points(6, 5, 9), points(6, 5, 10)
-    part = lambda own: simcse_loss(z1[own], z2, z3, hard_negative_weight=0.7, offset=own.start)
-    parts = part(slice(0, 4)) * 4 / 6 + part(slice(4, 6)) * 2 / 6
-    whole = simcse_loss(z1, z2, z3, hard_negative_weight=0.7)
-    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
-
-
-def test_simcse_one_anchor_is_zero():
-    z1, z2 = points(1, 5, 11).requires_grad_(), points(1, 5, 12).requires_grad_()
-    loss = simcse_loss(z1, z2)
-    loss.backward()
-    assert loss == 0 and not z1.grad.any() and not z2.grad.any()
-
-
-def test_simcse_scale_invariant_and_safe_at_zero():
-    z1, z2 = points(5, 6, 13), points(5, 6, 14)
-    scaled = simcse_loss(z1 * torch.arange(1, 6)[:, None], z2 * 1e3)
-    torch.testing.assert_close(scaled, simcse_loss(z1, z2), rtol=1e-12, atol=1e-12)
-    z1[2] = 0
-    loss = simcse_loss(z1.requires_grad_(), z2)
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), simcse_written_out(z1.detach(), z2), rtol=1e-10, atol=1e-10)
-    assert z1.grad.isfinite().all()
-
-
-def test_simcse_identical_views_small_temperature_and_dtypes():
-    z, other = points(6, 8, 15), points(6, 8, 16)
-    assert simcse_loss(z, z) > 0 and simcse_loss(z, z).dtype == torch.float64
-    tiny = simcse_loss(z.float(), other.float(), temperature=0.001)  # logits of ±1000
-    exact = simcse_loss(z.float().double(), other.float().double(), temperature=0.001)
-    assert tiny.dtype == torch.float32 and math.isclose(tiny, exact, rel_tol=1e-4)
-    assert simcse_loss(z.bfloat16(), z.bfloat16()).dtype == torch.float32
-
-
-@both_impls
+@pytest.mark.parametrize("impl", ["blockwise", "eager"])
 def test_nt_xent_is_the_papers_mean(impl):
     """Algorithm 1 of SimCLR: 2N anchors, 2N − 1 columns each, 1/2N."""
     def written_out(z1, z2, t):
@@ -106,3 +81,71 @@ def test_nt_xent_is_the_papers_mean(impl):
     z1, z2 = F.normalize(points(5, 6, 19), dim=1), F.normalize(points(5, 6, 20), dim=1)
     t = torch.tensor(0.5, dtype=torch.float64)
     agree(lambda a, b, t: nt_xent(a, b, t, impl=impl), written_out, z1, z2, t)
+
+
+# ── of all sentence scripts ──
+
+
+def dclr_of_all(z, y, impl, form="paper"):
+    noise = noise_negatives(z, y, z[:9] - y[:9], 1, form=form, impl=impl)
+    return dclr_loss(z, y, noise, y, z, 0.9, form=form, impl=impl)
+
+
+def vascl_of_all(z, y, impl):
+    near = vascl.nearest_neighbours(z, 4, impl=impl)
+    delta = vascl.virtual_augmentation(z, torch.tanh, near, y, 3.0, 0.05)
+    return vascl.neighbourhood_loss(z, z + delta, torch.tanh, near, 0.004)     # of ±250
+
+
+ALL = {"simcse": lambda z, y, impl: simcse_loss(z, y, z - y, 0.001, impl=impl),        # logits of ±1000
+       "ease": lambda z, y, impl: ease_loss(z, y, torch.stack([y.flip(0), z.flip(0)], 1), 0.1, impl=impl),
+       "selfguided": lambda z, y, impl: selfguided_loss(z, torch.stack([y, z * y], 1), 0.05, impl=impl),
+       "dclr": dclr_of_all, "dclr code": lambda z, y, impl: dclr_of_all(z, y, impl, "code"),
+       "vascl": vascl_of_all}
+
+
+@pytest.mark.parametrize("name, dtype", [
+    *((name, torch.float32) for name in ALL), *((name, torch.bfloat16) for name in ALL if name != "vascl")])
+def test_types(name, dtype):
+    """Half types have a float32 loss, near that of the same numbers in float64, EASE's to its rounding."""
+    rows = [points(6, 8, seed).to(dtype) for seed in (15, 16)]
+    loss, exact = ALL[name](*rows, "auto"), ALL[name](*(x.double() for x in rows), "auto").item()
+    near = 1e-5 if name == "ease" else 1e-4 if dtype == torch.float32 else 0.1
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, rel=near)
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager"])
+@pytest.mark.parametrize("name", ALL)
+def test_only_eager_stores_all_pairs(name, impl):
+    """Of 3,500 rows, 47 MB; DCLR's released form has no other implementation, and takes rows in blocks."""
+    rows = [points(3500, 6, seed).float().requires_grad_() for seed in (17, 18)]
+    with Memory() as memory:
+        ALL[name](*rows, impl).backward()
+    blocks = name == "dclr code"
+    assert (memory.peak > (150 if blocks else 40)) == (impl == "eager" and not blocks), memory.peak
+
+
+Z = torch.randn(3, 4)
+NEAR = torch.tensor([[1], [2], [0]])
+
+
+def augment(noise=Z, radius=1.0, **more):
+    return vascl.virtual_augmentation(Z, torch.tanh, NEAR, noise, radius, 0.05, **more)
+
+
+@pytest.mark.parametrize("call, wanted", [
+    (lambda: selfguided_loss(Z, Z, objective="opt4"), "objective: 'opt4', wanted base, opt1, opt2 or opt3"),
+    (lambda: selfguided_loss(Z, Z[:2]), r"h: found \(2, 4\), wanted \(3, D\) or for opt3 \(3, L, D\)"),
+    (lambda: selfguided_loss(Z, Z[0, :3], objective="opt2"), r"h: found \(3,\), wanted"),
+    (lambda: selfguided_loss(Z, Z.view(3, 2, 2), objective="opt1"), r"h: found \(3, 2, 2\), wanted"),
+    (lambda: dclr_loss(Z, Z, Z, Z, Z, 0.9, form="papr"), "form: 'papr', wanted paper or code"),
+    (lambda: noise_negatives(Z, Z, Z, form="papr"), "form: 'papr', wanted paper or code"),
+    (lambda: vascl.neighbourhood_loss(Z, Z, torch.tanh, NEAR, 0.05, "papr"), "form: 'papr', wanted paper or"),
+    (lambda: augment(radius=-1.0), "radius -1.0, .* wanted"),
+    (lambda: augment(radius=math.nan), "radius nan, .* wanted"),
+    (lambda: augment(steps=-1), "steps -1, .* wanted"),
+    (lambda: augment(form="papr"), "form 'papr': wanted"),
+    (lambda: augment(noise=Z[:1]), r"noise \(1, 4\), .* wanted \(3, 4\)")])
+def test_bad_arguments(call, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        call()
