@@ -71,7 +71,7 @@ def pytest_runtestloop(session):
     if counter is None:
         alone = torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2 or len(session.items) < 100
         xdist = getattr(asked, "numprocesses", None) or hasattr(session.config, "workerinput")
-        if alone or asked.collectonly or xdist:
+        if alone or asked.collectonly or xdist or session.testsfailed:
             return None                                 # pytest's own loop
         counter = tempfile.mkstemp()[1]
         session.config.output = tempfile.TemporaryFile("w+")

@@ -14,6 +14,7 @@ from running import Memory
 from selfguided import selfguided_loss
 from simcse import simcse_loss
 
+both_impls = pytest.mark.parametrize("impl", ["blockwise", "eager"])
 every_way = pytest.mark.parametrize("way", ["blockwise", "eager", "ranks"])
 
 
