@@ -78,18 +78,28 @@ def pytest_runtestloop(session):
         command = [sys.executable, "-m", "pytest", *session.config.invocation_params.args]
         session.config.second = subprocess.Popen(command, env=os.environ | {"TENCL_COUNTER": counter},
                                                  stdout=session.config.output, stderr=subprocess.STDOUT)
-    queue = next_of(session.items, counter)
+    second = getattr(session.config, "second", None)
+    try:
+        run_tests(session, next_of(session.items, counter))
+        if second:
+            session.testsfailed += second.wait() != 0
+    finally:
+        if second:
+            second.kill()
+            os.unlink(counter)
+    return True
+
+
+def run_tests(session, queue):
     item = next(queue, None)
     while item:
         following = next(queue, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        if session.shouldfail or session.shouldstop:
-            raise session.Interrupted(session.shouldfail or session.shouldstop)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
         item = following
-    if second := getattr(session.config, "second", None):
-        session.testsfailed += second.wait() != 0
-        os.unlink(counter)
-    return True
 
 
 def next_of(items, counter):
