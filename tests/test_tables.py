@@ -2,8 +2,11 @@
 import csv
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kernels.training.tables import read_table
@@ -88,3 +91,13 @@ def test_lists_are_cells(tmp_path):
     header, table = read_table(path, lists=True)
     assert header == ["text", "others"] and [cells for _, cells in table] == [["A", "b|c d"], ["B", ""]]
     assert re.fullmatch(r"line \d", next(iter(table))[0])
+
+
+def test_shipped_data_is_what_its_generator_writes(tmp_path):
+    subprocess.run([sys.executable, DATA / "make.py", tmp_path], check=True)
+    made, kept = (np.load(folder / "shapes.npz") for folder in (tmp_path, DATA))
+    assert made.files == kept.files
+    assert all((made[name] == kept[name]).mean() > 0.999 for name in made.files)           # cosines may round
+    texts = [path.relative_to(DATA) for path in DATA.rglob("*") if path.suffix not in (".npz", ".py", ".pyc")]
+    assert [name for name in texts if (DATA / name).is_file() and
+            (tmp_path / name).read_bytes() != (DATA / name).read_bytes()] == [] and len(texts) > 13
