@@ -134,11 +134,12 @@ def test_chunks_are_the_whole_step(name, size, tmp_path, monkeypatch):
         torch.testing.assert_close(mine, weight["exp_avg"], rtol=1e-5, atol=1e-6)
 
 
-@every_script
-def test_several_processes_equal_one(name, tmp_path, bert):
+@pytest.mark.parametrize("name, flags", [*((name, []) for name in SCRIPTS),
+                                         ("selfguided", ["--objective", "base", "--layers", 2])])
+def test_several_processes_equal_one(name, flags, tmp_path, bert):
     """Three have unequal shares of a batch. Clipping and Adam hide a gradient that is k times too large, so
     its norm is compared as well; chunks without dropout are the whole step."""
-    flags = [*small(name, tmp_path), "--model", bert, "--pooling", "avg", "--steps", 6, "--lr", 1e-3]
+    flags = [*small(name, tmp_path), "--model", bert, "--pooling", "avg", "--steps", 6, "--lr", 1e-3, *flags]
     if name == "ease":                                         # whose entity term is else a gentle pull
         flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]
     one = run(name, tmp_path / "one", *flags)
