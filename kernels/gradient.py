@@ -23,9 +23,9 @@ from .launch import check_device, limit_of
 from .paths import is_narrow
 
 
-def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature,
+def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, dtype,
               positives=False):
-    """(dq (N, D) or empty, dk (M, D) or empty) in the dtype of the rows, and dτ, a float32 scalar (empty).
+    """(dq (N, D) or empty, dk (M, D) or empty) in dtype, and dτ, a float32 scalar (empty).
 
     rows, columns    (lse, slope), (N,) and (M,) float32, |slope| ≤ 1: the loss's softmaxes; None: has not
     grad, unit       a scalar tensor and a number: what slope is to be multiplied by to reach dloss/dlse
@@ -39,7 +39,7 @@ def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs
     path = gradient_rows if is_narrow(q, k, rule) else gradient_blocks
     limit = limit_of(q, k, temperature) if rows is not None and columns is not None else None
     dq, dk, dot = path.gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k,
-                                 needs_temperature, positives, one_set)
+                                 needs_temperature, dtype, positives, one_set)
     if needs_temperature:                # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
         return dq, dk, -dot.sum() / temperature / (2 if one_set else 1)
     return dq, dk, q.new_empty(0, dtype=torch.float32)

@@ -64,7 +64,7 @@ def finish_kernel(DX, DOT, SUM, GRAD, X_ROWS, Y_ROWS, X_SLOPE, Y_SLOPE, RULE, un
 
 
 def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k, needs_temperature,
-              positives, one_set):
+              dtype, positives, one_set):
     """See gradient.gradients: (dq, dk, shares of ⟨q, dq⟩ or None)."""
     if q.stride(1) != 1 or k.stride(1) != 1:
         q, k = (q.contiguous(),) * 2 if one_set else (q.contiguous(), k.contiguous())
@@ -95,18 +95,18 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
     slopes = [None if side is None else side[1] for side in (rows, columns)]
     rest = rule.exclude, grad, unit, positives
     del buffer, w  # each makes room for the next
-    dq, dk, dot = q.new_empty(0, q.shape[1]), q.new_empty(0, q.shape[1]), None
+    dq, dk, dot = *(q.new_empty(0, q.shape[1], dtype=dtype) for _ in range(2)), None
     if len(sums_q):
-        dq, dot = finished(sums_q, q, k, taken, *slopes, *rest, needs_temperature)
+        dq, dot = finished(sums_q, q, k, taken, *slopes, *rest, needs_temperature, dtype)
     del sums_q
     if len(sums_k):
-        dk, _ = finished(sums_k, k, q, swapped(taken), *slopes[::-1], *rest, False)
+        dk, _ = finished(sums_k, k, q, swapped(taken), *slopes[::-1], *rest, False, dtype)
     return dq, dk, dot
 
 
-def finished(sums, x, y, rule, x_slope, y_slope, exclude, grad, unit, positives, dot, in_place=False):
-    """(gradient of x from Σ_j w_ij y_j 2^SHIFT, in x's dtype or in place; each row's x·dx or None)."""
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if not in_place else sums
+def finished(sums, x, y, rule, x_slope, y_slope, exclude, grad, unit, positives, dot, dtype):
+    """(gradient of x from Σ_j w_ij y_j 2^SHIFT, in dtype: float32 in place; each row's x·dx or None)."""
+    dx = sums if dtype == torch.float32 else torch.empty_like(sums, dtype=dtype)
     grid = triton.cdiv(len(x), 32), triton.cdiv(x.shape[1], 128)
     dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
     if exclude == "target" and rule.row_ids is None:              # any number of rows aim at one of x

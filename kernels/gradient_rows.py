@@ -75,12 +75,12 @@ def block_sizes(x, rule):
 
 
 def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k, needs_temperature,
-              positives, one_set):
+              dtype, positives, one_set):
     """See gradient.gradients: (dq, dk, shares of ⟨q, dq⟩ or None)."""
     def of(x, y, rule, x_statistics, y_statistics, dot):
         blocks = block_sizes(x, rule) | (dict(maxnreg=255) if dot else {})
         grid = triton.cdiv(len(x), blocks["BLOCK_N"]), triton.cdiv(x.shape[1], blocks["BLOCK_D"])
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
         pointers, sizes, rest = arguments(x, y, temperature, rule, blocks)
         x, y = (a if a.stride(1) == 1 else a.contiguous() for a in (x, y))
@@ -90,7 +90,7 @@ def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q
                           **rest)
         return dx, dot
 
-    dq, dk, dot = q.new_empty(0, q.shape[1]), q.new_empty(0, q.shape[1]), None
+    dq, dk, dot = *(q.new_empty(0, q.shape[1], dtype=dtype) for _ in range(2)), None
     if needs_q or needs_temperature:
         dq, dot = of(q, k, rule, rows, columns, needs_temperature)
     if needs_k:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from . import eager, operations
 from .paths import choose_impl, keeps_keys
 from .rules import Rule, make_rule
-from .similarity import check_inputs, fused_lse, softmax_loss
+from .similarity import check_inputs, fused_lse, in_dtype, softmax_loss
 
 
 def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
@@ -25,7 +25,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
     raises       ValueError naming the argument, what it was and what is wanted
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
-    q, k, temperature, _ = check_inputs(q, k, temperature)
+    q, k, temperature, products = check_inputs(q, k, temperature)
     rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
     if offset < 0 or len(q) + offset > len(k):
         wanted = f"{len(q)} + offset {offset}: one positive for each row of q"
@@ -33,8 +33,8 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
     if symmetric and (len(q) != len(k)):
         raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
     if impl == "eager":
-        return eager.info_nce(q, k, temperature, offset, symmetric)
-    return softmax_loss(q, k, temperature, rule, impl, both=symmetric)
+        return eager.info_nce(*in_dtype(products, q, k), temperature, offset, symmetric)
+    return softmax_loss(q, k, temperature, rule, impl, products, both=symmetric)
 
 
 def clip_loss(image, text, temperature=0.07, *, impl="auto"):
@@ -53,18 +53,19 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     raises       ValueError naming the argument, what it was and what is wanted
     source       He et al. 2020 (MoCo), eq. 1
     """
-    q, k, temperature, _ = check_inputs(q, k, temperature)
+    q, k, temperature, products = check_inputs(q, k, temperature)
     queue = check_inputs(q, queue, 1.0, names=("q", "queue"))[1].detach()
     impl = choose_impl(impl, q)
     if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, q has {len(q)}")
     if impl == "eager":
-        return eager.queue_loss(q, k, queue, temperature)
-    if keeps_keys(q, impl):
+        return eager.queue_loss(*in_dtype(products, q, k, queue), temperature)
+    if keeps_keys(q, impl, products):
         needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
-        return operations.call(operations.queue_loss, q, k, queue, temperature, *Rule(), impl, *needs)[0]
+        return operations.call(operations.queue_loss, q, k, queue, temperature, *Rule(), impl, products,
+                               *needs)[0]
     positive = torch.linalg.vecdot(q.to(temperature.dtype), k.to(temperature.dtype)) / temperature
-    return -F.logsigmoid(positive - fused_lse(q, queue, temperature, Rule(), impl)).mean()
+    return -F.logsigmoid(positive - fused_lse(q, queue, temperature, Rule(), impl, products)).mean()
 
 
 def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
@@ -76,13 +77,13 @@ def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
     raises       ValueError naming the argument, what it was and what is wanted
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
-    z1, z2, temperature, _ = check_inputs(z1, z2, temperature, names=("z1", "z2"))
+    z1, z2, temperature, products = check_inputs(z1, z2, temperature, names=("z1", "z2"))
     impl = choose_impl(impl, z1)
     if len(z1) != len(z2):
         raise ValueError(f"z2: {len(z2)} rows, z1 has {len(z1)}")
     if impl == "eager":
-        return eager.nt_xent(z1, z2, temperature)
-    return softmax_loss(torch.cat([z1, z2]), None, temperature, Rule(exclude="pair"), impl)
+        return eager.nt_xent(*in_dtype(products, z1, z2), temperature)
+    return softmax_loss(torch.cat([z1, z2]), None, temperature, Rule(exclude="pair"), impl, products)
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
@@ -95,7 +96,7 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     returns       scalar, float32 (float64 for float64): mean over the rows that count, 0 where none does
     raises        ValueError naming the argument, what it was and what is wanted (no target is checked)
     """
-    hidden, weight, temperature, _ = check_inputs(hidden, weight, temperature, names=("hidden", "weight"))
+    hidden, weight, temperature, products = check_inputs(hidden, weight, temperature, ("hidden", "weight"))
     impl = choose_impl(impl, hidden)
     if not isinstance(targets, torch.Tensor):
         raise ValueError(f"targets: found {type(targets).__name__}, wanted an int64 tensor ({len(hidden)},)")
@@ -105,8 +106,10 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     if targets.device != hidden.device:
         raise ValueError(f"targets: on {targets.device}, hidden is on {hidden.device}")
     if impl == "eager":
+        hidden, weight = in_dtype(products, hidden, weight)
         return eager.linear_cross_entropy(hidden, weight, targets, ignore_index, temperature)
     counts = targets != ignore_index
     rule = Rule("target", targets.where(counts, 0))
-    total = softmax_loss(hidden, weight, temperature, rule, impl, weights=counts.to(temperature.dtype))
+    weights = counts.to(temperature.dtype)
+    total = softmax_loss(hidden, weight, temperature, rule, impl, products, weights=weights)
     return total / counts.sum().clamp(min=1)

@@ -66,8 +66,9 @@ def scale_kernel(E, TOPS, LSE, SLOPE, height, M, e_row, SHIFT: tl.constexpr,
     tl.store(place, (e.to(tl.float32) * factor[:, None]).to(e.dtype), mask=mask)
 
 
-def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_temperature):
-    """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ or empty); see operations.softmax_loss."""
+def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_temperature, dtype):
+    """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ or empty) of rows that were given in dtype; see
+    operations.softmax_loss."""
     q, k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
     n, m, height = len(q), len(k), min(len(q), strip_height(q, k))
@@ -101,12 +102,12 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
     *_, taken = pointers
     rest = rule.exclude, new().fill_(1), 1 / n if weights is None else 1.0, True
     del strip, w, tops, parts
-    dtype = gradient_dtype(q, temperature, "triton")
-    in_place, dt = dtype == torch.float32, new(0)
+    dtype = gradient_dtype(dtype, temperature, "triton")
+    dt = new(0)
     if len(dq):
-        dq, dot = finished(dq, q, k, taken, slope[0], None, *rest, needs_temperature, in_place)
+        dq, dot = finished(dq, q, k, taken, slope[0], None, *rest, needs_temperature, dtype)
     if needs_temperature:
         dt = -dot.sum() / temperature
     if len(dk):
-        dk, _ = finished(dk, k, q, swapped(taken), None, slope[0], *rest, False, in_place)
+        dk, _ = finished(dk, k, q, swapped(taken), None, slope[0], *rest, False, dtype)
     return torch.stack(loss).sum(), dq.to(dtype), dk.to(dtype), dt

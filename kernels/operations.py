@@ -12,20 +12,37 @@ from .paths import gradient_dtype, in_one_pass
 from .rules import Rule
 
 RULE = ("str exclude, Tensor? row_ids, Tensor? column_ids, Tensor? row_groups, Tensor? column_groups, "
-        "Tensor? row_features, Tensor? column_features, SymInt offset, float phi, str impl")
+        "Tensor? row_features, Tensor? column_features, SymInt offset, float phi, str impl, "
+        "ScalarType? products")
 NEEDS = "bool needs_q, bool needs_k, bool needs_temperature"
-FIELDS = len(Rule._fields) + 1  # of RULE
+FIELDS = len(Rule._fields) + 2  # of RULE
+
+
+def unpack(rest):
+    """(Rule, impl, products, what needs a gradient, if it is there) of the arguments that RULE names."""
+    *rule, impl, products = rest[:FIELDS]
+    return Rule(*rule), impl, products, rest[FIELDS:]
+
+
+def multiplied(impl, products, *rows):
+    """The rows in the dtype that their products are of, None as None; blockwise keeps float32 around it."""
+    if products is None:
+        return rows
+    held = products if impl == "triton" else torch.float32
+    return [x if x is None else x.to(products).to(held) for x in rows]
+
 
 # ── the log-sum-exp of each row ─────────────────────────────────────────────────────────────────────────────
 
 
 @operation("similarity_lse", f"(Tensor q, Tensor? k, Tensor temperature, {RULE}) -> Tensor")
 def lse(q, k, temperature, *rule):
-    *rule, impl = rule
+    rule, impl, products, _ = unpack(rule)
+    q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_lse(q, q if k is None else k, temperature, Rule(*rule))
+        return blockwise.similarity_lse(q, q if k is None else k, temperature, rule)
     from . import lse_forward
-    return lse_forward.log_sums(q, k, temperature, Rule(*rule)).lse[0]
+    return lse_forward.log_sums(q, k, temperature, rule).lse[0]
 
 
 @lse.register_fake
@@ -37,14 +54,15 @@ def _(q, k, temperature, *rule):
            f"(Tensor q, Tensor? k, Tensor temperature, Tensor grad, Tensor lse, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor)")
 def lse_backward(q, k, temperature, grad, lse, *rest):
-    rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
+    rule, impl, products, needs = unpack(rest)
+    dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     if impl == "blockwise":
         return blockwise.similarity_lse_backward(q, k, temperature, rule, grad, lse, *needs)
     from . import gradient
     largest = grad.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     rows = lse, (grad / largest).contiguous()
     columns = rows if k is None else None
-    return gradient.gradients(q, k, temperature, rule, rows, columns, largest, 1.0, *needs)
+    return gradient.gradients(q, k, temperature, rule, rows, columns, largest, 1.0, *needs, dtype)
 
 
 @lse_backward.register_fake
@@ -67,15 +85,15 @@ def given(needs, gradients):
 
 
 def save_lse(ctx, inputs, output):
-    q, k, temperature, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl = inputs
+    q, k, temperature, ctx.exclude, *tensors = inputs[:-4]
+    ctx.rest = inputs[-4:]  # offset, phi, impl, products
     ctx.save_for_backward(q, k, temperature, output, *tensors)
 
 
 def differentiate_lse(ctx, grad):
     q, k, temperature, lse, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    rule = ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl
-    gradients = call(lse_backward, q, k, temperature, grad, lse, *rule, *needs)
+    gradients = call(lse_backward, q, k, temperature, grad, lse, ctx.exclude, *tensors, *ctx.rest, *needs)
     return *given(needs, gradients), *[None] * FIELDS
 
 
@@ -88,11 +106,12 @@ differentiable(lse, lse_backward, save_lse, differentiate_lse)
            f"(Tensor q, Tensor k, Tensor temperature, {RULE}) -> (Tensor, Tensor)")
 def fixed_keys(q, k, temperature, *rule):
     """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j, from which the gradient of q follows without the keys."""
-    *rule, impl = rule
+    rule, impl, products, _ = unpack(rule)
+    q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_lse_fixed_keys(q, k, temperature, Rule(*rule))
+        return blockwise.similarity_lse_fixed_keys(q, k, temperature, rule)
     from . import lse_fixed_keys
-    return lse_fixed_keys.similarity_lse(q, k, temperature, Rule(*rule))
+    return lse_fixed_keys.similarity_lse(q, k, temperature, rule)
 
 
 @fixed_keys.register_fake
@@ -101,26 +120,28 @@ def _(q, k, temperature, *rule):
 
 
 @operation("similarity_lse_fixed_keys_backward",
-           "(Tensor q, Tensor temperature, Tensor grad, Tensor o) -> (Tensor, Tensor)")
-def fixed_keys_backward(q, temperature, grad, o):
+           "(Tensor q, Tensor temperature, Tensor grad, Tensor o, ScalarType? products) -> (Tensor, Tensor)")
+def fixed_keys_backward(q, temperature, grad, o, products):
     dq = o * (grad / temperature)[:, None]
-    return dq.to(q.dtype), -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
+    dtype, (q,) = q.dtype, multiplied("triton", products, q)
+    return dq.to(dtype), -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
 
 
 @fixed_keys_backward.register_fake
-def _(q, temperature, grad, o):
+def _(q, temperature, grad, o, products):
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     return dq, q.new_empty((), dtype=temperature.dtype)
 
 
 def save_o(ctx, inputs, output):
     ctx.save_for_backward(inputs[0], inputs[2], output[1])
+    ctx.products = inputs[-1]
     ctx.mark_non_differentiable(output[1])
 
 
 def differentiate_fixed_keys(ctx, grad, _):
     q, temperature, o = ctx.saved_tensors
-    dq, dt = call(fixed_keys_backward, q, temperature, grad, o)
+    dq, dt = call(fixed_keys_backward, q, temperature, grad, o, ctx.products)
     return *given(ctx.needs_input_grad[:3], (dq, None, dt)), *[None] * FIELDS
 
 
@@ -135,13 +156,14 @@ differentiable(fixed_keys, fixed_keys_backward, save_o, differentiate_fixed_keys
 def softmax_loss(q, k, temperature, weights, both, *rest):
     """(loss, dq, dk, dτ, lse, slope): either the gradients, taken on the way, and the last two empty; or what
     the backward kernels need, and the gradients empty."""
-    rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
+    rule, impl, products, needs = unpack(rest)
+    dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
     if impl == "blockwise":
         return *blockwise.softmax_loss(q, k, temperature, rule, weights, both, *needs), new(0), new(0)
     if in_one_pass(q, k, both, rule, impl, needs):
         from . import one_pass
-        return *one_pass.softmax_loss(q, k, temperature, rule, weights, *needs), new(0), new(0)
+        return *one_pass.softmax_loss(q, k, temperature, rule, weights, *needs, dtype), new(0), new(0)
     from . import lse_forward
     sums = lse_forward.log_sums(q, k, temperature, rule, both, True, weights)
     return sums.loss, new(0), new(0), new(0), sums.lse, sums.slope
@@ -150,9 +172,10 @@ def softmax_loss(q, k, temperature, weights, both, *rest):
 @softmax_loss.register_fake
 def _(q, k, temperature, weights, both, *rest):
     new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
-    if in_one_pass(q, k, both, Rule(*rest[:-4]), rest[-4], rest[-3:]):
-        dq, dk, dt = empty_gradients(q, k, temperature, *rest[-3:])
-        waiting = gradient_dtype(q, temperature, rest[-4])
+    rule, impl, products, needs = unpack(rest)
+    if in_one_pass(*multiplied(impl, products, q, k), both, rule, impl, needs):
+        dq, dk, dt = empty_gradients(q, k, temperature, *needs)
+        waiting = gradient_dtype(q.dtype, temperature, impl)
         return new(), dq.to(waiting), dk.to(waiting), dt, new(0), new(0)
     return new(), new(0), new(0), new(0), *(new(2 if both else 1, q.shape[0]) for _ in range(2))
 
@@ -162,21 +185,24 @@ def _(q, k, temperature, weights, both, *rest):
            f"Tensor dq, Tensor dk, Tensor dt, Tensor lse, Tensor slope, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor)")
 def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, lse, slope, *rest):
-    rule, impl, needs = Rule(*rest[:-4]), rest[-4], rest[-3:]
-    if in_one_pass(q, k, both, rule, impl, needs):
+    rule, impl, products, needs = unpack(rest)
+    if not len(lse):  # the gradients were taken in one pass
         return scaled(dq, grad, q.dtype), scaled(dk, grad, q.dtype), grad * dt
     from . import gradient
+    dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     slope, unit = (slope, 1 / len(q)) if weights is None else (slope * weights, 1.0)
     rows = lse[0], slope[0]
     columns = (lse[1], slope[1]) if both else rows if k is None else None
-    return gradient.gradients(q, k, temperature, rule, rows, columns, grad, unit / len(lse), *needs, True)
+    return gradient.gradients(q, k, temperature, rule, rows, columns, grad, unit / len(lse), *needs, dtype,
+                              True)
 
 
 softmax_loss_backward.register_fake(empty_gradients)
 
 
 def save_loss(ctx, inputs, output):
-    q, k, temperature, weights, ctx.both, ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl = inputs[:-3]
+    q, k, temperature, weights, ctx.both, ctx.exclude, *tensors = inputs[:-7]
+    ctx.rest = inputs[-7:-3]  # offset, phi, impl, products
     ctx.save_for_backward(q, k, temperature, weights, *output[1:], *tensors)
     ctx.mark_non_differentiable(*output[1:])
 
@@ -184,7 +210,7 @@ def save_loss(ctx, inputs, output):
 def differentiate_loss(ctx, grad, *_):
     q, k, temperature, weights, dq, dk, dt, lse, slope, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    rule, found = (ctx.exclude, *tensors, ctx.offset, ctx.phi, ctx.impl), (dq, dk, dt, lse, slope)
+    rule, found = (ctx.exclude, *tensors, *ctx.rest), (dq, dk, dt, lse, slope)
     gradients = call(softmax_loss_backward, q, k, temperature, weights, ctx.both, grad, *found, *rule, *needs)
     return *given(needs, gradients), *[None] * (2 + FIELDS + 3)
 
@@ -198,7 +224,8 @@ differentiable(softmax_loss, softmax_loss_backward, save_loss, differentiate_los
            "-> (Tensor, Tensor, Tensor, Tensor)")
 def queue_loss(q, k, queue, temperature, *rest):
     """(loss, dq, dk, dτ), the gradients in the dtype that sums have."""
-    rule, impl, needs_temperature = Rule(*rest[:-4]), rest[-4], rest[-1]
+    rule, impl, products, (_, _, needs_temperature) = unpack(rest)
+    q, k, queue = multiplied(impl, products, q, k, queue)
     if impl == "blockwise":
         loss, dq, dk = blockwise.queue_loss(q, k, queue, temperature, rule)
     else:
@@ -247,11 +274,12 @@ differentiable(queue_loss, queue_loss_backward, save_queue_loss, differentiate_q
 
 @operation("similarity_topk", f"(Tensor q, Tensor k, Tensor temperature, int n, {RULE}) -> (Tensor, Tensor)")
 def topk(q, k, temperature, n, *rule):
-    *rule, impl = rule
+    rule, impl, products, _ = unpack(rule)
+    q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_topk(q, k, temperature, n, Rule(*rule))
+        return blockwise.similarity_topk(q, k, temperature, n, rule)
     from . import topk
-    return topk.similarity_topk(q, k, temperature, n, Rule(*rule))
+    return topk.similarity_topk(q, k, temperature, n, rule)
 
 
 @topk.register_fake

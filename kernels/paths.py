@@ -45,9 +45,9 @@ def is_narrow(q, k, rule):
     return q.element_size() == 2 and rule.exclude != "target" and small
 
 
-def keeps_keys(q, impl):
+def keeps_keys(q, impl, products):
     """Whether keys without gradient have their own kernel, which takes q's gradient with the log-sum-exp."""
-    return impl == "blockwise" or q.element_size() == 2 and q.shape[1] <= WIDEST
+    return impl == "blockwise" or (products or q.dtype).itemsize == 2 and q.shape[1] <= WIDEST
 
 
 def strip_height(q, k):
@@ -55,9 +55,9 @@ def strip_height(q, k):
     return BUFFER // (q.element_size() * -(-len(k) // 16) * 16) // 128 * 128
 
 
-def gradient_dtype(q, temperature, impl):
+def gradient_dtype(dtype, temperature, impl):
     """Of gradients that wait for the loss's own: bfloat16 has float32's range, float16's would vanish."""
-    return torch.bfloat16 if impl == "triton" and q.dtype == torch.bfloat16 else temperature.dtype
+    return torch.bfloat16 if impl == "triton" and dtype == torch.bfloat16 else temperature.dtype
 
 
 def in_one_pass(q, k, both, rule, impl, needs):

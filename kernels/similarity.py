@@ -34,27 +34,29 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  -inf, gradient 0
     raises       ValueError naming the argument, what it was and what is wanted
     precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in
-                 float32. Under torch.autocast float32 rows are cast as a matrix product would cast them
+                 float32. Under torch.autocast float32 rows are multiplied in its dtype, and their gradients
+                 stay in float32
     memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB
                  (blockwise: 64 MiB, or 32 rows of logits where those are more); eager O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
-    q, k, temperature, one_set = check_inputs(q, k, temperature)
+    one_set = k is None
+    q, k, temperature, products = check_inputs(q, k, temperature)
     rule = make_rule(q, k, one_set, exclude, within, similar, offset)
     impl = choose_impl(impl, q)
     if impl == "eager":
-        return eager.similarity_lse(q, k, temperature, rule)
-    return fused_lse(q, None if one_set and is_symmetric(rule) else k, temperature, rule, impl)
+        return eager.similarity_lse(*in_dtype(products, q, k), temperature, rule)
+    return fused_lse(q, None if one_set and is_symmetric(rule) else k, temperature, rule, impl, products)
 
 
-def fused_lse(q, k, temperature, rule, impl):
+def fused_lse(q, k, temperature, rule, impl, products):
     """similarity_lse of checked arguments; k None: one set of rows under a symmetric rule. Keys that need no
     gradient (a queue, a frozen tower) have a cheaper way."""
     needed = torch.is_grad_enabled() and (q.requires_grad or temperature.requires_grad)
     needed = needed and k is not None and not k.requires_grad
-    if needed and keeps_keys(q, impl):
-        return operations.call(operations.fixed_keys, q, k, temperature, *rule, impl)[0]
-    return operations.call(operations.lse, q, k, temperature, *rule, impl)
+    if needed and keeps_keys(q, impl, products):
+        return operations.call(operations.fixed_keys, q, k, temperature, *rule, impl, products)[0]
+    return operations.call(operations.lse, q, k, temperature, *rule, impl, products)
 
 
 @torch.no_grad()
@@ -70,19 +72,20 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     raises       ValueError naming the argument, what it was and what is wanted
     memory       O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
     """
-    q, k, one, one_set = check_inputs(q, k, 1.0)
+    one_set = k is None
+    q, k, one, products = check_inputs(q, k, 1.0)
     rule = make_rule(q, k, one_set, exclude, within, similar, offset)
     if not isinstance(n, int) or not 1 <= n <= len(k):
         raise ValueError(f"n: {n}, wanted an integer from 1 to the {len(k)} rows of k")
     impl = choose_impl(impl, q)
     if impl == "eager":
-        return eager.similarity_topk(q, k, one, n, rule)
+        return eager.similarity_topk(*in_dtype(products, q, k), one, n, rule)
     if n > TOPK_SLOTS:
         impl = "blockwise"
-    return operations.call(operations.topk, q, k, one, n, *rule, impl)
+    return operations.call(operations.topk, q, k, one, n, *rule, impl, products)
 
 
-def softmax_loss(q, k, temperature, rule, impl, both=False, weights=None):
+def softmax_loss(q, k, temperature, rule, impl, products, both=False, weights=None):
     """Σ_i w_i softplus(lse_i − q_i·k_p/τ), scalar: a cross entropy; the rule leaves positives p out of lse.
 
     Arguments are checked ones; k None: one set under a symmetric rule. w is 1/N or weights (N,) in [0, 1];
@@ -92,12 +95,17 @@ def softmax_loss(q, k, temperature, rule, impl, both=False, weights=None):
     """
     grad = torch.is_grad_enabled()
     needs = [grad and x is not None and x.requires_grad for x in (q, k, temperature)]
-    return operations.call(operations.softmax_loss, q, k, temperature, weights, both, *rule, impl, *needs)[0]
+    return operations.call(operations.softmax_loss, q, k, temperature, weights, both, *rule, impl, products,
+                           *needs)[0]
 
 
 def check_inputs(q, k, temperature, names=("q", "k")):
-    """(q, k, temperature tensor, k was None), cast as autocast would; ValueError where they do not fit."""
-    one_set, k = k is None, q if k is None else k
+    """(q, k, temperature tensor, dtype of products or None: their own); ValueError where they do not fit.
+
+    Products are in autocast's dtype where it would cast a matrix product's rows: inside the operations, so
+    that gradients come back in float32, and beside rows that have that dtype already, a queue's for one.
+    """
+    k, products = q if k is None else k, None
     for name, x in zip(names, (q, k)):
         if not isinstance(x, Tensor) or x.dim() != 2:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -106,18 +114,22 @@ def check_inputs(q, k, temperature, names=("q", "k")):
             raise ValueError(f"{name}: found {x.dtype}, wanted float64, float32, float16 or bfloat16")
         if min(x.shape) == 0:
             raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted at least one row and one feature")
+    if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
+        products = torch.get_autocast_dtype(q.device.type)
+        q, k = (x.float() if x.dtype == products and (x is q or x.requires_grad) else x for x in (q, k))
     for what in ("device", "dtype"):
-        if getattr(q, what) != getattr(k, what):
-            found, wanted = getattr(k, what), getattr(q, what)
+        found, wanted = getattr(k, what), getattr(q, what)
+        if found != wanted and (products is None or found != products):
             raise ValueError(f"{names[1]}: {what} {found} differs from {names[0]}'s, {wanted}")
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"{names[1]}: {k.shape[1]} features a row, {names[0]} has {q.shape[1]}")
-    device = q.device.type
-    if q.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        q = q.to(torch.get_autocast_dtype(device))
-        k = q if one_set else k.to(q.dtype)
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q, k, check_temperature(temperature, accumulate, q.device), one_set
+    return q, k, check_temperature(temperature, accumulate, q.device), products
+
+
+def in_dtype(products, *rows):
+    """The rows as eager multiplies them."""
+    return rows if products is None else [x.to(products) for x in rows]
 
 
 def check_temperature(temperature, dtype, device):

@@ -424,15 +424,21 @@ def test_topk(impl, n, programs, monkeypatch):
         assert torch.equal(similarity_topk(k, None, 1, impl=impl)[1][:, 0], torch.arange(230, device=DEVICE))
 
 
-@pytest.mark.parametrize("impl", ["blockwise"] + ["triton"] * GPU)
-def test_autocast_multiplies_in_its_dtype_and_sums_in_float32(impl):
-    q, k = rows(37, 24, torch.float32, 26).requires_grad_(), rows(37, 24, torch.float32, 27)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        loss = info_nce(q, k, 0.05, impl=impl)
-    loss.backward()
-    rounded = info_nce(q.detach().bfloat16(), k.bfloat16(), 0.05, impl=impl)
-    assert loss.dtype == q.grad.dtype == torch.float32 and loss == rounded
-    assert loss != info_nce(q.detach(), k, 0.05, impl=impl)
+@pytest.mark.parametrize("loss", LOSSES | SUMS)
+@pytest.mark.parametrize("impl, dtype", [
+    ("blockwise", torch.float16), ("blockwise", torch.bfloat16), *(("triton", dtype) for dtype in HALF)],
+    ids=str)
+def test_autocast_multiplies_in_its_dtype_and_sums_in_float32(loss, impl, dtype):
+    """Gradients too, all the way: float16 has none of this size. Rows may have autocast's dtype already."""
+    f, inputs = (LOSSES | SUMS)[loss], pairs(38, 24, torch.float32)
+    with torch.autocast(DEVICE, dtype=dtype):
+        value, *ours = differentiate(lambda q, k: 1e-7 * f(q, k, 0.07, impl), *inputs)
+        mixed = f(inputs[0], inputs[1].to(dtype), 0.07, impl)
+    rounded = [x.to(dtype) for x in inputs]
+    assert torch.equal(f(*rounded, 0.07, impl), mixed)
+    _, *exact = differentiate(lambda q, k: 1e-7 * f(q, k, 0.07, "eager"), *(x.double() for x in rounded))
+    for a, b in zip(ours, exact):
+        assert (a - b).norm() <= 4 * torch.finfo(dtype).eps * b.norm()
 
 
 # ── on a GPU ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,10 +22,10 @@ def test_opcheck(impl, name):
     q, k = (rows(n, 5, torch.float32, 23).requires_grad_() for n in (6, 9))
     t = torch.tensor(0.3, device=DEVICE, requires_grad=True)
     selected = make_rule(q, k, False, **rule(name, 6, 9))
-    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *selected, impl))
-    library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, k.detach(), t, *selected, impl))
-    still = q.detach(), k.detach(), t.detach()
-    library.opcheck(torch.ops.tencl.similarity_topk.default, (*still, 2, *selected, impl))
+    rest, still = (*selected, impl, None), (q.detach(), k.detach(), t.detach())
+    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *rest))
+    library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, still[1], t, *rest))
+    library.opcheck(torch.ops.tencl.similarity_topk.default, (*still, 2, *rest))
 
 
 @pytest.mark.parametrize("impl, dtype", [
@@ -37,9 +37,9 @@ def test_opcheck_losses(impl, dtype):
     targets, weights = torch.tensor([0, 2, 2, 1, 5, 0], device=DEVICE), torch.ones(6, device=DEVICE)
     for case in ((k, t, None, False, *Rule("diagonal")), (k, t, None, True, *Rule("diagonal")),
                  (None, t, None, False, *Rule("pair")), (k, t, weights, False, *Rule("target", targets))):
-        library.opcheck(torch.ops.tencl.softmax_loss.default, (q, *case, impl, *needs))
-    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, None, t, *Rule("pair"), impl))
-    library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, k.detach(), t, *Rule(), impl, *needs))
+        library.opcheck(torch.ops.tencl.softmax_loss.default, (q, *case, impl, None, *needs))
+    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, None, t, *Rule("pair"), impl, None))
+    library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, k.detach(), t, *Rule(), impl, None, *needs))
 
 
 @pytest.mark.parametrize("impl, loss", [
