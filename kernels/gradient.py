@@ -19,8 +19,11 @@ float32 nothing; both factors come back at the end, in float32.
 import torch
 
 from . import gradient_blocks, gradient_rows
-from .launch import check_device, limit_of
+from .launch import check_device
 from .paths import is_narrow
+from .reference import reference_of, side_of
+
+SHIFT = 14        # weights are held times 2¹⁴
 
 
 def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, dtype,
@@ -37,9 +40,13 @@ def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs
     one_set = k is None
     k, needs_k = (q, False) if one_set else (k, needs_k)
     path = gradient_rows if is_narrow(q, k, rule) else gradient_blocks
-    limit = limit_of(q, k, temperature) if rows is not None and columns is not None else None
-    dq, dk, dot = path.gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k,
-                                 needs_temperature, dtype, positives, one_set)
+    reference = None
+    if rows is not None and columns is not None:
+        reference = reference_of(q, k, temperature, rows[0], None if one_set else columns[0])
+    of_rows = side_of(rows, reference, SHIFT)
+    of_columns = of_rows if columns is rows else side_of(columns, reference, SHIFT)
+    dq, dk, dot = path.gradients(q, k, temperature, rule, of_rows, of_columns, reference, grad, unit, needs_q,
+                                 needs_k, needs_temperature, dtype, positives, one_set, SHIFT)
     if needs_temperature:                # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
         return dq, dk, -dot.sum() / temperature / (2 if one_set else 1)
     return dq, dk, q.new_empty(0, dtype=torch.float32)

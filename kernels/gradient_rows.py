@@ -17,15 +17,14 @@ import triton
 import triton.language as tl
 
 from .launch import arguments, capability, ranges, tile
+from .reference import padded
 from .rules import swapped
-from .tiles import finish, in_range, is_bounded, kept, load, octaves, product, shifts, touched, weights
-
-SHIFT = 14        # weights are held times 2¹⁴
+from .tiles import factors, finish, in_range, kept, kernel, load, octaves, product, touched, weights
 
 
-@triton.jit
-def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, LIMIT, RANGES, unit, width,
-                x_stride, y_stride, X, Y, RULE, N, M, D, x_row, y_row,
+@kernel
+def rows_kernel(DX, DOT, GRAD, REFERENCE, RANGES, X_ROWS, Y_ROWS, X_SIDE, Y_SIDE, padded_x, padded_y, unit,
+                features, x_stride, y_stride, X, Y, RULE, N, M, D, x_row, y_row,
                 EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, POSITIVES: tl.constexpr, SHIFT: tl.constexpr,
                 RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """DX[rows of program x, features of program y], and DOT[y, rows] = their share of each row's x·dx."""
@@ -33,8 +32,7 @@ def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, L
     rows = row + tl.arange(0, BLOCK_N)
     first_d = tl.program_id(1) * BLOCK_D
     scale = octaves(RULE)
-    bounded = is_bounded(LIMIT)
-    row_shift, row_sign = shifts(X_LSE, X_SLOPE, rows, N, SHIFT)
+    row_a, row_b = factors(X_SIDE, rows, N, padded_x, SHIFT)
     if RESIDENT:
         x = load(X, row, 0, N, D, x_row, BLOCK_N, BLOCK_D)
     start, stop = in_range(RANGES, tl.program_id(0), 0, M, BLOCK_M)
@@ -47,16 +45,14 @@ def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, L
         else:
             s = product(X, Y, row, column, N, M, D, x_row, y_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
             s = s * scale
-        column_shift, column_sign = shifts(Y_LSE, Y_SLOPE, columns, M, SHIFT)
-        w = weights(s, row_shift, row_sign, column_shift, column_sign, bounded,
-                    X_LSE is not None, Y_LSE is not None, not POSITIVES)
+        w = weights(s, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded_y, not POSITIVES, SHIFT)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
-            w = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), w, 0.0)
+            w = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
         dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
     d = first_d + tl.arange(0, BLOCK_D)
-    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SLOPE, Y_SLOPE, GRAD, unit, RULE,
-                              rows, d, N, M, width, x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
-    tl.store(DX + rows.to(tl.int64)[:, None] * width + d[None, :], dx.to(DX.dtype.element_ty), mask=inside)
+    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SIDE, Y_SIDE, GRAD, unit, RULE,
+                              rows, d, N, M, features, x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
+    tl.store(DX + rows.to(tl.int64)[:, None] * features + d[None, :], dx.to(DX.dtype.element_ty), mask=inside)
     if DOT is not None:
         tl.store(DOT + tl.program_id(1) * N + rows, dots, mask=rows < N)
 
@@ -64,30 +60,32 @@ def rows_kernel(DX, DOT, GRAD, X_ROWS, Y_ROWS, X_LSE, X_SLOPE, Y_LSE, Y_SLOPE, L
 def block_sizes(x, rule):
     """As tile(), with the whole row in one block where it fits beside its gradient.
 
-    Up to 128 features three programs share a multiprocessor.
+    Up to 128 features two programs share a multiprocessor of an H100, and three where a rule needs registers.
     """
     blocks, width = tile(x, rule), max(16, triton.next_power_of_2(x.shape[1]))
-    roomy = width > 128 or rule.row_features is not None
-    warps, registers = (8, 255) if roomy else (4, 168 if capability(x) == 9 else 255)
-    columns = min(32 if width == 256 and rule.row_features is not None else 64, blocks["BLOCK_M"])
-    return {**blocks, "BLOCK_N": 64, "BLOCK_M": columns, "BLOCK_D": width if width <= 256 else 128,
-            "RESIDENT": width <= 256, "num_warps": warps, "num_stages": 2, "maxnreg": registers}
+    blocks |= dict(BLOCK_N=64, BLOCK_D=width if width <= 256 else 128, RESIDENT=width <= 256, num_stages=2)
+    if width > 128 or rule.row_features is not None:
+        columns = 32 if width == 256 and rule.row_features is not None else 64
+        return blocks | dict(BLOCK_M=min(columns, blocks["BLOCK_M"]), num_warps=8, maxnreg=255)
+    if capability(x) == 9 and blocks["BLOCK_M"] == 128:
+        return blocks | dict(num_warps=4, num_stages=3, maxnreg=255)
+    registers = 168 if capability(x) == 9 else 255
+    return blocks | dict(BLOCK_M=min(64, blocks["BLOCK_M"]), num_warps=4, maxnreg=registers)
 
 
-def gradients(q, k, temperature, rule, rows, columns, limit, grad, unit, needs_q, needs_k, needs_temperature,
-              dtype, positives, one_set):
+def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, needs_q, needs_k,
+              needs_temperature, dtype, positives, one_set, shift):
     """See gradient.gradients: (dq, dk, shares of ⟨q, dq⟩ or None)."""
-    def of(x, y, rule, x_statistics, y_statistics, dot):
+    def of(x, y, rule, x_side, y_side, dot):
         blocks = block_sizes(x, rule) | (dict(maxnreg=255) if dot else {})
         grid = triton.cdiv(len(x), blocks["BLOCK_N"]), triton.cdiv(x.shape[1], blocks["BLOCK_D"])
         dx = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
         pointers, sizes, rest = arguments(x, y, temperature, rule, blocks)
         x, y = (a if a.stride(1) == 1 else a.contiguous() for a in (x, y))
-        statistics = *(x_statistics or (None, None)), *(y_statistics or (None, None))
-        rows_kernel[grid](dx, dot, grad, x, y, *statistics, limit, ranges(rule, blocks), unit, x.shape[1],
-                          x.stride(0), y.stride(0), *pointers, *sizes, POSITIVES=positives, SHIFT=SHIFT,
-                          **rest)
+        rows_kernel[grid](dx, dot, grad, reference, ranges(rule, blocks), x, y, x_side, y_side,
+                          padded(len(x)), padded(len(y)), unit, x.shape[1], x.stride(0), y.stride(0),
+                          *pointers, *sizes, POSITIVES=positives, SHIFT=shift, **rest)
         return dx, dot
 
     dq, dk, dot = *(q.new_empty(0, q.shape[1], dtype=dtype) for _ in range(2)), None

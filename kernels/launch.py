@@ -11,10 +11,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .paths import FEW
-from .tiles import LOG2E
+from .tiles import LOG2E, copy_kernel
 
 INTERPRETED, PLAYED = os.environ.get("TRITON_INTERPRET") == "1", 9
-PROGRAMS = 264        # two for each of the 132 multiprocessors of an H100 or H200
+MULTIPROCESSORS = 132  # of an H100 or H200
+PROGRAMS = 2 * MULTIPROCESSORS
 
 
 class KernelRule(NamedTuple):
@@ -48,15 +49,6 @@ def ranges(rule, blocks):
     last = torch.searchsorted(columns, rows.amax(1), right=True)
     is_sorted = (columns[1:] >= columns[:-1]).all()
     return torch.stack([first * is_sorted, torch.where(is_sorted, last, len(columns))], 1).int()
-
-
-def limit_of(q, k, temperature):
-    """Largest possible |s| (Cauchy and Schwarz), 0-dim float32; None where reading rows again is too dear."""
-    if max(len(q), len(k)) <= FEW:
-        return None
-    sides = (q,) if k is q else (q, k)
-    longest = [torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax() for x in sides]
-    return longest[0] * longest[-1] * LOG2E.value / temperature
 
 
 def capability(x):
@@ -96,21 +88,39 @@ def check_device(q):
 
 
 def in_whole_words(x):
-    """x, where its rows are contiguous, aligned and a multiple of 16 long; else a copy with zeros behind.
+    """x, where its rows are contiguous, aligned and a multiple of 16 long; else a copy with zeros behind, and
+    rounded to TF32 where products are.
 
-    Kernels read 16 bytes at a time, and descriptors nothing else; zeros change no product.
+    Kernels read 16 bytes at a time, and descriptors nothing else; zeros change no product. Tensor cores cut
+    float32 rows off, which costs three digits of every product that rounding does not.
     """
-    row, width = x.stride(0), x.shape[1]
-    if x.stride(1) == 1 and row >= width and row % 16 == 0 and width % 16 == 0 and x.data_ptr() % 16 == 0:
+    (count, features), (row, column) = x.shape, x.stride()
+    rounds = x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    fits = column == 1 and row >= features and row % 16 == features % 16 == x.data_ptr() % 16 == 0
+    if fits and not rounds:
         return x
-    copy = x.new_zeros(len(x), triton.cdiv(x.shape[1], 16) * 16)
-    copy[:, :x.shape[1]] = x
+    copy = x.new_empty(count, triton.cdiv(features, 16) * 16)
+    grid = triton.cdiv(count, 32), triton.cdiv(copy.shape[1], 128)
+    copy_kernel[grid](copy, x, count, features, copy.shape[1], row, column, ROUND=rounds, BLOCK_N=32,
+                      BLOCK_D=128)
     return copy
+
+
+def multiplicands(q, k):
+    """q and k as a matrix product takes them that has to agree with the kernels'."""
+    first = in_whole_words(q)[:, :q.shape[1]]
+    return first, first if k is q else in_whole_words(k)[:, :k.shape[1]]
 
 
 def is_number(temperature, x):
     """Whether the temperature was given as a number: similarity.check_temperature left it on the CPU."""
     return temperature.device != x.device
+
+
+def scale_of(temperature, x):
+    """A KernelRule of nothing but the temperature."""
+    scale = (None, LOG2E.value / temperature.item()) if is_number(temperature, x) else (temperature, None)
+    return KernelRule(*[None] * (len(KernelRule._fields) - 2), *scale)
 
 
 def arguments(q, k, temperature, rule, blocks):
@@ -120,8 +130,7 @@ def arguments(q, k, temperature, rule, blocks):
     f_q, f_k = (None if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)
                 for f in (rule.row_features, rule.column_features))  # tiles sum in float32
     shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
-    scale = (None, LOG2E.value / temperature.item()) if is_number(temperature, q) else (temperature, None)
-    taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape, *scale)
+    taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape, *scale_of(temperature, q)[-2:])
     sizes, strides = (len(q), *k.shape), (q.stride(0), k.stride(0))
     if capability(q) >= 9:
         strides = None, None

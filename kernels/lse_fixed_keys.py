@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import PROGRAMS, arguments, check_device, ranges, tile
-from .tiles import LOG2E, in_range, kept, load, octaves, softplus, touched
+from .launch import MULTIPROCESSORS, arguments, check_device, ranges, tile
+from .tiles import LOG2E, in_range, kept, kernel, load, octaves, softplus, touched
 
 
-@triton.jit
+@kernel
 def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
                       EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -44,8 +44,7 @@ def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
         k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION) * scale
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
-            columns = column + tl.arange(0, BLOCK_M)
-            s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
+            s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
         reference = tl.where(new == float("-inf"), 0.0, new)  # −inf − (−inf) would be NaN
         p = tl.exp2(s - reference[:, None])
@@ -59,7 +58,7 @@ def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
     tl.store(O + (slot + rows)[:, None] * D + d[None, :], o, mask=(rows < N)[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@kernel
 def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE, unit, splits, N, D, width,
                       q_row, positive_row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """A row's splits as one: LSE and O, or with POSITIVES a LOSS and unit times its gradients DQ, DK."""
@@ -112,7 +111,8 @@ def splits_of(q, k, temperature, rule):
     blocks = block_sizes(q, rule)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
-    splits = min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))
+    at_once = MULTIPROCESSORS * (3 if blocks["num_warps"] == 4 else 1)
+    splits = min(column_blocks, max(1, at_once // row_blocks))     # no program waits for another to end
     split = triton.cdiv(column_blocks, splits) * blocks["BLOCK_M"]
     splits = triton.cdiv(len(k), split)
     lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)

@@ -3,24 +3,28 @@
 Eager                                      bytes moved, N·M logits       here
     s = q @ k.T / temperature              write 4 N·M                   tiles stay in registers
     s = s.masked_fill(left_out, -inf)      read and write 8 N·M          where() on the few tiles it touches
-    lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            two numbers a row or column of a tile
+    lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            a number or two a row of a tile
 
-Every tile (I, J) leaves the log-sum-exp of each of its rows, and where columns are asked for of each column:
+Over rows, and for few rows, every tile (I, J) leaves the log-sum-exp of each of its rows (and columns),
 
     part[J, i] = log2 Σ_{j∈J} exp2(s_ij)      part'[I, j] = log2 Σ_{i∈I} exp2(s_ij)       one product for both
 
-and a second kernel sums the parts of a row. With one set of rows (q = k) the matrix is symmetric: part' of
-tile (I, J) is part of tile (J, I), so the tiles on and above the diagonal fill the same table and half of the
-products are saved.
+and a second kernel sums the parts of a row. Over rows and columns of many, one exponential serves both
+(reference.py), so sums are left as they are: a program owns the columns J and walks rows, columns' sums
+stay in its registers and rows' sums are stored:
 
-The parts of a large problem are made a block of tiles at a time and merged before the next. No atomics, no
-order left to chance: the same input gives the same bits.
+    sums[J, i] = Σ_{j∈J} exp2(s_ij − r)       sums'[j] of the rows that were walked
+
+With one set of rows (q = k) the matrix is symmetric: sums' of tile (I, J) are sums of tile (J, I), so half of
+the products are saved. Blocks of tiles are summed before the next, tiles side by side run together so that
+their rows stay in the second-level cache. No atomics, no order left to chance: the same input gives the same
+bits.
 
 A softmax loss adds its positive by index. The rule leaves it out of the tile, where its logit is kept:
 
     gap_i = lse_i − positive_i      loss = Σ_i w softplus(gap_i)      slope_i = σ(gap_i), of the loss in lse_i
 
-so no 1 − 0.999 is ever taken, and the second kernel has all three at hand when the parts of row i are summed.
+so no 1 − 0.999 is ever taken, and the last kernel has all three at hand when the parts of row i are summed.
 """
 from typing import Any, NamedTuple
 
@@ -28,12 +32,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import PROGRAMS, arguments, check_device, limit_of, ranges, tile
+from .launch import PROGRAMS, arguments, capability, check_device, ranges, tile
+from .reference import LEAST, reference_of
+from .rules import swapped
 from .tiles import (
     LOG2E,
+    grouped,
     in_range,
-    is_bounded,
     kept,
+    kernel,
     load,
     log_sum,
     octaves,
@@ -45,61 +52,146 @@ from .tiles import (
 
 SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
 PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
-WALK = 16            # tiles of a row tile that a program takes one after the other
+GROUP = 16           # tiles of each side whose rows the cache holds
+WALK = 4             # row tiles that a program with resident columns takes one after the other
 
 
 @triton.jit
-def parts_kernel(ROWS, COLUMNS, POSITIVE, LIMIT, RANGES, Q, K, RULE, N, M, D, q_row, k_row,
-                 first_row, first_column, height, width, walk,
-                 EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
-                 TRIANGLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block; a program walks row tile I."""
-    tile_i = tl.program_id(0)
+def keep_positives(POSITIVE, s, scale, rows, column, origin, N, M, RULE, EXCLUDE: tl.constexpr,
+                   BLOCK_M: tl.constexpr, ONE_SET: tl.constexpr):
+    """The logits of a tile's positives, before the rule leaves them out of its products s."""
+    target = positive_of(rows, N, RULE, EXCLUDE)
+    here = (column - origin + tl.arange(0, BLOCK_M))[None, :] == (target - origin)[:, None]
+    logit = tl.sum(tl.where(here, s, 0.0), 1) * scale
+    here = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
+    tl.store(POSITIVE + rows, logit, mask=here)
+    if EXCLUDE == "pair" and ONE_SET:      # only the tiles on and above the diagonal are seen
+        tl.store(POSITIVE + target, logit, mask=here)
+
+
+@kernel
+def parts_kernel(ROWS, COLUMNS, POSITIVE, RANGES, Q, K, RULE, N, M, D, q_row, k_row, first_row,
+                 first_column, height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                 RESIDENT: tl.constexpr, GROUP: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block; a program walks the columns of a row
+    tile I."""
+    walks = tl.cdiv(tl.cdiv(width, BLOCK_M), walk)
+    tile_i, walk_j = grouped(tl.program_id(0), tl.cdiv(height, BLOCK_N), walks, GROUP)
     row = first_row + tile_i * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     scale = octaves(RULE)
-    bounded = is_bounded(LIMIT)
     if RESIDENT:
         q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
-    start = first_column + tl.program_id(1) * walk * BLOCK_M
+    start = first_column + walk_j * walk * BLOCK_M
     stop = tl.minimum(start + walk * BLOCK_M, first_column + width)
-    if TRIANGLE:
-        start = tl.maximum(start, first_column + tile_i * BLOCK_M)
     start, stop = in_range(RANGES, row // BLOCK_N, start, stop, BLOCK_M)
     for column in range(start, stop, BLOCK_M):
-        tile_j = (column - first_column) // BLOCK_M
         columns = column + tl.arange(0, BLOCK_M)
         if RESIDENT:
-            k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
-            s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+            s = tl.dot(q, load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D).T, input_precision=PRECISION)
         else:
             s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-            s = s * scale
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
-                target = positive_of(rows, N, RULE, EXCLUDE)
-                logit = tl.sum(tl.where(columns[None, :] == target[:, None], s, 0.0), 1)
-                here = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
-                tl.store(POSITIVE + rows, logit, mask=here)
-                if EXCLUDE == "pair" and COLUMNS is not None:      # of one set only these tiles are seen
-                    tl.store(POSITIVE + target, logit, mask=here)
-            s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
-        if COLUMNS is None:
-            of_rows = log_sum(s, 1)
+                keep_positives(POSITIVE, s, scale, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
+            s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
+        s = s * scale
+        tile_j = (column - first_column) // BLOCK_M
+        tl.store(ROWS + tile_j * height + rows - first_row, log_sum(s, 1), mask=rows < first_row + height)
+        if COLUMNS is not None:
+            tl.store(COLUMNS + tile_i * width + columns - first_column, log_sum(s, 0),
+                     mask=columns < first_column + width)
+
+
+@kernel
+def sums_kernel(ROWS, COLUMNS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, k_row, first_row,
+                first_column, height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                RESIDENT: tl.constexpr, GROUP: tl.constexpr, TRIANGLE: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """ROWS[J, i − first_row], COLUMNS[walk, j − first_column] of a block; a program walks the rows of a
+    column tile J. TRIANGLE: a block on the diagonal of one set, whose tiles there (BLOCK_M is a multiple of
+    BLOCK_N) count as columns."""
+    walks = tl.cdiv(tl.cdiv(height, BLOCK_N), walk)
+    tile_j, walk_i = grouped(tl.program_id(0), tl.cdiv(width, BLOCK_M), walks, GROUP)
+    column = first_column + tile_j * BLOCK_M
+    columns = column + tl.arange(0, BLOCK_M)
+    scale, reference = octaves(RULE), tl.load(REFERENCE)
+    if RESIDENT:
+        k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
+    start = first_row + walk_i * walk * BLOCK_N
+    stop = tl.minimum(start + walk * BLOCK_N, first_row + height)
+    if TRIANGLE:
+        stop = tl.minimum(stop, column + BLOCK_M)
+    # two of the sixteen rows that a warp's product has are one thread's: added without a word to others
+    of_columns = tl.zeros((BLOCK_N // 16, 8, BLOCK_M), tl.float32)
+    for row in range(start, stop, BLOCK_N):
+        rows = row + tl.arange(0, BLOCK_N)
+        if RESIDENT:
+            s = tl.dot(load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D), k.T, input_precision=PRECISION)
         else:
-            if bounded:
-                e = tl.exp2(s)
-                of_rows, of_columns = tl.log2(tl.sum(e, 1)), tl.log2(tl.sum(e, 0))
-            else:
-                of_rows, of_columns = log_sum(s, 1), log_sum(s, 0)
-            tl.store(COLUMNS + tile_i * width + columns - first_column, of_columns,
-                     mask=(columns < first_column + width) & ((tile_i != tile_j) | (not TRIANGLE)))
-        tl.store(ROWS + tile_j * height + rows - first_row, of_rows, mask=rows < first_row + height)
+            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
+            if POSITIVE is not None:
+                keep_positives(POSITIVE, s, scale, rows, column, column, N, M, RULE, EXCLUDE, BLOCK_M,
+                               True)
+            keep = kept(rows, column, column, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M)
+            s = tl.where(keep, s, float("-inf"))
+        e = tl.exp2(s * scale - reference)
+        of_columns += tl.sum(tl.reshape(e, (BLOCK_N // 16, 2, 8, BLOCK_M)), 1)
+        end = first_row + height
+        if TRIANGLE:
+            end = tl.minimum(end, column)
+        tl.store(ROWS + tile_j * height + rows - first_row, tl.sum(e, 1), mask=rows < end)
+    tl.store(COLUMNS + walk_i * width + columns - first_column, tl.sum(tl.sum(of_columns, 0), 0),
+             mask=columns < first_column + width)
 
 
-@triton.jit
+@kernel
+def add_kernel(TOTAL, PARTS, tiles, count, BLOCK: tl.constexpr):
+    """TOTAL[i] += Σ_J PARTS[J, i]."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, tiles, 32):
+        j = first + tl.arange(0, 32)
+        sums += tl.sum(tl.load(PARTS + j[:, None] * count + rows[None, :],
+                               mask=(j < tiles)[:, None] & (rows < count)[None, :], other=0.0), 0)
+    total = tl.load(TOTAL + rows, mask=rows < count, other=0.0)
+    tl.store(TOTAL + rows, total + sums, mask=rows < count)
+
+
+@kernel
+def ends_kernel(LSE, SLOPE, LOSS, TOTAL, POSITIVE, REFERENCE, weight, Q, K, RULE, N, M, D, q_row, k_row,
+                EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """LSE of the rows of program x from their TOTAL and, if LOSS, SLOPE and a share of the loss."""
+    row = tl.program_id(0) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
+    inside, reference = rows < N, tl.load(REFERENCE)
+    total = tl.load(TOTAL + rows, mask=inside, other=1.0)
+    lse = reference + tl.log2(total)
+    lost = tl.log2(total) < tl.where(reference > 0.0, LEAST, float("-inf"))
+    if tl.max(lost.to(tl.int32), 0) > 0:                           # again, with a maximum of their own
+        top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        for column in range(0, M, BLOCK_M):
+            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+            keep = kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M)
+            part = log_sum(tl.where(keep, s * octaves(RULE), float("-inf")), 1)
+            new = tl.maximum(top, part)
+            other = tl.where(new == float("-inf"), 0.0, new)       # −inf − (−inf) would be NaN
+            top = other + tl.log2(tl.exp2(top - other) + tl.exp2(part - other))
+        lse = tl.where(lost, top, lse)
+    lse = lse / LOG2E
+    tl.store(LSE + rows, lse, mask=inside)
+    if LOSS is not None:
+        loss, slope = softplus(lse - tl.load(POSITIVE + rows, mask=inside, other=0.0) / LOG2E)
+        tl.store(SLOPE + rows, slope, mask=inside)
+        tl.store(LOSS + tl.program_id(0), tl.sum(tl.where(inside, loss, 0.0), 0) * weight)
+
+
+@kernel
 def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, count, SIDES: tl.constexpr,
-                 FRESH: tl.constexpr, BLOCK: tl.constexpr):
+                 FRESH: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
     """LSE[i] = log(exp(LSE[i]) + Σ_J exp2(PARTS[J, i])) and, if LOSS, SLOPE[i] and a share of the loss."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
@@ -110,8 +202,8 @@ def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, coun
         if not FRESH:
             top = tl.load(LSE + side * count + rows, mask=inside, other=float("-inf")) * LOG2E
             total = tl.where(top == float("-inf"), 0.0, 1.0)
-        for first in range(0, tiles, 8):
-            j = first + tl.arange(0, 8)
+        for first in range(0, tiles, HIGH):
+            j = first + tl.arange(0, HIGH)
             part = tl.load(PARTS + (side * tiles + j)[:, None] * count + rows[None, :],
                            mask=(j < tiles)[:, None] & inside[None, :], other=float("-inf"))
             new = tl.maximum(top, tl.max(part, 0))
@@ -144,59 +236,104 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     loss     also Σ_i w_i softplus(gap_i), with both the mean of two sides; w is 1/N, or weights (N,) float32
     """
     check_device(q)
-    triangle = k is None
-    k = q if triangle else k
+    reference = reference_of(q, q if k is None else k, temperature) if both or k is None else None
+    if reference is not None:
+        return two_sided(q, k, temperature, rule, reference, loss)
+    k = q if k is None else k                                      # few rows: the square costs no more
     n, m = len(q), len(k)
-    sides = 2 if both else 1
-    lse = torch.empty(sides, n, dtype=torch.float32, device=q.device)
+    lse = torch.empty(2 if both else 1, n, dtype=torch.float32, device=q.device)
     positive, slope = (torch.empty_like(lse[0]), torch.empty_like(lse)) if loss else (None, None)
-    limit = limit_of(q, k, temperature) if both or triangle else None
-    blocks = block_sizes(q, rule, both or triangle)
+    blocks = block_sizes(q, rule, both) | (dict(maxnreg=255) if both else {})
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     of_groups = ranges(rule, blocks)
 
     def parts(i, j, height, width):
-        """The tables of a block: of rows (T, height), of columns (T', width), or the same, or none."""
+        """The tables of a block: of rows (T, height), and of columns (T', width) or nothing."""
         tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
-        on_diagonal = triangle and i == j
-        both_tables = both or triangle and not on_diagonal
-        sizes_of = tiles_j * height, both_tables * tiles_i * width
+        sizes_of = tiles_j * height, both * tiles_i * width
         of_rows, of_columns = lse.new_empty(sum(sizes_of)).split(sizes_of)
         if of_groups is not None:
             of_rows.fill_(-torch.inf)  # tiles that no program will see
-        longest = 1 if of_groups is None and not blocks["RESIDENT"] else WALK
+        longest = 1 if of_groups is None and not blocks["RESIDENT"] else 16
         walk = max(1, min(longest, tiles_i * tiles_j // (4 * PROGRAMS)))
-        parts_kernel[tiles_i, triton.cdiv(tiles_j, walk)](
-            of_rows, of_rows if on_diagonal else of_columns if both_tables else None, positive, limit,
-            of_groups, *pointers, *sizes, first_row=i, first_column=j, height=height, width=width, walk=walk,
-            TRIANGLE=on_diagonal, **rest)
+        parts_kernel[tiles_i * triton.cdiv(tiles_j, walk),](
+            of_rows, of_columns if both else None, positive, of_groups, *pointers, *sizes, first_row=i,
+            first_column=j, height=height, width=width, walk=walk, GROUP=GROUP, **rest)
         return of_rows.view(tiles_j, height), of_columns.view(-1, width)
 
-    height, width = block_shape(q, k, square=both or triangle)
+    height, width = block_shape(q, k, square=both)
     if height >= n and width >= m:
         return Sums(lse, slope, merge(lse, parts(0, 0, n, m)[0], True, positive, slope, weights))
     lse.fill_(-torch.inf)
     for i in range(0, n, height):
-        for j in range(i if triangle else 0, m, width):
+        for j in range(0, m, width):
             of_rows, of_columns = parts(i, j, min(height, n - i), min(width, m - j))
             merge(lse[:1, i:i + height], of_rows)
             if len(of_columns):
-                merge(lse[-1:, j:j + width], of_columns)
+                merge(lse[1:, j:j + width], of_columns)
     return Sums(lse, slope, merge(lse, lse[:0], False, positive, slope, weights) if loss else None)
+
+
+def two_sided(q, k, temperature, rule, reference, loss):
+    """log_sums of many rows over both of their sides, with one reference for all logits."""
+    triangle = k is None
+    k, n = q if triangle else k, len(q)
+    totals = torch.zeros(1 if triangle else 2, n, dtype=torch.float32, device=q.device)
+    positive = torch.empty_like(totals[0]) if loss else None
+    blocks = block_sizes(q, rule, True)
+    if blocks["RESIDENT"] and capability(q) == 9:
+        # half a tile leaves registers for the sums of columns: three programs share a multiprocessor
+        blocks |= dict(BLOCK_N=64, num_warps=4, maxnreg=168)
+    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    side, _ = block_shape(q, k, square=True)
+    for i in range(0, n, side):
+        for j in range(i if triangle else 0, n, side):
+            height, width, on_diagonal = min(side, n - i), min(side, n - j), triangle and i == j
+            tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
+            walk = max(1, min(WALK, tiles_i * tiles_j // (4 * PROGRAMS)))
+            walks = triton.cdiv(tiles_i, walk)
+            table = totals.new_zeros if on_diagonal else totals.new_empty  # a triangle fills half of it
+            parts = table(tiles_j * height + walks * width)
+            of_rows, of_columns = parts.split([tiles_j * height, walks * width])
+            sums_kernel[tiles_j * walks,](
+                of_rows, of_columns, positive, reference, *pointers, *sizes, first_row=i, first_column=j,
+                height=height, width=width, walk=walk, GROUP=GROUP, TRIANGLE=on_diagonal, **rest)
+            if on_diagonal:
+                add(totals[0, i:i + height], parts)
+            else:
+                add(totals[0, i:i + height], of_rows)
+                add(totals[-1, j:j + width], of_columns)
+    lse, shares = torch.empty_like(totals), []
+    slope = torch.empty_like(totals) if loss else None
+    for at, (x, y, of_side) in enumerate([(q, k, rule), (k, q, swapped(rule))][:len(totals)]):
+        blocks = tile(x, rule)
+        pointers, sizes, rest = arguments(x, y, temperature, of_side, blocks)
+        programs = triton.cdiv(n, blocks["BLOCK_N"])
+        shares.append(totals.new_empty(programs) if loss else None)
+        ends_kernel[programs,](lse[at], slope[at] if loss else None, shares[at], totals[at], positive,
+                               reference, 1 / (n * len(totals)), *pointers, *sizes, **rest)
+    return Sums(lse, slope, sum(share.sum() for share in shares) if loss else None)
+
+
+def add(total, parts):
+    """total (N,) takes in the sums of parts (T · N,)."""
+    n = len(total)
+    add_kernel[triton.cdiv(n, 64),](total, parts, len(parts) // n, n, BLOCK=64, enable_fp_fusion=True)
 
 
 def merge(lse, parts, fresh=False, positive=None, slope=None, weights=None, of=None):
     """lse (sides, N) takes in parts (T, N), of two sides twice that, in place of what it was if fresh; with
     positives also slope is filled and the loss returned, the mean over N rows, or as many as they are of."""
     sides, n = lse.shape
-    block = 256
-    if n <= 1024:  # few rows: all in one program
-        block = min(1024, max(64, triton.next_power_of_2(n)))
+    block, high = 32, 64
+    if len(parts) <= 8:  # few rows: all in one program
+        block, high = min(1024, max(64, triton.next_power_of_2(n))), 8
     programs = triton.cdiv(n, block)
     shares = None if positive is None else lse.new_empty(programs)
     weight = 1 if weights is not None else 1 / (of or n)
     merge_kernel[programs,](lse, slope, shares, parts, positive, weights, weight / sides, len(parts), n,
-                            SIDES=sides, FRESH=fresh, BLOCK=block, num_warps=8, enable_fp_fusion=True)
+                            SIDES=sides, FRESH=fresh, HIGH=high, BLOCK=block, num_warps=8,
+                            enable_fp_fusion=True)
     return None if shares is None else shares[0] if programs == 1 else shares.sum()
 
 
@@ -206,10 +343,10 @@ def block_shape(q, k, square):
     return height, height if square else PARTS * 64 // height // 1024 * 1024
 
 
-def block_sizes(q, rule, two_sided):
-    """As tile(); narrow rows stay in shared memory while the columns pass."""
-    blocks, width = tile(q, rule, two_sided), max(16, triton.next_power_of_2(q.shape[1]))
-    resident = q.element_size() == 2 and width <= 128
+def block_sizes(x, rule, two_sided=False):
+    """As tile(); narrow rows stay in shared memory while those of the other side pass."""
+    blocks, width = tile(x, rule, two_sided), max(16, triton.next_power_of_2(x.shape[1]))
+    resident = x.element_size() == 2 and width <= 128
     if resident:
         blocks |= dict(BLOCK_D=width, num_stages=2)
     return blocks | dict(RESIDENT=resident)

@@ -20,7 +20,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST = 256              # features that a program keeps beside as many of their gradient
 FEW = 1024                # rows up to which launches cost more than arithmetic
 TOPK_SLOTS = 64           # columns a row that topk keeps in registers
-BUFFER = 128 * 2 ** 20    # bytes of softmax weights that exist at a time
+BUFFER = 2 ** 27          # bytes of softmax weights that exist at a time, in blocks: 128 MiB
+STRIP = 2 ** 29           # and in strips of one_pass: 512 MiB. Both may be set lower
+LEAST_STRIP = 2048        # rows below which passing over the columns' gradient costs more than a second pass
 
 
 def choose_impl(impl, x):
@@ -51,8 +53,8 @@ def keeps_keys(q, impl, products):
 
 
 def strip_height(q, k):
-    """Rows of a strip of softmax weights, whole tiles of them; 0 where BUFFER does not hold one."""
-    return BUFFER // (q.element_size() * -(-len(k) // 16) * 16) // 128 * 128
+    """Rows of a strip of softmax weights, whole tiles of them."""
+    return STRIP // (q.element_size() * -(-len(k) // 128) * 128) // 128 * 128
 
 
 def gradient_dtype(dtype, temperature, impl):
@@ -64,4 +66,6 @@ def in_one_pass(q, k, both, rule, impl, needs):
     """Whether a loss takes its gradients with its value."""
     if impl == "blockwise":
         return True
-    return any(needs) and k is not None and not both and not is_narrow(q, k, rule) and strip_height(q, k) > 0
+    if both or k is None or not any(needs) or is_narrow(q, k, rule):
+        return False
+    return strip_height(q, k) >= min(LEAST_STRIP, -(-len(q) // 128) * 128)

@@ -5,9 +5,7 @@
     rows i │ tile │ tile │ tile │     (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M) on the tensor cores,
            └──────┴──────┴──────┘     so no D is too large; it never leaves the registers.
 
-Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has. Where every |s| ≤
-BOUND, no exp2(s) and no sum of 2²⁰ of them overflows or vanishes in float32: no maximum has to be subtracted,
-and one exponential serves rows and columns alike. Unit rows are bounded from τ = 0.0145 up.
+Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has.
 """
 import math
 
@@ -15,7 +13,10 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
-BOUND = tl.constexpr(100.0)
+# integers that change with the batch: one compiled kernel serves them all
+kernel = triton.jit(do_not_specialize=(
+    "N", "M", "first_row", "first_column", "height", "width", "walk", "split", "splits", "tiles", "tiles_x",
+    "tiles_y", "first_x", "first_y", "count", "padded_x", "padded_y"))
 
 
 @triton.jit
@@ -88,34 +89,37 @@ def positive_of(rows, N, RULE, EXCLUDE: tl.constexpr):
 
 
 @triton.jit
-def kept(rows, columns, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr):
-    """(rows, columns) bool: the columns that the rule leaves to each row. The twin of rules.left_out."""
-    keep = (rows < N)[:, None] & (columns < M)[None, :]
+def kept(rows, column, origin, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+         BLOCK_M: tl.constexpr):
+    """(rows, BLOCK_M) bool: the columns from column on that the rule leaves to each row. The twin of
+    rules.left_out. Indices are compared from origin on: in a loop over rows it is the column, or vectors that
+    are the same in every turn would wait in registers."""
+    at = column - origin + tl.arange(0, BLOCK_M)
+    keep = (rows < N)[:, None] & (at < M - origin)[None, :]
     if EXCLUDE == "diagonal":
-        keep = keep & (columns[None, :] != rows[:, None] + RULE.offset)
+        keep = keep & (at[None, :] != (rows + RULE.offset - origin)[:, None])
     elif EXCLUDE == "pair":
-        keep = keep & (columns[None, :] != rows[:, None])
-        keep = keep & (columns[None, :] != positive_of(rows, N, RULE, EXCLUDE)[:, None])
+        keep = keep & (at[None, :] != (rows - origin)[:, None])
+        keep = keep & (at[None, :] != (positive_of(rows, N, RULE, EXCLUDE) - origin)[:, None])
     elif EXCLUDE == "target" and RULE.row_ids is None:  # the other way round: rows are what columns aim at
-        column_ids = tl.load(RULE.column_ids + columns, mask=columns < M, other=-1)
+        column_ids = tl.load(RULE.column_ids + origin + at, mask=at < M - origin, other=-1)
         keep = keep & (rows[:, None] != column_ids[None, :])
     elif EXCLUDE == "target":
-        keep = keep & (columns[None, :] != positive_of(rows, N, RULE, EXCLUDE)[:, None])
+        keep = keep & (at[None, :] != (positive_of(rows, N, RULE, EXCLUDE) - origin)[:, None])
     elif EXCLUDE == "ids":
         row_ids = tl.load(RULE.row_ids + rows, mask=rows < N, other=0)
-        column_ids = tl.load(RULE.column_ids + columns, mask=columns < M, other=0)
+        column_ids = tl.load(RULE.column_ids + origin + at, mask=at < M - origin, other=0)
         keep = keep & (row_ids[:, None] != column_ids[None, :])
     if RULE.row_groups is not None:
         row_groups = tl.load(RULE.row_groups + rows, mask=rows < N, other=0)
-        column_groups = tl.load(RULE.column_groups + columns, mask=columns < M, other=0)
+        column_groups = tl.load(RULE.column_groups + origin + at, mask=at < M - origin, other=0)
         keep = keep & (row_groups[:, None] == column_groups[None, :])
     if RULE.row_features is not None:
-        f = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+        f = tl.zeros((rows.shape[0], BLOCK_M), tl.float32)
         for e in range(0, RULE.width, 16):
             f_row = load(RULE.row_features, tl.min(rows, 0), e, N, RULE.width, RULE.row_stride,
                          rows.shape[0], 16)
-            f_column = load(RULE.column_features, tl.min(columns, 0), e, M, RULE.width, RULE.column_stride,
-                            columns.shape[0], 16)
+            f_column = load(RULE.column_features, column, e, M, RULE.width, RULE.column_stride, BLOCK_M, 16)
             f = tl.dot(f_row, f_column.T, f, input_precision=PRECISION)
         keep = keep & (f < RULE.phi)
     return keep
@@ -130,53 +134,66 @@ def log_sum(s, axis: tl.constexpr):
 
 
 @triton.jit
-def shifts(LSE, SLOPE, at, count, SHIFT: tl.constexpr):
-    """(lse_i − log2 |slope_i| − SHIFT, sign of slope_i), in units of log 2: one vector instead of two."""
-    shift, sign = 0.0, 1.0
-    if LSE is not None:
-        slope = tl.load(SLOPE + at, mask=at < count, other=0.0)
-        shift = tl.load(LSE + at, mask=at < count, other=0.0) * LOG2E - tl.log2(tl.abs(slope)) - SHIFT
-        sign = tl.where(slope < 0, -1.0, 1.0)
-    return shift, sign
+def own_factors(lse, slope, SHIFT: tl.constexpr):
+    """(±1, b) with slope exp2(s − lse) 2^SHIFT = ±exp2(s − b); lse in units of log 2."""
+    return tl.where(slope < 0, -1.0, 1.0), lse - tl.log2(tl.abs(slope)) - SHIFT
 
 
 @triton.jit
-def weights(s, row_shift, row_sign, column_shift, column_sign, bounded,
-            OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, SIGNED: tl.constexpr):
-    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds; either may be missing."""
-    if OF_ROWS and OF_COLUMNS and not SIGNED:
-        if bounded:
-            w = tl.exp2(s) * (tl.exp2(-row_shift)[:, None] + tl.exp2(-column_shift)[None, :])
+def factors(SIDE, at, count, padded, SHIFT: tl.constexpr):
+    """(a, b) of rows of a side: their part of a weight is a exp2(s − b)."""
+    a, b = 1.0, 0.0
+    if SIDE is not None:
+        if SIDE.factors is not None:                               # made once, for whole tiles
+            a, b = tl.load(SIDE.factors + at), tl.load(SIDE.factors + padded + at)
         else:
-            w = tl.exp2(s - row_shift[:, None]) + tl.exp2(s - column_shift[None, :])
-    else:
+            lse = tl.load(SIDE.lse + at, mask=at < count, other=0.0) * LOG2E
+            a, b = own_factors(lse, tl.load(SIDE.slope + at, mask=at < count, other=0.0), SHIFT)
+    return a, b
+
+
+@triton.jit
+def weights(s, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded, SIGNED: tl.constexpr,
+            SHIFT: tl.constexpr):
+    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds; either may be missing."""
+    if REFERENCE is None:
         w = tl.zeros(s.shape, tl.float32)
-        if OF_ROWS:
-            of_rows = tl.exp2(s - row_shift[:, None])
-            w = of_rows * row_sign[:, None] if SIGNED else of_rows
-        if OF_COLUMNS:
-            of_columns = tl.exp2(s - column_shift[None, :])
-            w += of_columns * column_sign[None, :] if SIGNED else of_columns
+        if X_SIDE is not None:
+            of_rows = tl.exp2(s - row_b[:, None])
+            w = of_rows * row_a[:, None] if SIGNED else of_rows
+        if Y_SIDE is not None:
+            column_a, column_b = factors(Y_SIDE, columns, M, padded, SHIFT)
+            of_columns = tl.exp2(s - column_b[None, :])
+            w += of_columns * column_a[None, :] if SIGNED else of_columns
+    else:
+        reference = tl.load(REFERENCE)
+        if reference < float("inf"):                               # one exponential for both
+            column_a = tl.load(Y_SIDE.factors + columns)
+            w = tl.exp2(s - reference) * (row_a[:, None] + column_a[None, :])
+        else:
+            column_a, column_b = factors(Y_SIDE, columns, M, padded, SHIFT)
+            w = (tl.exp2(s - row_b[:, None]) * row_a[:, None]
+                 + tl.exp2(s - column_b[None, :]) * column_a[None, :])
     return w
 
 
 @triton.jit
-def finish(dx, X, PARTNERS, X_SLOPE, Y_SLOPE, GRAD, unit, RULE, rows, d, N, M, width, x_row, partner_row,
+def finish(dx, X, PARTNERS, X_SIDE, Y_SIDE, GRAD, unit, RULE, rows, d, N, M, features, x_row, partner_row,
            EXCLUDE: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr):
     """From Σ_j w_ij y_j to the gradient: less the positive's share, times what reached the loss; and if DOT
     each row's share of ⟨x, dx⟩."""
     dx = dx * (1.0 / (1 << SHIFT))
-    inside = (rows < N)[:, None] & (d < width)[None, :]
+    inside = (rows < N)[:, None] & (d < features)[None, :]
     if PARTNERS is not None:
         at = positive_of(rows, N, RULE, EXCLUDE)
         there = (rows < N) & (at >= 0) & (at < M)
         share = tl.zeros((rows.shape[0],), tl.float32)
-        if X_SLOPE is not None:
-            share += tl.load(X_SLOPE + rows, mask=there, other=0.0)
-        if Y_SLOPE is not None:
-            share += tl.load(Y_SLOPE + at, mask=there, other=0.0)
+        if X_SIDE is not None:
+            share += tl.load(X_SIDE.slope + rows, mask=there, other=0.0)
+        if Y_SIDE is not None:
+            share += tl.load(Y_SIDE.slope + at, mask=there, other=0.0)
         partner = tl.load(PARTNERS + at.to(tl.int64)[:, None] * partner_row + d[None, :],
-                          mask=there[:, None] & (d < width)[None, :], other=0.0)
+                          mask=there[:, None] & (d < features)[None, :], other=0.0)
         dx = dx - share[:, None] * partner.to(tl.float32)
     dx = dx * (tl.load(GRAD) * unit * octaves(RULE) / LOG2E)
     dots = 0.0
@@ -197,13 +214,27 @@ def softplus(x):
 
 
 @triton.jit
-def is_bounded(LIMIT):
-    """Whether every |s| ≤ BOUND, as far as LIMIT, the largest possible |s|, tells; None tells nothing."""
-    if LIMIT is None:
-        bounded = False
-    else:
-        bounded = tl.load(LIMIT) <= BOUND
-    return bounded
+def grouped(program, tiles_x, tiles_y, SIDE: tl.constexpr):
+    """(x, y) of a program: SIDE by SIDE tiles run at a time, so that their rows stay in the cache."""
+    group = program // (SIDE * tiles_y)
+    first, inner = group * SIDE, program % (SIDE * tiles_y)
+    high = tl.minimum(tiles_x - first, SIDE)
+    return first + inner % high, inner // high
+
+
+@triton.jit
+def rounded(x):
+    """float32 as TF32 has it, to the nearest even: the tensor cores cut the last 13 bits off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def stored(x, X, PRECISION: tl.constexpr):
+    """x as the factor of a product that X will be."""
+    if PRECISION == "tf32" and X.dtype.element_ty == tl.float32:
+        x = rounded(x)
+    return x.to(X.dtype.element_ty)
 
 
 @triton.jit
@@ -213,3 +244,15 @@ def in_range(RANGES, tile, start, stop, BLOCK_M: tl.constexpr):
         start = tl.maximum(start, tl.load(RANGES + 2 * tile) // BLOCK_M * BLOCK_M)
         stop = tl.minimum(stop, tl.load(RANGES + 2 * tile + 1))
     return start, stop
+
+
+@kernel
+def copy_kernel(COPY, X, count, features, copied, x_row, x_column, ROUND: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """COPY (count, copied) = X (count, features), zeros behind; float32 rounded to TF32 if ROUND."""
+    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    x = tl.load(X + rows * x_row + d * x_column, mask=(rows < count) & (d < features), other=0.0)
+    if ROUND:
+        x = rounded(x)
+    tl.store(COPY + rows * copied + d, x, mask=(rows < count) & (d < copied))

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from .launch import PROGRAMS, arguments, check_device, tile
-from .tiles import kept, product
+from .tiles import kept, kernel, product
 
 
-@triton.jit
+@kernel
 def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                 PRECISION: tl.constexpr, SLOTS: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -31,7 +31,7 @@ def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUD
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
         s = product(Q, K, row, start, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        s = tl.where(kept(rows, columns, N, M, RULE, EXCLUDE, PRECISION), s, float("-inf"))
+        s = tl.where(kept(rows, start, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
         better = tl.max(s, 1) > tl.min(values, 1)
         while tl.max(better.to(tl.int32), 0) > 0:
             best, at = tl.max(s, 1, return_indices=True)

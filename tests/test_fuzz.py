@@ -84,8 +84,8 @@ def test_losses(seeds, monkeypatch):
         temperature, n, m = max(temperature, 0.02), len(q), len(k)
         if pick.random() < 0.5 and paths.HAS_TRITON:
             side, few = pick.choice([128, 256, 2 ** 14]), pick.choice([0, 1024])
-            set_in(monkeypatch, {"paths.FEW": 0, "paths.WIDEST": pick.choice([0, 64, 256]), "launch.FEW": few,
-                                 "lse_forward.block_shape": lambda q, k, square, side=side: (side, side)})
+            set_in(monkeypatch, {"paths.FEW": 0, "paths.WIDEST": pick.choice([0, 64, 256]),
+                                 "reference.FEW": few, "lse_forward.block_shape": lambda q, k, square, side=side: (side, side)})
         offset = pick.randint(0, m - n) if n <= m else 0
         targets = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         half, few = n // 2 or 1, min(n, m)
