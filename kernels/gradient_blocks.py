@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch.torch_version import TorchVersion
 
-from .launch import arguments, multiplicands, tile
+from .launch import arguments, multiplicands, tile, turned
 from .paths import BUFFER
 from .reference import padded
-from .rules import swapped
 from .tiles import factors, finish, grouped, kept, kernel, octaves, product, stored, touched, weights
 
 GROUP = 16        # tiles of each side whose rows the second-level cache holds
@@ -109,7 +108,7 @@ def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, nee
         dq, dot = finished(sums_q, given_q, given_k, taken, rows, columns, *rest, needs_temperature)
     del sums_q
     if len(sums_k):
-        dk, _ = finished(sums_k, given_k, given_q, swapped(taken), columns, rows, *rest, False)
+        dk, _ = finished(sums_k, given_k, given_q, turned(taken), columns, rows, *rest, False)
     return dq, dk, dot
 
 

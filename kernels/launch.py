@@ -11,6 +11,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .paths import FEW
+from .rules import swapped
 from .tiles import LOG2E, copy_kernel
 
 INTERPRETED, PLAYED = os.environ.get("TRITON_INTERPRET") == "1", 9
@@ -26,7 +27,7 @@ class KernelRule(NamedTuple):
     column_groups: Any
     row_features: Any
     column_features: Any
-    offset: Any
+    offset: Any           # 4 · offset + 2
     phi: Any
     width: Any            # E
     row_stride: Any       # of the features
@@ -112,6 +113,12 @@ def multiplicands(q, k):
     return first, first if k is q else in_whole_words(k)[:, :k.shape[1]]
 
 
+def turned(taken):
+    """rules.swapped of a KernelRule."""
+    taken = swapped(taken)
+    return taken._replace(offset=taken.offset + 4)
+
+
 def is_number(temperature, x):
     """Whether the temperature was given as a number: similarity.check_temperature left it on the CPU."""
     return temperature.device != x.device
@@ -130,7 +137,8 @@ def arguments(q, k, temperature, rule, blocks):
     f_q, f_k = (None if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)
                 for f in (rule.row_features, rule.column_features))  # tiles sum in float32
     shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
-    taken = KernelRule(*rule[1:5], f_q, f_k, rule.offset, rule.phi, *shape, *scale_of(temperature, q)[-2:])
+    offset = 4 * rule.offset + 2  # in a tuple integers that are 1, or divide by 16, have kernels of their own
+    taken = KernelRule(*rule[1:5], f_q, f_k, offset, rule.phi, *shape, *scale_of(temperature, q)[-2:])
     sizes, strides = (len(q), *k.shape), (q.stride(0), k.stride(0))
     if capability(q) >= 9:
         strides = None, None

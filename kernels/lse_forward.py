@@ -325,9 +325,7 @@ def merge(lse, parts, fresh=False, positive=None, slope=None, weights=None, of=N
     """lse (sides, N) takes in parts (T, N), of two sides twice that, in place of what it was if fresh; with
     positives also slope is filled and the loss returned, the mean over N rows, or as many as they are of."""
     sides, n = lse.shape
-    block, high = 32, 64
-    if len(parts) <= 8:  # few rows: all in one program
-        block, high = min(1024, max(64, triton.next_power_of_2(n))), 8
+    block, high = (1024, 8) if len(parts) <= 8 else (32, 64)       # few rows: all in one program
     programs = triton.cdiv(n, block)
     shares = None if positive is None else lse.new_empty(programs)
     weight = 1 if weights is not None else 1 / (of or n)

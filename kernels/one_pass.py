@@ -23,11 +23,10 @@ import triton.language as tl
 
 from .gradient import SHIFT
 from .gradient_blocks import GROUP, add_product, finished
-from .launch import arguments, multiplicands, tile
+from .launch import arguments, multiplicands, tile, turned
 from .lse_forward import merge
 from .paths import gradient_dtype, strip_height
 from .reference import Side, reference_of
-from .rules import swapped
 from .tiles import LOG2E, grouped, kept, kernel, octaves, positive_of, product, stored, touched
 
 
@@ -158,5 +157,5 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
     if needs_temperature:
         dt = -dot.sum() / temperature
     if len(dk):
-        dk, _ = finished(dk, given_k, given_q, swapped(taken), None, side, *rest, False)
+        dk, _ = finished(dk, given_k, given_q, turned(taken), None, side, *rest, False)
     return torch.stack(loss).sum(), dq.to(dtype), dk.to(dtype), dt

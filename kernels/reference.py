@@ -96,7 +96,7 @@ def side_of(statistics, reference, shift):
     """(lse, slope) as a Side, or None; its factors are made here unless rows are few."""
     if statistics is None:
         return None
-    lse, slope = statistics
+    lse, slope = (x if x.data_ptr() % 16 == 0 else x.clone() for x in statistics)  # or it has its own kernel
     if len(lse) <= FEW:
         return Side(lse, slope, None)
     size = padded(len(lse))

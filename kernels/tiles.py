@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
-# integers that change with the batch: one compiled kernel serves them all
-kernel = triton.jit(do_not_specialize=(
-    "N", "M", "first_row", "first_column", "height", "width", "walk", "split", "splits", "tiles", "tiles_x",
-    "tiles_y", "first_x", "first_y", "count", "padded_x", "padded_y"))
+# one compiled kernel serves all batches: no code for integers that change with them, nor for where vectors of
+# one number a row begin
+kernel = triton.jit(
+    do_not_specialize=("N", "M", "first_row", "first_column", "first_x", "first_y", "height", "width", "walk",
+                       "split", "splits", "tiles", "tiles_x", "tiles_y", "count", "padded_x", "padded_y"),
+    do_not_specialize_on_alignment=("LSE", "SLOPE", "TOTAL", "POSITIVE", "WEIGHTS", "SCALES", "X_LSE",
+                                    "Y_LSE"))
 
 
 @triton.jit
@@ -54,6 +57,12 @@ def octaves(RULE):
 
 
 @triton.jit
+def offset_of(RULE):
+    """The rule's offset; launch.py says why it travels as another number."""
+    return RULE.offset >> 2
+
+
+@triton.jit
 def overlap(row, column, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """Whether the tile that starts at (row, column) has an entry on the diagonal."""
     return (row < column + BLOCK_M) & (column < row + BLOCK_N)
@@ -64,7 +73,7 @@ def touched(row, column, N, M, RULE, EXCLUDE: tl.constexpr, BLOCK_N: tl.constexp
     """Whether the rule or the edge may leave out any entry of a tile; index rules leave most tiles whole."""
     some = (row + BLOCK_N > N) | (column + BLOCK_M > M)
     if EXCLUDE == "diagonal":
-        some = some | overlap(row + RULE.offset, column, BLOCK_N, BLOCK_M)
+        some = some | overlap(row + offset_of(RULE), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
         some = some | overlap(row, column, BLOCK_N, BLOCK_M)
         some = some | overlap(row + N // 2, column, BLOCK_N, BLOCK_M)
@@ -84,7 +93,7 @@ def positive_of(rows, N, RULE, EXCLUDE: tl.constexpr):
     elif EXCLUDE == "target":
         column = tl.load(RULE.row_ids + rows, mask=rows < N, other=-1)
     else:
-        column = rows + RULE.offset
+        column = rows + offset_of(RULE)
     return column
 
 
@@ -97,7 +106,7 @@ def kept(rows, column, origin, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.
     at = column - origin + tl.arange(0, BLOCK_M)
     keep = (rows < N)[:, None] & (at < M - origin)[None, :]
     if EXCLUDE == "diagonal":
-        keep = keep & (at[None, :] != (rows + RULE.offset - origin)[:, None])
+        keep = keep & (at[None, :] != (rows + offset_of(RULE) - origin)[:, None])
     elif EXCLUDE == "pair":
         keep = keep & (at[None, :] != (rows - origin)[:, None])
         keep = keep & (at[None, :] != (positive_of(rows, N, RULE, EXCLUDE) - origin)[:, None])

@@ -8,6 +8,8 @@ The host functions are called as users call them, on a driver that compiles for 
 What must hold: nothing spills but a word of predicates, shared memory is within the chip's limit, and half
 types run on the chip's own tensor core instruction.
 """
+import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -114,27 +116,24 @@ def launches(name, precision):
                     yield f"rows {d} {title}, few", lambda: with_few(1024, lambda: gradients(True, *sides))
 
 
+def all_kernels():
+    """Every kernel of the package, by whatever module it is found in."""
+    modules = [importlib.import_module(f"kernels.{path.stem}") for path in (ROOT / "kernels").glob("*.py")
+               if "triton" in path.read_text() and "benchmark" not in path.stem and "cost" not in path.stem]
+    found = (x for module in modules for x in vars(module).values() if hasattr(x, "device_caches"))
+    return sorted({kernel for kernel in found if "kernel" in kernel.fn.__name__}, key=lambda x: x.fn.__name__)
+
+
 def table(chip, only=None):
     """A row for every kernel that the launches, or only some, compile for a chip; what is wrong with it."""
     from triton.runtime import driver
 
-    from kernels import (
-        gradient_blocks,
-        gradient_rows,
-        launch,
-        lse_fixed_keys,
-        lse_forward,
-        one_pass,
-        reference,
-        tiles,
-        topk,
-    )
+    from kernels import launch, reference
     launch.INTERPRETED = True  # CPU tensors will do: nothing runs
     launch.PLAYED = chip // 10
     launch.FEW = reference.FEW = 0  # rows are looked at for a bound
     driver.set_active(AbsentChip(chip))
-    modules = (gradient_blocks, gradient_rows, lse_fixed_keys, lse_forward, one_pass, reference, tiles, topk)
-    kernels = {x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")}
+    kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
     for name, precision in DTYPES:
         for title, do in launches(name, precision):
@@ -175,13 +174,59 @@ def resources(cubin):
     return int(re.search(r"REG:(\d+)", said)[1]), int(re.search(r"STACK:(\d+)", said)[1])
 
 
+def variants():
+    """[(loss, kernel, how many)] of a kernel that a run with batches of many sizes would compile."""
+    import torch
+    import triton.compiler
+    from triton.runtime import driver
+
+    class Made:
+        """A compiled kernel that is none: only how many there would be is looked at."""
+        packed_metadata = function = None
+        launch_metadata, run = (staticmethod(lambda *arguments: None) for _ in range(2))
+
+    triton.compiler.compile = lambda *arguments, **options: Made()
+    from kernels import clip_loss, info_nce, launch, linear_cross_entropy, nt_xent, queue_loss, similarity_lse
+    launch.INTERPRETED, on = True, dict(impl="triton")
+    driver.set_active(AbsentChip(90))
+    ids = lambda x: torch.arange(len(x))
+    losses = {
+        "info_nce": lambda q, k: info_nce(q[: len(q) // 3], k, offset=len(q) // 3, **on),
+        "clip_loss": lambda q, k: clip_loss(q, k, **on), "nt_xent": lambda q, k: nt_xent(q, k, **on),
+        "queue_loss": lambda q, k: queue_loss(q, k, k.detach().new_zeros(500, k.shape[1]), **on),
+        "linear": lambda q, k: linear_cross_entropy(q, k, ids(q), **on),
+        "within": lambda q, k: similarity_lse(q, k, within=(ids(q), ids(k)), **on).sum()}
+    for (name, loss), sizes in itertools.product(losses.items(), [(5, 16, 63, 64, 1000), (1025, 1040, 1102)]):
+        for d, dtype in (128, torch.bfloat16), (768, torch.bfloat16), (768, torch.float32):
+            for kernel in all_kernels():
+                kernel.device_caches.clear()
+            for n in sizes:
+                loss(*(torch.zeros(n, d, dtype=dtype, requires_grad=True) for _ in range(2))).backward()
+            for kernel in all_kernels():
+                yield name, kernel.fn.__name__, len(kernel.device_caches[90][0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
+def test_batches_of_other_sizes_need_few_other_kernels():
+    """Forward and backward, of rows and of columns, are different code; the size of a batch is not."""
+    command = [sys.executable, __file__, "--variants"]
+    done = subprocess.run(command, env=compiling(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert len({kernel for _, kernel, count in found if int(count)}) > 12
+    assert [line for line in found if int(line[2]) > 3] == []
+
+
+def compiling():
+    """The environment of a process that compiles: here Triton is the interpreter."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_spills_within_shared_memory_on_tensor_cores(chip):
-    """In a process of its own: here Triton is the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     flags = [] if os.environ.get("TENCL_COMPILE") == "all" else ["--tight"]
-    done = subprocess.run([sys.executable, __file__, str(chip), *flags], env=environment, text=True,
+    done = subprocess.run([sys.executable, __file__, str(chip), *flags], env=compiling(), text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.splitlines()
     wrong = [line for line in lines if "WRONG" in line]
@@ -190,6 +235,8 @@ def test_no_spills_within_shared_memory_on_tensor_cores(chip):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    if "--variants" in sys.argv:
+        sys.exit(print(*(" ".join(map(str, found)) for found in variants()), sep="\n"))
     print(f"chip   {'kernel':18}{'dtype':9} {'float32':8}{'launch':22}registers stack  shared programs/SM")
     tight = "--tight" in sys.argv and TIGHT
     for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or CHIPS):

@@ -234,12 +234,17 @@ WAYS = {
     "a number": ({"launch.is_number": lambda temperature, x: True},
                  "info_nce clip_loss queue_loss", "info_nce clip_loss queue_loss"),
     "sums in blocks": (SUMS_IN_BLOCKS, "clip_loss nt_xent lse", "info_nce clip_loss nt_xent one_set"),
+    "sums in blocks without maximum": (SUMS_IN_BLOCKS | BOUNDED, "clip_loss nt_xent", "clip_loss one_set"),
     "one pass": (WIDE, "", "info_nce offset clip_loss nt_xent lse one_set"),
     "strips": (WIDE | {"one_pass.strip_height": lambda q, k: 128},
                "info_nce linear ignoring", "info_nce offset linear"),
+    "strips without maximum": (BOUNDED | {"one_pass.strip_height": lambda q, k: 128},
+                               "info_nce offset linear ignoring", ""),
     "two passes": (TWO_PASSES | BOUNDED, "info_nce offset linear ignoring", "info_nce linear ignoring"),
     "two passes in blocks": (TWO_PASSES | IN_BLOCKS, "info_nce clip_loss nt_xent linear lse one_set",
-                             "offset clip_loss nt_xent")}
+                             "offset clip_loss nt_xent"),
+    "the same without maximum": (TWO_PASSES | IN_BLOCKS | BOUNDED, "clip_loss nt_xent linear one_set",
+                                 "clip_loss nt_xent")}
 
 
 @pytest.mark.parametrize("way, dtype, loss", [
@@ -253,10 +258,11 @@ def test_every_way_through_the_kernels(way, dtype, loss, monkeypatch):
 @pytest.mark.parametrize("impl, dtype, wide", [
     ("blockwise", torch.float32, True), ("triton", torch.float32, True),
     *itertools.product(["triton"], HALF, [False, True])], ids=str)
-@pytest.mark.parametrize("loss", ["clip_loss", "nt_xent"])
+@pytest.mark.parametrize("loss", ["clip_loss", "nt_xent", "info_nce"])
 @pytest.mark.parametrize("temperature", [0.02, 0.01, 0.003])
 def test_sums_beyond_the_range_of_float32_have_a_maximum(temperature, loss, impl, dtype, wide, monkeypatch):
-    """At 0.01 exp2(s) of unit rows overflows, at 0.003 it vanishes too: only with a maximum it does not."""
+    """At 0.01 exp2(s) of unit rows overflows, which a common shift prevents; at 0.003 most rows' sums vanish
+    then, and those rows need a maximum of their own."""
     set_in(monkeypatch, BOUNDED | (WIDE if wide else {}))
     q, k = pairs(40, 24, dtype)
     k = torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k)
@@ -410,6 +416,44 @@ def test_repeated_targets_of_half_rows(impl):
     loss = lambda impl: lambda *x: 1000 * linear_cross_entropy(*x, targets, temperature=0.2, impl=impl)
     exact, ours = differentiate(loss("eager"), h.double(), w.double())[2], differentiate(loss(impl), h, w)[2]
     assert (ours - exact).norm() < 1e-3 * exact.norm()
+
+
+def as_tf32(x, half_a_step=0):
+    """float32 cut to TF32's 10 digits, as tensor cores read it; rounded, if half a step was added."""
+    return ((x.contiguous().view(torch.int32) + half_a_step) & -2 ** 13).view(torch.float32)
+
+
+@pytest.mark.skipif(GPU, reason="a model of what a GPU does")
+@pytest.mark.parametrize("loss, changes", [
+    ("info_nce", {}), ("info_nce", {"operations.in_one_pass": lambda *x: False}), ("clip_loss", BOUNDED)])
+def test_tf32_is_rounded_and_not_cut(loss, changes, monkeypatch):
+    """On tensor cores that cut, our products are as good as if they rounded, which cuBLAS's do."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    from kernels import gradient_blocks
+    multiply, add_product = InterpreterBuilder.create_dot, gradient_blocks.add_product
+
+    def cut(x):
+        return TensorHandle(as_tf32(torch.from_numpy(x.data.copy())).numpy(), x.dtype)
+
+    def in_tf32(total, a, b):
+        assert torch.equal(as_tf32(a), a) and torch.equal(as_tf32(b), b)
+        add_product(total, a, b)
+
+    products = {f"{module}.add_product": in_tf32 for module in ("gradient_blocks", "one_pass")}
+    set_in(monkeypatch, changes | products)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot",
+                        lambda self, a, b, *rest: multiply(self, cut(a), cut(b), *rest))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    q, k = pairs(150, 40, torch.float32)
+    rounded = [as_tf32(x, 2 ** 12).double() for x in (q, k)]
+    f, t = LOSSES[loss], torch.tensor(0.05)
+    exact = differentiate(lambda *x: f(*x, t.double(), "eager"), q.double(), k.double())
+    best = differentiate(lambda *x: f(*x, t.double(), "eager"), *rounded)
+    ours = differentiate(lambda *x: f(*x, t, "triton"), q, k)
+    cut_off = differentiate(lambda *x: f(*x, t.double(), "eager"), *(as_tf32(x).double() for x in (q, k)))
+    for a, b, c, d in zip(ours, best, cut_off, exact):
+        assert (a - d).norm() < 1.5 * (b - d).norm() < (c - d).norm()
 
 
 @both_impls
