@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch.torch_version import TorchVersion
 
+from . import paths
 from .launch import arguments, multiplicands, tile, turned
-from .paths import BUFFER
 from .reference import padded
 from .tiles import factors, finish, grouped, kept, kernel, octaves, product, stored, touched, weights
 
@@ -149,7 +149,7 @@ def add_targets(sums, q, targets, slope, shift):
 def block_shape(q, k, square):
     """(rows, columns) of the largest block of weights that BUFFER holds in whole tiles, near square for large
     products."""
-    entries = BUFFER // q.element_size()
+    entries = paths.BUFFER // q.element_size()
     side = 1 << (entries.bit_length() - 1) // 2
     if square:
         return min(len(q), side), min(len(q), side)

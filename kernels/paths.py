@@ -20,8 +20,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST = 256              # features that a program keeps beside as many of their gradient
 FEW = 1024                # rows up to which launches cost more than arithmetic
 TOPK_SLOTS = 64           # columns a row that topk keeps in registers
-BUFFER = 2 ** 27          # bytes of softmax weights that exist at a time, in blocks: 128 MiB
-STRIP = 2 ** 29           # and in strips of one_pass: 512 MiB. Both may be set lower
+BUFFER = 2 ** 27          # bytes of softmax weights at a time, 128 MiB in blocks: kernels.paths.BUFFER = …
+STRIP = 2 ** 29           # and 512 MiB in strips of one_pass: either may be set lower
 LEAST_STRIP = 2048        # rows below which passing over the columns' gradient costs more than a second pass
 
 

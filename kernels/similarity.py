@@ -36,8 +36,9 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in
                  float32. Under torch.autocast float32 rows are multiplied in its dtype, and their gradients
                  stay in float32
-    memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB
-                 (blockwise: 64 MiB, or 32 rows of logits where those are more); eager O(N·M)
+    memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB, or
+                 544 MiB where a loss takes its gradient in one pass (kernels.paths.BUFFER and STRIP, bytes,
+                 may be set lower; blockwise: 64 MiB, or 32 rows of logits where those are more); eager O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
     one_set = k is None

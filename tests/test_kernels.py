@@ -374,12 +374,24 @@ def test_blocks_fit_their_buffers(n, m, size):
         whole = lambda count: -(-count // 128) * 128
         fits = whole(height) * whole(width) * size
         assert 1 <= height <= n and 1 <= width <= max(n, m) and fits <= paths.BUFFER
-        assert height in (n, whole(height)) and width in (n if square else m, whole(width))  # a block starts with a tile
+        # a block starts with a tile
+        assert height in (n, whole(height)) and width in (n if square else m, whole(width))
         assert square or height * width == n * m or fits > paths.BUFFER // 4
     assert whole(paths.strip_height(q, k)) * whole(m) * size <= paths.STRIP
     for d, square in itertools.product((1, 768, 4096), (False, True)):
         height, width = lse_forward.block_shape(torch.empty(1, d), k, square)
         assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.PARTS
+
+
+def test_limits_may_be_set_lower(monkeypatch):
+    """Strips of few rows are not worth their passes over the columns' gradient: then there are two passes."""
+    from kernels import gradient_blocks
+    q, k = (torch.empty(rows, 8, device="meta") for rows in (5000, 6000))
+    one_pass = lambda q: paths.in_one_pass(q, k, False, make_rule(q, k, False), "triton", [True, True, False])
+    assert one_pass(q) and one_pass(q[:100])
+    set_in(monkeypatch, {"paths.STRIP": 2 ** 24, "paths.BUFFER": 2 ** 20})
+    height, width = gradient_blocks.block_shape(q, k, False)
+    assert not one_pass(q) and one_pass(q[:100]) and height * width * 4 <= 2 ** 20
 
 
 @both_impls
