@@ -12,7 +12,8 @@ inputs, gradients included; error is that of the gradient of q against float64, 
 norms; peak % is what the fewest known multiplications (PRODUCTS) take at the speed of a plain matrix product
 of the same run, in percent of the time. A case that does not fit says so, and so does an implementation of a
 related loss, which is a marker and has no error.
-Implementations share a process on a GPU; on the CPU each has its own, as memory is read from /proc (Linux).
+Every row has a process of its own and --limit seconds: what fails, dies or hangs costs one row. On the CPU
+that process's memory is read from /proc (Linux).
 """
 import argparse
 import contextlib
@@ -21,8 +22,10 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -43,7 +46,7 @@ GRID = {
             "info_nce": ["256x256x128", "4096x4096x768", "16384x16384x768"], "queue_loss": ["256x65536x128"]}}
 
 
-def measure(loss, size, dtype, impl, device, repeat, trained, peak):
+def measure(loss, size, dtype, impl, device, repeat, trained, peak, folder):
     """One row: milliseconds forward and forward + backward, extra MB and error; or why there is none."""
     f = function(loss, impl)
     if f is None:
@@ -58,7 +61,10 @@ def measure(loss, size, dtype, impl, device, repeat, trained, peak):
         with torch.no_grad():
             f(q, k, targets)
 
-    if device == "cpu" and loss != "queue_loss":  # what PyTorch imports and sets up once is nobody's memory
+    if device == "cuda":  # what PyTorch sets up once is nobody's memory: cuBLAS's buffers for both directions
+        few = q[:256].detach().requires_grad_()
+        (few @ few.T).sum().backward()
+    elif loss != "queue_loss":  # nor what it imports
         few_q, few_k, few_targets = (x[:256] for x in rows(loss, size, dtype, device, trained))
         f(few_q, few_k, few_targets % len(few_k)).backward()
     before = memory(device, reset=True)
@@ -74,10 +80,19 @@ def measure(loss, size, dtype, impl, device, repeat, trained, peak):
         both()
         grad = q.grad.double()
         q.grad = k.grad = None
+        exact = exact_gradient(loss, q, k, targets, f"{folder}/exact.pt")
+        row["error"] = ((grad - exact).norm() / exact.norm()).item()
+    return row
+
+
+def exact_gradient(loss, q, k, targets, path):
+    """The gradient of q in float64, which the first process of a case to need it leaves to the others."""
+    if not os.path.exists(path):
         exact_q, exact_k = (x.detach().double().requires_grad_(x.requires_grad) for x in (q, k))
         ours(loss, "blockwise")(exact_q, exact_k, targets).backward()
-        row["error"] = ((grad - exact_q.grad).norm() / exact_q.grad.norm()).item()
-    return row
+        torch.save(exact_q.grad, f"{path}.part")
+        os.replace(f"{path}.part", path)
+    return torch.load(path, map_location=q.device)
 
 
 def seconds(step, device, repeat):
@@ -127,43 +142,51 @@ def memory(device, reset=False):
 
 
 def child(case):
-    """Measure the implementations of a case, a line of JSON each; one that raises has the reason there."""
+    """Print the row of an implementation as a line of JSON; one that raises has the reason there."""
     dtype = getattr(torch, case.pop("dtype"))
-    for impl in case.pop("impls"):
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # peers talk
-                row = measure(impl=impl, dtype=dtype, **case)
-        except ImportError as error:
-            row = {"failed": f"not installed ({error.name})"}
-        except Exception as error:
-            row = {"failed": reason(str(error))}
-        if case["device"] == "cuda":
-            torch.cuda.empty_cache()
-        print(json.dumps({"impl": impl, **row}), flush=True)
+    try:
+        row = measure(dtype=dtype, **case)
+    except ImportError as error:
+        row = {"failed": f"not installed ({error.name})"}
+    except Exception as error:
+        row = {"failed": reason(str(error)) or type(error).__name__}
+    print("\n" + json.dumps({"impl": case["impl"], **row}), flush=True)
 
 
 def reason(message):
-    """The last line of a failure, in the words of the table where memory ran out."""
+    """The line of a message that says most, in the words of the table where memory ran out."""
     if "out of memory" in message.lower() or "can't allocate" in message.lower():
         return "does not fit in memory"
-    return (message.strip().splitlines() or ["failed"])[-1][:80]
+    lines = [line.strip() for line in message.strip().splitlines()]
+    return next((line for line in lines if "CUDA error" in line), "".join(lines[-1:]))[:80]
 
 
-def run(case):
-    """Yield a row for each implementation of a case; a process that dies costs the row at work alone."""
-    impls = list(case["impls"])
-    while impls:
-        together = impls if case["device"] == "cuda" else impls[:1]
-        asked = "--child", json.dumps({**case, "impls": together})
-        process = subprocess.Popen([sys.executable, "-m", "kernels.benchmark", *asked],
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        out, errors = process.communicate()
-        for line in out.splitlines():
-            yield json.loads(line)
-            impls.pop(0)
-        if process.returncode:
-            killed = process.returncode == -9
-            yield {"impl": impls.pop(0), "failed": "does not fit in memory" if killed else reason(errors)}
+def run(case, limit):
+    """The row of a process of its own, which is gone, with all that it started, however this ends."""
+    command = [sys.executable, "-m", "kernels.benchmark", "--child", json.dumps(case)]
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        file.seek(0)
+        said = file.read()
+    rows = [line for line in said.splitlines() if line.startswith('{"impl": ')]  # peers talk too
+    if rows:
+        return json.loads(rows[-1])
+    if code is None:
+        failed = f"time limit of {limit} s"
+    elif code == -signal.SIGKILL:
+        failed = "does not fit in memory"
+    else:
+        ended = signal.strsignal(-code) if code < 0 else f"exit code {code}"
+        failed = f"{ended}: {reason(said)}".rstrip(": ")
+    return {"impl": case["impl"], "failed": failed}
 
 
 def about(device):
@@ -228,11 +251,12 @@ def main(argv=None):
     add("--impl", nargs="+", choices=IMPLS, help="what to run (default: all that the device has)",
         default=[x for x in IMPLS if x != "blockwise"] if on_gpu else ["eager", "blockwise"])
     add("--repeat", type=count, default=20 if on_gpu else 5, help="timed runs of each")
+    add("--limit", type=count, default=600 if on_gpu else 3600, help="seconds that a row may take")
     add("--json", help="write the rows to this file, after each")
     add("--from", dest="source", help="measure nothing: take the rows from this file")
     add("--markdown", action="store_true", help="print the rows as a markdown table at the end")
     add("--plot", help="draw the rows to this file (wants matplotlib)")
-    add("--child", type=json.loads, help=argparse.SUPPRESS)    # a case's own process
+    add("--child", type=json.loads, help=argparse.SUPPRESS)    # a row's own process
     args = parser.parse_args(argv)
     if args.child:
         return child(args.child)
@@ -263,17 +287,22 @@ def measured(args, device):
         for loss, size, rows in cases:
             case = dict(loss=loss, size=size, dtype=args.dtype, device=device, repeat=args.repeat,
                         trained=rows == "trained", peak=peak)
-            for row in run({**case, "impls": args.impl}):
-                result["rows"].append({**dict(loss=loss, size=size, set=rows, dtype=args.dtype), **row})
-                name, shaped, kind, impl, *numbers = cells(result["rows"][-1])
-                bar.write(f"{loss:21}{shaped:22}{kind:8}{impl:14}" + "".join(f"{x:>11}" for x in numbers))
-                bar.update()
-                if args.json:
-                    write(result, args.json)
+            with tempfile.TemporaryDirectory() as folder:
+                for impl in args.impl:
+                    row = run({**case, "impl": impl, "folder": folder}, args.limit)
+                    result["rows"].append({**dict(loss=loss, size=size, set=rows, dtype=args.dtype), **row})
+                    _, shaped, kind, _, *numbers = cells(result["rows"][-1])
+                    bar.write(f"{loss:21}{shaped:22}{kind:8}{impl:14}" + "".join(f"{x:>11}" for x in numbers))
+                    bar.update()
+                    if args.json:
+                        write(result, args.json)
     return result
 
 
 if __name__ == "__main__":
+    for kind in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, for the process at work has to end too
+        if signal.getsignal(kind) is signal.SIG_DFL:
+            signal.signal(kind, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:  # what is measured is printed, and in the file of --json

@@ -11,7 +11,7 @@ TAU = 0.05
 # are one set
 PRODUCTS = {"nt_xent": 4, "clip_loss": 6, "info_nce": 6, "queue_loss": 4, "linear_cross_entropy": 6}
 PEERS = {"memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy", "Liger": "liger-kernel",
-         "siglip-kernel": "siglip-kernel"}
+         "siglip-kernel": "siglip-kernel", "Liger-scaled": "liger-kernel"}
 IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS]
 
 
@@ -65,13 +65,9 @@ def peer(loss, impl):
         from inf_cl import cal_flash_loss
         def one_sided(q, k, targets):
             return cal_flash_loss(q, k, targets, 1 / tau, head_dim=min(256, q.shape[1])).mean()
-    elif impl == "Liger" and loss == "linear_cross_entropy":
-        from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
-            LigerFusedLinearScaledCrossEntropyFunction as Liger,
-        )
-        def one_sided(q, k, targets):
-            out = Liger.apply(q, k, targets)
-            return (out[0] if isinstance(out, tuple) else out).mean()
+    elif impl == "Liger-scaled":  # its kernel is for bfloat16 on Hopper and wants NVIDIA's CUTLASS DSL
+        from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Liger
+        one_sided = lambda q, k, targets: Liger.apply(q, k, targets, tau).mean()
     elif impl == "Liger":
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
         one_sided = lambda q, k, targets: LigerFusedLinearCrossEntropyLoss()(k, q / tau, targets)

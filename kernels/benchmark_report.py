@@ -67,7 +67,7 @@ def draw_curves(axis, lines, column):
     """One panel of plot. At the largest N the highest and the lowest point have their number."""
     ends, largest = [], max(point[0] for points in lines.values() for point in points)
     for impl in sorted(lines, key=IMPLS.index):
-        colour = f"C{IMPLS.index(impl) % 10}"
+        colour = [*(f"C{i}" for i in range(10)), "black"][IMPLS.index(impl)]
         least = 2 ** -8  # no memory is less than a page
         points = sorted((point[0], max(point[column], least)) for point in lines[impl])
         stands_out = impl in ("blockwise", "triton")  # ours
