@@ -77,7 +77,7 @@ def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, nee
     q, k = multiplicands(q, k)
     sums_q, sums_k = (torch.zeros(len(x) if needed else 0, x.shape[1], dtype=torch.float32, device=q.device)
                       for x, needed in ((q, needs_q or needs_temperature), (k, needs_k)))
-    two_sided = rows is not None and columns is not None
+    two_sided = rows.slope is not None and columns.slope is not None
     blocks = tile(q, rule, two_sided)
     if two_sided:
         blocks |= dict(maxnreg=255, num_warps=4 if q.element_size() == 2 else 8)

@@ -53,7 +53,7 @@ from .tiles import (
 SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
 PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
 GROUP = 16           # tiles of each side whose rows the cache holds
-WALK = 4             # row tiles that a program with resident columns takes one after the other
+WALK = 512           # rows that a program takes one after the other before it sums its columns
 
 
 @triton.jit
@@ -290,7 +290,7 @@ def two_sided(q, k, temperature, rule, reference, loss):
         for j in range(i if triangle else 0, n, side):
             height, width, on_diagonal = min(side, n - i), min(side, n - j), triangle and i == j
             tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
-            walk = max(1, min(WALK, tiles_i * tiles_j // (4 * PROGRAMS)))
+            walk = max(1, min(WALK // blocks["BLOCK_N"], tiles_i * tiles_j // (4 * PROGRAMS)))
             walks = triton.cdiv(tiles_i, walk)
             table = totals.new_zeros if on_diagonal else totals.new_empty  # a triangle fills half of it
             parts = table(tiles_j * height + walks * width)

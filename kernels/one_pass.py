@@ -147,15 +147,15 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
         if len(dk):
             add_product(dk, w.T, x)
     *_, taken = pointers
-    side = Side(lse[0], slope[0], None)
+    side, no_side = Side(lse[0], slope[0]), Side()
     dtype, dt = gradient_dtype(dtype, temperature, "triton"), new(0)
     rest = rule.exclude, new().fill_(1), 1 / n if weights is None else 1.0, True, dtype, SHIFT
     del strip, w, tops, parts, folded, x
     if len(dq):
         scales = None if reference is None else scales
-        dq, dot = finished(dq, given_q, given_k, taken, side, None, *rest, needs_temperature, scales)
+        dq, dot = finished(dq, given_q, given_k, taken, side, no_side, *rest, needs_temperature, scales)
     if needs_temperature:
         dt = -dot.sum() / temperature
     if len(dk):
-        dk, _ = finished(dk, given_k, given_q, turned(taken), None, side, *rest, False)
+        dk, _ = finished(dk, given_k, given_q, turned(taken), no_side, side, *rest, False)
     return torch.stack(loss).sum(), dq.to(dtype), dk.to(dtype), dt

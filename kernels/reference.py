@@ -28,10 +28,10 @@ LONGEST_TILE = 256                                      # vectors are padded to 
 
 
 class Side(NamedTuple):
-    """A softmax of the loss, over the rows or the columns, as kernels take it."""
-    lse: Any          # (N,) float32
-    slope: Any        # (N,) float32: dloss/dlse
-    factors: Any      # (2, padded N) float32: a and b of the weights a exp2(s − b); None: from lse and slope
+    """A softmax of the loss, over the rows or the columns, as kernels take it; nothing but None: has not."""
+    lse: Any = None       # (N,) float32
+    slope: Any = None     # (N,) float32: dloss/dlse
+    factors: Any = None   # (2, padded N) float32: a and b of the weights a exp2(s − b); None: few rows
 
 
 @triton.jit
@@ -93,12 +93,12 @@ def padded(count):
 
 
 def side_of(statistics, reference, shift):
-    """(lse, slope) as a Side, or None; its factors are made here unless rows are few."""
+    """(lse, slope), or None, as a Side; its factors are made here unless rows are few."""
     if statistics is None:
-        return None
+        return Side()
     lse, slope = (x if x.data_ptr() % 16 == 0 else x.clone() for x in statistics)  # or it has its own kernel
     if len(lse) <= FEW:
-        return Side(lse, slope, None)
+        return Side(lse, slope)
     size = padded(len(lse))
     factors = torch.empty(2, size, dtype=torch.float32, device=lse.device)
     factors_kernel[size // LONGEST_TILE,](factors, lse, slope, reference, len(lse), size, SHIFT=shift,

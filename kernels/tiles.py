@@ -152,7 +152,7 @@ def own_factors(lse, slope, SHIFT: tl.constexpr):
 def factors(SIDE, at, count, padded, SHIFT: tl.constexpr):
     """(a, b) of rows of a side: their part of a weight is a exp2(s − b)."""
     a, b = 1.0, 0.0
-    if SIDE is not None:
+    if SIDE.slope is not None:
         if SIDE.factors is not None:                               # made once, for whole tiles
             a, b = tl.load(SIDE.factors + at), tl.load(SIDE.factors + padded + at)
         else:
@@ -167,10 +167,10 @@ def weights(s, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded, SIGN
     """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds; either may be missing."""
     if REFERENCE is None:
         w = tl.zeros(s.shape, tl.float32)
-        if X_SIDE is not None:
+        if X_SIDE.slope is not None:
             of_rows = tl.exp2(s - row_b[:, None])
             w = of_rows * row_a[:, None] if SIGNED else of_rows
-        if Y_SIDE is not None:
+        if Y_SIDE.slope is not None:
             column_a, column_b = factors(Y_SIDE, columns, M, padded, SHIFT)
             of_columns = tl.exp2(s - column_b[None, :])
             w += of_columns * column_a[None, :] if SIGNED else of_columns
@@ -197,9 +197,9 @@ def finish(dx, X, PARTNERS, X_SIDE, Y_SIDE, GRAD, unit, RULE, rows, d, N, M, fea
         at = positive_of(rows, N, RULE, EXCLUDE)
         there = (rows < N) & (at >= 0) & (at < M)
         share = tl.zeros((rows.shape[0],), tl.float32)
-        if X_SIDE is not None:
+        if X_SIDE.slope is not None:
             share += tl.load(X_SIDE.slope + rows, mask=there, other=0.0)
-        if Y_SIDE is not None:
+        if Y_SIDE.slope is not None:
             share += tl.load(Y_SIDE.slope + at, mask=there, other=0.0)
         partner = tl.load(PARTNERS + at.to(tl.int64)[:, None] * partner_row + d[None, :],
                           mask=there[:, None] & (d < features)[None, :], other=0.0)

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CHIPS = {80: ("mma.sync", 166_912), 90: ("wgmma", 232_448), 100: ("tcgen05", 232_448)}  # shared bytes a block
-SM_REGISTERS, SM_SHARED = 65_536, {80: 167_936, 90: 233_472, 100: 233_472}  # of one multiprocessor
+PRODUCT = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # a chip's own instruction
 DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest"),
           ("float16", "high")]
 # what fills registers or shared memory on some chip, and each kernel on each tensor core
@@ -32,21 +31,6 @@ TIGHT = {
     ("float32", "high"): ["sums 256 one side", "one pass 256 one side", "one pass 256 targets"],
     ("float32", "highest"): ["sums 128 one set", "blocks 256 all", "top 64 of 256 within"],
     ("float16", "high"): ["sums 256 two sides"]}
-
-
-class AbsentChip:
-    """What Triton asks of a driver, for a chip that is not there: its name, and launchers that do nothing."""
-    launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
-
-    def __init__(self, chip):
-        from triton.backends.compiler import GPUTarget
-        self.utils, target = self, GPUTarget("cuda", chip, 32)
-        self.get_current_device, self.get_current_stream = lambda: chip, lambda device: 0
-        self.get_current_target = lambda: target
-        self.get_device_properties = lambda device: dict(
-            max_shared_mem=CHIPS[chip][1], max_num_regs=SM_REGISTERS, multiprocessor_count=132, warpSize=32)
-        # module, function, registers, spills, threads: not looked at
-        self.load_binary = lambda name, binary, shared, device: (1, 1, 0, 0, 1024)
 
 
 def launches(name, precision):
@@ -129,10 +113,11 @@ def table(chip, only=None):
     from triton.runtime import driver
 
     from kernels import launch, reference
+    from kernels.cost_launches import absent
     launch.INTERPRETED = True  # CPU tensors will do: nothing runs
     launch.PLAYED = chip // 10
     launch.FEW = reference.FEW = 0  # rows are looked at for a bound
-    driver.set_active(AbsentChip(chip))
+    driver.set_active(absent(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
     for name, precision in DTYPES:
@@ -152,12 +137,13 @@ def table(chip, only=None):
 
 def judge(chip, made, half):
     """(registers, stack, shared memory, programs a multiprocessor; what is wrong) of a compiled kernel."""
+    from kernels.cost_launches import CHIPS, REGISTERS
     registers, stack = resources(made.asm["cubin"])
     shared, threads = made.metadata.shared, 32 * made.metadata.num_warps
-    programs = min(SM_REGISTERS // (registers * threads), SM_SHARED[chip] // (shared + 1024))
-    instruction, most_shared = CHIPS[chip]
+    about, instruction = CHIPS[f"sm_{chip}"], PRODUCT[chip]
+    programs = min(REGISTERS // (registers * threads), about.shared // (shared + 1024))
     multiplies = re.search(r"_dot|\.dot", made.asm["ttgir"])
-    wrong = ["spills"] * (stack > 8) + ["too much shared memory"] * (shared > most_shared)
+    wrong = ["spills"] * (stack > 8) + ["too much shared memory"] * (shared > about.most_shared)
     wrong += [f"no {instruction}"] * bool(half and multiplies and instruction not in made.asm["ptx"])
     return f"{registers:9}{stack:6}{shared:8}{programs:6}", wrong
 
@@ -187,8 +173,9 @@ def variants():
 
     triton.compiler.compile = lambda *arguments, **options: Made()
     from kernels import clip_loss, info_nce, launch, linear_cross_entropy, nt_xent, queue_loss, similarity_lse
+    from kernels.cost_launches import absent
     launch.INTERPRETED, on = True, dict(impl="triton")
-    driver.set_active(AbsentChip(90))
+    driver.set_active(absent("sm_90"))
     ids = lambda x: torch.arange(len(x))
     losses = {
         "info_nce": lambda q, k: info_nce(q[: len(q) // 3], k, offset=len(q) // 3, **on),
@@ -223,7 +210,7 @@ def compiling():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", PRODUCT)
 def test_no_spills_within_shared_memory_on_tensor_cores(chip):
     flags = [] if os.environ.get("TENCL_COMPILE") == "all" else ["--tight"]
     done = subprocess.run([sys.executable, __file__, str(chip), *flags], env=compiling(), text=True,
@@ -239,6 +226,6 @@ if __name__ == "__main__":
         sys.exit(print(*(" ".join(map(str, found)) for found in variants()), sep="\n"))
     print(f"chip   {'kernel':18}{'dtype':9} {'float32':8}{'launch':22}registers stack  shared programs/SM")
     tight = "--tight" in sys.argv and TIGHT
-    for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or CHIPS):
+    for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or PRODUCT):
         for line, wrong in table(chip, tight):
             print(line + (f"   WRONG: {', '.join(wrong)}" if wrong else ""), flush=True)
