@@ -40,7 +40,7 @@ from transformers.utils import cached_file
 from kernels import gather_rows, own_rows, similarity_lse
 from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, set_lr, sum_gradients
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
 from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
@@ -156,8 +156,9 @@ def compute_loss(model, batch, rows, args):
     if dist.is_initialized():
         dist.broadcast(noise, 0)                               # the same for all ranks
     shared = dict(temperature=args.temperature, form=args.form, impl=args.impl)
-    noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, **shared)
-    loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, offset=own_rows(rows).start, **shared)
+    with half_products(z1, args):
+        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, **shared)
+        loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, offset=own_rows(rows).start, **shared)
     loss = loss * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
@@ -220,7 +221,8 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     if form not in ("paper", "code"):
         raise ValueError(f"form: {form!r}, wanted paper or code")
     if form == "code":
-        return one_against_all(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
+        with torch.autocast(z1.device.type, enabled=False):    # its products are plain PyTorch's
+            return one_against_all(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
     own = slice(offset, offset + len(z1))
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     positive = (z1 * z2[own]).sum(1) / temperature

@@ -51,7 +51,7 @@ from tqdm import tqdm
 from kernels import gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
 from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import read_table, texts_of
@@ -251,11 +251,11 @@ def compute_loss(model, batch, rows, args):
     for z1, z2, e, ids in parts:
         common = dict(offset=offset, impl=args.impl)
         unit = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2))
-        simcse += len(z1) / n * info_nce(*unit, args.temperature, **common)
-        if args.form == "paper":
-            common |= dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:])
-        term = ease_loss(z1, e[:, 0], e[:, 1:], args.entity_temperature, args.hard_logit, **common)
-        entity += len(z1) / n * term
+        known = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.form == "paper" else {}
+        with half_products(z1, args):
+            simcse += len(z1) / n * info_nce(*unit, args.temperature, **common)
+            entity += len(z1) / n * ease_loss(z1, e[:, 0], e[:, 1:], args.entity_temperature,
+                                              args.hard_logit, **common, **known)
     loss = (args.simcse_weight * simcse + args.entity_weight * entity) * (n / rows)
     simcse, entity = (term.detach() * (n / rows) for term in (simcse, entity))
     return loss, {"loss": loss.detach(), "simcse": simcse, "entity": entity}

@@ -42,7 +42,7 @@ from torch import nn
 from kernels import gather_rows, own_rows, queue_loss
 from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.images import PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
-from kernels.training.loop import epoch_steps, set_lr, sum_gradients
+from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.run import Run
 from kernels.training.views import blur, coin, crop_and_flip, grey, jitter, linear, scaled, shift_hue, uniform
 
@@ -159,7 +159,8 @@ def build_model(args, pictures, run):
     split_norms(encoder, args.batch_size // args.bn_splits)
     model = PictureEncoder(encoder, head, run, *(CIFAR if pictures.small else IMAGENET))
     model.key = copy.deepcopy(model).requires_grad_(False)
-    model.register_buffer("queue", F.normalize(torch.randn(args.queue, args.width), dim=1))
+    queue = F.normalize(torch.randn(args.queue, args.width), dim=1)
+    model.register_buffer("queue", queue.to(HALF) if run.bf16 else queue)              # as it is multiplied
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
     say("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
                  f"queue of {args.queue:,}")
@@ -216,7 +217,9 @@ def compute_loss(model, batch, rows, args):
     queries, keys = batch
     own, loss = own_rows(rows), 0
     for x, k in zip(queries, keys):
-        mean = moco_loss(model(x), k[own], model.queue, args.temperature, impl=args.impl)
+        q = model(x)
+        with half_products(q, args):
+            mean = moco_loss(q, k[own], model.queue, args.temperature, impl=args.impl)
         loss = loss + mean * (len(x) / rows)
     return loss, {"loss": loss.detach()}
 
@@ -225,7 +228,7 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     """Mean over queries of −log softmax of their key among that key and the queue.
 
     q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
-    queue      (K, D) unit keys of earlier batches, without gradient
+    queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
     returns    scalar float32, float64 for float64
     source     He et al. 2020, eq. 1
     """

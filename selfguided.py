@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from kernels import gather_rows, own_rows, similarity_lse
 from kernels.training.command import Flags, at_least, command, fail, say
 from kernels.training.encoders import SentenceEncoder, begin_linear, describe_model, in_order, load_encoder
-from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
 from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import read_table, texts_of
@@ -140,8 +140,9 @@ def compute_loss(model, batch, rows, args):
         z = model.projection(torch.cat([model(batch)[:, None], views], 1)).float()
     c, h = z[:, 0], z[:, 1:]                                   # (n, width), (n, layers, width)
     gathered = (gather_rows(c, rows), gather_rows(h, rows)) if len(c) < rows else None
-    loss = selfguided_loss(c, h, args.temperature, args.objective, gathered=gathered,
-                           offset=own_rows(rows).start, impl=args.impl) * (len(c) / rows)
+    with half_products(c, args):
+        loss = selfguided_loss(c, h, args.temperature, args.objective, gathered=gathered,
+                               offset=own_rows(rows).start, impl=args.impl) * (len(c) / rows)
     return loss, {"loss": loss.detach()}
 
 

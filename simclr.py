@@ -43,7 +43,7 @@ from torch import nn
 from kernels import choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
 from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.images import RESNETS, PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
-from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_cosine
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
 from kernels.training.run import Run, peak_gb
 from kernels.training.views import blur, coin, crop_and_flip, cubic, grey, jitter, scaled, shift_hue, uniform
 
@@ -171,11 +171,12 @@ def loss_of_projections(z, labels, rows, args):
     gathered = None
     if args.supervised or len(z1) < rows:
         gathered = gather_rows(z1, rows), gather_rows(z2, rows)
-    if args.supervised:
-        loss = sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
-    else:
-        first = own_rows(rows).start
-        loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=first, impl=args.impl)
+    with half_products(z, args):
+        if args.supervised:
+            loss = sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
+        else:
+            first = own_rows(rows).start
+            loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=first, impl=args.impl)
     return loss * (len(z1) / rows)
 
 

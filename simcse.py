@@ -34,7 +34,7 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from kernels import gather_rows, own_rows, similarity_lse
 from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, set_lr, sum_gradients
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
 from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
@@ -119,7 +119,8 @@ def compute_loss(model, batch, rows, args):
     z1, *keys = model(batch).chunk(args.views)
     keys = [gather_rows(z, rows) for z in keys]
     flags = dict(temperature=args.temperature, hard_negative_weight=args.hard_negative_weight, impl=args.impl)
-    loss = simcse_loss(z1, *keys, offset=own_rows(rows).start, **flags) * (len(z1) / rows)
+    with half_products(z1, args):
+        loss = simcse_loss(z1, *keys, offset=own_rows(rows).start, **flags) * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
         mlm = masked_lm_loss(model, batch, args.impl)

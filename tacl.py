@@ -28,6 +28,7 @@ output there too, with --form code ours does. In both forms the mean is over the
 batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the author
 agrees), and pairs come from a stream, anew in every round (there once, all in memory).
 """
+import contextlib
 import copy
 import itertools
 import math
@@ -45,7 +46,7 @@ from kernels.training.command import Flags, at_least, command, fail, fill, is_fi
 from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
 from kernels.training.encoders import load_encoder, longest_input, save_tokenizer
 from kernels.training.folder import model_card, new_files
-from kernels.training.loop import set_lr, sum_gradients
+from kernels.training.loop import half_products, set_lr, sum_gradients
 from kernels.training.mlm import decoder_loss
 from kernels.training.run import Run
 from kernels.training.tokens import pad
@@ -214,8 +215,8 @@ def read(model, ids, segments, real, layers=True):
 
 
 def embed(model, ids, segments, real, chosen):
-    """(last hidden states (n, L, H), what the decoder would read at the chosen tokens, next-sentence logits
-    (n, 2)). The decoder, by far the widest layer, is handed no token."""
+    """(last hidden states (n, L, H) float32, what the decoder would read at the chosen tokens, next-sentence
+    logits (n, 2)). The decoder, by far the widest layer, is handed no token."""
     taken = []
 
     def skip(_, inputs):
@@ -225,7 +226,8 @@ def embed(model, ids, segments, real, chosen):
     with model.lm.get_output_embeddings().register_forward_pre_hook(skip):
         output = read(model.lm, ids, segments, real)
     hidden = output.hidden_states[-1]
-    return hidden, taken[0], output.seq_relationship_logits if model.nsp is None else model.nsp(hidden[:, 0])
+    next_logits = output.seq_relationship_logits if model.nsp is None else model.nsp(hidden[:, 0])
+    return hidden.float(), taken[0], next_logits
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -238,9 +240,11 @@ def compute_loss(model, batch, args):
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
         student, at_chosen, next_logits = embed(model, masked, segments, real, chosen)
         with torch.no_grad():
-            teacher = read(model.teacher[0], ids, segments, real, layers=False).last_hidden_state
-        contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
-                             similarity=args.similarity, impl=args.impl)
+            teacher = read(model.teacher[0], ids, segments, real, layers=False).last_hidden_state.float()
+        unit = args.similarity == "cosine"                     # other rows may leave float16's range
+        with half_products(student, args) if unit else contextlib.nullcontext():
+            contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
+                                 similarity=args.similarity, impl=args.impl)
         mlm = decoder_loss(at_chosen, model.lm.get_output_embeddings(), ids[chosen], impl=args.impl)
     nsp = F.cross_entropy(next_logits.float(), labels)
     tokens = len(at_chosen) * token_weight
@@ -278,7 +282,7 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
     temperature = temperature if similarity == "cosine" else 1.0
     positives = own, torch.arange(len(k), device=k.device)
     others = similarity_lse(q, k, temperature, exclude=positives, within=groups, impl=impl)
-    positive = torch.linalg.vecdot(q.to(others.dtype), k[own].to(others.dtype)) / temperature
+    positive = (q.to(others.dtype) * k[own].to(others.dtype)).sum(1) / temperature
     return -F.logsigmoid(positive - others).mean()             # = log(exp positive + exp others) - positive
 
 

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from kernels import gather_rows, nt_xent, own_rows, similarity_topk
 from kernels.training.command import Flags, at_least, command, fail, fill, say
 from kernels.training.encoders import POOLINGS, SentenceEncoder, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, sum_gradients
+from kernels.training.loop import epoch_steps, half_products, sum_gradients
 from kernels.training.run import Run
 from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
@@ -143,7 +143,9 @@ def compute_loss(model, batch, rows, args):
     encoder they cost next to nothing."""
     own = model(batch).chunk(2)
     head, e1, e2 = model.projection, *(gather_rows(e, rows) for e in own)
-    terms = {"instance": nt_xent(project(head, e1), project(head, e2), args.temperature, impl=args.impl)}
+    unit = project(head, e1), project(head, e2)
+    with half_products(e1, args):
+        terms = {"instance": nt_xent(*unit, args.temperature, impl=args.impl)}
     if args.radius and rows > 1:  # a last batch may be one sentence, without neighbours
         noise = torch.randn_like(e1) if args.form == "paper" else torch.rand_like(e1) - 0.5
         if dist.is_initialized():

@@ -64,7 +64,10 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
         needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
         return operations.call(operations.queue_loss, q, k, queue, temperature, *Rule(), impl, products,
                                *needs)[0]
-    positive = torch.linalg.vecdot(q.to(temperature.dtype), k.to(temperature.dtype)) / temperature
+    rounded = (x.detach().to(products or x.dtype).to(temperature.dtype) for x in (q, k))
+    # rounded as the others' products, though its gradient is not; autocast would take vecdot in half
+    q_wide, k_wide = (x.to(y.dtype) + (y - x).detach() for x, y in zip((q, k), rounded))
+    positive = (q_wide * k_wide).sum(1) / temperature
     return -F.logsigmoid(positive - fused_lse(q, queue, temperature, Rule(), impl, products)).mean()
 
 

@@ -244,6 +244,7 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     lse = torch.empty(2 if both else 1, n, dtype=torch.float32, device=q.device)
     positive, slope = (torch.empty_like(lse[0]), torch.empty_like(lse)) if loss else (None, None)
     blocks = block_sizes(q, rule, both) | (dict(maxnreg=255) if both else {})
+    assert not both or blocks["BLOCK_N"] == blocks["BLOCK_M"], "tables of rows and of columns are one"
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     of_groups = ranges(rule, blocks)
 
@@ -280,10 +281,8 @@ def two_sided(q, k, temperature, rule, reference, loss):
     k, n = q if triangle else k, len(q)
     totals = torch.zeros(1 if triangle else 2, n, dtype=torch.float32, device=q.device)
     positive = torch.empty_like(totals[0]) if loss else None
-    blocks = block_sizes(q, rule, True)
-    if blocks["RESIDENT"] and capability(q) == 9:
-        # half a tile leaves registers for the sums of columns: three programs share a multiprocessor
-        blocks |= dict(BLOCK_N=64, num_warps=4, maxnreg=168)
+    blocks = sums_sizes(q, rule)
+    assert blocks["BLOCK_M"] % blocks["BLOCK_N"] == 0, "a column tile ends on the diagonal"
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     side, _ = block_shape(q, k, square=True)
     for i in range(0, n, side):
@@ -350,6 +349,9 @@ def block_sizes(x, rule, two_sided=False):
     return blocks | dict(RESIDENT=resident)
 
 
-def similarity_lse(q, k, temperature, rule):
-    """(N,) float32; see kernels.similarity_lse."""
-    return log_sums(q, k, temperature, rule).lse[0]
+def sums_sizes(x, rule):
+    """As block_sizes(); half a tile leaves registers for the sums of columns: three programs at a time."""
+    blocks = block_sizes(x, rule, two_sided=True)
+    if blocks["RESIDENT"] and capability(x) == 9:
+        blocks |= dict(BLOCK_N=64, num_warps=4, maxnreg=168)
+    return blocks

@@ -151,16 +151,20 @@ def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkey
     assert state["embedder.embedder.normalization.num_batches_tracked"] == tracked
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_resume_is_exact(name, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, precision", [("simclr", "fp32"), ("moco", "fp32"), ("moco", "bf16")])
+def test_resume_is_exact(name, precision, data, tmp_path, monkeypatch):
     """Steps 5 and 6, which the interrupted run did after its evaluation, are done again."""
-    flags = ["--data", data, *FLAGS, *OWN[name]]
+    flags = ["--data", data, *FLAGS, *OWN[name], "--precision", precision]
     whole = run(name, tmp_path / "whole", *flags)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(SCRIPTS[name], "sum_gradients", Mock(side_effect=[None] * 6 + [KeyboardInterrupt]))
         run(name, tmp_path / "parts", *flags)
     parts = run(name, tmp_path / "parts", *flags, "--resume")
     assert whole.losses == parts.losses and equal(whole.state, parts.state)
+    if name == "moco":                                         # its queue waits in the type of its products
+        queue, keys = parts.state["model"]["queue"], parts.model.queue
+        assert queue.dtype == keys.dtype == (torch.float16 if precision == "bf16" else torch.float32)
+        torch.testing.assert_close(queue.float().norm(dim=1), torch.ones(24), atol=1e-3, rtol=0)
 
 
 def test_keys_are_encoded_by_what_followed(data, tmp_path, monkeypatch):

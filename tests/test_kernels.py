@@ -483,11 +483,12 @@ def test_topk(impl, n, programs, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", LOSSES | SUMS)
-@pytest.mark.parametrize("impl, dtype", [
-    ("blockwise", torch.float16), ("blockwise", torch.bfloat16), *(("triton", dtype) for dtype in HALF)],
-    ids=str)
-def test_autocast_multiplies_in_its_dtype_and_sums_in_float32(loss, impl, dtype):
+@pytest.mark.parametrize("impl, dtype, wide", [
+    ("blockwise", torch.float16, False), ("blockwise", torch.bfloat16, False),
+    *itertools.product(["triton"], HALF, [False, True])], ids=str)
+def test_autocast_multiplies_in_its_dtype_and_sums_in_float32(loss, impl, dtype, wide, monkeypatch):
     """Gradients too, all the way: float16 has none of this size. Rows may have autocast's dtype already."""
+    set_in(monkeypatch, WIDE if wide else {})
     f, inputs = (LOSSES | SUMS)[loss], pairs(38, 24, torch.float32)
     with torch.autocast(DEVICE, dtype=dtype):
         value, *ours = differentiate(lambda q, k: 1e-7 * f(q, k, 0.07, impl), *inputs)

@@ -72,7 +72,7 @@ COMMON = {
     "--eval-every": dict(type=at_least(1, int), help="steps between evaluations"),
     "--resume": dict(action="store_true", help="continue the run in --out, with the same flags"),
     "--impl": dict(choices=("auto", "triton", "blockwise", "eager"), help="kernels"),
-    "--precision": dict(choices=("bf16", "fp32"), help="of the encoder; default bf16 on a GPU, else fp32"),
+    "--precision": dict(choices=("bf16", "fp32"), help="encoder and loss; default bf16 on a GPU, else fp32"),
 }
 
 

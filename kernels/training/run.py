@@ -41,7 +41,7 @@ class Run:
 
     device     where the models of this rank live
     out        Path of --out
-    bf16       whether encoders run under autocast to bfloat16
+    bf16       whether encoders run under autocast to bfloat16, and losses multiply unit rows in float16
     step       the step at work, from 1; before the first the one that --resume goes on from, else 0
     due        whether an evaluation is due at this step
     progress   what state.pt keeps beside weights and optimizer; a script may put more into it
