@@ -302,16 +302,15 @@ def two_sided(q, k, temperature, rule, reference, loss):
             else:
                 add(totals[0, i:i + height], of_rows)
                 add(totals[-1, j:j + width], of_columns)
-    lse, shares = torch.empty_like(totals), []
-    slope = torch.empty_like(totals) if loss else None
+    lse, slope, programs = torch.empty_like(totals), None, triton.cdiv(n, tile(q, rule)["BLOCK_N"])
+    if loss:
+        slope, shares = torch.empty_like(totals), totals.new_empty(len(totals), programs)
     for at, (x, y, of_side) in enumerate([(q, k, rule), (k, q, swapped(rule))][:len(totals)]):
-        blocks = tile(x, rule)
-        pointers, sizes, rest = arguments(x, y, temperature, of_side, blocks)
-        programs = triton.cdiv(n, blocks["BLOCK_N"])
-        shares.append(totals.new_empty(programs) if loss else None)
-        ends_kernel[programs,](lse[at], slope[at] if loss else None, shares[at], totals[at], positive,
-                               reference, 1 / (n * len(totals)), *pointers, *sizes, **rest)
-    return Sums(lse, slope, sum(share.sum() for share in shares) if loss else None)
+        pointers, sizes, rest = arguments(x, y, temperature, of_side, tile(x, rule))
+        of_loss = (slope[at], shares[at]) if loss else (None, None)
+        ends_kernel[programs,](lse[at], *of_loss, totals[at], positive, reference, 1 / (n * len(totals)),
+                               *pointers, *sizes, **rest)
+    return Sums(lse, slope, shares.sum() if loss else None)
 
 
 def add(total, parts):
