@@ -13,6 +13,7 @@ is no digit of a sum above 2⁻⁸⁰. Where a row's sum is smaller (τ = 0.01: 
 What a row's part of a weight needs is made once per row, for whole tiles: no logarithm, and no mask, is left
 in the loops over tiles.
 """
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +81,11 @@ def reference_of(q, k, temperature, rows=None, columns=None):
     rows: reading them again costs more than a second exponential."""
     if max(len(q), len(k)) <= FEW:
         return None
+    norms = functools.partial(torch.linalg.vector_norm, dim=1, dtype=torch.float32)
     reference = torch.empty((), dtype=torch.float32, device=q.device)
-    x, y = (torch.linalg.vector_norm(x, dim=1, dtype=torch.float32) for x in (q, k)) if k is not q else (
-        torch.linalg.vector_norm(q, dim=1, dtype=torch.float32), None)
-    reference_kernel[1,](reference, x, y, rows, columns, scale_of(temperature, q), len(q), len(k), BLOCK=4096,
-                         num_warps=8, enable_fp_fusion=True)
+    reference_kernel[1,](reference, norms(q), None if k is q else norms(k), rows, columns,
+                         scale_of(temperature, q), len(q), len(k), BLOCK=4096, num_warps=8,
+                         enable_fp_fusion=True)
     return reference
 
 

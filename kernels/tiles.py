@@ -5,7 +5,8 @@
     rows i │ tile │ tile │ tile │     (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M) on the tensor cores,
            └──────┴──────┴──────┘     so no D is too large; it never leaves the registers.
 
-Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has.
+Logits are kept in units of log 2 (s·log2(e)/τ), because exp2 is what the hardware has; reference.py says how
+one exponential serves rows and columns.
 """
 import math
 
