@@ -8,10 +8,9 @@ The loss sees the weights θ through the embeddings alone, L(z_1(θ), ..., z_C(�
     dL/dθ = Σ_c (dz_c/dθ)ᵀ dL/dz_c
 
 and all that a chunk has to know of the others is its dL/dz_c, a tensor as small as z_c (GradCache: Gao,
-Zhang, Han, Callan 2021, arXiv 2101.06983). Forward therefore forgets each chunk's activations, but the last
-one's; the loss and dL/dz are computed once, over the whole batch; backward goes through the last chunk, then
-embeds each other one again, with the random numbers and the autocast of the first time, and goes through it
-at once. Price: one forward more of all chunks but one.
+Zhang, Han, Callan 2021, arXiv 2101.06983). Forward therefore forgets each chunk's activations; the loss and
+dL/dz are computed once, over the whole batch; backward embeds each chunk again, with the random numbers and
+the autocast of the first time, and goes through it at once. Price: one forward more.
 """
 import torch
 
@@ -38,15 +37,11 @@ class Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, embed, chunks, module, _):
         ctx.embed, ctx.chunks, ctx.module, ctx.random, parts = embed, chunks, module, [], []
-        ctx.device, kind = _.device, _.device.type
-        # weights that autocast has cast without a gradient must not come back from its cache with one to take
-        ctx.autocast = dict(device_type=kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False,
-                            enabled=torch.is_autocast_enabled(kind))
-        for i, chunk in enumerate(chunks):
+        ctx.device = _.device
+        ctx.autocast = torch.is_autocast_enabled(ctx.device.type), torch.get_autocast_dtype(ctx.device.type)
+        for chunk in chunks:
             ctx.random.append(random_state(ctx.device))
-            with torch.set_grad_enabled(i == len(chunks) - 1), torch.autocast(**ctx.autocast):
-                parts.append(embed(chunk))
-        ctx.last, parts[-1] = parts[-1], parts[-1].detach()
+            parts.append(embed(chunk))
         ctx.sizes = [len(part) for part in parts]
         return torch.cat(parts)
 
@@ -54,12 +49,10 @@ class Chunks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         now, buffers = random_state(ctx.device), [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
-        *parts, part = gradient.split(ctx.sizes)
-        torch.autograd.backward(ctx.last, part)
-        ctx.last = None  # its graph makes room for the next
-        for chunk, random, part in zip(ctx.chunks, ctx.random, parts):
+        for chunk, random, part in zip(ctx.chunks, ctx.random, gradient.split(ctx.sizes)):
             set_random_state(random, ctx.device)
-            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            kind, (enabled, dtype) = ctx.device.type, ctx.autocast
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
                 z = ctx.embed(chunk)
             torch.autograd.backward(z, part)
         set_random_state(now, ctx.device)

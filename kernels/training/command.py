@@ -60,7 +60,7 @@ COMMON = {
     "--model": dict(help="hub name, local folder, or from scratch"),
     "--out": dict(help="folder to write"),
     "--batch-size": dict(type=at_least(1, int), help="rows a step, over all GPUs"),
-    "--chunk-size": dict(type=at_least(1, int), help="rows embedded at a time, more of short ones; exact"),
+    "--chunk-size": dict(type=at_least(1, int), help="rows embedded at a time; gradients are the batch's"),
     "--epochs": dict(type=at_least(1, int), help="times that all rows are seen"),
     "--steps": dict(type=at_least(1, int), help="length of the training in steps"),
     "--lr": dict(type=at_least(0), help="learning rate"),

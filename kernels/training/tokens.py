@@ -94,20 +94,18 @@ def grouped(lengths, device, most=None):
 
 def length_groups(lengths, cost, most=None):
     """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic
-    programming. With `most`, no group has more tokens, padding included, than the `most` longest rows."""
-    room = sum(lengths[-most:]) if most else len(lengths) * max(lengths, default=0)
-    best = {0: (0, 0)}  # the first n rows: (least cost, start of the last of one length)
+    programming. No group has more than `most` rows."""
+    best = {0: (0, 0)}  # the first n rows: (least cost, start of their last group)
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
-            longest, fit = lengths[end - 1], room // lengths[end - 1]
-            best[end] = min((best[start][0] + (end - start) * longest - (start - end) // fit * cost, start)
-                            for start in best)
+            longest = lengths[end - 1]
+            best[end] = min((best[start][0] + (end - start) * longest + cost, start) for start in best)
     cuts, end = [], len(lengths)
     while end:
-        start, fit = best[end][1], room // lengths[end - 1]
-        cuts += [(max(start, last - fit), last) for last in range(end, start, -fit)]
-        end = start
-    return cuts[::-1]
+        cuts.append((best[end][1], end))
+        end = best[end][1]
+    most = most or len(lengths)
+    return [(first, min(first + most, end)) for start, end in cuts[::-1] for first in range(start, end, most)]
 
 
 def pad(rows, value):
