@@ -12,7 +12,13 @@ Zhang, Han, Callan 2021, arXiv 2101.06983). Forward therefore forgets each chunk
 dL/dz are computed once, over the whole batch; backward embeds each chunk again, with the random numbers and
 the autocast of the first time, and goes through it at once. Price: one forward more.
 """
+import ctypes
+import sys
+import time
+
 import torch
+
+TRIM_SECONDS = 1  # between two trims: the pages given back have to be fetched again, which takes some percent
 
 
 def embed_in_chunks(embed, chunks, module):
@@ -49,16 +55,27 @@ class Chunks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         now, buffers = random_state(ctx.device), [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
+        trimmed = time.monotonic()
         for chunk, random, part in zip(ctx.chunks, ctx.random, gradient.split(ctx.sizes)):
             set_random_state(random, ctx.device)
             kind, (enabled, dtype) = ctx.device.type, ctx.autocast
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
                 z = ctx.embed(chunk)
             torch.autograd.backward(z, part)
+            if ctx.device.type == "cpu" and time.monotonic() - trimmed >= TRIM_SECONDS:
+                trim_heap()
+                trimmed = time.monotonic()
         set_random_state(now, ctx.device)
         for buffer, before in buffers:
             buffer.copy_(before)
         return None, None, None, None
+
+
+def trim_heap():
+    """Gives the system what this process has freed. glibc keeps it, in pieces that a chunk of longer rows
+    cannot use, so that the heap grows from step to step; other C libraries have no malloc_trim."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def random_state(device):

@@ -1,8 +1,14 @@
 """embed_in_chunks: the gradients of the whole graph, dropout included, and the memory of one chunk."""
+import ctypes
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from kernels import chunks as module
 from kernels import embed_in_chunks, info_nce
 
 
@@ -84,3 +90,22 @@ def test_graphs_hold_one_chunk():
     forward, backward = held[:len(chunks)], held[len(chunks):]
     assert len(backward) == len(chunks) and sum(forward) == x.numel()
     assert 0 < max(backward) <= 8 * (2 * 32 * 64 + 64 * 64)  # of a layer: rows twice, weights
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc")
+def test_freed_memory_goes_back(monkeypatch):
+    """What a chunk has freed below something that is kept, as gradients are, leaves the process."""
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+    def embed(x):
+        nonlocal kept, most
+        if torch.is_grad_enabled():
+            pieces = [torch.ones(2**14) for _ in range(2**11)]  # 64 KiB each, 128 MiB
+            kept, most = pieces[-1], resident()
+        return x * weight
+
+    kept, most, weight = None, 0, nn.Parameter(torch.ones(1))
+    monkeypatch.setattr(module, "TRIM_SECONDS", 0)
+    embed_in_chunks(embed, torch.ones(4, 1).split(2), nn.ParameterList([weight])).sum().backward()
+    assert weight.grad == 4 and kept is not None and most - resident() > 100
