@@ -18,7 +18,7 @@ import time
 
 import torch
 
-TRIM_SECONDS = 1  # between two trims: the pages given back have to be fetched again, which takes some percent
+TRIM_SECONDS = 1  # from one to the next: pages that are given back have to be fetched again, which takes time
 
 
 def embed_in_chunks(embed, chunks, module):
@@ -39,6 +39,7 @@ def embed_in_chunks(embed, chunks, module):
 
 class Chunks(torch.autograd.Function):
     """Its last argument, a parameter, makes autograd call backward, which puts all gradients in place."""
+    trimmed = 0.0  # when the heap was, of all calls
 
     @staticmethod
     def forward(ctx, embed, chunks, module, _):
@@ -55,16 +56,15 @@ class Chunks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         now, buffers = random_state(ctx.device), [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
-        trimmed = time.monotonic()
         for chunk, random, part in zip(ctx.chunks, ctx.random, gradient.split(ctx.sizes)):
             set_random_state(random, ctx.device)
             kind, (enabled, dtype) = ctx.device.type, ctx.autocast
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
                 z = ctx.embed(chunk)
             torch.autograd.backward(z, part)
-            if ctx.device.type == "cpu" and time.monotonic() - trimmed >= TRIM_SECONDS:
+            if ctx.device.type == "cpu" and time.monotonic() - Chunks.trimmed >= TRIM_SECONDS:
                 trim_heap()
-                trimmed = time.monotonic()
+                Chunks.trimmed = time.monotonic()
         set_random_state(now, ctx.device)
         for buffer, before in buffers:
             buffer.copy_(before)
