@@ -18,7 +18,7 @@ import time
 
 import torch
 
-TRIM_SECONDS = 1  # from one to the next: pages that are given back have to be fetched again, which takes time
+TRIM_SECONDS = 1  # from one to the next: pages that are given back have to be fetched again
 
 
 def embed_in_chunks(embed, chunks, module):
@@ -39,7 +39,7 @@ def embed_in_chunks(embed, chunks, module):
 
 class Chunks(torch.autograd.Function):
     """Its last argument, a parameter, makes autograd call backward, which puts all gradients in place."""
-    trimmed = 0.0  # when the heap was, of all calls
+    trimmed = 0.0  # when the heap was, by any call
 
     @staticmethod
     def forward(ctx, embed, chunks, module, _):
@@ -62,9 +62,8 @@ class Chunks(torch.autograd.Function):
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled=enabled):
                 z = ctx.embed(chunk)
             torch.autograd.backward(z, part)
-            if ctx.device.type == "cpu" and time.monotonic() - Chunks.trimmed >= TRIM_SECONDS:
+            if ctx.device.type == "cpu":
                 trim_heap()
-                Chunks.trimmed = time.monotonic()
         set_random_state(now, ctx.device)
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -72,10 +71,13 @@ class Chunks(torch.autograd.Function):
 
 
 def trim_heap():
-    """Gives the system what this process has freed. glibc keeps it, in pieces that a chunk of longer rows
-    cannot use, so that the heap grows from step to step; other C libraries have no malloc_trim."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
+    """Gives the system what this process has freed, if that was not done just now. glibc keeps it, in pieces
+    that a chunk of longer rows cannot use, so that the heap grows from step to step; other C libraries have
+    no malloc_trim."""
+    now = time.monotonic()
+    if now - Chunks.trimmed >= TRIM_SECONDS and sys.platform == "linux":
+        Chunks.trimmed = now
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 def random_state(device):

@@ -3,6 +3,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,8 +94,10 @@ def test_graphs_hold_one_chunk():
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc")
-def test_freed_memory_goes_back(monkeypatch):
-    """What a chunk has freed below something that is kept, as gradients are, leaves the process."""
+@pytest.mark.parametrize("seconds, freed", [(0, True), (1, False)])
+def test_freed_memory_goes_back(seconds, freed, monkeypatch):
+    """What a chunk has freed below something that is kept, as gradients are, leaves the process: not at once
+    if the last time is less than TRIM_SECONDS ago, in this call or another."""
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
@@ -106,6 +109,9 @@ def test_freed_memory_goes_back(monkeypatch):
         return x * weight
 
     kept, most, weight = None, 0, nn.Parameter(torch.ones(1))
-    monkeypatch.setattr(module, "TRIM_SECONDS", 0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 100.5))
+    monkeypatch.setattr(module.Chunks, "trimmed", 100.0)
+    monkeypatch.setattr(module, "TRIM_SECONDS", seconds)
     embed_in_chunks(embed, torch.ones(4, 1).split(2), nn.ParameterList([weight])).sum().backward()
-    assert weight.grad == 4 and kept is not None and most - resident() > 100
+    assert weight.grad == 4 and kept is not None and (most - resident() > 100) == freed
+    assert module.Chunks.trimmed == (100.5 if freed else 100.0)
