@@ -32,28 +32,7 @@ mean of both CE, and KL summed over the batch, so that α is comparable under on
 both: processes share their draws (F) and Fisher information (D), where each had its own; a step whose
 gradient is not finite is skipped.
 """
-import argparse
-import itertools
-import math
-import re
-from collections import Counter
-
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from tqdm import tqdm  # comes with transformers
-from transformers import AutoModelForSequenceClassification
-
-from kernels import own_rows
-from kernels.training.command import Flags, at_least, command, fail, fill, is_first_rank, say
-from kernels.training.encoders import load_encoder, longest_input, save_tokenizer
-from kernels.training.folder import model_card, new_files
-from kernels.training.labels import classify, evaluate, find_columns, make_batch, tokenise_texts
-from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
-from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
-from kernels.training.run import Run
-from kernels.training.tables import empty_cell, texts_of
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, is_first_rank, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -79,8 +58,7 @@ def make_parser():
     add("--label", help="the column of labels; default see above")
     add("--task", choices=tuple(METRICS), help="default by the labels, see above")
     add("--metric", choices=sum(METRICS.values(), ()), help="compares trials; default accuracy or spearman")
-    common("--data")
-    common("--dev")
+    parser.plain("--evaluate", "--data", "--dev")
     common("--model", "bert-large-cased")
     common("--out", "out/childtuning")
     common("--batch-size", 16, "16 (released script)")
@@ -90,10 +68,35 @@ def make_parser():
     common("--max-length", 128, "128 (released script), of a pair in all")
     common("--seed", 42)
     common("--eval-every", said="an epoch")
-    common("--resume")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import argparse
+import itertools
+import math
+import re
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm  # comes with transformers
+from transformers import AutoModelForSequenceClassification
+
+from kernels import check_rows, own_rows
+from kernels.training import labels
+from kernels.training.encoders import load_encoder, longest_input
+from kernels.training.folder import model_card, new_files, save_tokenizer
+from kernels.training.labels import classify, evaluate, find_columns, make_batch, tokenise_texts
+from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
+from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
+from kernels.training.run import Run
+from kernels.training.tables import empty_cell, texts_of
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -116,7 +119,7 @@ def load_data(path, args):
         if args.batch_size > len(rows):
             fail(f"{path}: {len(rows)} rows, wanted at least --batch-size, which is {args.batch_size}")
     values = {answer: i for i, answer in enumerate(args.labels)}
-    wanted = f"one of {args.data}, which are {', '.join(args.labels)}"[:300]
+    wanted = f"one of {args.data or args.model}, which are {', '.join(args.labels)}"[:300]
     if args.task == "regression":
         values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
     for place, _, answer in rows:
@@ -191,7 +194,10 @@ def compute_loss(model, batch, rows, args):
 
 def task_loss(logits, labels):
     """Mean cross entropy of logits (N, C), int64 labels (N,), or squared error of (N, 1) and float (N,)."""
-    return F.mse_loss(logits[:, 0], labels) if labels.is_floating_point() else F.cross_entropy(logits, labels)
+    is_float = torch.is_tensor(labels) and labels.is_floating_point()
+    columns = {"C": 1} if is_float else {}
+    check_rows(logits=(logits, "N C"), labels=(labels, "N", float if is_float else int), **columns)
+    return F.mse_loss(logits[:, 0], labels) if is_float else F.cross_entropy(logits, labels.long())
 
 
 def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
@@ -202,8 +208,12 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
                        (logits1 − logits2)² for KL
     form               "paper": CE1 + CE2 + α · mean over rows of (KL(P1‖P2) + KL(P2‖P1)) / 2
                        "code": (CE1 + CE2) / 2 + α · their sum over rows, as the readme of the released code
+    raises             ValueError naming the argument, what it was and what is wanted
     source             Liang, Wu et al. 2021
     """
+    check_rows(logits1=(logits1, "N C"), logits2=(logits2, "N C"))
+    if form not in ("paper", "code"):
+        raise ValueError(f"form: {form!r}, wanted paper or code")
     tasks = task_loss(logits1, labels) + task_loss(logits2, labels)
     if labels.is_floating_point():
         apart = (logits1 - logits2)[:, 0].square()
@@ -479,7 +489,8 @@ def judge(model, dev, trial, run, total):
     if last:
         run.progress["scores"].append(scores)
     if dev:
-        say("dev", f"step {run.step:,}, mode {trial.mode}, seed {trial.seed}: {mean_and_spread([scores])}")
+        found = labels.mean_and_spread([scores])
+        say("dev", f"step {run.step:,}, mode {trial.mode}, seed {trial.seed}: {found}")
 
 
 def save(model, trial, run):
@@ -498,15 +509,6 @@ def save(model, trial, run):
 def load_line(run):
     """How others load the folder."""
     return f'pipeline("text-classification", "{run.args.out}")'
-
-
-def mean_and_spread(runs):
-    """One line: the scores of a run, or of several mean ± deviation and best."""
-    columns = {metric: [scores[metric] for scores in runs] for metric in runs[0]}
-    if len(runs) == 1:
-        return ", ".join(f"{metric} {x[0]:.2f}" for metric, x in columns.items())
-    return "; ".join(f"{metric} {np.mean(x):.2f} ± {np.std(x, ddof=1):.2f}, best {max(x):.2f}"
-                     for metric, x in columns.items())
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -536,7 +538,7 @@ def sum_up(trials, run):
     if args.dev:
         pairs = list(zip(run.progress["scores"], trials))
         for mode in args.mode:
-            say(mode, mean_and_spread([scores for scores, trial in pairs if trial.mode == mode]))
+            say(mode, labels.mean_and_spread([scores for scores, trial in pairs if trial.mode == mode]))
         chosen = f"{args.metric} {best[args.metric]:.2f} of mode {best['mode']}, seed {best['seed']}, "
     if run.progress["skipped"]:
         chosen += f"{run.progress['skipped']} steps skipped, "
@@ -547,6 +549,8 @@ def sum_up(trials, run):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return labels.score(args, __file__, load_data)
     train = load_data(args.data, args)
     dev = load_data(args.dev, args) if args.dev else []
     run = Run(args, __file__)

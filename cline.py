@@ -10,7 +10,8 @@ h the [CLS] vector of a text, h_t the vector of a token and s a learned number o
     L_RTD = mean over tokens of the others of the binary cross entropy of σ(w·h_t) against "t was replaced"
     L     = Σ over MLM, RTD, CTS of exp(−s) L + max(s, 0)
 
-Data, one row a line; .txt is one text a line, .csv .tsv .json .jsonl have columns whose order alone counts:
+Data, one row a line; .txt is one text a line, .csv .tsv .json .jsonl .parquet have columns, by --columns, by
+a header original, synonym, antonym ..., or by their order:
     1 column   text; WordNet (--wordnet) has the words that replace its nouns, verbs, adjectives and adverbs,
                which spaCy tells (--tagger) or, where that is not installed, WordNet
     3 columns  original, synonym text, antonym text; a word that the original does not have there is replaced
@@ -32,6 +33,50 @@ the tokens of all GPUs. --form code brings back what else differs: the vector is
 logistic losses of mean products; RTD has three classes, a deeper head, and scores only words that could have
 been replaced; rates, batch, length and steps are those of its script, which starts from random weights.
 """
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, is_first_rank, say
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = Flags(__doc__)
+    add, common = parser.add_argument, parser.common
+    parser.set_defaults(pooling="cls")                         # what a text's vector is here
+    common("--form", "paper")
+    add("--wordnet", help="folder of a WordNet database (data.noun and so on), for texts")
+    add("--tagger", help="a spaCy model, or lexicon: WordNet; default en_core_web_sm, without spaCy lexicon")
+    add("--synonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.4 (paper), code 0.5")
+    add("--antonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.2 (paper), code 0.5")
+    add("--save-triples", help="a .csv to write the texts to; --data reads it")
+    add("--held-out", type=at_least(0, int), help="last rows, to evaluate on; default a 20th, at most 1000")
+    common("--warmup-steps", said="a 60th (paper), code a 100th, scratch a 10th of all")
+    parser.plain("--evaluate", "--data")
+    common("--columns", said="by the header, else all")
+    common("--model", "roberta-base")
+    common("--out", "out/cline")
+    common("--batch-size", said="256 (paper), code 128, scratch 32")
+    common("--epochs", said="by --steps")
+    common("--steps", said="30000 (paper), code 1000000, scratch 300, or by --epochs")
+    common("--lr", said="1e-4 (paper), scratch 2e-3, rising, then falling linearly to 0")
+    common("--max-length", said="512 (paper), code 256")
+    common("--seed", 42)
+    common("--eval-every", 1000, "1000 (released scripts)")
+    common("--impl", "auto")
+    parser.plain("--resume", "--keep-state", "--precision")
+    return parser
+
+
+# What a flag is where it was not given: by the form (paper, released script), and for a small random BERT.
+FORMS = {"paper": dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, length=30_000, lr=1e-4,
+                       max_length=512, warmup_part=60, eps=1e-8),
+         "code": dict(synonym_rate=0.5, antonym_rate=0.5, batch_size=128, length=1_000_000, lr=1e-4,
+                      max_length=256, warmup_part=100, eps=1e-6)}
+SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
+
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
 import csv
 import difflib
 import os
@@ -49,56 +94,19 @@ from tqdm import tqdm
 from transformers import AutoModelForMaskedLM
 
 from kernels import own_rows
-from kernels.training import encoders
-from kernels.training.command import Flags, at_least, command, fail, fill, is_first_rank, say
-from kernels.training.encoders import SentenceEncoder, begin_linear, describe_model, in_order, load_encoder
+from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
+from kernels.training.layout import load_line, save
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
 from kernels.training.run import Run
-from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
+from kernels.training.tables import describe_table, empty_cell, plain, read_table
 from kernels.training.tokens import grouped, pad
 from kernels.training.wordnet import WORD, WordNet, inflect, load_tagger, tag_words  # noqa: F401 - inflect
-
-# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def make_parser():
-    parser = Flags(__doc__)
-    add, common = parser.add_argument, parser.common
-    common("--form", "paper")
-    add("--wordnet", help="folder of a WordNet database (data.noun and so on), for texts")
-    add("--tagger", help="a spaCy model, or lexicon: WordNet; default en_core_web_sm, without spaCy lexicon")
-    add("--synonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.4 (paper), code 0.5")
-    add("--antonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.2 (paper), code 0.5")
-    add("--save-triples", help="a .csv to write the texts to; --data reads it")
-    add("--held-out", type=at_least(0, int), help="last rows, to evaluate on; default a 20th, at most 1000")
-    common("--warmup-steps", said="a 60th (paper), code a 100th, scratch a 10th of all")
-    common("--data")
-    common("--model", "roberta-base")
-    common("--out", "out/cline")
-    common("--batch-size", said="256 (paper), code 128, scratch 32")
-    common("--epochs", said="by --steps")
-    common("--steps", said="30000 (paper), code 1000000, scratch 300, or by --epochs")
-    common("--lr", said="1e-4 (paper), scratch 2e-3, rising, then falling linearly to 0")
-    common("--max-length", said="512 (paper), code 256")
-    common("--seed", 42)
-    common("--eval-every", 1000, "1000 (released scripts)")
-    common("--resume")
-    common("--impl", "auto")
-    common("--precision")
-    return parser
-
-
-# What a flag is where it was not given: by the form (paper, released script), and for a small random BERT.
-FORMS = {"paper": dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, length=30_000, lr=1e-4,
-                       max_length=512, warmup_part=60, eps=1e-8, pooling="cls_before_pooler"),
-         "code": dict(synonym_rate=0.5, antonym_rate=0.5, batch_size=128, length=1_000_000, lr=1e-4,
-                      max_length=256, warmup_part=100, eps=1e-6, pooling="cls")}
-SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 TRIPLE = "original", "synonym", "antonym", "synonym_words", "antonym_words"    # columns of --save-triples
+ROLES = {name: [plain(name)] for name in TRIPLE} | {"original": ["original", "text", "sentence"]}
 # Each side of a text draws one of its kinds; the next is taken where that finds no word (released code).
 KINDS = {"synonym": ("hypernym", "synonym", "inflected"), "antonym": ("antonym", "random")}
 CODES = dict(inflected=1, synonym=2, hypernym=3, antonym=4, random=5)          # 0: kept
@@ -106,7 +114,8 @@ CODES = dict(inflected=1, synonym=2, hypernym=3, antonym=4, random=5)          #
 
 def load_data(path, args):
     """(texts, what makes triples of them) or (triples, None); fills the flags that --form decides (FORMS)."""
-    header, table = read_table(path, lambda cells: empty_cell(cells[:3]))
+    check = lambda cells: empty_cell(cells[:3])
+    header, table = read_table(path, check, roles=ROLES, columns=args.columns)
     place, cells = next(iter(table))
     if (columns := len(cells)) not in (1, 3, 5):
         wanted = f"1 (text), 3 ({', '.join(TRIPLE[:3])}) or 5 (and {', '.join(TRIPLE[3:])})"
@@ -257,20 +266,17 @@ def make_batch(rows, model):
 
 def build_model(args, run):
     """The encoder, and what is trained beside it: masked-LM head, pooler (code), RTD's head, weights."""
-    lm, tokenizer = load_encoder(args.model, texts_of(args.data), AutoModelForMaskedLM)
-    if tokenizer.mask_token_id is None:
+    model = build_encoder(args, run, "cls", "keep" if args.form == "code" else None, AutoModelForMaskedLM)
+    config, size = model.encoder.config, model.encoder.config.hidden_size
+    if model.tokenizer.mask_token_id is None:
         fail(f"--model {args.model}: its tokenizer has no mask; wanted a masked language model like BERT")
-    model = SentenceEncoder(lm.base_model, tokenizer, run, args.pooling)
-    model.lm, size, code = lm, lm.config.hidden_size, args.form == "code"
-    if code:
-        model.head, model.keep_head = torch.nn.Linear(size, size), True
     model.rtd = torch.nn.Linear(size, 1, bias=False)
-    if code:
+    if args.form == "code":
         linear, norm = torch.nn.Linear(size, size), torch.nn.LayerNorm(size)
         model.rtd = torch.nn.Sequential(linear, torch.nn.GELU(), norm, torch.nn.Linear(size, 3))
-    for part in (*model.rtd.modules(), model.head):
+    for part in model.rtd.modules():
         if isinstance(part, torch.nn.Linear):
-            begin_linear(part, lm.config.initializer_range)
+            begin_linear(part, config.initializer_range)
     model.log_variances = torch.nn.Parameter(torch.zeros(3))   # s of MLM, RTD, CTS
     return model.to(run.device)
 
@@ -310,8 +316,7 @@ def encode(model, batch):
     for _, ids, mask, labels, targets in batch:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
             hidden, state = lm_states(model.lm, model.encoder, ids, mask, targets != -100)
-            z = hidden[:, 0]                                   # [CLS]
-            vectors.append((z if model.head is None else torch.tanh(model.head(z))).float())
+            vectors.append(model.pool_states(hidden, mask))
             logits.append(model.rtd(hidden[labels != -100]).float())
             states.append(state.float())
     *_, labels, targets = zip(*batch)
@@ -408,7 +413,7 @@ def judge(model, held_out, run, args):
     """Probes the held-out rows and saves the model; the last one is kept (paper)."""
     scores = sentence_probe(model, held_out, args) if held_out else {}
     if run.keeps(scores):
-        encoders.save(model, run)
+        save(model, run)
     if held_out:
         told = "hits {hits:.2f} %, margin {margin:.3f}, RTD {rtd:.4f}, CTS {cts:.4f}"
         say("held out", told.format(**scores))
@@ -430,7 +435,12 @@ def main(argv=None):
     model = build_model(args, run)
     if wordnet:
         triples = make_triples(triples, wordnet, args)
+    args.max_length = min(args.max_length, model.longest)      # which matters with --evaluate alone
     tokens, cut = tokenise_triples(triples, model, args)
+    if args.evaluate:  # RTD is left out, as no folder has its head
+        scores = sentence_probe(model, tokens, args)
+        told = f"hits {scores['hits']:.2f} %, margin {scores['margin']:.3f}, CTS {scores['cts']:.4f}"
+        return say("test", f"{told}, {len(tokens):,} triples of {args.data}")
     count = min(1000, len(tokens) // 20) if args.held_out is None else args.held_out
     if len(tokens) - count < args.batch_size:
         fail(f"{args.data}: {len(tokens)} rows have replaced words on both sides, wanted at least "
@@ -473,7 +483,7 @@ def main(argv=None):
         rise = "".join(f"{name} {before[name]:.3f} → {best[name]:.3f}, " for name in ("hits", "margin"))
     weights = torch.exp(-model.log_variances).tolist()
     run.done("{}weights of MLM {:.2f}, RTD {:.2f}, CTS {:.2f}, ".format(rise, *weights))
-    say("load", encoders.load_line(model, run))
+    say("load", load_line(model, run))
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ positives z2, s(a, b) = cos(a, b) / τ, the guide's embeddings f, w_ij = 0 where
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]
 
-Data: one sentence a line of .txt, or one column of .csv .tsv .json .jsonl. Scored pairs for --dev, which
-chooses the best checkpoint (without it the last one is kept), and for --test: columns sentence1, sentence2,
-score (0 to 5), by header, or the score first or last.
+Data: one sentence a line of .txt, or one column of .csv .tsv .json .jsonl .parquet. Scored pairs for --dev,
+which chooses the best checkpoint (without it the last one is kept), and for --test: columns sentence1,
+sentence2, score (0 to 5), by header, or the score first or last.
 
     python simcse.py --model scratch --data tests/data/sentences.txt --out out/guide
     python dclr.py --model scratch --guide out/guide --data tests/data/sentences.txt --dev tests/data/sts.tsv
@@ -28,24 +28,7 @@ with τ; --dev alone selects. What else differs is --form code: its loss (one_ag
 ascent too, and a head on top of the encoder's pooler. The paper has noise of its own for each sentence; here,
 as released, a batch shares it.
 """
-import re
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForMaskedLM
-from transformers.utils import cached_file
-
-from kernels import gather_rows, own_rows, similarity_lse
-from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
-from kernels.training.mlm import free_decoder, masked_lm_loss
-from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
-from kernels.training.tokens import tokenise_table
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,7 +36,9 @@ from kernels.training.tokens import tokenise_table
 def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
-    add("--pooling", choices=POOLINGS, help="what is a sentence's embedding; default cls, scratch avg")
+    common("--pooling", said="its folder's, else cls (paper), scratch avg, a decoder's last")
+    common("--head", said="its folder's, else for cls train-only (paper)")
+    common("--prompt", said="its folder's, else none")
     add("--guide", default="princeton-nlp/unsup-simcse-bert-base-uncased",
         help="complementary model, a hub name or local folder; default the paper's")
     add("--phi", type=at_least(-1), default=0.9,
@@ -63,9 +48,8 @@ def make_parser():
         help="steps of the noise up the gradient; default 4 (paper)")
     common("--form", "paper")
     add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; paper 0.1")
-    common("--data")
-    common("--dev")
-    common("--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test")
+    common("--columns", said="by the header, else all")
     common("--model", "bert-base-uncased")
     common("--out", "out/dclr")
     common("--batch-size", said="128 (paper), scratch 32")
@@ -77,25 +61,44 @@ def make_parser():
     common("--max-length", 32, "32 (paper)")
     common("--seed", 42)
     common("--eval-every", 125, "125 (released scripts)")
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
 
 # What a flag is where it was not given: the paper's (BERT-base), and a small random BERT's.
-PAPER = dict(pooling="cls", batch_size=128, lr=3e-5, epochs=3)
+PAPER = dict(batch_size=128, lr=3e-5, epochs=3)
 SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
+
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from kernels import check_rows, gather_rows, own_rows, similarity_lse
+from kernels.training.encoders import build_encoder, describe_model
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
+from kernels.training.mlm import free_decoder, masked_lm_loss
+from kernels.training.run import Run
+from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.tables import SENTENCES, describe_table, empty_cell, read_table
+from kernels.training.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
     """The Table of sentences; fills the flags that were not given (PAPER, SCRATCH)."""
-    header, table = read_table(path, empty_cell)
+    header, table = read_table(path, empty_cell, roles=SENTENCES, columns=args.columns)
     place, cells = next(iter(table))
     if (columns := len(cells)) != 1:
-        fail(f"{path} {place}: {columns} columns, wanted 1 (sentence)")
+        fail(f"{path} {place}: {columns} columns, wanted 1 (sentence), as by --columns 1")
     if args.phi > 1:
         fail(f"--phi {args.phi}: wanted a cosine, from -1 to 1")
     fill(args, SCRATCH if args.model == "scratch" else PAPER)
@@ -108,14 +111,11 @@ def load_data(path, args):
 def build_model(args, run):
     """The encoder without its pretrained pooler, and what is trained beside it: the head, a masked LM."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
-    loaded, tokenizer = load_encoder(args.model, texts_of(args.data), auto)
-    encoder, config, head = loaded.base_model, loaded.config, None
-    if args.pooling == "cls":
-        head = begin_linear(torch.nn.Linear(config.hidden_size, config.hidden_size), config.initializer_range)
-        if args.form == "code" and (pooler := pooler_of(encoder)) is not None:
-            head = torch.nn.Sequential(pooler, torch.nn.Tanh(), head)
-    model = SentenceEncoder(encoder, tokenizer, run, args.pooling, head)
-    model.lm = free_decoder(loaded) if args.mlm_weight else None
+    model = build_encoder(args, run, "cls", "train-only", auto)
+    if args.form == "code" and model.origin == "new" and model.pooler[0] is not None:
+        model.head = torch.nn.Sequential(*model.pooler[0], *model.head)
+    if model.lm is not None:
+        free_decoder(model.lm)
     say("model", describe_model(model, args))
     return model.to(run.device)
 
@@ -123,24 +123,14 @@ def build_model(args, run):
 def build_guide(args, run):
     """The complementary model, at rest: nothing of it is trained or saved.
 
-    Its embedding is the output of its pooler (released code), or what 1_Pooling says where
-    sentence-transformers wrote it.
+    Its embedding is what its folder says, or else the output of its pooler (released code).
     """
-    encoder, tokenizer = load_encoder(args.guide, flag="--guide")
-    pooling, pooler = "cls", pooler_of(encoder)
-    try:
-        settings = Path(cached_file(args.guide, "1_Pooling/config.json")).read_text()
-        pooling = "avg" if re.search('"pooling_mode_mean_tokens": *true', settings) else "cls"
-        pooler = None
-    except OSError:                                            # there is none
-        pass
-    say("guide", f"{args.guide}, {pooling} pooling{', its pooler' if pooler is not None else ''}")
-    guide = SentenceEncoder(encoder, tokenizer, run, pooling, pooler, keep_head=True, flag="--guide")
+    asked = argparse.Namespace(model=args.guide, evaluate=True)
+    guide = build_encoder(asked, run, flag="--guide")
+    if guide.layout is None and guide.pooler[0] is not None:
+        guide.head, guide.keep_head, guide.origin = guide.pooler[0], True, "pooler"
+    say("guide", describe_model(guide, asked))
     return guide.eval().requires_grad_(False).to(run.device)
-
-
-def pooler_of(encoder):
-    return getattr(getattr(encoder, "pooler", None), "dense", None)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,8 +165,10 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     noise      (K, D) where to start, as from torch.randn; K may be 0
     step_size  length of each row's step; a row without gradient stays where it is (as released: is set to 0)
     form       paper: the denominator of the loss is the noise; code: and all of z2
+    raises     ValueError naming the argument, what it was and what is wanted
     source     Zhou et al. 2022, noise-based negatives
     """
+    check_rows(z1=(z1, "N D"), z2=(z2, "N D"), noise=(noise, "k D"))
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
     if form not in ("paper", "code"):
         raise ValueError(f"form: {form!r}, wanted paper or code")
@@ -197,7 +189,9 @@ def instance_weights(f1, f2, phi, *, offset=0):
 
     f1, f2     (N, E), (M, E) raw embeddings of the guide
     offset     this rank's first row where f2 is gathered from all ranks
+    raises     ValueError naming the argument, what it was and what is wanted
     """
+    check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
     weights = (F.normalize(f1, dim=1, eps=1e-8) @ F.normalize(f2, dim=1, eps=1e-8).T < phi).to(f1.dtype)
     weights.diagonal(offset).fill_(1)
     return weights
@@ -214,8 +208,10 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     form         paper: a softmax without the positive; code: one_against_all, plain PyTorch
     offset       this rank's first row where z2 and f2 are gathered from all ranks
     returns      scalar float32, float64 for float64; an anchor without negatives: 0
+    raises       ValueError naming the argument, what it was and what is wanted
     source       Zhou et al. 2022, the instance-weighted objective
     """
+    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), noise=(noise, "k D"), f1=(f1, "N E"), f2=(f2, "M E"))
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
     f1, f2, noise = (F.normalize(x.detach(), dim=1, eps=1e-8) for x in (f1, f2, noise))
     if form not in ("paper", "code"):
@@ -285,6 +281,8 @@ class SumOfBlocks(torch.autograd.Function):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return score(args, __file__)
     table = load_data(args.data, args)
     pairs = ScoredPairs(args)
     run = Run(args, __file__)

@@ -13,7 +13,7 @@ e = W E[entity] and hard negatives h alike,
 τ is a divisor, and 100: with λ = 0.01 the entity term is a gentle pull. An entity that several sentences of a
 batch link to is no negative of theirs. E and W are dropped after training.
 
-Data: .json .jsonl .csv .tsv, one row a link, with columns named as in the released dataset or else:
+Data: .json .jsonl .csv .tsv .parquet, one row a link, with columns named as in the released dataset or else:
     text (sentence), positive_entity (entity)    both are needed
     negative_entity                              hard negatives to draw from: a JSON list, or parted by |
     entity_type, page (article, origin_entity)   or the entity's types, parted by |, and the page that links
@@ -36,26 +36,7 @@ and the run fails; the best checkpoint is kept, there the last one. --form code 
 W with a bias and a tanh, w = 1, negatives from 8 rows instead of the batch, equal entities as negatives, hard
 negatives drawn once instead of each epoch.
 """
-import bz2
-import gzip
-import math
-import random
-import re
-from pathlib import Path
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
-
-from kernels import gather_rows, info_nce, own_rows, similarity_lse
-from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
-from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import read_table, texts_of
-from kernels.training.tokens import tokenise_table
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -78,11 +59,11 @@ def make_parser():
         help="w, for a sentence's own hard negatives; default 0 (paper), with --form code 1")
     add("--micro-batch", type=at_least(1, int),
         help="rows that are each other's negatives; default all, with --form code 8")
-    add("--pooling", choices=POOLINGS, help="what is a sentence's embedding; default cls, scratch avg")
+    common("--pooling", said="its folder's, else cls (paper), scratch avg, a decoder's last")
+    common("--head", said="its folder's, else for cls train-only (paper)")
+    common("--prompt", said="its folder's, else none")
     common("--warmup-steps", said="500 (paper), scratch 5")
-    common("--data")
-    common("--dev")
-    common("--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test")
     common("--model", "bert-base-uncased")
     common("--out", "out/ease")
     common("--batch-size", said="128 (paper), scratch 64")
@@ -94,18 +75,41 @@ def make_parser():
     common("--max-length", 32, "32 (paper)")
     common("--seed", 42)
     common("--eval-every", 125, "125 (paper)")
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
 
 # What a flag is where it was not given: in the paper, in the released code's form, for a small random BERT.
-PAPER = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01, hard_logit=0.0, pooling="cls",
+PAPER = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01, hard_logit=0.0,
              warmup_steps=500, batch_size=128, epochs=1, lr=3e-5)
 CODE = dict(entity_map="tanh", hard_logit=1.0, micro_batch=8)
 SCRATCH = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg", warmup_steps=5, batch_size=64,
                epochs=8, lr=2e-3)
+
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import bz2
+import gzip
+import math
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from kernels import check_rows, gather_rows, info_nce, own_rows, similarity_lse
+from kernels.training.encoders import begin_linear, build_encoder, describe_model
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
+from kernels.training.run import Run
+from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.tables import plain, read_table
+from kernels.training.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -118,7 +122,8 @@ def load_data(path, args):
     """([(place, (sentence,))], what link_entities makes of each, titles of all entities); fills the flags
     that were not given (PAPER, CODE, SCRATCH)."""
     header, table = read_table(path, lists=True)
-    at = {COLUMNS[name]: header.index(name) for name in COLUMNS if name in (header or [])}
+    names = [plain(name) for name in header or []]
+    at = {kind: names.index(plain(name)) for name, kind in COLUMNS.items() if plain(name) in names}
     if "text" not in at or "entity" not in at:
         found = f"columns {', '.join(header)}" if header else "no names of columns"
         fail(f"{path}: {found}; wanted text (or sentence) and positive_entity (or entity), and see --help")
@@ -222,11 +227,7 @@ def load_vectors(path, titles):
 def build_model(args, run, titles):
     """The encoder without its pretrained pooler; for training alone, the head, the entities' table E and its
     map W."""
-    encoder, tokenizer = load_encoder(args.model, texts_of(args.data))
-    config, head = encoder.config, None
-    if args.pooling == "cls":
-        head = begin_linear(torch.nn.Linear(config.hidden_size, config.hidden_size), config.initializer_range)
-    model = SentenceEncoder(encoder, tokenizer, run, args.pooling, head)
+    model = build_encoder(args, run, "cls", "train-only")
     say("model", describe_model(model, args))
     add_entities(model, titles, args)
     return model.to(run.device)
@@ -277,8 +278,11 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
                  entity's id
     offset       this rank's first row where entity, hard and the ids are gathered from all ranks
     returns      scalar float32, float64 for float64; one sentence without hard negatives: 0
+    raises       ValueError naming the argument, what it was and what is wanted
     source       Nishikawa et al. 2022, the entity contrastive objective
     """
+    check_rows(offset, z=(z, "N D"), entity=(entity, "M D"), hard=(hard, "M m D"),
+               entity_ids=(entity_ids, "M", int), hard_ids=(hard_ids, "M m", int))
     z, entity = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity))
     z, entity = F.normalize(z, dim=1, eps=1e-8), F.normalize(entity, dim=1, eps=1e-8)
     own = slice(offset, offset + len(z))
@@ -293,13 +297,14 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     negatives = similarity_lse(z, columns, temperature, exclude=(ids[own], column_ids), impl=impl)
     if hard is not None and hard_logit:  # its own are in the sum, with weight 1: it becomes exp(w)
         share = ((z[:, None] * hard[own]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
+        share = share.clamp(max=1)  # the kernels may round its products otherwise
         negatives = negatives + torch.log1p(math.expm1(hard_logit) * share)
     return -F.logsigmoid(positive - negatives).mean()  # = log(exp positive + exp negatives) - positive
 
 
 def add_entities(model, titles, args):
     """The table E of the entities and the map W, for training alone."""
-    width = model.encoder.config.hidden_size
+    width = model.width
     vectors, found = torch.empty(len(titles), width).uniform_(-0.05, 0.05), 0
     if args.entity_vectors:
         vectors, found = load_vectors(args.entity_vectors, titles)
@@ -378,6 +383,8 @@ class EntityTable(torch.nn.Module):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return score(args, __file__)
     sentences, records, titles = load_data(args.data, args)
     pairs = ScoredPairs(args)
     run = Run(args, __file__)

@@ -31,20 +31,7 @@ Expected, of the three commands; what they leave out is as it was in these runs:
 Departures from the released code: one GPU does; the blur is a plain Gaussian instead of Pillow's three boxes.
 The copy follows before the next keys are encoded, and the learning rate falls once an epoch, as there.
 """
-import copy
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-from kernels import gather_rows, own_rows, queue_loss
-from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.images import PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
-from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
-from kernels.training.run import Run
-from kernels.training.views import blur, coin, crop_and_flip, grey, jitter, linear, scaled, shift_hue, uniform
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -68,7 +55,7 @@ def make_parser():
         help="share of blurred views; default 0.5, with --v1 and up to 32 px 0 (paper, demo)")
     common("--weight-decay", said="1e-4, to 32 px 5e-4 (paper, demo)")
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
-    common("--data")
+    parser.plain("--evaluate", "--data")
     common("--dev", said="the test set in --data")
     common("--model", "resnet-50", "resnet-50; from scratch as resnet-small, -18, -34")
     common("--out", "out/moco")
@@ -80,9 +67,8 @@ def make_parser():
     common("--temperature", said="0.2, with --v1 0.07 (paper)")
     common("--seed", 42)
     common("--eval-every", 1000)
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
 
@@ -91,6 +77,25 @@ def make_parser():
 SMALL = dict(queue=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
 LARGE = dict(queue=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
 V1, V2 = dict(head_layers=1, temperature=0.07, blur=0.0), dict(head_layers=2, temperature=0.2)
+
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import copy
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from kernels import check_rows, check_unit, gather_rows, own_rows, queue_loss
+from kernels.training import images
+from kernels.training.images import PictureEncoder, Pictures, knn_accuracy, load_encoder, score, train_probe
+from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
+from kernels.training.run import Run
+from kernels.training.views import blur, coin, crop_and_flip, grey, jitter, linear, scaled, shift_hue, uniform
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -230,8 +235,11 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
     queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
     returns    scalar float32, float64 for float64
+    raises     ValueError naming the argument, what it was and what is wanted
     source     He et al. 2020, eq. 1
     """
+    check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
+    check_unit("queue", queue)
     return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
 
 
@@ -249,8 +257,10 @@ def update_key_encoder(key_encoder, query_encoder, momentum):
 def enqueue(queue, pointer, keys):
     """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
 
-    The queue is a ring, changed in place: call it after backward. Raises ValueError where N > K.
+    The queue is a ring, changed in place: call it after backward. Raises ValueError where N > K, or where
+    widths differ.
     """
+    check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
     if len(keys) > len(queue):
         raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
     queue[(pointer + torch.arange(len(keys), device=queue.device)) % len(queue)] = keys.to(queue.dtype)
@@ -282,6 +292,8 @@ def linear_probe(model, pictures, run):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return images.score(args, __file__, linear_probe)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)

@@ -11,9 +11,9 @@ which is dropped in the end. φ(u, v) = exp(cos(u, v) / τ):
 This is opt3. The other objectives draw one layer for each sentence and step. opt2 is the same with this view
 alone, opt1 has the φ(c_i, c_j) among its negatives too, and base is NT-Xent: every h_i is an anchor as well.
 
-Data: sentences alone, one a line (.txt) or one a cell (.csv .tsv .json .jsonl), in the columns sentence1 and
-sentence2 or else in all but those of numbers. Scored pairs will do (the authors took all of STS-B); their
-scores are not read.
+Data: sentences alone, one a line (.txt) or one a cell (.csv .tsv .json .jsonl .parquet), in the columns
+sentence1 and sentence2 or else in all but those of numbers. Scored pairs will do (the authors took all of
+STS-B); their scores are not read.
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -27,25 +27,11 @@ Departures from the released code: its base crashes, its opt2 loses a negative, 
 instead of the best. Left out are its early stop and its weight decay, which shrinks weights by 0.03 % in all.
 What else differs is --form code: mean views instead of max, and F has dropout.
 """
-import copy
-import math
-import re
-
-import torch
-import torch.nn.functional as F
-
-from kernels import gather_rows, own_rows, similarity_lse
-from kernels.training.command import Flags, at_least, command, fail, say
-from kernels.training.encoders import SentenceEncoder, begin_linear, describe_model, in_order, load_encoder
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
-from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import read_table, texts_of
-from kernels.training.tokens import tokenise_table
-
-OBJECTIVES = "base", "opt1", "opt2", "opt3"
+from kernels.training.command import Flags, answer_early, at_least, command, fail, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+OBJECTIVES = "base", "opt1", "opt2", "opt3"
 
 
 def make_parser():
@@ -57,13 +43,11 @@ def make_parser():
         help="of F that give views, 0 is the word embeddings; default all (paper)")
     add("--view-pooling", choices=("max", "mean", "sum"),
         help="of a layer's tokens; default max (paper), with --form code mean")
-    add("--pooling", choices=("cls", "avg"), default="cls",
-        help="what is a sentence's embedding; default cls (paper)")
+    common("--pooling", said="its folder's, else cls (paper), a decoder's last")
+    common("--prompt", said="its folder's, else none")
     add("--width", type=at_least(1, int), default=4096, help="of the projection; default 4096 (paper)")
     add("--regulariser-weight", type=at_least(0), default=0.1, help="λ; default 0.1 (paper)")
-    common("--data")
-    common("--dev")
-    common("--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test")
     common("--model", "bert-base-uncased")
     common("--out", "out/selfguided")
     common("--batch-size", 16, "16 (paper)")
@@ -75,20 +59,37 @@ def make_parser():
     common("--max-length", 128, "128 (released script)")
     common("--seed", 1)
     common("--eval-every", 50, "50 (released script)")
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import copy
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+
+from kernels import check_rows, gather_rows, own_rows, similarity_lse
+from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
+from kernels.training.run import Run
+from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.tables import plain, read_table
+from kernels.training.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
     """[(place, (sentence,))], one a cell of the columns that hold sentences."""
-    header, table = read_table(path)
-    table = list(table)
-    columns = [i for i, name in enumerate(header or []) if name in ("sentence1", "sentence2")]
+    names = "sentence1", "sentence2"
+    header, table = read_table(path, names=names)
+    table, columns = list(table), [i for i, name in enumerate(header or []) if plain(name) in names]
     if len(columns) < 2:                                       # all but numbers
         numbers = lambda i: all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in table)
         columns = [i for i in range(len(table[0][1])) if not numbers(i)]
@@ -108,13 +109,13 @@ def load_data(path, args):
 
 def build_model(args, run):
     """The tuned copy without its pretrained pooler, its projection head, and the fixed copy."""
-    encoder, tokenizer = load_encoder(args.model, texts_of(args.data))
-    model, config = SentenceEncoder(encoder, tokenizer, run, args.pooling), encoder.config
+    model = build_encoder(args, run)
+    encoder, config = model.encoder, model.encoder.config
     model.layers = args.layers or range(config.num_hidden_layers + 1)
     if max(model.layers) > config.num_hidden_layers:
         fail(f"--layers {max(model.layers)}: {args.model} has layers 0, the word embeddings, "
              f"to {config.num_hidden_layers}")
-    linears = [torch.nn.Linear(size, args.width) for size in (config.hidden_size, args.width)]
+    linears = [torch.nn.Linear(size, args.width) for size in (model.width, args.width)]
     for linear in linears:
         begin_linear(linear, config.initializer_range)
     model.projection = torch.nn.Sequential(linears[0], torch.nn.GELU(), linears[1], torch.nn.GELU())
@@ -180,12 +181,16 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
     gathered     (c, h) of all ranks, with gradient; None: one process
     offset       this rank's first row in them
     returns      scalar float32, float64 for float64, without the regulariser; one sentence: 0
+    raises       ValueError naming the argument, what it was and what is wanted
     source       Kim et al. 2021, the objectives of SG and SG-OPT
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective: {objective!r}, wanted base, opt1, opt2 or opt3")
     if len(h) != len(c) or h.dim() != 2 and (h.dim() != 3 or h.shape[1] > 1 and objective != "opt3"):
         raise ValueError(f"h: found {tuple(h.shape)}, wanted ({len(c)}, D) or for opt3 ({len(c)}, L, D)")
+    (all_c, all_h), layers = gathered or (None, None), "L " * (h.dim() == 3)
+    check_rows(offset, c=(c, "N D"), h=(h, f"N {layers}D"), gathered_c=(all_c, "M D"),
+               gathered_h=(all_h, f"M {layers}D"))
     h = h.view(len(h), -1, h.shape[-1])
     c, h, *gathered = (F.normalize(z, dim=-1, eps=1e-8) for z in (c, h, *(gathered or ())))
     all_c, all_h = gathered or (c, h)
@@ -217,6 +222,8 @@ def regularise(model, args):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return score(args, __file__)
     sentences = load_data(args.data, args)
     pairs = ScoredPairs(args)
     run = Run(args, __file__)

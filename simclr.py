@@ -33,19 +33,7 @@ Departures from the released code: its loss is twice the paper's mean; its head 
 code brings back; its weight decay is 1e-4 by now. SupCon's normalises pictures and multiplies its loss by
 τ / 0.07; here neither is done. Resizing is bicubic without antialiasing, as TensorFlow's.
 """
-import time
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from kernels import choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
-from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.images import RESNETS, PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
-from kernels.training.run import Run, peak_gb
-from kernels.training.views import blur, coin, crop_and_flip, cubic, grey, jitter, scaled, shift_hue, uniform
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -70,7 +58,7 @@ def make_parser():
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
     add("--profile", action="store_true", help="time ten steps, and their loss alone, instead of training")
     common("--form", "paper", "paper; code: batch norms in the head")
-    common("--data")
+    parser.plain("--evaluate", "--data")
     common("--dev", said="the test set in --data")
     common("--model", "resnet-18", "resnet-18; from scratch as resnet-small, -34, -50")
     common("--out", "out/simclr")
@@ -82,11 +70,27 @@ def make_parser():
     common("--temperature", 0.5, "0.5 (CIFAR-10); ImageNet and SupCon 0.1")
     common("--seed", 42)
     common("--eval-every", 1000)
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernels import check_rows, choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
+from kernels.training import images
+from kernels.training.images import RESNETS, PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
+from kernels.training.run import Run, peak_gb
+from kernels.training.views import blur, coin, crop_and_flip, cubic, grey, jitter, scaled, shift_hue, uniform
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,8 +191,12 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, impl="auto"
     gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: one process
     offset        this rank's first row in them
     returns       scalar float32, float64 for float64; one picture: 0. The released code returns twice this
+    raises        ValueError naming the argument, what it was and what is wanted
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
+    all_z1, all_z2 = gathered or (None, None)
+    check_rows(offset, z1=(z1, "N D"), z2=(z2, "N D"), gathered_z1=(all_z1, "M D"),
+               gathered_z2=(all_z2, "M D"))
     z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
     if gathered is None:
         return nt_xent(z1, z2, temperature, impl=impl)
@@ -210,8 +218,10 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     base_temperature  the released code multiplies by temperature / base_temperature, 0.07 there; None: the
                       paper's loss
     returns           scalar float32, float64 for float64; a view without positives adds 0 and counts
+    raises            ValueError naming the argument, what it was and what is wanted
     source            Khosla et al. 2020, L^sup_out
     """
+    check_rows(features=(features, "N V D"), labels=(labels, "N", int))
     n, views, d = features.shape
     z = F.normalize(features, dim=2).flatten(0, 1)
     labels = torch.arange(n, device=z.device) if labels is None else labels
@@ -296,6 +306,8 @@ def profile(model, optimizer, batch, args):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return images.score(args, __file__, linear_probe)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)

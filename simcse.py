@@ -7,10 +7,12 @@ contradicted one is a hard negative. With s(a, b) = cos(a, b) / τ, anchors z1, 
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_j exp s(z1_i, z2_j) + Σ_j α^[i=j] exp s(z1_i, z3_j) ) ]
 
-Data, a row a line: .txt is sentences, .csv .tsv .json .jsonl have columns, whose order alone counts:
+Data, a row a line: .txt is sentences; .csv .tsv .json .jsonl .parquet have columns, chosen by --columns,
+by a header of usual names (sent0 sent1 hard_neg, query positive negative_1 ...) or by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  anchor, positive         I ate an apple.,Someone ate fruit.
     3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.
+    or more    hard negatives           I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -27,19 +29,7 @@ Departures from the released code: an empty cell, there a space, is an error; un
 the one of the global batch, there 1/world of it. Evaluation every 125 steps is the released scripts'; the
 paper says 250.
 """
-import torch
-import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForMaskedLM
-
-from kernels import gather_rows, own_rows, similarity_lse
-from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.encoders import POOLINGS, SentenceEncoder, begin_linear, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
-from kernels.training.mlm import free_decoder, masked_lm_loss
-from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
-from kernels.training.tokens import tokenise_table
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -47,14 +37,15 @@ from kernels.training.tokens import tokenise_table
 def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
-    add("--pooling", choices=POOLINGS, help="what is a sentence's embedding; default cls, scratch avg")
-    add("--head", choices=("keep", "train-only"),
-        help="pooling cls: its MLP at test; default keep, unsupervised train-only (paper)")
+    common("--pooling", said="its folder's, else cls (paper), scratch avg, a decoder's last")
+    common("--head", said="its folder's, else for cls keep, unsupervised train-only (paper)")
+    common("--prompt", said="its folder's, else none")
     add("--hard-negative-weight", type=at_least(-100), default=0.0, help="w = log α; default 0 (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; paper 0.1")
-    common("--data")
-    common("--dev")
-    common("--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test")
+    add("--ignore-equal", action="store_true",
+        help="what equals an anchor's own positive in text is no negative of it; default off (paper)")
+    common("--columns", said="by the header, else all")
     common("--model", "bert-base-uncased")
     common("--out", "out/simcse")
     common("--batch-size", said="512, unsupervised 64 (paper), scratch 32")
@@ -66,31 +57,45 @@ def make_parser():
     common("--max-length", 32, "32 (paper)")
     common("--seed", 42)
     common("--eval-every", 125, "125 (released scripts)")
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
 
 # What a flag is where it was not given: by the number of columns (paper, BERT-base), and for a small random
 # BERT.
 MODES = {
-    1: dict(mode="unsupervised", views=2, pooling="cls", head="train-only", batch_size=64, lr=3e-5, epochs=1),
-    2: dict(mode="pairs", views=2, pooling="cls", head="keep", batch_size=512, lr=5e-5, epochs=3),
-    3: dict(mode="supervised", views=3, pooling="cls", head="keep", batch_size=512, lr=5e-5, epochs=3)}
+    1: dict(mode="unsupervised", batch_size=64, lr=3e-5, epochs=1),
+    2: dict(mode="pairs", batch_size=512, lr=5e-5, epochs=3),
+    3: dict(mode="supervised", batch_size=512, lr=5e-5, epochs=3)}
 SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
+
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from kernels import check_rows, gather_rows, own_rows, similarity_lse
+from kernels.training.encoders import build_encoder, describe_model
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
+from kernels.training.mlm import free_decoder, masked_lm_loss
+from kernels.training.run import Run
+from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.tables import SENTENCES, Table, describe_table, empty_cell, read_table
+from kernels.training.tokens import say_equal, text_ids, tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
     """The Table of rows of sentences; fills the flags that the number of columns decides (MODES)."""
-    header, table = read_table(path, empty_cell)
-    place, cells = next(iter(table))
-    if (columns := len(cells)) not in MODES:
-        wanted = "1 (sentence), 2 (anchor, positive) or 3 (and hard negative)"
-        fail(f"{path} {place}: {columns} columns, wanted {wanted}")
-    fill(args, MODES[columns] | (SCRATCH if args.model == "scratch" else {}))
+    header, table = read_table(path, empty_cell, roles=SENTENCES, columns=args.columns)
+    columns = len(next(iter(table))[1])
+    usual = MODES[min(columns, 3)] | dict(views=max(columns, 2))
+    fill(args, usual | (SCRATCH if args.model == "scratch" else {}))
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
     say("simcse", f"{args.mode}: {describe_table(table, header)}")
@@ -100,12 +105,11 @@ def load_data(path, args):
 def build_model(args, run):
     """The encoder without its pretrained pooler, and what is trained beside it: the head, a masked LM."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
-    loaded, tokenizer = load_encoder(args.model, texts_of(args.data), auto)
-    encoder, config, head = loaded.base_model, loaded.config, None
-    if args.pooling == "cls":
-        head = begin_linear(torch.nn.Linear(config.hidden_size, config.hidden_size), config.initializer_range)
-    model = SentenceEncoder(encoder, tokenizer, run, args.pooling, head, keep_head=args.head == "keep")
-    model.lm = free_decoder(loaded) if args.mlm_weight else None
+    unsupervised = args.mode == "unsupervised"
+    model = build_encoder(args, run, "cls", "train-only" if unsupervised else "keep", auto,
+                          columns=1 if unsupervised else args.views)
+    if model.lm is not None:
+        free_decoder(model.lm)
     say("model", describe_model(model, args))
     return model.to(run.device)
 
@@ -113,14 +117,15 @@ def build_model(args, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compute_loss(model, batch, rows, args):
+def compute_loss(model, batch, rows, args, ids=None):
     """This rank's part of the contrastive loss of a batch of `rows` rows, and of the masked LM's if it is
-    on."""
+    on. ids: of the texts of all keys of the global batch, with --ignore-equal."""
     z1, *keys = model(batch).chunk(args.views)
     keys = [gather_rows(z, rows) for z in keys]
+    keys[1:] = [torch.stack(keys[1:], 1)] if len(keys) > 2 else keys[1:]
     flags = dict(temperature=args.temperature, hard_negative_weight=args.hard_negative_weight, impl=args.impl)
     with half_products(z1, args):
-        loss = simcse_loss(z1, *keys, offset=own_rows(rows).start, **flags) * (len(z1) / rows)
+        loss = simcse_loss(z1, *keys, offset=own_rows(rows).start, ids=ids, **flags) * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
         mlm = masked_lm_loss(model, batch, args.impl)
@@ -128,35 +133,60 @@ def compute_loss(model, batch, rows, args):
     return loss, values
 
 
-def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, impl="auto"):
+def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
+                impl="auto"):
     """Mean loss of N anchors: z1 against its positive among z2, and against hard negatives z3 if there are
     any.
 
     z1                    (N, D) raw embeddings, any float type; normalised here, a zero vector has cosine 0
-    z2, z3                (M, D) the same of positives and hard negatives; row offset + i belongs to anchor i
-    hard_negative_weight  w = log α, added to the logit of the anchor's own hard negative
-    offset                this rank's first row where z2 and z3 are gathered from all ranks
-    returns               scalar float32, float64 for float64; one anchor without hard negatives: 0
+    z2                    (M, D) the same of positives; row offset + i belongs to anchor i
+    z3                    (M, D) or (M, n, D) the same of hard negatives, n a row; None: there are none
+    hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
+    offset                this rank's first row where z2, z3 and ids are gathered from all ranks
+    ids                   (M, 1 + n) integers, of the texts of z2 and z3: a text with the id of the anchor's
+                          own positive is no negative of it; None: all are
+    returns               scalar float32, float64 for float64; an anchor without negatives: 0
+    raises                ValueError naming the argument, what it was and what is wanted
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
+    several = getattr(z3, "ndim", 2) == 3
+    n = 0 if z3 is None else z3.shape[1] if several else 1
+    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D" if several else "M D"),
+               ids=(ids, "M t", int), t=1 + n)
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
     own = slice(offset, offset + len(z1))
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
+    texts = None if ids is None else bits(ids)
+    equal = lambda column: None if ids is None else (texts[own, 0], texts[:, column], BITS)
     positive = (z1 * z2[own]).sum(1) / temperature
-    negatives = similarity_lse(z1, z2, **others)
-    if z3 is not None:
-        z3 = F.normalize(z3, dim=1, eps=1e-8)
-        hard = hard_negative_weight + (z1 * z3[own]).sum(1) / temperature
-        negatives = torch.logaddexp(torch.logaddexp(negatives, hard), similarity_lse(z1, z3, **others))
+    negatives = similarity_lse(z1, z2, similar=equal(0), **others)
+    for column in range(1, 1 + n):
+        z = F.normalize(z3[:, column - 1] if several else z3, dim=1, eps=1e-8)
+        hard = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
+        if ids is not None:
+            hard = hard.masked_fill(ids[own, column] == ids[own, 0], torch.finfo(hard.dtype).min)
+        rest = similarity_lse(z1, z, similar=equal(column), **others)
+        negatives = torch.logaddexp(torch.logaddexp(negatives, hard), rest)
     return -F.logsigmoid(positive - negatives).mean()  # = log(exp positive + exp negatives) - positive
+
+
+BITS = 64
+
+
+def bits(ids):
+    """(..., 64) of ids, ±1: a product is 64 where ids are equal. A rule of features can join the diagonal."""
+    return ((ids.long()[..., None] >> torch.arange(BITS, device=ids.device) & 1) * 2 - 1).half()
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @command
-def main(argv=None):
-    args = make_parser().parse_args(argv)
+def main(argv=None, rows=None):
+    """rows: instead of --data, a list of texts, or of rows of texts."""
+    args = make_parser().parse_args(argv, data=None if rows is None else Table(rows))
+    if args.evaluate:
+        return score(args, __file__)
     table = load_data(args.data, args)
     pairs = ScoredPairs(args)
     run = Run(args, __file__)
@@ -165,12 +195,15 @@ def main(argv=None):
     total = args.steps or args.epochs * epoch_steps(len(table), args.batch_size, run.world)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
+    if args.ignore_equal:
+        say_equal(tokens)
     pairs.before(model, run)
     model.train()
     for step, rows in run.steps(total, len(tokens)):
         set_lr(optimizer, args.lr * (total - step + 1) / total)  # from step 1, which has all of it
         batch = model.batch(*tokens.views(rows[own_rows(len(rows))], args.views))
-        loss, values = compute_loss(model, batch, len(rows), args)
+        ids = text_ids(tokens, rows).to(run.device) if args.ignore_equal else None
+        loss, values = compute_loss(model, batch, len(rows), args, ids)
         optimizer.zero_grad()
         loss.backward()
         sum_gradients(model)

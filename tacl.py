@@ -28,28 +28,7 @@ output there too, with --form code ours does. In both forms the mean is over the
 batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the author
 agrees), and pairs come from a stream, anew in every round (there once, all in memory).
 """
-import contextlib
-import copy
-import itertools
-import math
-import random
-from collections import Counter
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
-from transformers import AutoModelForPreTraining
-
-from kernels import own_rows, similarity_lse, similarity_topk
-from kernels.training.command import Flags, at_least, command, fail, fill, is_first_rank, say
-from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
-from kernels.training.encoders import load_encoder, longest_input, save_tokenizer
-from kernels.training.folder import model_card, new_files
-from kernels.training.loop import half_products, set_lr, sum_gradients
-from kernels.training.mlm import decoder_loss
-from kernels.training.run import Run
-from kernels.training.tokens import pad
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, is_first_rank, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -64,8 +43,7 @@ def make_parser():
     add("--accumulate", type=at_least(1, int), default=1, help="parts a batch is computed in; default 1")
     add("--buffer", type=at_least(2, int), default=10_000, help="documents in memory; default 10000")
     add("--dev-pairs", type=at_least(1, int), default=1000, help="and sentences, of --dev; default 1000")
-    common("--data")
-    common("--dev")
+    parser.plain("--evaluate", "--data", "--dev")
     common("--model", "bert-base-uncased")
     common("--out", "out/tacl")
     common("--batch-size", said="256 (paper), scratch 32")
@@ -75,15 +53,41 @@ def make_parser():
     common("--max-length", said="256 (paper), scratch 64, of a pair with [CLS] and both [SEP]")
     common("--seed", 42)
     common("--eval-every", 10_000, "10000 (released script)")
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
 
 # What a flag is where it was not given: the paper's, and a small random BERT's.
 PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
 SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
+
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import contextlib
+import copy
+import itertools
+import math
+import random
+import re
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import AutoModelForPreTraining
+
+from kernels import own_rows, similarity_lse, similarity_topk
+from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
+from kernels.training.encoders import load_encoder, longest_input
+from kernels.training.folder import model_card, new_files, save_tokenizer
+from kernels.training.loop import half_products, set_lr, sum_gradients
+from kernels.training.mlm import decoder_loss
+from kernels.training.run import Run
+from kernels.training.tokens import pad
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,7 +201,7 @@ def load_teacher(model, args):
 
 def load_pretraining(flag, name, args):
     """(model with a masked-LM head, tokenizer, layers of its heads that the checkpoint lacks)."""
-    texts = ("\n".join(sentences) for sentences, _ in read_documents(args.data))
+    texts = None if args.evaluate else ("\n".join(lines) for lines, _ in read_documents(args.data))
     model, tokenizer = load_encoder(name, texts, AutoModelForPreTraining, flag)
     like_bert = hasattr(model.base_model, "embeddings")
     has_head = isinstance(model.get_output_embeddings(), torch.nn.Linear)
@@ -289,6 +293,8 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
 def pack(student, teacher, masked, attention_mask, form, similarity):
     """(anchors (N, D), teacher's tokens (M, D), (sequence of each anchor, of each token), each anchor's own
     token (N,)): all sequences one after the other. M has no padding in the paper's form."""
+    if masked.dim() != 2:
+        raise ValueError(f"masked: {tuple(masked.shape)}, wanted (B, L)")
     shapes = dict(student=(*masked.shape, teacher.shape[-1]), teacher=student.shape,
                   attention_mask=masked.shape)
     for (name, wanted), x in zip(shapes.items(), (student, teacher, attention_mask)):
@@ -358,11 +364,21 @@ def evaluate(model, dev, args):
     return dict(totals) | {"similarity": torch.cat(layers, 1).nanmean(1).tolist()}
 
 
+def score(args):
+    """--evaluate: the documents of --dev, without the losses of heads that the model lacks."""
+    path, run = args.dev or args.data, Run(args, __file__)
+    documents, model = load_data(path, args), build_model(args, run)
+    scores = evaluate(model, load_dev(path, documents, model, args), args)
+    for lost in {"nsp" if re.search("seq_relationship|next", name) else "mlm" for name in model.fresh}:
+        del scores[lost]
+    say("test", summary(scores))
+
+
 def summary(scores):
     """What evaluate found, in a line; empty where nothing was to be read."""
-    if "mlm" not in scores:
+    if "contrast" not in scores:
         return ""
-    losses = ", ".join(f"{name} {scores[name]:.4f}" for name in ("mlm", "nsp", "contrast"))
+    losses = ", ".join(f"{name} {scores[name]:.4f}" for name in ("mlm", "nsp", "contrast") if name in scores)
     layers = " ".join(f"{value:.3f}" for value in scores["similarity"])
     return f"{losses}, accuracy {scores['accuracy']:.2f} %, token similarity by layer {layers}"
 
@@ -390,6 +406,8 @@ def load_line(run):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return score(args)
     documents = load_data(args.data, args)
     held_out = load_data(args.dev, args) if args.dev else 0
     run = Run(args, __file__)

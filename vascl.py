@@ -11,7 +11,8 @@ largest e_i·e_j, and P_i = exp(z_i·z*_i / τ):
     δ_i = Δ ∇ / |∇|,   ∇ the gradient of −log( P_i / (P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ)) ) by a random δ_i
                        of length Δ
 
-Data, a row a line: .txt is sentences, .csv .tsv .json .jsonl have columns, whose order alone counts:
+Data, a row a line: .txt is sentences; .csv .tsv .json .jsonl .parquet have columns, chosen by --columns,
+by a header of usual names (sentence1 sentence2, query positive ...) or by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
@@ -29,23 +30,7 @@ Departures from the released code: on several GPUs its neighbours are wrong rows
 stop, is an error. What else differs is --form code: the second term trains the head alone, through z*, and
 the random δ is uniform before it is scaled, not Gaussian.
 """
-import functools
-import hashlib
-import itertools
-
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-
-from kernels import gather_rows, nt_xent, own_rows, similarity_topk
-from kernels.training.command import Flags, at_least, command, fail, fill, say
-from kernels.training.encoders import POOLINGS, SentenceEncoder, describe_model, load_encoder
-from kernels.training.loop import epoch_steps, half_products, sum_gradients
-from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import describe_table, empty_cell, read_table, texts_of
-from kernels.training.tokens import tokenise_table
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,8 +38,8 @@ from kernels.training.tokens import tokenise_table
 def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
-    add("--pooling", choices=POOLINGS[1:], default="avg",
-        help="what is a sentence's embedding; default avg (paper)")
+    common("--pooling", said="its folder's, else avg (paper), a decoder's last")
+    common("--prompt", said="its folder's, else none")
     common("--form", "paper")
     add("--neighbours", type=at_least(1, int), default=16, help="K; default 16 (paper)")
     add("--radius", type=at_least(0),
@@ -62,9 +47,8 @@ def make_parser():
     add("--ascent-steps", type=at_least(0, int), default=1,
         help="gradients, each taken at the last one's δ; default 1 (paper)")
     add("--head-lr", type=at_least(0), help="learning rate of the head; default 5e-4 (paper), scratch 2e-3")
-    common("--data")
-    common("--dev")
-    common("--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test")
+    common("--columns", said="by the header, else all")
     common("--model", "roberta-base")
     common("--out", "out/vascl")
     common("--batch-size", said="1024 (paper), scratch 32")
@@ -76,9 +60,8 @@ def make_parser():
     common("--max-length", 32, "32 (paper)")
     common("--seed", 0)
     common("--eval-every", 500, "500 (released script)")
-    common("--resume")
     common("--impl", "auto")
-    common("--precision")
+    parser.plain("--resume", "--keep-state", "--precision")
     return parser
 
 
@@ -86,15 +69,37 @@ def make_parser():
 PAPER = dict(radius=15.0, batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)
 SCRATCH = dict(radius=0.5, batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)
 
+
+if __name__ == "__main__":
+    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+
+import functools
+import hashlib
+import itertools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from kernels import check_rows, gather_rows, nt_xent, own_rows, similarity_topk
+from kernels.training.encoders import build_encoder, describe_model
+from kernels.training.loop import epoch_steps, half_products, sum_gradients
+from kernels.training.run import Run
+from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.tables import SENTENCES, describe_table, empty_cell, read_table
+from kernels.training.tokens import tokenise_table
+
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
     """The distinct rows of sentences; fills the flags that were not given (PAPER, SCRATCH)."""
-    header, table = read_table(path, empty_cell)
+    header, table = read_table(path, empty_cell, roles=SENTENCES, columns=args.columns)
     place, cells = next(iter(table))
     if (columns := len(cells)) > 2:
-        fail(f"{path} {place}: {columns} columns, wanted 1 (sentence) or 2 (sentence, positive)")
+        wanted = "1 (sentence) or 2 (sentence, positive), as by --columns 1 2"
+        fail(f"{path} {place}: {columns} columns, wanted {wanted}")
     fill(args, SCRATCH if args.model == "scratch" else PAPER)
     rows = Distinct(table)
     if len(rows) < 2 or args.batch_size > len(rows):
@@ -102,8 +107,8 @@ def load_data(path, args):
              f"which is {args.batch_size}")
     if args.radius and args.neighbours >= args.batch_size:
         fail(f"--neighbours {args.neighbours}: wanted fewer than --batch-size, which is {args.batch_size}")
-    mode = "unsupervised" if columns == 1 else "pairs"
-    say("vascl", f"{mode}: {describe_table(table, header)}, {len(rows):,} of them distinct")
+    args.mode = "unsupervised" if columns == 1 else "pairs"
+    say("vascl", f"{args.mode}: {describe_table(table, header)}, {len(rows):,} of them distinct")
     return rows
 
 
@@ -126,10 +131,8 @@ class Distinct:
 
 def build_model(args, run):
     """The encoder without its pretrained pooler, and the head, for training alone."""
-    encoder, tokenizer = load_encoder(args.model, texts_of(args.data))
-    width = encoder.config.hidden_size
-    model = SentenceEncoder(encoder, tokenizer, run, args.pooling)
-    linears = [torch.nn.Linear(width, size, bias=False) for size in (width, 128)]
+    model = build_encoder(args, run, "avg", columns=1 + (args.mode == "pairs"))
+    linears = [torch.nn.Linear(model.width, size, bias=False) for size in (model.width, 128)]
     model.projection = torch.nn.Sequential(linears[0], torch.nn.ReLU(), linears[1])
     say("model", describe_model(model, args))
     return model.to(run.device)
@@ -164,6 +167,9 @@ def nearest_neighbours(e, k, *, impl="auto"):
     """(N, K) int64: for each row of the raw embeddings e (N, D), any float type, the K = min(k, N − 1) others
     of largest e_i·e_j, largest first; the (N, N) matrix is never stored, N is at least 2. Source: Zhang et
     al. 2022, N(i)."""
+    check_rows(e=(e, "N D"))
+    if len(e) < 2 or k < 1:
+        raise ValueError(f"e: {len(e)} rows, k: {k}, wanted at least 2 and 1")
     return similarity_topk(e, None, min(k, len(e) - 1), exclude="diagonal", impl=impl)[1]
 
 
@@ -182,6 +188,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     returns      like e; a row whose gradient is 0 gets 0
     raises       ValueError naming the argument, what it was and what is wanted
     """
+    check_rows(e=(e, "N D"), neighbours=(neighbours, "N k", int))
     if noise.shape != e.shape or not (radius >= 0 and steps >= 0) or form not in ("paper", "code"):
         raise ValueError(f"noise {tuple(noise.shape)}, radius {radius}, steps {steps}, form {form!r}: "
                          f"wanted {tuple(e.shape)}, at least 0, at least 0, paper or code")
@@ -210,6 +217,7 @@ def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"
     """
     if form not in ("paper", "code"):
         raise ValueError(f"form: {form!r}, wanted paper or code")
+    check_rows(e=(e, "N D"), perturbed=(perturbed, "N D"), neighbours=(neighbours, "N k", int))
     z = project(head, e)
     if form == "code":
         z, perturbed = z.detach(), perturbed.detach()
@@ -229,6 +237,8 @@ def project(head, e):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return score(args, __file__, "avg")
     table = load_data(args.data, args)
     pairs = ScoredPairs(args)
     run = Run(args, __file__)

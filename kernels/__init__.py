@@ -9,20 +9,33 @@ queue_loss             MoCo's loss: a positive a row against a queue without gra
 linear_cross_entropy   cross entropy of hidden·weightᵀ, for heads over a large vocabulary
 embed_in_chunks        the embeddings of a batch whose activations do not fit, with exact gradients
 gather_rows            the rows of all processes, with exact gradients; own_rows says which are whose
+check_rows             refuses tensors that do not fit each other; check_unit, rows that are not of length 1
 
 Each takes impl="auto" | "triton" | "blockwise" | "eager": Triton on CUDA, plain PyTorch over blocks of rows
 elsewhere (any device, float64 too), and the textbook formula with the matrix stored, which is the oracle and
 the baseline.
 """
-from .chunks import embed_in_chunks
-from .gather import gather_rows, own_rows
-from .losses import clip_loss, info_nce, linear_cross_entropy, nt_xent, queue_loss
-from .paths import choose_impl
-from .similarity import similarity_lse, similarity_topk
+import importlib
 
 # A folder named `kernels` beside a script hides the PyPI package of that name from transformers, and some of
 # its 5.x releases parse the version of whatever they find: without this line `import transformers` crashes.
 __version__ = "0.1.0"
 
-__all__ = ["similarity_lse", "similarity_topk", "info_nce", "clip_loss", "nt_xent", "queue_loss",
-           "linear_cross_entropy", "embed_in_chunks", "gather_rows", "own_rows", "choose_impl"]
+HOMES = {"checks": ["check_rows", "check_unit"], "chunks": ["embed_in_chunks"],
+         "gather": ["gather_rows", "own_rows"], "paths": ["choose_impl"],
+         "losses": ["clip_loss", "info_nce", "linear_cross_entropy", "nt_xent", "queue_loss"],
+         "similarity": ["similarity_lse", "similarity_topk"]}
+__all__ = [name for names in HOMES.values() for name in names]
+
+
+def __getattr__(name):
+    """Loads a function, or a module, when it is first asked for: a script answers --help before torch is
+    loaded."""
+    home = next((home for home, names in HOMES.items() if name in names), name)
+    try:
+        module = importlib.import_module(f".{home}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{home}":
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return module if home == name else getattr(module, name)

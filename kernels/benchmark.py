@@ -7,7 +7,8 @@
 
 A row is a loss, a size N x M x D and an implementation. Rows of q and k are unit vectors, random or, with
 --set trained, pairs so close that the mean loss is about 5e-3. ms are medians over --repeat runs with the
-20th and 80th percentile, on a GPU with its second-level cache flushed before each; extra MB is the peak above
+20th and 80th percentile, on a GPU with its second-level cache flushed before each, and no speed where a row
+says that Triton's interpreter computed it; extra MB is the peak above
 inputs, gradients included; error is that of the gradient of q against float64, relative, both as Euclidean
 norms; peak % is what the fewest known multiplications (PRODUCTS) take at the speed of a plain matrix product
 of the same run, in percent of the time. A case that does not fit says so, and so does an implementation of a
@@ -31,7 +32,7 @@ import time
 import torch
 
 import kernels
-from kernels.benchmark_cases import IMPLS, PEERS, PRODUCTS, function, is_marker, ours, rows
+from kernels.benchmark_cases import IMPLS, PEERS, PRODUCTS, function, is_interpreted, is_marker, ours, rows
 from kernels.benchmark_report import COLUMNS, cells, markdown, plot
 from kernels.pictures import fail
 
@@ -70,7 +71,7 @@ def measure(loss, size, dtype, impl, device, repeat, trained, peak, folder):
     before = memory(device, reset=True)
     both()
     synchronize(device)
-    row = dict(extra_mb=(memory(device) - before) / 2 ** 20)
+    row = dict(extra_mb=(memory(device) - before) / 2 ** 20, interpreted=is_interpreted(impl))
     row["forward_ms"], _, _ = seconds(forward, device, repeat)
     row["ms"], row["ms_20"], row["ms_80"] = seconds(both, device, repeat)
     n, m, d = size
@@ -241,6 +242,7 @@ def main(argv=None):
     on_gpu = device == "cuda"
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.error = fail                                        # in one line, without the usage
     add = parser.add_argument
     add("--loss", nargs="+", choices=PRODUCTS, help="losses to run (default: the grid's)")
     add("--sizes", nargs="+", type=shape, help="N x M x D, as 4096x4096x128 (default: the grid's)")
@@ -278,7 +280,9 @@ def measured(args, device):
     cases = [(loss, size, rows) for loss, sizes in grid.items() for size in sizes for rows in args.set]
     result = {**about(device), "rows": []}
     print(*(f"{name} {value}" for name, value in result.items() if name != "rows"), sep="   ")
-    if device == "cpu":
+    if any(map(is_interpreted, args.impl)):
+        print("TRITON_INTERPRET=1: what Triton's interpreter computed is no speed")
+    elif device == "cpu":
         print("no GPU: the Triton kernels and their peers are not measured here")
     titles = "".join(f"{title:>11}" for title, _, _ in COLUMNS)
     print(f"{'loss':21}{'N x M x D':22}{'rows':8}{'impl':14}{titles}")

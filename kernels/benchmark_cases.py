@@ -1,5 +1,6 @@
 """What the benchmark runs: the rows of a case, and each loss by this package and by its peers."""
 import math
+import os
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,11 @@ def peer(loss, impl):
 def views(q, k):
     """The one set of nt_xent: N points are two views of N / 2 things."""
     return torch.cat([q[:len(q) // 2], k[:len(q) // 2]])
+
+
+def is_interpreted(impl):
+    """Whether Triton's interpreter stands in for the GPU: its numbers are right, its times say nothing."""
+    return impl in ("triton", *PEERS) and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def is_marker(loss, impl):

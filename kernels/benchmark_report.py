@@ -12,14 +12,16 @@ def cells(row):
     name = [row["loss"], "x".join(map(str, row["size"])), row["set"], row["impl"]]
     if "failed" in row:
         return name + [row["failed"]]
-    return name + [format(row[key], style) if key in row else "" for _, key, style in COLUMNS]
+    numbers = [format(row[key], style) if key in row else "" for _, key, style in COLUMNS]
+    return name + numbers + ["  interpreted"] * row.get("interpreted", False)
 
 
 def summary(row):
     """Milliseconds, memory and error, in a cell of the table."""
     style = ",.0f" if row["ms"] >= 100 else ",.3g"
     error = f", {row['error']:.0e}" if "error" in row else ""
-    return f"{format(row['ms'], style)} ms, {row['extra_mb']:,.0f} MB{error}"
+    interpreted = "interpreted: " if row.get("interpreted") else ""
+    return f"{interpreted}{format(row['ms'], style)} ms, {row['extra_mb']:,.0f} MB{error}"
 
 
 def markdown(result):
@@ -35,8 +37,9 @@ def markdown(result):
 
 
 def plot(result, path):
-    """Time above memory against N: a column for each loss and width, a line for each implementation."""
-    done, cases = [row for row in result["rows"] if "ms" in row], {}
+    """Time above memory against N: a column for each loss and width, a line for each implementation that was
+    not interpreted."""
+    done, cases = [row for row in result["rows"] if "ms" in row and not row.get("interpreted")], {}
     for row in done:
         n, m, d = row["size"]
         if row["set"] == done[0]["set"]:  # one kind of rows, the first that was measured

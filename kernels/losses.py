@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from . import eager, operations
+from .checks import check_positives
 from .paths import choose_impl, keeps_keys
 from .rules import Rule, make_rule
 from .similarity import check_inputs, fused_lse, in_dtype, softmax_loss
@@ -27,9 +28,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
     """
     q, k, temperature, products = check_inputs(q, k, temperature)
     rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
-    if offset < 0 or len(q) + offset > len(k):
-        wanted = f"{len(q)} + offset {offset}: one positive for each row of q"
-        raise ValueError(f"k: {len(k)} rows, wanted at least {wanted}")
+    check_positives(("q", q), ("k", k), offset)
     if symmetric and (len(q) != len(k)):
         raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
     if impl == "eager":

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .gradient import SHIFT
 from .gradient_blocks import GROUP, add_product, finished
-from .launch import arguments, multiplicands, tile, turned
+from .launch import arguments, check_device, multiplicands, tile, turned
 from .lse_forward import merge
 from .paths import gradient_dtype, strip_height
 from .reference import Side, reference_of
@@ -106,6 +106,7 @@ def fold_kernel(FOLDED, SCALES, Q, LSE, SLOPE, REFERENCE, count, features, q_row
 def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_temperature, dtype):
     """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ or empty) of rows that were given in dtype; see
     operations.softmax_loss."""
+    check_device(q)
     given_q, given_k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
     q, k = multiplicands(q, k)
     new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)

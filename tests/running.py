@@ -135,7 +135,8 @@ def one_by_one(encoder, tokenizer, sentences, pooling):
         with torch.no_grad():
             output = encoder.eval()(**tokens, output_hidden_states=True)
         states = output.hidden_states
-        mean = torch.stack([states[i][0].mean(0) for i in layers]).mean(0) if layers else states[-1][0, 0]
+        bare = states[-1][0, -1 if pooling == "last" else 0]
+        mean = torch.stack([states[i][0].mean(0) for i in layers]).mean(0) if layers else bare
         rows.append(output.pooler_output[0] if pooling == "pooler" else mean)
     return torch.stack(rows)
 

@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import benchmark, benchmark_report
+from kernels.paths import HAS_TRITON
 
 ROOT = Path(benchmark.__file__).parent.parent
 RESULT = ROOT / "kernels" / "results" / "cpu.json"
@@ -58,6 +60,17 @@ def test_every_loss_has_its_rows(tmp_path, monkeypatch, capsys):
     assert exact == [(loss, "blockwise") for loss in benchmark.PRODUCTS]  # the float64 gradient, once a case
 
 
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="wants Triton's interpreter")
+def test_an_interpreted_row_says_so(tmp_path, capsys):
+    """In the file, in its line and in the table; of plain PyTorch there is nothing to say."""
+    for impl, says in (("triton", True), ("blockwise", False)):
+        benchmark.child(case(tmp_path, "info_nce", impl))
+        row = dict(loss="info_nce", size=[32, 32, 8], set="random") | json.loads(capsys.readouterr().out)
+        assert row["interpreted"] == says and row["error"] < 1e-3 and row["ms"] > 0
+        assert (benchmark.cells(row)[-1] == "  interpreted") == says
+        assert ("| interpreted: " in benchmark.markdown({"rows": [row]})) == says
+
+
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "linear_cross_entropy"])
 def test_both_losses_of_liger(loss, tmp_path, monkeypatch, capsys):
     """Called as its documentation has it: the plain one knows no temperature, the scaled one is a row's."""
@@ -83,10 +96,12 @@ def test_both_losses_of_liger(loss, tmp_path, monkeypatch, capsys):
     ("--from [].json", "--from [].json: wanted a file that --json wrote"),
     ("--from [].json --plot none/x.png", "none/x.png: its folder is not there, or cannot be written"),
     ("--json none/x.json", "none/x.json: its folder is not there, or cannot be written"),
-    ("--sizes 4x4", "error: argument --sizes: 4x4: wanted N x M x D, as 4096x4096x128"),
-    ("--sizes 4x4x4x", "error: argument --sizes: 4x4x4x: wanted N x M x D, as 4096x4096x128"),
-    ("--limit 1.5", "error: argument --limit: 1.5: wanted a number of at least 1"),
-    ("--repeat 0", "error: argument --repeat: 0: wanted a number of at least 1")])
+    ("--loss l2", "argument --loss: invalid choice: 'l2' (choose from NAMES)"),
+    ("--impl cuda", "argument --impl: invalid choice: 'cuda' (choose from NAMES)"),
+    ("--sizes 4x4", "argument --sizes: 4x4: wanted N x M x D, as 4096x4096x128"),
+    ("--sizes 4x4x4x", "argument --sizes: 4x4x4x: wanted N x M x D, as 4096x4096x128"),
+    ("--limit 1.5", "argument --limit: 1.5: wanted a number of at least 1"),
+    ("--repeat 0", "argument --repeat: 0: wanted a number of at least 1")])
 def test_flags_are_refused(flags, wanted, tmp_path, monkeypatch, capsys):
     """In one line, before anything is measured."""
     monkeypatch.chdir(tmp_path)
@@ -95,7 +110,9 @@ def test_flags_are_refused(flags, wanted, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         benchmark.main(flags.split())
     out, error = capsys.readouterr()
-    assert (end.value.code, out) == (2, "") and error.splitlines()[-1].endswith(wanted)
+    name, said = error.split(": ", 1)
+    assert (end.value.code, out, name) == (2, "", Path(sys.argv[0]).name)
+    assert re.sub("choose from .*[)]", "choose from NAMES)", said) == wanted + "\n"
 
 
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -239,7 +256,11 @@ def test_results_are_drawn(tmp_path):
 
 
 def test_nothing_to_draw(tmp_path, capsys):
-    (tmp_path / "a.json").write_text(json.dumps(results(("nt_xent", [64, 64, 8], "random", "eager"))))
+    """A row without a time, and one whose time is the interpreter's."""
+    case = "nt_xent", [64, 64, 8], "random"
+    found = results((*case, "eager"), (*case, "triton", 1, 1))
+    found["rows"][1]["interpreted"] = True
+    (tmp_path / "a.json").write_text(json.dumps(found))
     with pytest.raises(SystemExit):
         benchmark.main(["--from", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")])
     assert capsys.readouterr().err.endswith(": --plot: no row has a time\n")

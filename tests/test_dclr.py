@@ -1,4 +1,5 @@
 """DCLR against float64 formulas written out row by row, its edge cases, and how it reads its guide."""
+import json
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -119,13 +120,14 @@ def test_noise_steps_are_whole_or_none(form, dtype, temperature):
 
 @pytest.fixture(scope="module")
 def guides(bert, tmp_path_factory):
-    """With 1_Pooling, one with other numbers for tokens; without a pooler."""
+    """With modules.json, one with other numbers for tokens; without a pooler."""
     home = tmp_path_factory.mktemp("guides")
     made = {name: shutil.copytree(bert, home / name) for name in ("mean", "first", "bare")}
-    for name, mean in ("mean", "true"), ("first", "false"):
+    for name, mode in ("mean", "mean"), ("first", "cls"):
+        modules = [dict(path="", type="models.Transformer"), dict(path="1_Pooling", type="models.Pooling")]
+        (made[name] / "modules.json").write_text(json.dumps(modules))
         (made[name] / "1_Pooling").mkdir()
-        settings = f'{{"pooling_mode_cls_token": true,\n "pooling_mode_mean_tokens": {mean}}}'
-        (made[name] / "1_Pooling" / "config.json").write_text(settings)
+        (made[name] / "1_Pooling" / "config.json").write_text(json.dumps(dict(pooling_mode=mode)))
     vocab = AutoTokenizer.from_pretrained(bert).get_vocab()
     turned = {piece: len(vocab) + 4 - i if i > 4 else i for piece, i in vocab.items()}
     BertTokenizer(turned, model_max_length=512).save_pretrained(made["mean"])
@@ -141,9 +143,8 @@ def test_guide_is_read_as_its_folder_says(name, how, guides, capsys):
     guide = dclr.build_guide(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
     torch.testing.assert_close(guide.read(TEXTS[:8]), read(guides[name], TEXTS[:8], how), atol=1e-5, rtol=0)
     assert not guide.training and not any(weight.requires_grad for weight in guide.parameters())
-    said = {"avg": "avg pooling", "cls": "cls pooling", "pooler": "cls pooling, its pooler"}[how]
-    assert capsys.readouterr().out == f"guide    {guides[name]}, {said}\n"
-    assert dclr.pooler_of(torch.nn.Identity()) is None
+    said = {"avg": "avg pooling", "cls": "cls pooling", "pooler": "cls pooling, its pooler as head"}[how]
+    assert capsys.readouterr().out == f"guide    {guides[name]}, 0.0 M parameters, {said}\n"
 
 
 @pytest.mark.parametrize("form, noise_times, name, below", [
@@ -155,7 +156,7 @@ def test_first_loss_is_the_papers(form, noise_times, name, below, guides, tmp_pa
     rows = SENTENCES[:10] + SENTENCES[:2]                      # two come twice
     flags = ["--model", guides[name], "--guide", guides["mean"], "--noise-times", noise_times, "--lr", 0]
     result = run_text("dclr", tmp_path, rows, *flags, "--phi", 0.99, "--form", form, *ONE_BATCH)
-    linear, texts = result.model.head if below == "cls" else result.model.head[-1], [row[0] for row in rows]
+    linear, texts = result.model.head[-2], [row[0] for row in rows]
     assert abs(linear.weight.std() - 0.2) < 0.02 and not linear.bias.any()
     z = torch.tanh(linear(read(guides[name], texts, below))).detach().double()
     f = read(guides["mean"], texts, "avg").double()            # phi is 0.001 from each of their cosines
@@ -168,9 +169,9 @@ def test_first_loss_is_the_papers(form, noise_times, name, below, guides, tmp_pa
 
 
 @pytest.mark.parametrize("flags, wanted", [
-    ("--guide scratch", r"--guide scratch: no such folder, and the hub .*; name a local folder"),
+    ("--guide scratch", r"--guide scratch: a new model has learnt nothing; name a folder or one of the hub"),
     ("--phi 1.2", r"--phi 1\.2: wanted a cosine, from -1 to 1"),
     ("--phi -2", r"argument .* at least -1"), ("--noise-times -1", r"argument .* at least 0"),
-    ("--data good.csv", r"good\.csv line 1: 2 columns, wanted 1 \(sentence\)")])
+    ("--data good.csv", r"good\.csv line 1: 2 columns, wanted 1 \(sentence\), as by --columns 1")])
 def test_bad_input(flags, wanted, here, bert, capfd):
     refuse("dclr", capfd, wanted, *SMALL, "--data", DATA / "sentences.txt", "--guide", bert, *flags.split())

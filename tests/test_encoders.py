@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, Canine
 
 import simcse
 from kernels.training import tokens
-from kernels.training.command import Fault
-from kernels.training.encoders import POOLINGS, SentenceEncoder, load_encoder
+from kernels.training.command import POOLINGS, Fault
+from kernels.training.encoders import SentenceEncoder, load_encoder
 from running import NLI, SENTENCES, SMALL, one_by_one, refuse, run_text
 
 CASES = [*((pooling, NLI) for pooling in POOLINGS), ("cls", SENTENCES)]
@@ -37,10 +37,11 @@ def test_embeddings_are_the_pooling_of_every_row(pooling, keep, bert, monkeypatc
     kept."""
     sentences = ["Yes.", "no, " * 20, *(row[0] for row in NLI[:10])]
     torch.manual_seed(1)
-    model = encoder_of(bert, pooling, torch.nn.Linear(32, 32) if pooling == "cls" else None, keep_head=keep)
+    head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) if pooling == "cls" else None
+    model = encoder_of(bert, pooling, head, keep_head=keep)
     rows, groups = tokens.tokenise(sentences, model.tokenizer, 512)[0], set()
     bare = one_by_one(model.encoder, model.tokenizer, sentences, pooling)
-    headed = torch.tanh(model.head(bare)) if pooling == "cls" else bare
+    headed = model.head(bare) if pooling == "cls" else bare
     for training, cost in itertools.product((True, False), (0, 60, 10**6)):
         model.train(training)
         monkeypatch.setitem(tokens.GROUP_COST, "cpu", cost)

@@ -44,15 +44,18 @@ def by_way(way, n, loss):
     return sum(loss(own, offset=own.start, impl=impl) * (own.stop - own.start) / n for own in shares)
 
 
-def simcse_written_out(z1, z2, z3=None, temperature=0.05, w=0.0):
-    """The paper's two objectives as printed, alpha = exp(w)."""
+def simcse_written_out(z1, z2, z3=None, temperature=0.05, w=0.0, ids=None):
+    """The paper's two objectives as printed, alpha = exp(w), for any number of hard negatives, without the
+    texts that are the anchor's own positive."""
     total, n = 0, len(z1)
+    hard = [] if z3 is None else [z3] if z3.dim() == 2 else z3.unbind(1)
     for i in range(n):
-        numerator = torch.exp(cosine(z1[i], z2[i]) / temperature)
-        denominator = sum(torch.exp(cosine(z1[i], z2[j]) / temperature) for j in range(n))
-        for j in range(n) if z3 is not None else ():
-            weight = math.exp(w) ** (i == j)
-            denominator = denominator + weight * torch.exp(cosine(z1[i], z3[j]) / temperature)
+        numerator = denominator = torch.exp(cosine(z1[i], z2[i]) / temperature)
+        for column, z in enumerate([z2, *hard]):
+            for j in range(n):
+                if (column or i != j) and (ids is None or ids[j, column] != ids[i, 0]):
+                    weight = math.exp(w) if column and i == j else 1.0
+                    denominator = denominator + weight * torch.exp(cosine(z1[i], z[j]) / temperature)
         total = total - torch.log(numerator / denominator)
     return total / n
 
@@ -68,6 +71,41 @@ def test_simcse(way, n, keys, w, temperature):
     how = dict(temperature=temperature, hard_negative_weight=w)
     agree(lambda z1, *z: by_way(way, n, lambda own, **rest: simcse_loss(z1[own], *z, **how, **rest)),
           lambda *z: simcse_written_out(*z, temperature=temperature, w=w), *z)
+
+
+IDS = torch.tensor([[7, 7, 3], [-5, 7, 2**40], [7, 2**40 + 7, -5], [9, -5, 9], [2**40, 1, 1]])     # rows
+
+
+@pytest.mark.parametrize("way", ["blockwise", "eager", "ranks", "triton"])
+@pytest.mark.parametrize("n, hard, w, ids", [
+    (5, 2, 0.0, False), (5, 2, -1.3, False), (5, 3, 0.7, False), (5, 0, 0.0, True), (5, 2, 0.0, True),
+    (5, 2, 1.3, True), (5, 2, -90.0, True), (2, 0, 0.0, True), (1, 1, 0.5, True)])
+def test_simcse_of_many_hard_negatives_and_equal_texts(way, n, hard, w, ids):
+    """Every anchor meets all of them, α is for its own; rows 0 and 2 have one positive. The last case has no
+    negative left: 0, in its gradients too."""
+    z1, z2, z3 = (points(shape[0], math.prod(shape[1:]), 30 + i).view(shape) for i, shape in enumerate(
+        [(n, 6), (n, 6), (n, max(hard, 1), 6)]))
+    found = IDS[:n, : 1 + hard] if ids else None
+    z, how = (z1, z2, z3)[: 3 if hard else 2], dict(temperature=0.2, hard_negative_weight=w, ids=found)
+    kind = torch.float32 if way == "triton" else torch.float64
+
+    def ours(z1, *z):
+        z1, *z = (x.to(kind) for x in (z1, *z))
+        return by_way(way, n, lambda own, **rest: simcse_loss(z1[own], *z, **how, **rest)).double()
+
+    def written_out(*z):
+        return simcse_written_out(*z, temperature=0.2, w=w, ids=found) + 0 * sum(x.sum() for x in z)
+
+    agree(ours, written_out, *z, tolerance=1e-5 if way == "triton" else 1e-10)
+
+
+def test_one_hard_negative_is_as_before_to_the_bit():
+    """Of (M, D) and (M, 1, D), and with ids that are all different."""
+    z = [points(9, 6, seed).float() for seed in range(3)]
+    losses = {simcse_loss(*z, hard_negative_weight=0.3).item(),
+              simcse_loss(*z[:2], z[2][:, None], hard_negative_weight=0.3).item(),
+              simcse_loss(*z, hard_negative_weight=0.3, ids=torch.arange(18).view(9, 2)).item()}
+    assert len(losses) == 1
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "eager"])
@@ -99,6 +137,8 @@ def vascl_of_all(z, y, impl):
 
 
 ALL = {"simcse": lambda z, y, impl: simcse_loss(z, y, z - y, 0.001, impl=impl),        # logits of ±1000
+       "simcse ids": lambda z, y, impl: simcse_loss(z, y, torch.stack([z - y, z * y], 1), 0.05, impl=impl,
+                                                    ids=torch.arange(3 * len(z)).view(-1, 3) // 2),
        "ease": lambda z, y, impl: ease_loss(z, y, torch.stack([y.flip(0), z.flip(0)], 1), 0.1, impl=impl),
        "selfguided": lambda z, y, impl: selfguided_loss(z, torch.stack([y, z * y], 1), 0.05, impl=impl),
        "dclr": dclr_of_all, "dclr code": lambda z, y, impl: dclr_of_all(z, y, impl, "code"),
@@ -124,6 +164,15 @@ def test_only_eager_stores_all_pairs(name, impl):
         ALL[name](*rows, impl).backward()
     blocks = name == "dclr code"
     assert (memory.peak > (150 if blocks else 40)) == (impl == "eager" and not blocks), memory.peak
+
+
+def test_ease_takes_the_weight_of_a_hardest_negative_back():
+    """Under autocast its share of the sum, whose products are rounded, may seem to be more than all."""
+    z, entity, noise = (points(64, 32, seed).float() for seed in (21, 22, 23))
+    rows = z, entity, (z + 0.05 * noise)[:, None]
+    exact = ease_loss(*(x.double() for x in rows), 0.01, -5.0)
+    with torch.autocast("cpu", torch.float16):
+        assert ease_loss(*rows, 0.01, -5.0).item() == pytest.approx(exact.item(), rel=0.02)
 
 
 Z = torch.randn(3, 4)

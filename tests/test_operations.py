@@ -10,7 +10,7 @@ from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import kernels
-from kernels import info_nce, linear_cross_entropy, nt_xent, similarity_lse, similarity_topk
+from kernels import info_nce, linear_cross_entropy, nt_xent, queue_loss, similarity_lse, similarity_topk
 from kernels.rules import Rule, make_rule
 from test_kernels import DEVICE, GPU, LOSSES, both_impls, differentiate, rows, rule
 
@@ -161,10 +161,18 @@ def test_bad_input_names_the_argument(call, message):
         call()
 
 
-def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch):
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("f", [
+    lambda q: similarity_lse(q, impl="triton"), lambda q: similarity_lse(q, K, impl="triton"),
+    lambda q: info_nce(q, K, impl="triton"), lambda q: nt_xent(q, q, impl="triton"),
+    lambda q: linear_cross_entropy(q, K, FOUR, impl="triton"), lambda q: queue_loss(q, q, K, impl="triton"),
+    lambda q: similarity_topk(q, K, 1, impl="triton")])
+def test_triton_on_the_cpu_needs_the_interpreter(f, needs_gradient, monkeypatch):
+    """Before anything is launched."""
     monkeypatch.setattr("kernels.launch.INTERPRETED", False)
+    monkeypatch.setattr("triton.runtime.jit.KernelInterface.__getitem__", None)
     with pytest.raises(ValueError, match="wants TRITON_INTERPRET=1"):
-        similarity_lse(Q, impl="triton")
+        f(Q.clone().requires_grad_(needs_gradient))
 
 
 def test_without_triton():

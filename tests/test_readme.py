@@ -46,7 +46,7 @@ COMMANDS = sorted(set().union(*map(commands, DOCUMENTS)))
 
 @pytest.mark.parametrize("program, flags", COMMANDS, ids=lambda text: text[:60])
 def test_command_parses(program, flags, monkeypatch):
-    def parse(parser, words, parse_args=argparse.ArgumentParser.parse_args):
+    def parse(parser, words, namespace=None, parse_args=argparse.ArgumentParser.parse_args):
         raise KeyError("parsed" if "--help" in words or parse_args(parser, words) else None)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
@@ -96,7 +96,8 @@ def test_python_runs(run, monkeypatch):
 
 
 def test_loss_of_the_eleventh_paper():
-    names, (z1, z2) = vars(kernels) | {"F": F}, torch.randn(2, 8, 16)
+    names, (z1, z2) = {name: getattr(kernels, name) for name in kernels.__all__}, torch.randn(2, 8, 16)
+    names["F"] = F
     for block in [block for language, block in read(HOUSE)[1] if language == "python"]:
         exec(textwrap.dedent(block), names)
     assert torch.allclose(names["my_loss"](z1, z2), simcse_loss(z1, z2)) and names["compute_loss"]

@@ -8,18 +8,18 @@ import torch.nn.functional as F
 import simcse
 from running import NLI, ONE_BATCH, read, run_text
 
-MODES = {1: ("unsupervised", 2, "train-only", "cls", 64, 3e-5, 1),
-         2: ("pairs", 2, "keep", "cls", 512, 5e-5, 3), 3: ("supervised", 3, "keep", "cls", 512, 5e-5, 3)}
+MODES = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
+         3: ("supervised", 3, 512, 5e-5, 3), 5: ("supervised", 5, 512, 5e-5, 3)}
 
 
 @pytest.mark.parametrize("columns", MODES)
 def test_columns_decide_what_was_not_given(columns, tmp_path):
     """By the paper, for BERT-base. A small random model has others; what was given stays."""
-    file, names = tmp_path / "data.jsonl", "mode views head pooling batch_size lr epochs".split()
+    file, names = tmp_path / "data.jsonl", "mode views batch_size lr epochs".split()
     file.write_text(512 * (json.dumps(columns * ["A man eats."]) + "\n"))
-    given = "--head keep --pooling avg_top2 --batch-size 7 --lr 0.5 --epochs 9".split()
-    kept, scratch = ("keep", "avg_top2", 7, 0.5, 9), (MODES[columns][2], "avg", 32, 2e-3, 4)
-    for flags, wanted in ([], MODES[columns][2:]), (["--model", "scratch"], scratch), (given, kept):
+    given = "--batch-size 7 --lr 0.5 --epochs 9".split()
+    scratch = (32, 2e-3, 4)
+    for flags, wanted in ([], MODES[columns][2:]), (["--model", "scratch"], scratch), (given, (7, 0.5, 9)):
         args = simcse.make_parser().parse_args(["--data", str(file), *flags])
         assert len(simcse.load_data(file, args)) == 512
         assert tuple(getattr(args, name) for name in names) == (*MODES[columns][:2], *wanted)

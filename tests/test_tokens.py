@@ -16,7 +16,7 @@ def test_rows_are_the_tokens_of_each_sentence(columns, tmp_path, bert, capsys):
     """In the order of the file, whatever the pieces that it is read in; and mapped, not held in memory."""
     texts = ["Yes.", "He sang a very long song about the sea.", "No.", "\u00e4"] * 6_000 * columns
     table = [(None, tuple(texts[i : i + columns])) for i in range(0, len(texts), columns)]
-    model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert), longest=512)
+    model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert), longest=512, prompted=list)
     run = SimpleNamespace(out=tmp_path, rank=0, world=1, args=SimpleNamespace(max_length=8))
     rows = tokenise_table(table, model, run)
     cut = f"{6_000 * columns:,} of {24_000 * columns:,} sentences cut to 8"

@@ -4,9 +4,11 @@ command    flags that are checked, one line for every fault, what is printed
 run        a run: ranks, progress, resume, signals, metrics
 folder     its --out: checked, its code kept, files replaced whole
 loop       the order of batches, learning rates, gradients over ranks
-tables     data files of rows of text; every fault with its place
+tables     rows of text, of data files or in memory; every fault with its place
+columns    their names: which is anchor, positive, hard negative
 tokens     their tokens, on the disk and in batches, in groups of similar length
 documents  files of documents: endless pairs of text, half of which follow each other
+mine       hard negatives for pairs of texts, found by a trained encoder: python -m kernels.training.mine
 encoders   transformers that read sentences: loaded, pooled, saved for transformers and sentence-transformers
 mlm        masked language models: tokens are masked, the loss is read from the chosen ones alone
 sts        scored pairs of sentences: Spearman, alignment, uniformity

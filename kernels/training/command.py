@@ -8,10 +8,6 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-
 
 class Fault(Exception):
     """What the person who started a run has to mend, in one line; with every_rank whatever rank finds it says
@@ -51,13 +47,22 @@ def at_least(least, kind=float):
     return convert
 
 
+POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")       # of encoders.py
+
 # What the flags are that scripts share. Their defaults are each script's.
 COMMON = {
     "--form": dict(choices=("paper", "code"), help="as in the paper, or as in the released code: see above"),
-    "--data": dict(required=True, help="training data; see above"),
+    "--evaluate": dict(action="store_true", help="score --model: nothing is trained or written"),
+    "--data": dict(help="training data; see above"),
+    "--columns": dict(nargs="+", help="of --data, in the order above: names of a header, or numbers from 1"),
     "--dev": dict(help="held-out data to evaluate on; see above"),
     "--test": dict(nargs="*", default=[], help="files of scored pairs, read with the best model at the end"),
     "--model": dict(help="hub name, local folder, or from scratch"),
+    "--pooling": dict(choices=POOLINGS, help="what is a sentence's embedding"),
+    "--head": dict(nargs="+", choices=("keep", "train-only", "new", "pooler"),
+                   help="behind the pooling: in use after training, or in training alone; new: not the "
+                        "folder's; pooler: starts as the model's pooler"),
+    "--prompt": dict(nargs="+", help="put before each text: one for all columns, or one for each"),
     "--out": dict(help="folder to write"),
     "--batch-size": dict(type=at_least(1, int), help="rows a step, over all GPUs"),
     "--chunk-size": dict(type=at_least(1, int), help="rows embedded at a time; gradients are the batch's"),
@@ -71,6 +76,9 @@ COMMON = {
     "--seed": dict(type=at_least(0, int), help="of weights, order and dropout"),
     "--eval-every": dict(type=at_least(1, int), help="steps between evaluations"),
     "--resume": dict(action="store_true", help="continue the run in --out, with the same flags"),
+    "--keep-state": dict(choices=("always", "running", "never"), default="always",
+                         help="what --resume needs, three times the model; running: until the run is done; "
+                              "default always"),
     "--impl": dict(choices=("auto", "triton", "blockwise", "eager"), help="kernels"),
     "--precision": dict(choices=("bf16", "fp32"), help="encoder and loss; default bf16 on a GPU, else fp32"),
 }
@@ -91,8 +99,34 @@ class Flags(argparse.ArgumentParser):
         kept = {} if default is None else {"default": default}
         self.add_argument(name, **COMMON[name] | {"help": text} | kept)
 
+    def plain(self, *names):
+        """Flags of COMMON without a default of this script's."""
+        for name in names:
+            self.common(name)
+
+    def parse_args(self, args=None, namespace=None, data=None):
+        """data: what main was handed in the place of --data."""
+        parsed = super().parse_args(args, namespace)
+        parsed.data = parsed.data if data is None else data
+        if parsed.data is None and not parsed.evaluate:
+            fail("the following arguments are required: --data")
+        if not any(getattr(parsed, name, None) for name in ("data", "dev", "test")):
+            fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
+        return parsed
+
     def error(self, message):
         fail(message)
+
+
+def answer_early(make_parser):
+    """For the top of a script: --help, and flags that are wrong, without the seconds that torch takes to
+    load."""
+    try:
+        make_parser().parse_args()
+    except Fault as fault:
+        if is_first_rank():
+            print(f"{Path(sys.argv[0]).name}: {fault}", file=sys.stderr)
+        sys.exit(2)
 
 
 def fill(args, defaults):
@@ -108,10 +142,12 @@ def command(main):
     script = Path(inspect.getfile(main)).name
 
     @functools.wraps(main)
-    def run(argv=None):
+    def run(*args, **more):
+        import torch.distributed as dist
+
         handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
         try:
-            main(argv)
+            main(*args, **more)
         except KeyboardInterrupt:                              # Run takes it while it is at work
             say("stopped", "before the first step")
             sys.exit(130)
@@ -136,6 +172,10 @@ def command(main):
 def as_fault(error, main):
     """The Fault that an exception is, or that the machine or another process made; None: it is a bug, with
     its traceback."""
+    import torch
+    import torch.distributed as dist
+    from safetensors import SafetensorError
+
     kept = "; a checkpoint that --out holds is whole, and --resume continues from it"
     if isinstance(error, Fault):
         return error

@@ -2,6 +2,7 @@
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from .tokens import tokenise
 
 def read_documents(path, offset=0):
     """Yields ([sentence, ...], byte after them) of each document from a byte of the file on."""
+    if Path(path).suffix.lower() == ".gz":  # --resume would unpack all before its place
+        fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
     sentences = []
     with open(path, "rb") as file:
         file.seek(offset)

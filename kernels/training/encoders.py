@@ -1,11 +1,11 @@
-"""Transformers that read sentences: loaded, pooled, saved for transformers and sentence-transformers."""
-import json
+"""Transformers that read sentences: loaded, with pooling and head; layout.py has their folders."""
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
@@ -13,18 +13,18 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 from kernels import embed_in_chunks
 
 from .command import fail, say
-from .folder import model_card, new_files
+from .layout import read_layout
+from .tables import texts_of
 from .tokens import grouped, pad, tokenise
 
-POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last")
 
-
-def load_encoder(name, texts=None, auto=AutoModel, flag="--model", **config):
+def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="", **config):
     """(model, tokenizer) of a folder or a hub name; "scratch" is a small random BERT with word pieces of the
     texts.
 
-    auto     which of transformers' models: with a head for masked tokens, for labels, ...
-    config   more of the model's configuration
+    auto        which of transformers' models: with a head for masked tokens, for labels, ...
+    subfolder   where it lies in there
+    config      more of the model's configuration
     The model has `missing`, the names of its weights that the checkpoint lacks: they are random.
     """
     if name == "scratch" and texts is not None:
@@ -34,15 +34,21 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", **config):
         model.missing = []
         return model, tokenizer
     local = Path(name).is_dir()
-    if local and not (Path(name) / "config.json").is_file():
+    if name == "scratch" and not local:
+        fail(f"{flag} scratch: a new model has learnt nothing; name a folder or one of the hub")
+    if local and not Path(name, subfolder, "config.json").is_file():
         fail(f"{flag} {name}: no config.json in this folder, so it is no transformers model")
     if not local:
         say("hub", f"{name} is fetched, unless it is in the cache")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        source = dict(subfolder=subfolder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source)
         model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                           ignore_mismatched_sizes=True, **config)
+                                           ignore_mismatched_sizes=True, **source, **config)
     except Exception as error:  # whatever the network or a damaged file makes of it
+        if "custom code" in str(error):
+            fail(f"{flag} {name}: wants to run Python that lies in it, which is never done; "
+                 "wanted an architecture of transformers")
         if local:
             fail(f"{flag} {name}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
         fail(f"{flag} {name}: no such folder, and the hub does not give it; name a local folder"
@@ -50,6 +56,8 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", **config):
     if not tokenizer.is_fast:
         kind = type(tokenizer).__name__
         fail(f"{flag} {name}: {kind} is a slow tokenizer; wanted one with a tokenizer.json")
+    if tokenizer.pad_token is None:                            # GPT-2, Llama
+        tokenizer.pad_token = tokenizer.eos_token
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto is AutoModel and any("pooler" in part for part in model.missing):
         model.pooler = None                                    # it would be random
@@ -88,31 +96,38 @@ def begin_linear(linear, std):
     return linear
 
 
-class SentenceEncoder(torch.nn.Module):
-    """A transformer, the pooling of its token states, and a head: tanh of a linear layer on the pooled
-    vector.
+def is_causal(encoder, named):
+    """Whether a token's state depends on those before it alone, as in a decoder."""
+    ids, training = torch.tensor([[2, 3], [2, 4]]), encoder.training
+    try:
+        with torch.no_grad():
+            first, second = encoder.eval()(input_ids=ids, attention_mask=ids > 0).last_hidden_state[:, 0]
+    except Exception:                                          # T5 wants two texts, CLIP a picture
+        fail(f"{named}: {type(encoder).__name__} gives no states of a text's tokens; wanted a model like "
+             "BERT or Qwen")
+    encoder.train(training)
+    return torch.equal(first, second)
 
-    pooling      one of POOLINGS: the first token (cls: with the head), or the mean over tokens of the last
+
+class SentenceEncoder(torch.nn.Module):
+    """A transformer, the pooling of its token states, and a head.
+
+    pooling      one of command.POOLINGS: the first token, the last one, or the mean over tokens of the last
                  layer, of the last two, or of the first and the last
     head         None, or what is behind the pooling in training; keep_head: and after it
-    flag         that named it; only --model, which is trained, has to read --max-length tokens
     """
 
-    def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False, flag="--model"):
+    def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
         super().__init__()
-        args, name = run.args, getattr(run.args, flag.removeprefix("--"))
-        if not hasattr(encoder, "embeddings"):
-            kind = type(encoder).__name__
-            fail(f"{flag} {name}: {kind} is no encoder like BERT, RoBERTa or DistilBERT")
         self.has_pooler = hasattr(encoder, "pooler")           # BERT, RoBERTa: save can write the head there
-        encoder.pooler = None
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
+        self.encoder.pooler = None
         self.tokenizer, self.pooling = tokenizer, pooling
-        self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(args, "chunk_size", None)
+        self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(run.args, "chunk_size", None)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
-        self.longest = longest_input(encoder, tokenizer)
-        if flag == "--model" and args.max_length > self.longest:
-            fail(f"--max-length {args.max_length}: {name} reads at most {self.longest} tokens")
+        self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # a decoder's
+        self.longest, self.normalise = longest_input(encoder, tokenizer), False
+        self.prompts, self.scored = ("",), ""                  # before the texts of each column; of pairs
 
     def batch(self, *views):
         """[(places (n,), ids (n, L), mask (n, L))] of lists of token ids: one view behind the other, in
@@ -127,6 +142,16 @@ class SentenceEncoder(torch.nn.Module):
             groups.append([x.to(self.device) for x in (torch.tensor(places), ids, mask)])
         return groups
 
+    def prompted(self, cells):
+        """The texts of a row's columns behind their prompts, the last of which goes on."""
+        return [self.prompts[min(i, len(self.prompts) - 1)] + cell for i, cell in enumerate(cells)]
+
+    @property
+    def width(self):
+        """H, of the embeddings in training."""
+        linears = [part for part in (self.head or []) if isinstance(part, torch.nn.Linear)]
+        return linears[-1].out_features if linears else self.encoder.config.hidden_size
+
     def forward(self, batch):
         """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
         module = self.encoder if self.chunk_size else None
@@ -135,32 +160,38 @@ class SentenceEncoder(torch.nn.Module):
     def pool(self, ids, mask):
         """(n, H) float32 embeddings of ids (n, L)."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            output = self.encoder(input_ids=ids, attention_mask=mask)
-            hidden = output.last_hidden_state                  # (n, L, H)
-            if self.pooling == "avg_top2":
-                hidden = (hidden + output.hidden_states[-2]) / 2
-            if self.pooling == "avg_first_last":  # the first transformer layer; 0 is the word embeddings
-                hidden = (hidden + output.hidden_states[1]) / 2
-            if self.pooling.startswith("avg"):                 # special tokens count, padding does not
-                z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-            else:
-                z = hidden[:, 0]
-            if self.head is not None and (self.training or self.keep_head):
-                z = torch.tanh(self.head(z))
+            output = self.encoder(input_ids=ids, attention_mask=mask, **self.no_cache)
+            return self.pool_states(output.last_hidden_state, mask, output.hidden_states)
+
+    def pool_states(self, hidden, mask, layers=None):
+        """(n, H) float32 embeddings of the last hidden states (n, L, H), or of all layers' where the pooling
+        wants them."""
+        if self.pooling == "avg_top2":
+            hidden = (hidden + layers[-2]) / 2
+        if self.pooling == "avg_first_last":  # the first transformer layer; 0 is the word embeddings
+            hidden = (hidden + layers[1]) / 2
+        if self.pooling.startswith("avg"):                     # special tokens count, padding does not
+            z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        elif self.pooling == "last":                           # of the text: padding is on the right
+            z = hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
+        else:
+            z = hidden[:, 0]
+        if self.head is not None and (self.training or self.keep_head):
+            z = self.head(z)
         return z.float()
 
     def read(self, sentences, size=128):
         """(N, H) embeddings of texts, which are not cut to --max-length."""
-        rows, _ = tokenise(sentences, self.tokenizer, self.longest)
+        rows, _ = tokenise([self.scored + text for text in sentences], self.tokenizer, self.longest)
         return torch.cat([self(self.batch(rows[i : i + size])) for i in range(0, len(rows), size)])
 
     def restore(self, folder):
         """Puts the saved checkpoint back."""
         weights = load_file(folder / "model.safetensors").items()
         self.encoder.load_state_dict({name: x for name, x in weights if not name.startswith("pooler.")})
-        for file in folder.glob("*_Dense/model.safetensors"):
-            weights = load_file(file).items()
-            self.head.load_state_dict({name.removeprefix("linear."): x for name, x in weights})
+        linears = list(self.head)[::2] if self.keep_head else []
+        for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
+            linear.load_state_dict({name.removeprefix("linear."): x for name, x in load_file(file).items()})
 
 
 def in_order(x, batch):
@@ -168,60 +199,104 @@ def in_order(x, batch):
     return x[torch.cat([places for places, *_ in batch]).argsort()]
 
 
+
+def build_encoder(args, run, pooling="cls", head=None, auto=AutoModel, columns=1, flag="--model"):
+    """The SentenceEncoder of --model, as its folder was written (layout.Layout), but for what --pooling,
+    --head, --prompt and --max-length say.
+
+    pooling, head   where neither flag nor folder speaks. head: "keep", "train-only" or None, behind cls. A
+                    decoder's pooling is last
+    columns         of texts in a row of the data
+    Beside what is saved the model has `layout`, the folder's or None; `lm`, what auto made around the encoder
+    or None; `pooler`, the pretrained one as a head, or None, in a tuple; `origin`, whose head it is: "new",
+    "own", "pooler" or None.
+    """
+    name, local, reading = args.model, Path(args.model).is_dir(), getattr(args, "evaluate", False)
+    layout = read_layout(name, flag) if local else None
+    texts = None if reading else texts_of(args.data)
+    loaded, tokenizer = load_encoder(name, texts, auto, flag, layout.subfolder if layout else "")
+    if not local and name != "scratch":                        # a hub that does not answer is asked once
+        layout = read_layout(name, flag)
+    encoder = loaded.base_model
+    refuse_classifier(encoder, f"{flag} {name}")
+    usual = "last" if is_causal(encoder, f"{flag} {name}") else pooling
+    pooling = getattr(args, "pooling", None) or (layout.pooling if layout else usual)
+    if usual == "last" and pooling.startswith("cls"):
+        fail(f"--pooling {pooling}: the first token of {name}, a decoder, sees no other; take last or avg")
+    pooler = getattr(getattr(encoder, "pooler", None), "dense", None)
+    pooler = pooler and torch.nn.Sequential(pooler, torch.nn.Tanh())
+    usual = head if pooling == "cls" and not reading else None
+    head, origin, where = choose_head(args, layout, pooling, usual, pooler, encoder.config)
+    model = SentenceEncoder(encoder, tokenizer, run, pooling, head, keep_head=where == "keep")
+    model.lm, model.origin, model.layout = loaded if auto is not AutoModel else None, origin, layout
+    model.pooler = (pooler,)                                   # in a tuple: no part of it
+    fit_to_layout(model, layout, args, columns)
+    if hasattr(args, "pooling"):
+        args.pooling = pooling
+    return model
+
+
+def refuse_classifier(encoder, named):
+    heads = "For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice"
+    if kinds := [kind for kind in encoder.config.architectures or [] if re.search(heads, kind)]:
+        fail(f"{named}: a classifier, {kinds[0]}; wanted an encoder of sentences, such as it was made from")
+
+
+def choose_head(args, layout, pooling, usual, pooler, config):
+    """(head or None, whose it is, where it is at work) by --head, the folder, and what is usual."""
+    asked = getattr(args, "head", None) or []
+    where = [flag for flag in asked if flag in ("keep", "train-only")]
+    start = [flag for flag in asked if flag in ("new", "pooler")]
+    if max(len(where), len(start)) > 1:
+        fail(f"--head {' '.join(asked)}: wanted keep or train-only, and new or pooler")
+    where, start = (flags[0] if flags else None for flags in (where, start))
+    theirs = layout.head if layout and layout.pooling == pooling and start is None else None
+    if start == "pooler" or theirs == "pooler":
+        if pooler is None:
+            fail(f"--head pooler: {args.model} has none")
+        return pooler, "pooler", where or theirs and "keep" or usual or "keep"
+    if theirs is not None:
+        return theirs, "own", where or "keep"
+    where = None if getattr(args, "evaluate", False) else where or usual
+    return (new_head(config), "new", where) if where else (None, None, None)
+
+
+def new_head(config):
+    """SimCSE's: a linear layer, drawn as BERT draws its own, and tanh."""
+    linear = torch.nn.Linear(config.hidden_size, config.hidden_size)
+    return torch.nn.Sequential(begin_linear(linear, config.initializer_range), torch.nn.Tanh())
+
+
+def fit_to_layout(model, layout, args, columns):
+    """Prompts, longest input and length 1 of the folder; says in one line where flags differ from it."""
+    asked, differs = tuple(getattr(args, "prompt", None) or ()), []
+    if len(asked) > 1 and len(asked) not in (2, columns) or len(asked) > columns:
+        wanted = "one" if columns == 1 else f"one for all, or one for each of {columns} columns"
+        fail(f"--prompt: found {len(asked)}, wanted {wanted}")
+    if layout:
+        model.normalise, model.longest = layout.normalise, min(layout.longest, model.longest)
+        model.prompts, model.scored = layout.prompts, layout.scored
+        had_head = layout.head is not None and not model.keep_head
+        if model.pooling.removesuffix("_before_pooler") != layout.pooling:
+            differs.append(f"{layout.pooling} pooling")
+        differs += ["a head"] * had_head + ["other prompts"] * (asked not in ((), layout.prompts))
+    if asked:
+        model.prompts, model.scored = asked, asked[0]
+    reads = longest_input(model.encoder, model.tokenizer)
+    if not getattr(args, "evaluate", False) and args.max_length > model.longest:
+        if args.max_length > reads:
+            fail(f"--max-length {args.max_length}: {args.model} reads at most {reads} tokens")
+        differs.append(f"texts of up to {model.longest} tokens")
+        model.longest = args.max_length
+    if differs:
+        say("note", f"{args.model} was saved with {', '.join(differs)}; the flags win")
+
+
 def describe_model(model, args):
+    """distilbert-base-cased, 65.2 M parameters, cls pooling, a new head in training alone"""
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
-    return f"{args.model}, {size:.1f} M parameters, {model.pooling} pooling"
-
-
-def save(model, run):
-    """The encoder of a SentenceEncoder as transformers and sentence-transformers read it, into --out."""
-    if run.rank:
-        return
-    encoder, config = model.encoder, model.encoder.config
-    width, layers = config.hidden_size, config.num_hidden_layers
-    head = model.head.state_dict() if model.keep_head else {}
-    weights, by_cls = encoder.state_dict(), model.pooling.startswith("cls")
-    if model.has_pooler:  # plain transformers finds the head as its pooler_output
-        weights |= {f"pooler.dense.{name}": tensor for name, tensor in head.items()}
-    size = dict(word_embedding_dimension=width)
-    pooling = dict(pooling_mode_cls_token=by_cls, pooling_mode_mean_tokens=not by_cls)
-    modules = [("Pooling", size | pooling, {})]
-    if config.output_hidden_states:
-        mix = torch.zeros(layers + 1)  # weights of the word embeddings and of each layer
-        mix[[-2 if model.pooling == "avg_top2" else 1, -1]] = 1
-        settings = size | dict(layer_start=0, num_hidden_layers=layers)
-        modules.insert(0, ("WeightedLayerPooling", settings, {"layer_weights": mix}))
-    if head:
-        settings = dict(in_features=width, out_features=width, bias=True,
-                        activation_function="torch.nn.modules.activation.Tanh")
-        modules.append(("Dense", settings, {f"linear.{name}": tensor.cpu() for name, tensor in head.items()}))
-    with new_files(run) as aside:
-        encoder.save_pretrained(aside, state_dict=weights)
-        save_tokenizer(model.tokenizer, aside)
-        index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
-        for i, (kind, settings, tensors) in enumerate(modules, 1):
-            folder = aside / f"{i}_{kind}"
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(settings, indent=1))
-            if tensors:
-                save_file(tensors, folder / "model.safetensors")
-            kind = f"sentence_transformers.models.{kind}"
-            index.append(dict(idx=i, name=str(i), path=folder.name, type=kind))
-        (aside / "modules.json").write_text(json.dumps(index, indent=1))
-        longest = {"max_seq_length": model.longest, "do_lower_case": False}
-        (aside / "sentence_bert_config.json").write_text(json.dumps(longest))
-        text = f"Sentence embeddings of {width} numbers, compared by cosine; {model.pooling} pooling."
-        tags = ["sentence-transformers", "sentence-similarity", "feature-extraction"]
-        card = model_card(run, "sentence-similarity", tags, text, load_line(model, run))
-        (aside / "README.md").write_text(card, encoding="utf-8")
-
-
-def save_tokenizer(tokenizer, folder):
-    tokenizer.backend_tokenizer.no_truncation()                # tokenise's, which would be saved
-    tokenizer.save_pretrained(folder)
-
-
-def load_line(model, run):
-    """How others load the folder; a BERT saved without head must not get a random pooler."""
-    bare = ", add_pooling_layer=False" if model.has_pooler and not model.keep_head else ""
-    return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}"{bare})'
+    text = f"{args.model}, {size:.1f} M parameters, {model.pooling} pooling"
+    if model.head is not None:
+        text += {"new": ", a new head", "own": ", its head", "pooler": ", its pooler as head"}[model.origin]
+        text += "" if model.keep_head else " in training alone"
+    return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

@@ -49,6 +49,11 @@ def new_files(run):
     shutil.rmtree(aside)
 
 
+def save_tokenizer(tokenizer, folder):
+    tokenizer.backend_tokenizer.no_truncation()                # tokenise's, which would be saved
+    tokenizer.save_pretrained(folder)
+
+
 def model_card(run, kind, tags, text, load):
     """README.md of a folder. kind: of the hub's pipelines; tags: the libraries that read it, the first above
     all."""
@@ -62,7 +67,7 @@ tags: [{", ".join(tags)}]
 # {run.out.name}
 
 {text}
-Trained by {run.script.name} from {run.args.model} on {Path(run.args.data).name}: {scores}.
+Trained by {run.script.name} from {run.args.model} on {Path(str(run.args.data)).name}: {scores}.
 Every setting is in args.json, the course of the training in metrics.jsonl.
 
     {load}
@@ -71,7 +76,10 @@ Every setting is in args.json, the course of the training in metrics.jsonl.
 
 def fingerprint(path):
     """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its
-    names and sizes."""
+    names and sizes. Rows in memory have one in their name (tables.Table)."""
+    if not isinstance(path, (str, Path)):
+        return str(path)
+    path = Path(path)
     digest, size = hashlib.sha1(), path.stat().st_size
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())

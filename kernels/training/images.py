@@ -17,7 +17,9 @@ from kernels import embed_in_chunks, similarity_topk
 
 from .command import Fault, fail, say
 from .folder import model_card, new_files
+from .layout import read_json
 from .loop import batches, set_lr
+from .run import Run
 from .views import scaled
 
 
@@ -35,7 +37,7 @@ class Pictures:
             test, _ = read_pictures(args.dev)
         self.path, self.size = args.data, tuple(self.images.shape[1:3])
         self.small = self.size[0] <= 32
-        if (least := args.batch_size) > len(self):
+        if (least := args.batch_size) > len(self) and not args.evaluate:
             fail(f"{self.path}: {len(self)} pictures, wanted at least --batch-size, which is {least}")
         if test is not None and (other := tuple(test[0].shape[1:3])) != self.size:
             fail(f"{args.dev or self.path}: test pictures are {by(other)}, the others {by(self.size)}")
@@ -222,7 +224,8 @@ def load_encoder(name, small, flag="--model"):
     try:
         if local and "auto_map" in json.loads(config.read_text()):
             kind = SmallPictureResNet
-        encoder, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        encoder, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
+                                             trust_remote_code=False)
     except Exception as error:  # whatever the network or a damaged file makes of it
         if local:
             fail(f"{flag} {name}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
@@ -297,6 +300,27 @@ def evaluate(model, pictures, impl="auto"):
     bank, queries = model.read(pictures.images), model.read(pictures.test[0])
     labels, wanted = (labels.to(bank.device) for labels in (pictures.labels, pictures.test[1]))
     return {"knn": knn_accuracy(bank, labels, queries, wanted, impl=impl)}
+
+
+def score(args, script, linear_probe):
+    """--evaluate of picture encoders: kNN and linear probe of --model on --data."""
+    if not args.data:
+        fail("--evaluate: nothing to evaluate; name pictures with labels, and a test set, by --data")
+    if args.model in RESNETS:
+        fail(f"--model {args.model}: a new model has learnt nothing; name a folder or one of the hub")
+    pictures = Pictures(args)
+    say("data", pictures.describe())
+    if not pictures.test:
+        fail("--evaluate: wanted labels on both sides, and a test set: in --data, or by --dev")
+    run = Run(args, script)
+    prepared = read_json(args.model, "preprocessor_config.json")
+    statistics = [prepared[name] for name in ("image_mean", "image_std") if name in prepared]
+    model = PictureEncoder(load_encoder(args.model, pictures.small), None, run, *statistics).to(run.device)
+    pictures.place(run.device)
+    found = f"kNN {evaluate(model, pictures, run.impl)['knn']:.2f} %"
+    if args.probe_epochs:
+        found += f", linear {linear_probe(model, pictures, run):.2f} %"
+    say("test", f"{found}  {args.model}")
 
 
 def train_probe(model, pictures, run, *, view, batch, rate, std=0.0, nesterov=False):

@@ -4,24 +4,30 @@ from inspect import signature
 
 import numpy as np
 import torch
+from transformers import AutoModelForSequenceClassification
 
-from .command import fail
+from .command import fail, say
+from .encoders import load_encoder, longest_input
+from .run import Run
 from .sts import spearman
-from .tables import read_table
+from .tables import plain, read_table
 
 
 def find_columns(path, args):
     """(rows of the table, places of its columns of text, place of its column of labels)"""
-    header, table = read_table(path)
-    names = header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))]
-    label = args.label or next((name for name in ("label", "score") if name in names), names[-1])
-    others = [name for name in names if name != label]
-    texts = args.text or [name for name in ("sentence", "sentence1", "sentence2") if name in others] or others
+    header, table = read_table(path, names=[*(args.text or []), *([args.label] if args.label else [])])
+    header = header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))]
+    names = [plain(name) for name in header]
+    label = plain(args.label or next((name for name in ("label", "score") if name in names), names[-1]))
+    others = [name for name in names if name not in (label, "")]
+    texts = [name for name in ("sentence", "sentence1", "sentence2") if name in others] or others
+    texts = [plain(name) for name in args.text or texts]
     if not {label, *texts} <= set(names) or label in texts or len(texts) not in (1, 2):
-        fail(f"{path}: columns {', '.join(names)}; wanted one or two of text (now {', '.join(texts)}) and "
+        fail(f"{path}: columns {', '.join(header)}; wanted one or two of text (now {', '.join(texts)}) and "
              f"one of labels (now {label}); name them by --text and --label")
-    args.text, args.label = texts, label                       # the same in --dev
-    return table, [names.index(name) for name in texts], names.index(label)
+    at = [names.index(name) for name in texts]
+    args.text, args.label = [header[i] for i in at], header[names.index(label)]  # the same in --dev
+    return table, at, names.index(label)
 
 
 def tokenise_texts(rows, model, longest):
@@ -87,3 +93,27 @@ def evaluate(model, rows, args):
         scores = {"spearman": spearman(truth, said),
                   "pearson": 0.0 if constant else np.corrcoef(truth, said)[0, 1]}
     return {metric: 100 * float(score) for metric, score in scores.items()}
+
+
+def mean_and_spread(runs):
+    """One line: the scores of a run, or of several mean ± deviation and best."""
+    columns = {metric: [scores[metric] for scores in runs] for metric in runs[0]}
+    if len(runs) == 1:
+        return ", ".join(f"{metric} {x[0]:.2f}" for metric, x in columns.items())
+    return "; ".join(f"{metric} {np.mean(x):.2f} ± {np.std(x, ddof=1):.2f}, best {max(x):.2f}"
+                     for metric, x in columns.items())
+
+
+def score(args, script, load_data):
+    """--evaluate: a classifier's scores on --dev, with the labels that it was trained on."""
+    run, path = Run(args, script), args.dev or args.data
+    model, tokenizer = load_encoder(args.model, None, AutoModelForSequenceClassification)
+    if model.missing:
+        fail(f"--model {args.model}: no classifier, {min(model.missing)} is missing; train it first")
+    config, model.tokenizer, model.bf16 = model.config, tokenizer, run.bf16
+    regression = config.problem_type == "regression" or config.num_labels == 1
+    args.task = "regression" if regression else "classification"
+    args.labels = [] if regression else [config.id2label[i] for i in range(config.num_labels)]
+    longest = min(args.max_length, longest_input(model.base_model, tokenizer))
+    rows, _ = tokenise_texts(load_data(path, args), model, longest)
+    say("test", f"{mean_and_spread([evaluate(model.to(run.device), rows, args)])}  {path}")

@@ -56,14 +56,13 @@ class Run:
         self.bf16, self.step, self.due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
         self.progress = {"step": 0, "before": None, "best": None}
-        self.fingerprint = fingerprint(Path(args.data))
-        if args.batch_size < self.world:
-            fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
-        check_out(self.out, args.resume)
-        if "RANK" in os.environ:
-            if gpu:
-                torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl" if gpu else "gloo", timeout=datetime.timedelta(minutes=30))
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        if gpu and self.world > 1:
+            torch.cuda.set_device(self.device)
+        if not args.evaluate:
+            self.prepare(args)
         if gpu and self.bf16:  # tensor cores also for what autocast leaves in float32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
@@ -71,9 +70,16 @@ class Run:
             similarity_lse(torch.zeros(1, 16, device=self.device), impl=self.impl)
         except ValueError as error:
             fail(f"--{error}")
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+    def prepare(self, args):
+        """What training wants and --evaluate does not: an --out that can be, and the other ranks."""
+        self.fingerprint = fingerprint(args.data)
+        if args.batch_size < self.world:
+            fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
+        check_out(self.out, args.resume)
+        if "RANK" in os.environ:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
 
     def begin(self, model, optimizer, total):
         """Starts a folder with the flags and the code that runs, or continues the run that is there."""
@@ -91,8 +97,9 @@ class Run:
 
     def flags(self):
         """What --resume wants to be as it was."""
-        kept = {name: value for name, value in vars(self.args).items() if name not in ("resume", "out")}
-        return kept | dict(world=self.world, fingerprint=self.fingerprint)
+        free = "resume", "out", "keep_state"
+        kept = {name: value for name, value in vars(self.args).items() if name not in free}
+        return kept | dict(data=str(self.args.data), world=self.world, fingerprint=self.fingerprint)
 
     def steps(self, total, rows=None, least=None):
         """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
@@ -123,8 +130,10 @@ class Run:
                 self.progress["step"] = step
                 self.save_state()
             if stop:
-                say("stopped", f"at step {step}, saved; --resume continues")
+                kept = "saved; --resume continues" if args.keep_state != "never" else "--keep-state never"
+                say("stopped", f"at step {step}, {kept}")
                 sys.exit(130)
+        self.signals.append(None)                              # what is still to come stops at once
 
     def note(self, values, **more):
         """Takes the numbers of this step, "loss" among them. Tensors are this rank's parts of sums over
@@ -147,6 +156,8 @@ class Run:
         return better
 
     def done(self, text):
+        if self.args.keep_state == "running" and self.rank == 0:
+            (self.out / "state.pt").unlink()
         minutes, seconds = divmod(round(time.perf_counter() - self.began[1]), 60)
         say("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
@@ -210,7 +221,7 @@ class Run:
         random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * self.world
         if self.world > 1:
             dist.all_gather_object(random, random[0])
-        if self.rank == 0:
+        if self.rank == 0 and self.args.keep_state != "never":
             weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
             state = dict(progress=self.progress, random=random, model=weights, optimizer=optimizer)
             with open(self.out / "state.tmp", "wb") as file:

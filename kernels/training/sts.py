@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from kernels import similarity_lse
 
 from .command import fail, say
-from .encoders import load_line, save
-from .tables import read_table
+from .encoders import build_encoder, describe_model
+from .layout import load_line, save
+from .run import Run
+from .tables import plain, read_table
 
 
 class ScoredPairs:
@@ -36,11 +38,7 @@ class ScoredPairs:
     def after(self, model, run):
         """Reads the best checkpoint, tests it, and says how to load it."""
         model.restore(run.out)
-        tests = {path: evaluate(model, pairs, self.impl)["spearman"] for path, pairs in self.tests.items()}
-        for path, score in tests.items():
-            say("test", f"{score:.2f}  {path}")
-        if tests:
-            say("test", f"{np.mean([round(score, 2) for score in tests.values()]):.2f}  mean")
+        say_scores({path: evaluate(model, pairs, self.impl) for path, pairs in self.tests.items()})
         before, best = run.progress["before"], run.progress["best"]
         rise = ""
         if self.dev:
@@ -49,10 +47,32 @@ class ScoredPairs:
         say("load", load_line(model, run))
 
 
+def score(args, script, pooling="cls"):
+    """--evaluate of sentence encoders: the files of --dev and --test through --model."""
+    files = {path: load_sts(path) for path in ([args.dev] if args.dev else []) + args.test}
+    if not files:
+        fail("--evaluate: nothing to evaluate; name files of scored pairs by --dev or --test")
+    run = Run(args, script)
+    model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
+    say("model", describe_model(model, args))
+    say_scores({path: evaluate(model, pairs, args.impl) for path, pairs in files.items()})
+
+
+def say_scores(tests):
+    """A line a file, and the mean."""
+    for path, scores in tests.items():
+        kinds = [name for name in ("alignment", "uniformity") if name in scores]
+        more = "".join(f"{name} {scores[name]:.3f}  " for name in kinds)
+        say("test", f"{scores['spearman']:.2f}  {more}{path}")
+    if tests:
+        say("test", f"{np.mean([round(scores['spearman'], 2) for scores in tests.values()]):.2f}  mean")
+
+
 def load_sts(path):
     """[(sentence1, sentence2, score)]; the subsets of a file are one list (the setting "all")."""
-    header, table = read_table(path)
     names = ["sentence1", "sentence2", "score"]
+    header, table = read_table(path, names=names)
+    header = header and [plain(name) for name in header]
     first = next(iter(table))[1]
     if header is None and len(first) == 3:  # the score is last, unless only the first cell is a number
         header = names if re.fullmatch(r"[\d. ]*", first[2]) else ["score", "sentence1", "sentence2"]

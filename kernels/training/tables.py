@@ -1,59 +1,102 @@
-"""Data files of rows of text, read row by row; every fault with its place."""
+"""Rows of text, of data files read row by row or in memory; every fault with its place."""
 import csv
+import functools
+import gzip
+import hashlib
 import itertools
 import json
+import os
 import re
+import zlib
 from pathlib import Path
 
 from tqdm import tqdm
 
+from .columns import SENTENCES, any_names, by_role, plain  # noqa: F401 - scripts have them from here
 from .command import fail
 
-KINDS = (".txt", ".csv", ".tsv", ".json", ".jsonl")
+KINDS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
+PEEK = 21                                                      # rows that tell whether the first is a header
 
 
 class Table:
     """The rows of a data file, (place, cells), place what a message calls the row: "line 7". They are read
-    anew each time they are gone through, so that no file has to fit in memory."""
+    anew each time they are gone through, so that no file has to fit in memory.
 
-    def __init__(self, path, lists=False, length=None):
-        self.path, self.lists, self.length = Path(path), lists, length
+    path    of the file; or a sequence of rows that are in memory: each a text, a list of texts, or a dict
+            of texts by column
+    layout  what tells which columns are read, a function of module columns
+    """
+
+    def __init__(self, path, lists=False, length=None, layout=any_names):
+        if isinstance(path, Table):
+            path = path.path or path.rows
+        in_file = isinstance(path, (str, os.PathLike))
+        self.path, self.rows = (Path(path), None) if in_file else (None, path)
+        self.lists, self.layout = lists, layout
+        self.length = len(path) if length is None and not in_file else length
 
     def __len__(self):
         return self.length
 
     def __iter__(self):
-        return ((place, cells) for place, cells, _ in read_cells(self.path, self.lists) if place is not None)
+        return ((place, cells) for place, cells, _ in read_cells(self) if place is not None)
+
+    def __str__(self):
+        return str(self.path) if self.path else f"{len(self.rows):,} rows in memory, sha1 {self.digest}"
+
+    @functools.cached_property
+    def digest(self):
+        digest = hashlib.sha1()
+        for row in self.rows:
+            digest.update(repr(row).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()[:12]
+
+    @property
+    def kind(self):
+        """How the name of the file ends, before .gz."""
+        return self.path and Path(self.path.name.lower().removesuffix(".gz")).suffix
 
 
-def read_table(path, check=None, lists=False):
-    """(header or None, Table) of a data file. check(cells) says what is wrong with a row, or nothing; all
-    wrong rows are counted. With lists, a list of texts in JSON is one cell, joined by |."""
-    path, header, length, wrong = Path(path), None, 0, []
-    if path.suffix.lower() not in KINDS and not path.is_dir():
-        fail(f"{path}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+def read_table(path, check=None, lists=False, *, roles=None, columns=None, names=()):
+    """(header or None, Table) of a data file, or of a Table. check(cells) says what is wrong with a row, or
+    nothing; all wrong rows are counted. With lists, a list of texts in JSON is one cell, joined by |.
+
+    roles    {role: [names]}: columns come in this order, and the header says what is taken for what
+    columns  those that are read instead, by name or number (--columns)
+    names    a first row that has all of them is a header
+    """
+    layout = functools.partial(any_names, names=names)
+    if roles:
+        layout = functools.partial(by_role, roles=roles, columns=columns)
+    table, header, unclear, length, wrong = Table(path, lists, layout=layout), None, None, 0, []
+    if table.path and table.kind not in KINDS and not table.path.is_dir():
+        fail(f"{path}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}; .gz may follow")
     try:
-        for place, cells, fault in read_cells(path, lists):
+        for place, cells, fault in read_cells(table):
             if place is None:
-                header = cells
+                header, unclear = cells, fault
             elif fault := fault or check and check(cells):
                 wrong.append(f"{place}: {fault}"[:300] if len(wrong) < 7 else None)    # of more: how many
             else:
                 length += 1
-    except OSError as error:
-        fail(f"{path}: {error.strerror}")
+    except (OSError, EOFError, zlib.error) as error:
+        fail(f"{path}: {getattr(error, 'strerror', None) or error}")
     if wrong:
         more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
         fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
     if length == 0:
         fail(f"{path}: no rows")
-    return header, Table(path, lists, length)
+    if unclear:
+        fail(f"{path}: {unclear}")
+    table.length = length
+    return header, table
 
 
 def describe_table(table, header):
-    """600 rows of 3 columns (header sent0, sent1, hard_neg) from nli.csv"""
-    columns, names = len(next(iter(table))[1]), f"header {', '.join(header)}" if header else "no header"
-    return f"{len(table):,} rows of {columns} columns ({names}) from {table.path}"
+    """600 rows (anchor sent0, positive sent1, negative hard_neg) from nli.csv"""
+    columns = f" ({', '.join(header)})" if header else f" of {len(next(iter(table))[1])} columns (no header)"
+    return f"{len(table):,} rows{columns} from {table}"
 
 
 def empty_cell(cells):
@@ -63,67 +106,108 @@ def empty_cell(cells):
 
 def texts_of(path, most=100_000):
     """Yields the text of each row, its cells a line each, of as many rows as a vocabulary is made of."""
-    return ("\n".join(cells) for _, cells in itertools.islice(Table(path, lists=True), most))
+    rows = itertools.islice(Table(path, lists=True), most)
+    return ("\n".join(map(str, cells)) for _, cells in rows)   # of a column that is not read, not only texts
 
 
-def read_cells(path, lists):
-    """Yields (place, cells, what is wrong with them) of a data file; a header comes first, its place None."""
-    kind, header, width, place, number = path.suffix.lower(), None, None, "line 0", 0
-
-    def lines():
-        nonlocal number
-        bar = tqdm(total=path.stat().st_size, desc=f"reading {path.name}", unit="B", unit_scale=True,
-                   leave=False, delay=1, disable=None)
-        with open(path, "rb") as file, bar:
-            for number, raw in enumerate(file, 1):
-                bar.update(len(raw))
-                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
-
+def read_cells(table):
+    """Yields (place, cells, what is wrong with them) of a table; first, its place None, what the layout says
+    of the columns."""
+    rows, place, quoting = read_rows(table), "line 0", table.kind == ".tsv"
     try:
-        for place, row in read_rows(kind, lines()):
-            if place == "line 1" and kind in (".csv", ".tsv") and is_header(row):
-                header = row
-                yield None, header, None
-                continue
-            if isinstance(row, dict):
-                if header is None:
-                    header = list(row)
-                    yield None, header, None
-                row = [row.pop(name, "") for name in header] + list(row.values())
-            if lists and isinstance(row, list):
+        first, known = [], []
+        for place, row in itertools.islice(rows, PEEK):
+            first.append((place, row))
+            known.append(row)
+        keys = list(known[0]) if known and isinstance(known[0], dict) else []
+        may_be_header = table.kind in (".csv", ".tsv") and known
+        headed, said, places, unclear = table.layout(known, None if may_be_header else keys)
+        if quoting and known and all(map(is_quoted, itertools.chain(*known))):
+            unclear = f"all cells are {QUOTED}"
+        yield None, said, unclear
+        width = len(keys) or next((len(row) for row in known if row and isinstance(row, list)), 1)
+        for place, row in itertools.chain(first[headed:], rows):
+            if keys and isinstance(row, dict):
+                row = [row.pop(name, "") for name in keys] + list(row.values())
+            if table.lists and isinstance(row, list):
                 row = ["|".join(cell) if is_texts(cell) else cell for cell in row]
+            fault = None
             if isinstance(row, Exception):
                 fault = f"not JSON: {getattr(row, 'msg', row)}"
-            elif not isinstance(row, list) or not all(isinstance(cell, (str, int, float)) for cell in row):
-                fault = f"wanted a row of texts, found {str(row)[:60]!r}"
-            else:
-                row, width = [str(cell) for cell in row], width or len(header or row)
-                fault = f"{len(row)} columns, wanted {width}" if len(row) != width else None
+            elif isinstance(row, list) and len(row) != width:
+                fault = f"{len(row)} columns, wanted {width}"
+            elif isinstance(row, list) and places:
+                row = [row[i] for i in places]
+            if fault is None and not (isinstance(row, list) and set(map(type, row)) == {str}):
+                if not isinstance(row, list) or not all(isinstance(cell, (str, int, float)) for cell in row):
+                    fault = f"wanted a row of texts, found {str(row)[:60]!r}"
+                row = list(map(str, row)) if fault is None else row
+            elif quoting and '""' in "\t".join(row) and any(map(is_quoted_twice, row)):
+                fault = f"a cell {QUOTED}"
             yield place, row, fault
-    except UnicodeDecodeError:
-        fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
     except csv.Error as error:
-        fail(f'{path} after {place}: {error}; close every ", and write "" for one inside a cell')
+        fail(f'{table} after {place}: {error}; close every ", and write "" for one inside a cell')
 
 
-def is_header(row):
-    """Different names in small letters, without spaces."""
-    names = [name for name in row if re.fullmatch("[a-z][a-z0-9_]*", name)]
-    return len(set(names)) == len(row) > 0
+QUOTED = "quoted as in .csv; a .tsv has no quoting: write it as .csv, or without quotes"
+
+
+def is_quoted(cell):
+    return bool(re.fullmatch('"([^"]|"")*"', cell))
+
+
+def is_quoted_twice(cell):
+    """Such that no other reading is likely: with quotes within, which are doubled, or empty."""
+    return '""' in cell and is_quoted(cell)
 
 
 def is_texts(cell):
     return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
 
 
-def read_rows(kind, lines):
-    """Yields (place, row) of lines; a row of JSON may be a dict, or the error in it."""
-    if kind == ".txt":
-        yield from ((f"line {i}", [line.rstrip("\r\n")]) for i, line in enumerate(lines, 1))
+def read_lines(path):
+    """Yields the lines of a text file, which may be packed by gzip."""
+    packed = path.suffix.lower() == ".gz"
+    bar = tqdm(total=None if packed else path.stat().st_size, desc=f"reading {path.name}", unit="B",
+               unit_scale=True, leave=False, delay=1, disable=None)
+    with (gzip.open if packed else open)(path, "rb") as file, bar:
+        for number, raw in enumerate(file, 1):
+            bar.update(len(raw))
+            try:
+                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
+
+
+def read_parquet(path):
+    """Yields the rows of a .parquet, as dicts."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        fail(f"{path}: a .parquet wants the package pyarrow; pip install pyarrow, or write it as .jsonl")
+    try:
+        with open(path, "rb") as file:
+            for part in ParquetFile(file).iter_batches(10_000):
+                yield from part.to_pylist()
+    except ValueError as error:
+        fail(f"{path}: {str(error).splitlines()[0]}")
+
+
+def read_rows(table):
+    """Yields (place, row) of a table; a row of JSON may be a dict, or the error in it."""
+    kind, path = table.kind, table.path
+    if path is None:
+        for i, row in enumerate(table.rows, 1):
+            like = {str: lambda text: [text], tuple: list, dict: dict}.get(type(row), lambda row: row)
+            yield f"row {i}", like(row)
+    elif kind == ".parquet":
+        yield from ((f"row {i}", row) for i, row in enumerate(read_parquet(path), 1))
+    elif kind == ".txt":
+        yield from ((f"line {i}", [line.rstrip("\r\n")]) for i, line in enumerate(read_lines(path), 1))
     elif kind == ".jsonl":
-        yield from ((f"line {i}", parse(line)) for i, line in enumerate(lines, 1))
+        yield from ((f"line {i}", parse(line)) for i, line in enumerate(read_lines(path), 1))
     elif kind == ".json":
-        whole = parse("".join(lines))
+        whole = parse("".join(read_lines(path)))
         if isinstance(whole, list):
             yield from ((f"item {i}", row) for i, row in enumerate(whole, 1))
         else:
@@ -131,7 +215,7 @@ def read_rows(kind, lines):
             yield f"line {getattr(whole, 'lineno', 1)}", ValueError(f"{what}; a row a line is .jsonl")
     else:
         rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
-        reader, line = csv.reader(lines, **rules), 1
+        reader, line = csv.reader(read_lines(path), **rules), 1
         for cells in reader:
             yield f"line {line}", cells
             line = reader.line_num + 1                         # a quoted cell may hold newlines

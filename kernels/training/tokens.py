@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .command import fail, say
+from .command import fail, is_first_rank, say
 
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers
 # of 768, from 25 to 400 alike); CUDA: an estimate.
@@ -16,11 +16,12 @@ GROUP_COST = {"cpu": 100, "cuda": 8192}
 def tokenise(sentences, tokenizer, longest):
     """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
     backend, rows, cut = tokenizer.backend_tokenizer, [], 0
+    nothing = [tokenizer.pad_token_id or 0]  # of a text without tokens, where there are no special ones
     backend.no_padding()
     backend.enable_truncation(longest, direction=tokenizer.truncation_side)
     for start in range(0, len(sentences), 10_000):  # a million at once would hold tens of gigabytes
         encoded = backend.encode_batch_fast(sentences[start : start + 10_000])
-        rows += [np.array(encoding.ids, np.int32) for encoding in encoded]
+        rows += [np.array(encoding.ids or nothing, np.int32) for encoding in encoded]
         cut += sum(bool(encoding.overflowing) for encoding in encoded)
     return rows, cut
 
@@ -34,7 +35,7 @@ def tokenise_table(table, model, run, name="tokens"):
     columns, folder = len(next(iter(table))[1]), run.out / name
     longest = min(run.args.max_length, model.longest)
     if run.rank == 0 and not folder.is_dir():
-        write_tokens(table, model.tokenizer, longest, folder)
+        write_tokens(table, model, longest, folder)
     if run.world > 1:
         dist.barrier()
     if not folder.is_dir():
@@ -45,15 +46,15 @@ def tokenise_table(table, model, run, name="tokens"):
     return rows
 
 
-def write_tokens(table, tokenizer, longest, folder):
+def write_tokens(table, model, longest, folder):
     """Files of all `ids`, one sentence behind the other, and of where sentences end: a 0 first, how many were
     cut last."""
     aside, rows, done, cut = folder.with_suffix(".tmp"), iter(table), 0, 0
     aside.mkdir(exist_ok=True)
     with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
         ends.write(bytes(8))
-        while texts := [cell for _, cells in itertools.islice(rows, 10_000) for cell in cells]:
-            sentences, more = tokenise(texts, tokenizer, longest)
+        while part := [model.prompted(cells) for _, cells in itertools.islice(rows, 10_000)]:
+            sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, longest)
             places = done + np.cumsum([len(sentence) for sentence in sentences])
             ids.write(np.concatenate(sentences).tobytes())
             ends.write(places.tobytes())
@@ -82,6 +83,26 @@ class Rows:
         many."""
         columns = list(zip(*(self[i] for i in places)))
         return [columns[i % self.columns] for i in range(count)]
+
+
+def text_ids(tokens, places):
+    """(n, columns - 1) int64: ids of the texts behind the anchors, equal where tokens are; (n, 1) of one
+    column."""
+    numbers = {}
+    rows = ([ids.tobytes() for ids in tokens[i][1:] or tokens[i]] for i in places)
+    return torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
+
+
+def say_equal(tokens):
+    """How many rows --ignore-equal can spare a negative."""
+    if not is_first_rank():
+        return
+    rows = (tokens[i][1:] or tokens[i] for i in range(len(tokens)))
+    texts = np.array([[hash(ids.tobytes()) for ids in row] for row in rows])   # 8 bytes a text
+    _, which, times = np.unique(texts, return_inverse=True, return_counts=True)
+    again = (times[which.reshape(texts.shape)[:, 0]] > 1).sum()
+    what = "a positive that" if tokens.columns > 1 else "a sentence that"
+    say("equal", f"{again:,} of {len(tokens):,} rows have {what} occurs again behind an anchor")
 
 
 def grouped(lengths, device, most=None):

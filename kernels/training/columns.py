@@ -1,0 +1,152 @@
+"""Columns: whether a first row names them, and which is anchor, positive or hard negative."""
+import re
+import shlex
+from typing import NamedTuple
+
+# Names as plain leaves them. Any of a negative may have a number behind it.
+SENTENCES = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
+             "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
+             "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
+OTHERS = """hypothesis score similarity label goldlabel id idx index genre subset
+            entity positiveentity negativeentity entitytype page article originentity
+            original synonym antonym synonymwords antonymwords""".split()
+
+
+class Layout(NamedTuple):
+    """What was found out of the first rows.
+
+    headed  whether the first row of a .csv or .tsv names columns
+    said    what a person is told of them: the header, or what each column is taken for; None: no header
+    places  which columns are read, in this order; None: all
+    fault   why they cannot be read, or None
+    """
+    headed: bool
+    said: list | None
+    places: list | None = None
+    fault: str | None = None
+
+
+def any_names(rows, keys, names=()):
+    """The Layout of all columns, whatever their names. rows: the first of a file; keys: a header that is
+    certain, [] where there is none, None where the first row may be one, as where it has these names."""
+    header, headed = keys, False
+    if keys is None:
+        different = len(set(rows[0])) == len(rows[0])
+        small = different and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in rows[0])
+        headed = bool(rows[0]) and (
+            small or has_all(rows[0], names) or is_known(rows[0]) or looks_like_names(rows))
+        header = [name.strip() for name in rows[0]] if headed else []
+    plain_names = [plain(name) for name in header]
+    fault = None
+    if len(set(plain_names)) < len(header):
+        fault = f"two columns of one name in {', '.join(header)}"
+    elif headed and not header[0] and not has_all(header, names):
+        fault = INDEX
+    return Layout(headed, header or None, None, fault)
+
+
+def by_role(rows, keys, roles=SENTENCES, columns=None):
+    """The Layout of columns in the order of their roles {role: [names]}: by --columns, by the names of a
+    header, or as they stand where there is none. rows, keys as in any_names."""
+    named = [name for name in columns or [] if not name.isdigit()]
+    headed = keys is None and bool(rows[0]) and (
+        has_all(rows[0], named) or is_known(rows[0]) or not columns and looks_like_names(rows))
+    header = keys or (headed and [name.strip() for name in rows[0]]) or []
+    if columns:
+        return chosen(rows, keys is None, headed, header, list(roles), columns)
+    if not header:
+        columns = list(zip(*(row for row in rows if isinstance(row, list))))
+        numbers = [i for i, column in enumerate(columns, 1) if len(columns) > 1
+                   and all(re.fullmatch(r"\s*\d+\.?\d*\s*", str(cell)) for cell in column)]
+        fault = f"column {numbers[0]} holds numbers; number those to read: --columns 1 2" if numbers else None
+        return Layout(False, None, None, fault)
+    order, found = list(roles), [role_of(name, roles) for name in header]
+    places = sorted((i for i in range(len(header)) if found[i]), key=lambda i: order.index(found[i]))
+    said, fault = [f"{found[i]} {header[i]}" for i in places], fault_of(header, found, order)
+    if fault:
+        example = [header[i] for i in places] or [name for name in header if name]
+        fault += f"; name those to read: --columns {shlex.join(example)}"
+        if headed and not is_known(rows[0]):
+            fault += f"; if that row is data, number them: --columns {' '.join('123'[: len(header)])}"
+    return Layout(headed, said, places or None, fault)
+
+
+def chosen(rows, may_have, headed, header, roles, columns):
+    """The Layout of --columns. may_have: whether the first row may be a header."""
+    width = len(header or next((row for row in rows if row and isinstance(row, list)), []))
+    names, places = [plain(name) for name in header], []
+    for column in columns:
+        if plain(column) in names:
+            places.append(names.index(plain(column)))
+        elif column.isdigit() and 1 <= int(column) <= width:
+            places.append(int(column) - 1)
+        else:
+            known = header or (rows[0] if may_have else [])
+            known = f"one of {', '.join(known)}"[:150] + ", or " if known else ""
+            fault = f"--columns {shlex.join([column])}: wanted {known}a number from 1 to {width}"
+            return Layout(headed, None, None, fault)
+    said = [f"{roles[min(i, len(roles) - 1)]} {header[place] if header else f'column {place + 1}'}"
+            for i, place in enumerate(places)]
+    return Layout(headed, said, places)
+
+
+INDEX = "the first name of the header is empty, as of pandas' index; write the file with index=False"
+
+
+def fault_of(header, found, order):
+    """Why columns of these roles, None where there is none, are not rows to train on."""
+    one_each = [role for role in found if role and role != "negative"]
+    twice = [role for role in order if one_each.count(role) > 1]
+    unknown = [name for name, role in zip(header, found) if role is None]
+    if not header[0]:
+        return INDEX
+    if unknown:
+        return f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {', '.join(unknown)}"
+    if twice:
+        names = [name for name, role in zip(header, found) if role == twice[0]]
+        return f"{len(names)} columns are {twice[0]}: {', '.join(names)}"
+    missing = [role for role in order[: len(set(found))] if role not in found]
+    return f"no {missing[0]} among columns {', '.join(header)}" if missing else None
+
+
+def plain(name):
+    """The name in small letters, without spaces, dashes and underscores."""
+    return re.sub(r"[\s_-]+", "", name.casefold())
+
+
+def role_of(name, roles):
+    name = plain(name)
+    return next((role for role, names in roles.items()
+                 if name in names or role == "negative" and name.rstrip("0123456789") in names), None)
+
+
+def is_name(cell):
+    """One to three words of letters and digits."""
+    return len(cell) <= 30 and bool(re.fullmatch(r"\s*[^\W\d_]\w*([ ./-]\w+){0,2}\s*", cell))
+
+
+def without_index(row):
+    """Without the empty first cell that pandas writes over its index."""
+    return row[1:] if row and not row[0].strip() else row
+
+
+def has_all(row, names):
+    return bool(names) and {plain(cell) for cell in row} >= {plain(name) for name in names}
+
+
+def is_known(row):
+    """Whether a row has two names that everyone uses for columns, or has one cell and that is one."""
+    row = without_index(row)
+    known = sum(plain(cell) in OTHERS or role_of(cell, SENTENCES) is not None for cell in row)
+    return known >= min(2, len(row)) > 0
+
+
+def looks_like_names(rows):
+    """Whether the first row is different names, of a kind that hardly any row below is, and none below
+    again."""
+    first, below = without_index(rows[0]), rows[1:]
+    if not first or not below or not all(map(is_name, first)) or len(set(map(plain, first))) < len(first):
+        return False
+    alike = sum(bool(row) and all(map(is_name, row)) for row in below)
+    again = any(a == b for row in below for a, b in zip(first[::-1], row[::-1]))   # from the end: the index
+    return 4 * alike < len(below) and not again
