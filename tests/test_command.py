@@ -1,9 +1,13 @@
 """Flags: what is refused, in one line; what a library user gets instead."""
+import re
+import subprocess
+import sys
+
 import pytest
 
 import simcse
 from kernels.training.command import COMMON, Fault, Flags
-from running import SMALL, refuse
+from running import ROOT, SMALL, refuse
 
 
 @pytest.mark.parametrize("flags, wanted", [
@@ -21,6 +25,26 @@ from running import SMALL, refuse
     ("--model none/such", r"--model none/such: no such folder, and the hub .*; name a local folder, or .*")])
 def test_wrong_flags(here, capfd, flags, wanted):
     refuse("simcse", capfd, wanted, *SMALL, *flags.split())
+
+
+def test_help_and_wrong_flags_need_no_torch():
+    """Of all scripts and modules with flags; every other import takes seconds."""
+    code = """import runpy, sys
+sys.modules |= dict.fromkeys(["torch", "transformers", "numpy"])
+for name in sys.argv[1:]:
+    for flags in (["--help"], ["--frobnicate"]):
+        sys.argv = [name, *flags]
+        try:
+            run = runpy.run_path if name.endswith(".py") else runpy.run_module
+            run(name, run_name="__main__")
+        except SystemExit as end:
+            print(name, end.code)
+"""
+    names = [*(path.name for path in sorted(ROOT.glob("*.py"))), "kernels.training.mine"]
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, text=True, capture_output=True)
+    ends = [line for line in done.stdout.splitlines() if re.fullmatch(r"[\w.]+ \d", line)]
+    assert ends == [f"{name} {code}" for name in names for code in (0, 2)], done.stderr
+    assert len(names) == 11 and done.stderr.count("\n") == 11
 
 
 def test_data_is_required(here, capfd):

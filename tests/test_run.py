@@ -8,11 +8,13 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import simcse
 from kernels.training.command import command, fail, say
 from running import DATA, ROOT, SMALL, equal, free_port, metrics, refuse, run, start
 
@@ -74,6 +76,34 @@ def test_interrupted_before_the_first_step(name, tmp_path):
             break
     said, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "") and said.splitlines()[-1].startswith("stopped ")
+
+
+def test_a_signal_ends_the_probe_behind_the_last_step(tmp_path):
+    """In which there is nothing to save: the checkpoint is."""
+    flags = [*SCRIPTS["moco"], "--probe-epochs", 10**6, "--steps", 1, "--eval-every", 1]
+    process = start("moco", tmp_path / "out", *flags)
+    while not (tmp_path / "out" / "state.pt").is_file() and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    process.terminate()
+    said, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (143, "") and "\nstopped  behind the last step" in said
+
+
+@pytest.mark.parametrize("keep, left", [("always", True), ("running", False), ("never", False)])
+def test_keep_state(keep, left, tmp_path, monkeypatch):
+    """While it runs state.pt is there, but for never; and a flag that may change on the way."""
+    flags, seen = [*TEXT, "--steps", 2, "--eval-every", 1], []
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        patch.setattr("simcse.sum_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
+        run("simcse", tmp_path / "out", *flags, "--keep-state", keep)
+    seen = (tmp_path / "out" / "state.pt").is_file()
+    assert seen == (keep != "never")
+    if seen:
+        run("simcse", tmp_path / "out", *flags, "--keep-state", "always", "--resume")
+    simcse.main([*map(str, flags), "--keep-state", keep, "--out", str(tmp_path / "whole")])
+    assert (tmp_path / "whole" / "state.pt").is_file() == left
+    assert (tmp_path / "whole" / "model.safetensors").is_file()
 
 
 def test_state_is_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
@@ -149,7 +179,7 @@ def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
     say("stopped", "at step 3")
     with pytest.raises(SystemExit):
-        command(lambda argv: fail("no"))()
+        command(lambda argv=None: fail("no"))()
     assert capsys.readouterr() == ("\r\x1b[Kstopped  at step 3\n", "\r\x1b[Ktest_run.py: no\n")
 
 

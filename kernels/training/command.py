@@ -176,11 +176,12 @@ def as_fault(error, main):
     import torch.distributed as dist
     from safetensors import SafetensorError
 
-    kept = "; a checkpoint that --out holds is whole, and --resume continues from it"
     if isinstance(error, Fault):
         return error
+    usage = main.__globals__["make_parser"]().format_usage()
+    kept = "; a checkpoint that --out holds is whole, and --resume continues from it"
+    kept = kept if "--resume" in usage else ""
     if isinstance(error, torch.OutOfMemoryError):
-        usage = main.__globals__["make_parser"]().format_usage()
         flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in usage]
         return Fault(f"the GPU's memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
     if isinstance(error, (OSError, SafetensorError)):

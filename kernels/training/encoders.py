@@ -276,7 +276,7 @@ def fit_to_layout(model, layout, args, columns):
     if layout:
         model.normalise, model.longest = layout.normalise, min(layout.longest, model.longest)
         model.prompts, model.scored = layout.prompts, layout.scored
-        had_head = layout.head is not None and not model.keep_head
+        had_head = layout.head is not None and not (model.keep_head and model.origin in ("own", "pooler"))
         if model.pooling.removesuffix("_before_pooler") != layout.pooling:
             differs.append(f"{layout.pooling} pooling")
         differs += ["a head"] * had_head + ["other prompts"] * (asked not in ((), layout.prompts))

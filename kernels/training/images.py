@@ -331,6 +331,7 @@ def train_probe(model, pictures, run, *, view, batch, rate, std=0.0, nesterov=Fa
     std     of the layer's first weights
     """
     model.eval()
+    torch.manual_seed(run.args.seed)                           # the same after training and by --evaluate
     labels, wanted = (labels.to(run.device) for labels in (pictures.labels, pictures.test[1]))
     layer = nn.Linear(model.width, int(labels.max()) + 1, device=run.device)
     nn.init.normal_(layer.weight, std=std) if std else nn.init.zeros_(layer.weight)

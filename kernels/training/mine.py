@@ -29,7 +29,6 @@ import os
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from .command import Flags, answer_early, at_least, command, fail, say
 
@@ -40,6 +39,7 @@ KINDS = (".csv", ".tsv", ".jsonl")
 def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
+    parser.set_defaults(evaluate=True)                         # the model is read, not trained
     add("--data", required=True, help="pairs; see above")
     common("--columns", said="by the header, else all")
     add("--model", required=True, help="hub name or local folder of a trained encoder")
@@ -54,13 +54,12 @@ def make_parser():
     add("--max-score", type=at_least(0), default=1.0, help="default 1")
     add("--seed", type=at_least(0, int), default=42, help="of what --ranks draws; default 42")
     common("--impl", "auto")
+    common("--precision")
     return parser
 
 
 if __name__ == "__main__":
     answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
-
-# ruff: noqa: E402
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +71,7 @@ from kernels.paths import TOPK_SLOTS
 from .columns import SENTENCES
 from .encoders import build_encoder, describe_model
 from .loop import HALF
+from .run import Run
 from .tables import describe_table, empty_cell, read_table
 
 
@@ -105,10 +105,8 @@ def load_data(args):
 
 def load_model(args):
     """The SentenceEncoder of --model, at rest."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args = SimpleNamespace(model=args.model, evaluate=True)
-    run = SimpleNamespace(args=args, device=device, bf16=device.type == "cuda")
-    model = build_encoder(args, run, columns=2).to(device)
+    run = Run(args, __file__)
+    model = build_encoder(args, run, columns=2).to(run.device)
     say("model", describe_model(model, args))
     return model.eval()
 

@@ -133,7 +133,9 @@ class Run:
                 kept = "saved; --resume continues" if args.keep_state != "never" else "--keep-state never"
                 say("stopped", f"at step {step}, {kept}")
                 sys.exit(130)
-        self.signals.append(None)                              # what is still to come stops at once
+        heard, self.signals = self.signals, [None]             # what is still to come stops at once
+        if heard:
+            self.hear(heard[0], None)
 
     def note(self, values, **more):
         """Takes the numbers of this step, "loss" among them. Tensors are this rank's parts of sums over
@@ -157,13 +159,15 @@ class Run:
 
     def done(self, text):
         if self.args.keep_state == "running" and self.rank == 0:
-            (self.out / "state.pt").unlink()
+            (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(time.perf_counter() - self.began[1]), 60)
         say("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
     def hear(self, number, _):
         """Ctrl-C and SIGTERM wait for the end of a step; a second one does not."""
         if self.signals:
+            if self.signals == [None]:
+                say("stopped", "behind the last step; the checkpoint is whole")
             sys.exit(128 + number)
         self.signals.append(number)
         if self.rank == 0:                                     # print is not reentrant
