@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import simcse
-from running import NLI, ONE_BATCH, read, run_text
+from running import NLI, ONE_BATCH, metrics, read, run_text
 
 MODES = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
          3: ("supervised", 3, 512, 5e-5, 3), 5: ("supervised", 5, 512, 5e-5, 3)}
@@ -39,3 +39,18 @@ def test_first_loss_is_the_papers(columns, flag, value, tmp_path, bert):
     wanted = F.cross_entropy(torch.cat(logits, 1), torch.arange(12)).item()
     assert step["loss"] == pytest.approx(wanted, abs=1e-4)
     assert ("mlm" in step) == (flag == "--mlm-weight" and value > 0)
+
+
+def test_rows_in_memory(tmp_path):
+    """A list of rows trains as the file does; --resume knows them by their content."""
+    flags = ["--model", "scratch", "--batch-size", "4", "--steps", "2"]
+    file = run_text("simcse", tmp_path, NLI[:12], *flags)
+    simcse.main([*flags, "--out", str(tmp_path / "list")], rows=NLI[:12])
+    assert [step["loss"] for step in metrics(tmp_path / "list")] == file.losses
+    flags += ["--out", str(tmp_path / "list"), "--resume"]
+    simcse.main(flags, rows=[tuple(row) for row in NLI[:12]])
+    with pytest.raises(SystemExit):
+        simcse.main(flags, rows=NLI[:11])
+    assert "12 rows in memory, sha1" in (tmp_path / "list" / "README.md").read_text()
+    with pytest.raises(SystemExit):
+        simcse.main(flags, rows=["A man eats.", ["He eats.", "Nobody."]])

@@ -48,7 +48,7 @@ class Table:
     @functools.cached_property
     def digest(self):
         digest = hashlib.sha1()
-        for row in self.rows:
+        for _, row in read_rows(self):
             digest.update(repr(row).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:12]
 
