@@ -19,8 +19,9 @@ sentence2, score (0 to 5), by header, or the score first or last.
 Expected: the paper's BERT-base has 77.22 Spearman as the mean of seven STS test sets (SimCSE 76.25), by code
 that is the third command's with --form code; of the default, the paper's equations, nobody has published a
 run. The defaults are BERT-base's. RoBERTa takes its own SimCSE as --guide and --phi 0.85, its base
---noise-times 2.5. Large models start from a SimCSE (--model) and take --batch-size 256 --epochs 1
---noise-times 3, RoBERTa 5 and --lr 1e-5. The authors advise a search for φ and the noise.
+--noise-times 2.5. Large models start from a SimCSE (--model), whose pooler alone is the head (--head pooler),
+and take --batch-size 256 --epochs 1 --noise-times 3, RoBERTa 5 and --lr 1e-5. The authors advise a search for
+φ and the noise.
 
 Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is
 the one of the global batch, there 1/world of it; padding is masked; the guide has no dropout; φ does not move

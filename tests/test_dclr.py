@@ -168,6 +168,16 @@ def test_first_loss_is_the_papers(form, noise_times, name, below, guides, tmp_pa
     assert result.losses == pytest.approx([written_out(z, z, noise, f, f, 0.99, form=form).item()], abs=2e-4)
 
 
+@pytest.mark.parametrize("head, name, layers, origin", [
+    (None, "pooler", 4, "new"), (None, "bare", 2, "new"), (["pooler"], "pooler", 2, "pooler")])
+def test_head_of_the_released_code(head, name, layers, origin, guides):
+    """Base models: a new layer on the pooler. Large ones: the pooler of a SimCSE alone, in training."""
+    flags = ["--data", str(DATA / "sentences.txt"), "--model", str(guides[name]), "--form", "code"]
+    args = dclr.make_parser().parse_args([*flags, *(["--head", *head] if head else [])])
+    model = dclr.build_model(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
+    assert (len(model.head), model.origin, model.keep_head) == (layers, origin, False)
+
+
 @pytest.mark.parametrize("flags, wanted", [
     ("--guide scratch", r"--guide scratch: a new model has learnt nothing; name a folder or one of the hub"),
     ("--phi 1.2", r"--phi 1\.2: wanted a cosine, from -1 to 1"),
