@@ -119,7 +119,8 @@ def build_model(args, run):
     for linear in linears:
         begin_linear(linear, config.initializer_range)
     model.projection = torch.nn.Sequential(linears[0], torch.nn.GELU(), linears[1], torch.nn.GELU())
-    frozen = model.to(run.device).encoder.embeddings.requires_grad_(False)
+    embeddings = getattr(model.to(run.device).encoder, "embeddings", encoder.get_input_embeddings())
+    frozen = embeddings.requires_grad_(False)
     shared = {id(table): table for table in frozen.parameters()}                 # both copies have the same
     fixed = copy.deepcopy(encoder, shared).requires_grad_(False).train(args.form == "code")
     model.fixed = [fixed]  # a list hides it from train(), optimizer and state.pt

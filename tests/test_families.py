@@ -109,6 +109,7 @@ def by_definition(folder, pooling, prompts, texts):
     ("Bert", ["--prompt", *"abcd"], "--prompt: found 4, wanted one for all, or one for each of 2 columns"),
     ("Bert", ["--head", "keep", "train-only"], "--head keep train-only: wanted keep or train-only, and .*"),
     ("Qwen2", ["--head", "pooler"], "--head pooler: .* has none"),
+    ("Llama", ["--mlm-weight", "1"], "--model .*: transformers has no AutoModelForMaskedLM of its kind; .*"),
     ("Llama", ["--max-length", "131"], "--max-length 131: .* reads at most 130 tokens")])
 def test_what_does_not_fit_an_encoder(family, flags, wanted, folder_of, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, "--model", folder_of(family), "--max-length", "60", *flags)

@@ -94,9 +94,9 @@ def test_training_goes_on_with_the_same_head(bert, tmp_path, monkeypatch):
         linear = result.model.head and result.model.head[0].weight
         return result, linear is not None and torch.equal(linear, kept)
 
-    same, is_kept = go_on("same")
+    same, is_kept = go_on("same")                              # the small model has no dropout
     assert is_kept and same.model.prompts == ("a: ", "b: ") and "note" not in same.said
-    assert same.said["model"].endswith("cls pooling, its head, prompt 'a: ', prompt 'b: '")
+    assert same.said["model"].endswith("cls pooling, its head, without dropout, prompt 'a: ', prompt 'b: '")
     for name, flags, found in (
             ("new", ["--head", "new"], "a head"), ("avg", ["--pooling", "avg"], "cls pooling, a head"),
             ("prompts", ["--prompt", "c "], "other prompts")):

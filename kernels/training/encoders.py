@@ -49,6 +49,8 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
         if "custom code" in str(error):
             fail(f"{flag} {name}: wants to run Python that lies in it, which is never done; "
                  "wanted an architecture of transformers")
+        if "Unrecognized configuration class" in str(error):
+            fail(f"{flag} {name}: transformers has no {auto.__name__} of its kind; take another model")
         if local:
             fail(f"{flag} {name}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
         fail(f"{flag} {name}: no such folder, and the hub does not give it; name a local folder"
@@ -299,4 +301,7 @@ def describe_model(model, args):
     if model.head is not None:
         text += {"new": ", a new head", "own": ", its head", "pooler": ", its pooler as head"}[model.origin]
         text += "" if model.keep_head else " in training alone"
+    dropout = [part.p for part in model.encoder.modules() if isinstance(part, torch.nn.Dropout)]
+    if not getattr(args, "evaluate", False) and not any(dropout):              # two views of a text are one
+        text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)
