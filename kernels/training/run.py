@@ -59,7 +59,7 @@ class Run:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        if gpu and self.world > 1:
+        if gpu and "RANK" in os.environ:
             torch.cuda.set_device(self.device)
         if not args.evaluate:
             self.prepare(args)
