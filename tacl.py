@@ -71,7 +71,6 @@ import copy
 import itertools
 import math
 import random
-import re
 from collections import Counter
 
 import numpy as np
@@ -369,9 +368,8 @@ def score(args):
     path, run = args.dev or args.data, Run(args, __file__)
     documents, model = load_data(path, args), build_model(args, run)
     scores = evaluate(model, load_dev(path, documents, model, args), args)
-    for lost in {"nsp" if re.search("seq_relationship|next", name) else "mlm" for name in model.fresh}:
-        del scores[lost]
-    say("test", summary(scores))
+    lost = {"nsp" if "seq_" in name or "next" in name else "mlm" for name in model.fresh}
+    say("test", summary({name: value for name, value in scores.items() if name not in lost}))
 
 
 def summary(scores):
@@ -430,8 +428,7 @@ def main(argv=None):
         run.progress["place"] = places[-1]
         rng = random.Random(f"{args.seed} masks {step}")
         rows = [(*pair, *choose_and_mask(pair[0], model, args, rng)) for pair in batch]
-        weights = row_weights(rows)
-        values = Counter()
+        weights, values = row_weights(rows), Counter()
         optimizer.zero_grad()
         for part in make_batch(rows[own_rows(len(rows))], model, args):
             loss, terms = compute_loss(model, (part, *weights), args)
