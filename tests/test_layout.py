@@ -13,7 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 import simcse
 from kernels.training.encoders import build_encoder
 from kernels.training.layout import read_layout
-from running import DATA, SMALL, read, refuse, run
+from kernels.training.tokens import Rows
+from running import DATA, NLI, SMALL, read, refuse, run
 
 TEXTS = ["A man eats.", "It is day.", "Nobody sleeps in the sun."]
 HEAD = dict(in_features=32, out_features=8, bias=False, activation_function="torch.nn.Identity")
@@ -59,6 +60,23 @@ def test_what_others_wrote(bert, tmp_path):
     assert (model.prompts, model.longest, model.head) == (("",), 512, None)
 
 
+def test_what_others_wrote_is_saved_again(bert, tmp_path):
+    """A step of no length: the folder's embeddings, prompts and length 1, but for the longer texts that
+    --max-length asks for."""
+    dense = [("Dense", HEAD, {"linear.weight": torch.randn(8, 32)}), ("Normalize", {}, {})]
+    prompts = dict(prompts=dict(query="q ", document="p "), default_prompt_name=None)
+    folder = foreign(bert, tmp_path / "a", dict(pooling_mode="mean"), *dense, prompts=prompts)
+    flags = ["--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 1, "--lr", 0]
+    result = run("simcse", tmp_path / "out", "--model", folder, *flags)
+    assert result.said["note"] == f"{folder} was saved with texts of up to 20 tokens; the flags win"
+    old, new = load(folder), load(tmp_path / "out")
+    assert (new.prompts, new.scored, new.normalise, new.longest) == (("q ", "p "), "", True, 32)
+    short = [text[:16] for text in TEXTS]
+    torch.testing.assert_close(new.read(short), old.read(short), atol=1e-6, rtol=0)
+    assert [module["path"] for module in json.loads((tmp_path / "out" / "modules.json").read_text())] == [
+        "", "1_Pooling", "2_Dense", "3_Normalize"]
+
+
 @pytest.mark.parametrize("pooling, more, wanted", [
     (dict(pooling_mode="max"), [], "1_Pooling: pooling max; wanted one of cls, mean, lasttoken"),
     (dict(pooling_mode_cls_token=True, pooling_mode_mean_tokens=True), [],
@@ -88,6 +106,15 @@ def test_training_goes_on_with_the_same_head(bert, tmp_path, monkeypatch):
     data = ["--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 1, "--lr", 1e-2]
     first = run("simcse", tmp_path / "first", *data, "--model", bert, "--prompt", "a: ", "b: ")
     out, kept = tmp_path / "first", first.model.head[0].weight.detach().clone()
+
+    for ids, prompt, text in zip(Rows(out / "tokens", 3)[0], ("a: ", "b: ", "b: "), NLI[0]):
+        words = first.model.tokenizer(prompt + text, truncation=True, max_length=32)
+        assert ids.tolist() == words["input_ids"]              # each column has its prompt, the last goes on
+    for weight in first.model.parameters():
+        weight.data.zero_()
+    first.model.restore(out)
+    assert torch.equal(first.model.head[0].weight, kept)
+    assert torch.equal(first.model.read(TEXTS), load(out).read(TEXTS))
 
     def go_on(name, *flags):
         result = run("simcse", tmp_path / name, *data, "--model", out, "--lr", 0, *flags)

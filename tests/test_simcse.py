@@ -41,6 +41,21 @@ def test_first_loss_is_the_papers(columns, flag, value, tmp_path, bert):
     assert ("mlm" in step) == (flag == "--mlm-weight" and value > 0)
 
 
+@pytest.mark.parametrize("ignore", [False, True])
+def test_several_hard_negatives(ignore, tmp_path, bert):
+    """All of them against every anchor; with --ignore-equal but those equal to its own positive, which here
+    are the last column's, of the next row."""
+    rows = [[*row, other[1]] for row, other in zip(NLI[:12], NLI[1:13])]
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *["--ignore-equal"] * ignore]
+    result = run_text("simcse", tmp_path, rows, *flags)
+    z1, z2, z3, z4 = [F.normalize(read(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    logits = torch.cat([z1 @ z.T / 0.05 for z in (z2, z3, z4)], 1)
+    if ignore:
+        logits[1:, 24:35].fill_diagonal_(-torch.inf)
+        assert result.said["equal"].startswith("11 of 12 rows")
+    assert result.losses == pytest.approx([F.cross_entropy(logits, torch.arange(12)).item()], abs=1e-4)
+
+
 def test_rows_in_memory(tmp_path):
     """A list of rows trains as the file does; --resume knows them by their content."""
     flags = ["--model", "scratch", "--batch-size", "4", "--steps", "2"]
