@@ -9,7 +9,8 @@ columns    their names: which is anchor, positive, hard negative
 tokens     their tokens, on the disk and in batches, in groups of similar length
 documents  files of documents: endless pairs of text, half of which follow each other
 mine       hard negatives for pairs of texts, found by a trained encoder: python -m kernels.training.mine
-encoders   transformers that read sentences: loaded, pooled, saved for transformers and sentence-transformers
+encoders   transformers that read sentences: loaded, with their pooling, head and prompts
+layout     their folders, read and written as transformers and sentence-transformers do
 mlm        masked language models: tokens are masked, the loss is read from the chosen ones alone
 sts        scored pairs of sentences: Spearman, alignment, uniformity
 labels     labelled texts, one or two a row; the scores of a classifier

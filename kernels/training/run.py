@@ -164,15 +164,16 @@ class Run:
         say("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
     def hear(self, number, _):
-        """Ctrl-C and SIGTERM wait for the end of a step; a second one does not."""
+        """Ctrl-C and SIGTERM wait for the end of a step; a second one, and one behind the last step, does
+        not."""
+        text = b"stopping when this step is done and saved; once more, and at once\n"
         if self.signals:
-            if self.signals == [None]:
-                say("stopped", "behind the last step; the checkpoint is whole")
+            text = b"stopped  behind the last step; the checkpoint is whole\n" * (self.signals == [None])
+        if self.rank == 0:                                     # print is not reentrant
+            os.write(1, b"\n" * sys.stdout.isatty() + text)
+        if self.signals:
             sys.exit(128 + number)
         self.signals.append(number)
-        if self.rank == 0:                                     # print is not reentrant
-            text = b"stopping when this step is done and saved; once more, and at once\n"
-            os.write(1, b"\n" * sys.stdout.isatty() + text)
 
     def asked_to_stop(self):
         """Whether a signal came on any rank; ranks agree every tenth step."""
