@@ -86,7 +86,10 @@ def test_a_signal_ends_the_probe_behind_the_last_step(tmp_path):
         time.sleep(0.02)
     time.sleep(0.5)
     process.terminate()
-    said, errors = process.communicate(timeout=20)
+    try:
+        said, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert (process.returncode, errors) == (143, "") and "\nstopped  behind the last step" in said
 
 
