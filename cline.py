@@ -438,6 +438,8 @@ def main(argv=None):
     args.max_length = min(args.max_length, model.longest)      # which matters with --evaluate alone
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:  # RTD is left out, as no folder has its head
+        if not tokens:
+            fail(f"{args.data}: no row has replaced words on both sides")
         scores = sentence_probe(model, tokens, args)
         told = f"hits {scores['hits']:.2f} %, margin {scores['margin']:.3f}, CTS {scores['cts']:.4f}"
         return say("test", f"{told}, {len(tokens):,} triples of {args.data}")

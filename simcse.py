@@ -182,9 +182,9 @@ def bits(ids):
 
 
 @command
-def main(argv=None, rows=None):
-    """rows: instead of --data, a list of texts, or of rows of texts."""
-    args = make_parser().parse_args(argv, data=None if rows is None else Table(rows))
+def main(argv=None, data=None):
+    """data: instead of --data, a list of texts, or of rows of texts."""
+    args = make_parser().parse_args(argv, data=None if data is None else Table(data))
     if args.evaluate:
         return score(args, __file__)
     table = load_data(args.data, args)

@@ -83,6 +83,15 @@ def test_childtuning(regression, here, capsys):
     assert line == f"test     {result.said['none']}  few.tsv"
 
 
+def test_cline_without_a_replaced_word(here, capfd):
+    Path("same.csv").write_text("original,synonym,antonym\nHe eats.,He eats.,He sleeps.\n")
+    run("cline", Path("out"), "--data", DATA / "sentences.txt", "--wordnet", DATA / "wordnet", "--model",
+        "scratch", "--batch-size", 8, "--steps", 1, "--tagger", "lexicon")
+    capfd.readouterr()
+    flags = ["--evaluate", "--model", "out", "--data", "same.csv"]
+    refuse("cline", capfd, "same.csv: no row has replaced words on both sides", *flags)
+
+
 STS = ["--test", str(DATA / "sts.tsv")]
 NOTHING = "--evaluate: nothing to evaluate; name .*"
 

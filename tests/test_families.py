@@ -4,7 +4,9 @@ import functools
 import importlib.util
 import itertools
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,7 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
 import simcse
+from kernels.training.encoders import build_encoder
 from kernels.training.sts import load_sts, spearman
+from kernels.training.tokens import Rows
 from running import DATA, SMALL, one_by_one, refuse
 
 SHAPE = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
@@ -102,6 +106,23 @@ def by_definition(folder, pooling, prompts, texts):
         weights = load_file(file)
         z = torch.tanh(z @ weights["linear.weight"].T + weights["linear.bias"])
     return z
+
+
+def test_small_letters(folder_of, tmp_path):
+    """Where a folder asks for them, of a tokenizer that tells large ones apart; and the next one does too."""
+    folder, texts = folder_of("Bert"), (DATA / "nli.csv").read_text(encoding="utf-8").splitlines()[1:9]
+    flags = ["--pooling", "avg", "--batch-size", "8", "--steps", "1", "--lr", "0"]
+    simcse.main(["--model", str(folder), *flags, "--out", str(tmp_path / "a")], data=texts)
+    asked = tmp_path / "a" / "sentence_bert_config.json"
+    assert "false" in asked.read_text()
+    asked.write_text(asked.read_text().replace("false", "true"))
+    simcse.main(["--model", str(tmp_path / "a"), *flags, "--out", str(tmp_path / "b")], data=texts)
+    for name, lower in ("a", True), ("b", True), (folder, False):
+        args = SimpleNamespace(model=str(tmp_path / name), evaluate=True, pooling="avg")
+        model = build_encoder(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)).eval()
+        assert torch.equal(*model.read(["IT RAINS", "it rains"])) == lower
+    small, large = (Rows(tmp_path / name / "tokens", 1) for name in "ba")
+    assert any(not np.array_equal(*rows) for rows in zip(small[0], large[0]))  # in training too
 
 
 @pytest.mark.parametrize("family, flags, wanted", [

@@ -60,12 +60,12 @@ def test_rows_in_memory(tmp_path):
     """A list of rows trains as the file does; --resume knows them by their content."""
     flags = ["--model", "scratch", "--batch-size", "4", "--steps", "2"]
     file = run_text("simcse", tmp_path, NLI[:12], *flags)
-    simcse.main([*flags, "--out", str(tmp_path / "list")], rows=NLI[:12])
+    simcse.main([*flags, "--out", str(tmp_path / "list")], data=NLI[:12])
     assert [step["loss"] for step in metrics(tmp_path / "list")] == file.losses
     flags += ["--out", str(tmp_path / "list"), "--resume"]
-    simcse.main(flags, rows=[tuple(row) for row in NLI[:12]])
+    simcse.main(flags, data=[tuple(row) for row in NLI[:12]])
     with pytest.raises(SystemExit):
-        simcse.main(flags, rows=NLI[:11])
+        simcse.main(flags, data=NLI[:11])
     assert "12 rows in memory, sha1" in (tmp_path / "list" / "README.md").read_text()
     with pytest.raises(SystemExit):
-        simcse.main(flags, rows=["A man eats.", ["He eats.", "Nobody."]])
+        simcse.main(flags, data=["A man eats.", ["He eats.", "Nobody."]])

@@ -12,7 +12,7 @@ OTHERS = """hypothesis score similarity label goldlabel id idx index genre subse
             original synonym antonym synonymwords antonymwords""".split()
 
 
-class Layout(NamedTuple):
+class Header(NamedTuple):
     """What was found out of the first rows.
 
     headed  whether the first row of a .csv or .tsv names columns
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
 
 def any_names(rows, keys, names=()):
-    """The Layout of all columns, whatever their names. rows: the first of a file; keys: a header that is
+    """The Header of all columns, whatever their names. rows: the first of a file; keys: a header that is
     certain, [] where there is none, None where the first row may be one, as where it has these names."""
     header, headed = keys, False
     if keys is None:
@@ -42,11 +42,11 @@ def any_names(rows, keys, names=()):
         fault = f"two columns of one name in {', '.join(header)}"
     elif headed and not header[0] and not has_all(header, names):
         fault = INDEX
-    return Layout(headed, header or None, None, fault)
+    return Header(headed, header or None, None, fault)
 
 
 def by_role(rows, keys, roles=SENTENCES, columns=None):
-    """The Layout of columns in the order of their roles {role: [names]}: by --columns, by the names of a
+    """The Header of columns in the order of their roles {role: [names]}: by --columns, by the names of a
     header, or as they stand where there is none. rows, keys as in any_names."""
     named = [name for name in columns or [] if not name.isdigit()]
     headed = keys is None and bool(rows[0]) and (
@@ -59,7 +59,7 @@ def by_role(rows, keys, roles=SENTENCES, columns=None):
         numbers = [i for i, column in enumerate(columns, 1) if len(columns) > 1
                    and all(re.fullmatch(r"\s*\d+\.?\d*\s*", str(cell)) for cell in column)]
         fault = f"column {numbers[0]} holds numbers; number those to read: --columns 1 2" if numbers else None
-        return Layout(False, None, None, fault)
+        return Header(False, None, None, fault)
     order, found = list(roles), [role_of(name, roles) for name in header]
     places = sorted((i for i in range(len(header)) if found[i]), key=lambda i: order.index(found[i]))
     said, fault = [f"{found[i]} {header[i]}" for i in places], fault_of(header, found, order)
@@ -68,11 +68,11 @@ def by_role(rows, keys, roles=SENTENCES, columns=None):
         fault += f"; name those to read: --columns {shlex.join(example)}"
         if headed and not is_known(rows[0]):
             fault += f"; if that row is data, number them: --columns {' '.join('123'[: len(header)])}"
-    return Layout(headed, said, places or None, fault)
+    return Header(headed, said, places or None, fault)
 
 
 def chosen(rows, may_have, headed, header, roles, columns):
-    """The Layout of --columns. may_have: whether the first row may be a header."""
+    """The Header of --columns. may_have: whether the first row may be a header."""
     width = len(header or next((row for row in rows if row and isinstance(row, list)), []))
     names, places = [plain(name) for name in header], []
     for column in columns:
@@ -84,10 +84,10 @@ def chosen(rows, may_have, headed, header, roles, columns):
             known = header or (rows[0] if may_have else [])
             known = f"one of {', '.join(known)}"[:150] + ", or " if known else ""
             fault = f"--columns {shlex.join([column])}: wanted {known}a number from 1 to {width}"
-            return Layout(headed, None, None, fault)
+            return Header(headed, None, None, fault)
     said = [f"{roles[min(i, len(roles) - 1)]} {header[place] if header else f'column {place + 1}'}"
             for i, place in enumerate(places)]
-    return Layout(headed, said, places)
+    return Header(headed, said, places)
 
 
 INDEX = "the first name of the header is empty, as of pandas' index; write the file with index=False"

@@ -128,7 +128,7 @@ class SentenceEncoder(torch.nn.Module):
         self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(run.args, "chunk_size", None)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # a decoder's
-        self.longest, self.normalise = longest_input(encoder, tokenizer), False
+        self.longest, self.normalise, self.lower = longest_input(encoder, tokenizer), False, False
         self.prompts, self.scored = ("",), ""                  # before the texts of each column; of pairs
 
     def batch(self, *views):
@@ -146,7 +146,11 @@ class SentenceEncoder(torch.nn.Module):
 
     def prompted(self, cells):
         """The texts of a row's columns behind their prompts, the last of which goes on."""
-        return [self.prompts[min(i, len(self.prompts) - 1)] + cell for i, cell in enumerate(cells)]
+        prompts = (self.prompts[min(i, len(self.prompts) - 1)] for i in range(len(cells)))
+        return [self.spelt(prompt + cell) for prompt, cell in zip(prompts, cells)]
+
+    def spelt(self, text):
+        return text.lower() if self.lower else text
 
     @property
     def width(self):
@@ -184,7 +188,8 @@ class SentenceEncoder(torch.nn.Module):
 
     def read(self, sentences, size=128):
         """(N, H) embeddings of texts, which are not cut to --max-length."""
-        rows, _ = tokenise([self.scored + text for text in sentences], self.tokenizer, self.longest)
+        texts = [self.spelt(self.scored + text) for text in sentences]
+        rows, _ = tokenise(texts, self.tokenizer, self.longest)
         return torch.cat([self(self.batch(rows[i : i + size])) for i in range(0, len(rows), size)])
 
     def restore(self, folder):
@@ -276,7 +281,7 @@ def fit_to_layout(model, layout, args, columns):
         fail(f"--prompt: found {len(asked)}, wanted {wanted}")
     if layout:
         model.normalise, model.longest = layout.normalise, min(layout.longest, model.longest)
-        model.prompts, model.scored = layout.prompts, layout.scored
+        model.prompts, model.scored, model.lower = layout.prompts, layout.scored, layout.lower
         had_head = layout.head is not None and not (model.keep_head and model.origin in ("own", "pooler"))
         if model.pooling.removesuffix("_before_pooler") != layout.pooling:
             differs.append(f"{layout.pooling} pooling")
@@ -301,6 +306,7 @@ def describe_model(model, args):
         text += {"new": ", a new head", "own": ", its head", "pooler": ", its pooler as head"}[model.origin]
         text += "" if model.keep_head else " in training alone"
     dropout = [part.p for part in model.encoder.modules() if isinstance(part, torch.nn.Dropout)]
+    dropout.append(getattr(model.encoder.config, "attention_dropout", 0))      # of decoders, no module's
     if not getattr(args, "evaluate", False) and not any(dropout):              # two views of a text are one
         text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

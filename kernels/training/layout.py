@@ -28,6 +28,7 @@ class Layout:
     head        None, or linear layers and activations in turn; "pooler": it is the encoder's own
     normalise   whether embeddings are brought to length 1 in the end
     longest     tokens of a text
+    lower       whether texts are read in small letters
     prompts     what is put before anchors, and before the texts of other columns; scored: before a text alone
     """
     subfolder: str = ""
@@ -35,6 +36,7 @@ class Layout:
     head: torch.nn.Sequential | str | None = None
     normalise: bool = False
     longest: float = math.inf
+    lower: bool = False
     prompts: tuple = ("",)
     scored: str = ""
 
@@ -77,8 +79,9 @@ def read_modules(name, modules):
         if kind == "Transformer":
             prefix = f"{path}/" if path else ""
             layout.subfolder = path
-            longest = read_json(name, f"{prefix}sentence_bert_config.json").get("max_seq_length")
-            layout.longest = longest or math.inf
+            settings = read_json(name, f"{prefix}sentence_bert_config.json")
+            layout.longest = settings.get("max_seq_length") or math.inf
+            layout.lower = bool(settings.get("do_lower_case"))
         elif kind == "WeightedLayerPooling":
             layout.pooling = mixed_layers(name, path, settings)
         elif kind == "Pooling":
@@ -170,8 +173,8 @@ def save(model, run):
             kind = f"sentence_transformers.models.{kind}"
             index.append(dict(idx=i, name=str(i), path=folder.name, type=kind))
         (aside / "modules.json").write_text(json.dumps(index, indent=1))
-        longest = {"max_seq_length": model.longest, "do_lower_case": False}
-        (aside / "sentence_bert_config.json").write_text(json.dumps(longest))
+        settings = {"max_seq_length": model.longest, "do_lower_case": model.lower}
+        (aside / "sentence_bert_config.json").write_text(json.dumps(settings))
         if any(model.prompts):
             settings = dict(similarity_fn_name="cosine", **prompts_of(model))
             (aside / "config_sentence_transformers.json").write_text(json.dumps(settings, indent=1))

@@ -21,7 +21,7 @@ NV-Retriever, Moreira et al. 2024, arXiv 2407.15831).
 
 The search multiplies R rows by M different positives, 2·R·M·D operations, a block of rows at a time: memory
 is what the embeddings take. A row whose bounds leave too little of what was found is searched once more,
-below them. On a GPU products are in float16, and a score is off by less than 1e-3.
+below them. With --precision bf16 products are in float16, and a score is off by less than 1e-3.
 """
 import csv
 import json
@@ -138,8 +138,8 @@ def embed(model, texts, anchors, pool):
 
 @torch.no_grad()
 def read(model, texts, prompt):
-    """(T, D) unit embeddings on the model's device, float32, on a GPU HALF."""
-    z, model.scored, kind = None, prompt, HALF if model.device.type == "cuda" else torch.float32
+    """(T, D) unit embeddings on the model's device, float32, with --precision bf16 HALF."""
+    z, model.scored, kind = None, prompt, HALF if model.bf16 else torch.float32
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))    # alike in length; too long fails first
     with tqdm(total=len(texts), desc="embedding", unit=" texts", leave=False, disable=None) as bar:
         for start in range(0, len(texts), BLOCK):

@@ -25,15 +25,15 @@ class Table:
 
     path    of the file; or a sequence of rows that are in memory: each a text, a list of texts, or a dict
             of texts by column
-    layout  what tells which columns are read, a function of module columns
+    header  what tells by the first rows which columns are read, a function of module columns
     """
 
-    def __init__(self, path, lists=False, length=None, layout=any_names):
+    def __init__(self, path, lists=False, length=None, header=any_names):
         if isinstance(path, Table):
             path = path.path or path.rows
         in_file = isinstance(path, (str, os.PathLike))
         self.path, self.rows = (Path(path), None) if in_file else (None, path)
-        self.lists, self.layout = lists, layout
+        self.lists, self.header = lists, header
         self.length = len(path) if length is None and not in_file else length
 
     def __len__(self):
@@ -66,10 +66,10 @@ def read_table(path, check=None, lists=False, *, roles=None, columns=None, names
     columns  those that are read instead, by name or number (--columns)
     names    a first row that has all of them is a header
     """
-    layout = functools.partial(any_names, names=names)
+    reader = functools.partial(any_names, names=names)
     if roles:
-        layout = functools.partial(by_role, roles=roles, columns=columns)
-    table, header, unclear, length, wrong = Table(path, lists, layout=layout), None, None, 0, []
+        reader = functools.partial(by_role, roles=roles, columns=columns)
+    table, header, unclear, length, wrong = Table(path, lists, header=reader), None, None, 0, []
     if table.path and table.kind not in KINDS and not table.path.is_dir():
         fail(f"{path}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}; .gz may follow")
     try:
@@ -111,7 +111,7 @@ def texts_of(path, most=100_000):
 
 
 def read_cells(table):
-    """Yields (place, cells, what is wrong with them) of a table; first, its place None, what the layout says
+    """Yields (place, cells, what is wrong with them) of a table; first, its place None, what the header says
     of the columns."""
     rows, place, quoting = read_rows(table), "line 0", table.kind == ".tsv"
     try:
@@ -121,7 +121,7 @@ def read_cells(table):
             known.append(row)
         keys = list(known[0]) if known and isinstance(known[0], dict) else []
         may_be_header = table.kind in (".csv", ".tsv") and known
-        headed, said, places, unclear = table.layout(known, None if may_be_header else keys)
+        headed, said, places, unclear = table.header(known, None if may_be_header else keys)
         if quoting and known and all(map(is_quoted, itertools.chain(*known))):
             unclear = f"all cells are {QUOTED}"
         yield None, said, unclear
