@@ -3,8 +3,9 @@
 
 Unsupervised SimCSE with other negatives. A sentence that a finished model, the guide, finds similar to the
 anchor is likely no negative: its weight is 0. And noise is added, for sentences alone leave much of the space
-empty: Gaussian vectors n_k, moved a few steps up the gradient of what they cost all anchors. With anchors z1,
-positives z2, s(a, b) = cos(a, b) / τ, the guide's embeddings f, w_ij = 0 where cos(f_i, f_j) ≥ φ, else 1:
+empty: Gaussian vectors n_k, moved a few steps of length β up the gradient of what they cost all anchors at a
+temperature τ_u. With anchors z1, positives z2, s(a, b) = cos(a, b) / τ, the guide's embeddings f, w_ij = 0
+where cos(f_i, f_j) ≥ φ, else 1:
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]
 
@@ -47,9 +48,13 @@ def make_parser():
     add("--noise-times", type=at_least(0), default=1.0, help="noise vectors a sentence; default 1 (paper)")
     add("--noise-steps", type=at_least(0, int), default=4,
         help="steps of the noise up the gradient; default 4 (paper)")
+    add("--noise-step-size", type=at_least(0), default=1e-3,
+        help="β, length of such a step; default 1e-3 (released code)")
+    add("--noise-temperature", type=at_least(1e-4),
+        help="τ_u, of the loss that the noise climbs; default --temperature (released code)")
     common("--form", "paper")
     add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; paper 0.1")
-    parser.plain("--evaluate", "--data", "--dev", "--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     common("--columns", said="by the header, else all")
     common("--model", "bert-base-uncased")
     common("--out", "out/dclr")
@@ -84,10 +89,11 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, gather_rows, own_rows, similarity_lse
 from kernels.training.encoders import build_encoder, describe_model
+from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import SENTENCES, describe_table, empty_cell, read_table
 from kernels.training.tokens import tokenise_table
 
@@ -102,7 +108,7 @@ def load_data(path, args):
         fail(f"{path} {place}: {columns} columns, wanted 1 (sentence), as by --columns 1")
     if args.phi > 1:
         fail(f"--phi {args.phi}: wanted a cosine, from -1 to 1")
-    fill(args, SCRATCH if args.model == "scratch" else PAPER)
+    fill(args, (SCRATCH if args.model == "scratch" else PAPER) | dict(noise_temperature=args.temperature))
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
     say("dclr", f"unsupervised: {describe_table(table, header)}")
@@ -146,10 +152,11 @@ def compute_loss(model, batch, rows, args):
     noise = torch.randn(int(args.noise_times * rows), z2.shape[1], device=z2.device)
     if dist.is_initialized():
         dist.broadcast(noise, 0)                               # the same for all ranks
-    shared = dict(temperature=args.temperature, form=args.form, impl=args.impl)
+    shared, climb = dict(form=args.form, impl=args.impl), (args.noise_step_size, args.noise_temperature)
     with half_products(z1, args):
-        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, **shared)
-        loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, offset=own_rows(rows).start, **shared)
+        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, *climb, **shared)
+        loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, args.temperature, offset=own_rows(rows).start,
+                         **shared)
     loss = loss * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
@@ -285,7 +292,7 @@ def main(argv=None):
     if args.evaluate:
         return score(args, __file__)
     table = load_data(args.data, args)
-    pairs = ScoredPairs(args)
+    held_out = HeldOut(args)
     run = Run(args, __file__)
     model, guide = build_model(args, run), build_guide(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -293,7 +300,7 @@ def main(argv=None):
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
     guide_tokens = tokenise_table(table, guide, run, "guide-tokens")
-    pairs.before(model, run)
+    held_out.before(model, run)
     model.train()
     for step, rows in run.steps(total, len(tokens)):
         set_lr(optimizer, args.lr * (total - step + 1) / total)  # from step 1, which has all of it
@@ -308,8 +315,8 @@ def main(argv=None):
         optimizer.step()
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
-            pairs.judge(model, run)
-    pairs.after(model, run)
+            held_out.judge(model, run)
+    held_out.after(model, run)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ e = W E[entity] and hard negatives h alike,
                           / Σ_j [ exp(cos(z_i, e_j) / τ) + Σ_k exp(cos(z_i, h_jk) / τ + w [i = j]) ] )
 
 τ is a divisor, and 100: with λ = 0.01 the entity term is a gentle pull. An entity that several sentences of a
-batch link to is no negative of theirs. E and W are dropped after training.
+batch link to is no negative of theirs (--equal-entities). E and W are dropped after training.
 
 Data: .json .jsonl .csv .tsv .parquet, one row a link, with columns named as in the released dataset or else:
     text (sentence), positive_entity (entity)    both are needed
@@ -57,13 +57,16 @@ def make_parser():
         help="m, drawn for each sentence; default 1 (paper), 0 where the data have none")
     add("--hard-logit", type=at_least(-5),
         help="w, for a sentence's own hard negatives; default 0 (paper), with --form code 1")
+    add("--equal-entities", choices=("mask", "keep"),
+        help="entities equal to a row's own: mask, no negatives of it, or keep, negatives as all others; "
+             "default mask, with --form code keep")
     add("--micro-batch", type=at_least(1, int),
         help="rows that are each other's negatives; default all, with --form code 8")
     common("--pooling", said="its folder's, else cls (paper), scratch avg, a decoder's last")
     common("--head", said="its folder's, else for cls train-only (paper)")
     common("--prompt", said="its folder's, else none")
     common("--warmup-steps", said="500 (paper), scratch 5")
-    parser.plain("--evaluate", "--data", "--dev", "--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     common("--model", "bert-base-uncased")
     common("--out", "out/ease")
     common("--batch-size", said="128 (paper), scratch 64")
@@ -82,8 +85,8 @@ def make_parser():
 
 # What a flag is where it was not given: in the paper, in the released code's form, for a small random BERT.
 PAPER = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01, hard_logit=0.0,
-             warmup_steps=500, batch_size=128, epochs=1, lr=3e-5)
-CODE = dict(entity_map="tanh", hard_logit=1.0, micro_batch=8)
+             equal_entities="mask", warmup_steps=500, batch_size=128, epochs=1, lr=3e-5)
+CODE = dict(entity_map="tanh", hard_logit=1.0, equal_entities="keep", micro_batch=8)
 SCRATCH = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg", warmup_steps=5, batch_size=64,
                epochs=8, lr=2e-3)
 
@@ -105,9 +108,10 @@ from tqdm import tqdm
 
 from kernels import check_rows, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
+from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import plain, read_table
 from kernels.training.tokens import tokenise_table
 
@@ -252,7 +256,7 @@ def compute_loss(model, batch, rows, args):
     for z1, z2, e, ids in parts:
         common = dict(offset=offset, impl=args.impl)
         unit = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2))
-        known = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.form == "paper" else {}
+        known = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.equal_entities == "mask" else {}
         with half_products(z1, args):
             simcse += len(z1) / n * info_nce(*unit, args.temperature, **common)
             entity += len(z1) / n * ease_loss(z1, e[:, 0], e[:, 1:], args.entity_temperature,
@@ -386,7 +390,7 @@ def main(argv=None):
     if args.evaluate:
         return score(args, __file__)
     sentences, records, titles = load_data(args.data, args)
-    pairs = ScoredPairs(args)
+    held_out = HeldOut(args)
     run = Run(args, __file__)
     model = build_model(args, run, titles)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -396,7 +400,7 @@ def main(argv=None):
     run.begin(model, optimizer, total)
     model.entities.schedule(rates, run.step)
     tokens = tokenise_table(sentences, model, run)
-    pairs.before(model, run)
+    held_out.before(model, run)
     model.train()
     for step, rows in run.steps(total, len(tokens)):
         set_lr(optimizer, rates[step - 1])
@@ -412,8 +416,8 @@ def main(argv=None):
         model.entities.step()
         run.note(values, lr=rates[step - 1])
         if run.due:
-            pairs.judge(model, run)
-    pairs.after(model, run)
+            held_out.judge(model, run)
+    held_out.after(model, run)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,10 @@ def make_parser():
     common("--prompt", said="its folder's, else none")
     add("--width", type=at_least(1, int), default=4096, help="of the projection; default 4096 (paper)")
     add("--regulariser-weight", type=at_least(0), default=0.1, help="λ; default 0.1 (paper)")
-    parser.plain("--evaluate", "--data", "--dev", "--test")
+    add("--study", nargs="?", const="", metavar="FILE",
+        help="table of layers × poolings on --dev; its numbers go to FILE, a .json; default of a training "
+             "study.json in --out, of --evaluate nowhere")
+    parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     common("--model", "bert-base-uncased")
     common("--out", "out/selfguided")
     common("--batch-size", 16, "16 (paper)")
@@ -75,10 +78,12 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, gather_rows, own_rows, similarity_lse
-from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
+from kernels.training.encoders import begin_linear, build_encoder, describe_model
+from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.study import check_study, pool_layers, pool_tokens, study, study_model  # noqa: F401
 from kernels.training.tables import plain, read_table
 from kernels.training.tokens import tokenise_table
 
@@ -148,26 +153,10 @@ def compute_loss(model, batch, rows, args):
     return loss, {"loss": loss.detach()}
 
 
-@torch.no_grad()
 def layer_views(model, batch, args):
     """(rows, layers, H) float32 views in the order of the rows: the fixed copy's hidden states, pooled over
     tokens."""
-    pieces = []
-    for _, ids, mask in batch:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            output = model.fixed[0](input_ids=ids, attention_mask=mask, output_hidden_states=True)
-        states = [output.hidden_states[layer].float() for layer in model.layers]
-        pieces.append(torch.stack([pool_tokens(state, mask, args.view_pooling) for state in states], 1))
-    return in_order(torch.cat(pieces), batch)
-
-
-def pool_tokens(hidden, mask, pooling):
-    """(n, H) of hidden states (n, L, H): special tokens count, padding does not; a row of padding alone gives
-    no NaN."""
-    if pooling == "max":
-        return hidden.masked_fill(mask[:, :, None] == 0, -1e9).amax(1)
-    count = mask.sum(1, keepdim=True).clamp(min=1) if pooling == "mean" else 1
-    return (hidden * mask[:, :, None]).sum(1) / count
+    return pool_layers(model, model.fixed[0], batch, model.layers, [args.view_pooling])[:, :, 0]
 
 
 def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
@@ -223,10 +212,14 @@ def regularise(model, args):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.study is not None:
+        check_study(args)
+        if args.evaluate:
+            return study_model(args, __file__)
     if args.evaluate:
         return score(args, __file__)
     sentences = load_data(args.data, args)
-    pairs = ScoredPairs(args)
+    held_out = HeldOut(args)
     run = Run(args, __file__)
     model = build_model(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.9), eps=1e-6,
@@ -234,7 +227,7 @@ def main(argv=None):
     total = args.steps or args.epochs * epoch_steps(len(sentences), args.batch_size, run.world)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(sentences, model, run)
-    pairs.before(model, run)
+    held_out.before(model, run)
     model.train()
     for step, rows in run.steps(total, len(tokens)):
         set_lr(optimizer, warmup_linear(step - 1, total, math.ceil(total / 10), args.lr))
@@ -248,8 +241,11 @@ def main(argv=None):
         optimizer.step()
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
-            pairs.judge(model, run)
-    pairs.after(model, run)
+            held_out.judge(model, run)
+    held_out.after(model, run)
+    if args.study is not None:
+        encoders = {"untrained": model.fixed[0], "trained": model.encoder}
+        study(encoders, model, held_out.dev, args.study or run.out / "study.json")
 
 
 if __name__ == "__main__":

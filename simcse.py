@@ -42,7 +42,9 @@ def make_parser():
     common("--prompt", said="its folder's, else none")
     add("--hard-negative-weight", type=at_least(-100), default=0.0, help="w = log α; default 0 (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; paper 0.1")
-    parser.plain("--evaluate", "--data", "--dev", "--test")
+    add("--dropout", type=at_least(0),
+        help="of hidden states and attention in training; default the model's own, for BERT 0.1 (paper)")
+    parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     add("--ignore-equal", action="store_true",
         help="what equals an anchor's own positive in text is no negative of it; default off (paper)")
     common("--columns", said="by the header, else all")
@@ -79,11 +81,12 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, gather_rows, own_rows, similarity_lse
-from kernels.training.encoders import build_encoder, describe_model
+from kernels.training.encoders import build_encoder, describe_model, set_dropout
+from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import SENTENCES, Table, describe_table, empty_cell, read_table
 from kernels.training.tokens import say_equal, text_ids, tokenise_table
 
@@ -108,6 +111,8 @@ def build_model(args, run):
     unsupervised = args.mode == "unsupervised"
     model = build_encoder(args, run, "cls", "train-only" if unsupervised else "keep", auto,
                           columns=1 if unsupervised else args.views)
+    if args.dropout is not None:
+        set_dropout(model.encoder, args.dropout, args.model)
     if model.lm is not None:
         free_decoder(model.lm)
     say("model", describe_model(model, args))
@@ -188,7 +193,7 @@ def main(argv=None, data=None):
     if args.evaluate:
         return score(args, __file__)
     table = load_data(args.data, args)
-    pairs = ScoredPairs(args)
+    held_out = HeldOut(args)
     run = Run(args, __file__)
     model = build_model(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
@@ -197,7 +202,7 @@ def main(argv=None, data=None):
     tokens = tokenise_table(table, model, run)
     if args.ignore_equal:
         say_equal(tokens)
-    pairs.before(model, run)
+    held_out.before(model, run)
     model.train()
     for step, rows in run.steps(total, len(tokens)):
         set_lr(optimizer, args.lr * (total - step + 1) / total)  # from step 1, which has all of it
@@ -211,8 +216,8 @@ def main(argv=None, data=None):
         optimizer.step()
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
-            pairs.judge(model, run)
-    pairs.after(model, run)
+            held_out.judge(model, run)
+    held_out.after(model, run)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ j all places of i's sequence,
 
 Data: one sentence a line, a blank line between documents. The file is read as a stream, --buffer documents at
 a time. --dev is such a file too: it gives the losses, how often the nearest of the teacher's tokens is that
-of the same place, and the mean cosine of a sentence's tokens in each layer, which kernels.pictures draws.
+of the same place, and the mean cosine of a sentence's tokens in each layer: without [CLS] and [SEP], the mean
+over sentences, which kernels.pictures draws, and with both, over all pairs of tokens, as the paper's figure.
 
     awk '{print $0 (NR % 8 ? "" : ORS) > (NR > 520 ? "dev.txt" : "train.txt")}' tests/data/sentences.txt
     python tacl.py --model scratch --data train.txt --dev dev.txt
@@ -37,6 +38,8 @@ def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
     common("--form", "paper", "paper; whether padding is in the denominator")
+    add("--contrast", type=at_least(0), default=1.0,
+        help="weight of the contrastive term; default 1 (paper), 0: without it, the released code's switch")
     add("--teacher", help="hub name or local folder of equal width and vocabulary; default --model (paper)")
     add("--similarity", choices=("cosine", "dot"), default="cosine", help="dot: no τ; default cosine (paper)")
     add("--whole-word", action="store_true", help="choose whole words for masking (released code's option)")
@@ -238,21 +241,26 @@ def embed(model, ids, segments, real, chosen):
 
 def compute_loss(model, batch, args):
     """This rank's part of the three losses of a part of a batch; a token weighs token_weight and a pair
-    pair_weight in the means over all of it."""
+    pair_weight in the means over all of it. With --contrast 0 training does without teacher and contrast."""
     (ids, masked, segments, real, chosen, labels), token_weight, pair_weight = batch
+    contrast = None
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
         student, at_chosen, next_logits = embed(model, masked, segments, real, chosen)
-        with torch.no_grad():
-            teacher = read(model.teacher[0], ids, segments, real, layers=False).last_hidden_state.float()
-        unit = args.similarity == "cosine"                     # other rows may leave float16's range
-        with half_products(student, args) if unit else contextlib.nullcontext():
-            contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
-                                 similarity=args.similarity, impl=args.impl)
+        if args.contrast or not model.training:
+            with torch.no_grad():
+                teacher = read(model.teacher[0], ids, segments, real, layers=False).last_hidden_state.float()
+            unit = args.similarity == "cosine"                 # other rows may leave float16's range
+            with half_products(student, args) if unit else contextlib.nullcontext():
+                contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
+                                     similarity=args.similarity, impl=args.impl)
         mlm = decoder_loss(at_chosen, model.lm.get_output_embeddings(), ids[chosen], impl=args.impl)
     nsp = F.cross_entropy(next_logits.float(), labels)
     tokens = len(at_chosen) * token_weight
-    values = {"mlm": mlm * tokens, "nsp": nsp * len(labels) * pair_weight, "contrast": contrast * tokens}
+    values = {"mlm": mlm * tokens, "nsp": nsp * len(labels) * pair_weight}
     loss = sum(values.values())
+    if contrast is not None:
+        values["contrast"] = contrast * tokens
+        loss = loss + args.contrast * values["contrast"]
     values = {"loss": loss.detach()} | {name: value.detach() for name, value in values.items()}
     if not model.training:
         q, k, groups, own = pack(student, teacher, chosen, real, args.form, args.similarity)
@@ -345,11 +353,11 @@ def load_dev(path, documents, model, args):
 
 @torch.no_grad()
 def evaluate(model, dev, args):
-    """Held-out losses, accuracy of the contrast in percent, and the token similarity of each layer; 0 is the
-    word embeddings."""
+    """Held-out losses, accuracy of the contrast in percent, and the token similarity of each layer, without
+    [CLS] and [SEP], and "special", with both and over all pairs (released code); 0 is the word embeddings."""
     model.eval()
     rows, sentences = dev
-    weights, totals, layers = row_weights(rows), Counter(), []
+    weights, totals, layers, pairs = row_weights(rows), Counter(), [], []
     for i in tqdm(range(0, len(rows), 32), "dev", leave=False, disable=not is_first_rank() or None):
         for part in make_batch(rows[i : i + 32], model, args):
             _, values = compute_loss(model, (part, *weights), args)
@@ -358,9 +366,13 @@ def evaluate(model, dev, args):
         for ids, _, segments, real, inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
                 states = read(model.encoder, ids, segments, real).hidden_states
-            layers.append(torch.stack([token_similarity(hidden.float(), inner) for hidden in states]))
+            layers.append(torch.stack([token_similarity(hidden.float(), mask)
+                                       for mask in (inner, real) for hidden in states]))
+            pairs.append(real.sum(1) * (real.sum(1) - 1))
     model.train()
-    return dict(totals) | {"similarity": torch.cat(layers, 1).nanmean(1).tolist()}
+    (inner, every), pairs = torch.cat(layers, 1).chunk(2), torch.cat(pairs)
+    return dict(totals) | {"similarity": inner.nanmean(1).tolist(),
+                           "similarity_special": ((every * pairs).sum(1) / pairs.sum()).tolist()}
 
 
 def score(args):
@@ -377,7 +389,8 @@ def summary(scores):
     if "contrast" not in scores:
         return ""
     losses = ", ".join(f"{name} {scores[name]:.4f}" for name in ("mlm", "nsp", "contrast") if name in scores)
-    layers = " ".join(f"{value:.3f}" for value in scores["similarity"])
+    layers = [" ".join(f"{x:.3f}" for x in scores[name]) for name in ("similarity", "similarity_special")]
+    layers = ", with [CLS] and [SEP] ".join(layers)
     return f"{losses}, accuracy {scores['accuracy']:.2f} %, token similarity by layer {layers}"
 
 
@@ -443,8 +456,9 @@ def main(argv=None):
     before, after, change = run.progress["before"], run.progress["best"], ""
     if dev:
         say("after", summary(after))
+        top = [f"{before[x][-1]:.3f} → {after[x][-1]:.3f}" for x in ("similarity", "similarity_special")]
         change = (f"contrast accuracy {before['accuracy']:.2f} → {after['accuracy']:.2f} %, token similarity "
-                  f"of the top layer {before['similarity'][-1]:.3f} → {after['similarity'][-1]:.3f}, ")
+                  f"of the top layer {', with [CLS] and [SEP] '.join(top)}, ")
     run.done(change)
     say("load", load_line(run))
 

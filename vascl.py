@@ -47,7 +47,7 @@ def make_parser():
     add("--ascent-steps", type=at_least(0, int), default=1,
         help="gradients, each taken at the last one's δ; default 1 (paper)")
     add("--head-lr", type=at_least(0), help="learning rate of the head; default 5e-4 (paper), scratch 2e-3")
-    parser.plain("--evaluate", "--data", "--dev", "--test")
+    parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     common("--columns", said="by the header, else all")
     common("--model", "roberta-base")
     common("--out", "out/vascl")
@@ -84,9 +84,10 @@ import torch.nn.functional as F
 
 from kernels import check_rows, gather_rows, nt_xent, own_rows, similarity_topk
 from kernels.training.encoders import build_encoder, describe_model
+from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, sum_gradients
 from kernels.training.run import Run
-from kernels.training.sts import ScoredPairs, load_sts, score, spearman  # noqa: F401 - also called from here
+from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import SENTENCES, describe_table, empty_cell, read_table
 from kernels.training.tokens import tokenise_table
 
@@ -240,7 +241,7 @@ def main(argv=None):
     if args.evaluate:
         return score(args, __file__, "avg")
     table = load_data(args.data, args)
-    pairs = ScoredPairs(args)
+    held_out = HeldOut(args)
     run = Run(args, __file__)
     model = build_model(args, run)
     groups = [dict(params=model.encoder.parameters()),
@@ -249,7 +250,7 @@ def main(argv=None):
     total = args.steps or args.epochs * epoch_steps(len(table), args.batch_size, run.world)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
-    pairs.before(model, run)
+    held_out.before(model, run)
     model.train()
     for _, rows in run.steps(total, len(tokens)):              # at a constant rate (paper)
         batch = model.batch(*tokens.views(rows[own_rows(len(rows))], 2))
@@ -260,8 +261,8 @@ def main(argv=None):
         optimizer.step()
         run.note(values, lr=args.lr)
         if run.due:
-            pairs.judge(model, run)
-    pairs.after(model, run)
+            held_out.judge(model, run)
+    held_out.after(model, run)
 
 
 if __name__ == "__main__":

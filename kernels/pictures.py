@@ -7,10 +7,12 @@
 An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read, and, for what
 was measured before the first step, state.pt if it is there. Runs with alignment and uniformity (simcse,
 selfguided, ease, vascl, dclr) get Wang and Isola's plane, tacl's get the similarity of a sentence's tokens in
-each layer. childtuning.py writes several runs to one folder: each is a line, and those of one mode have one
+each layer, selfguided's with --study the score of each layer; a FILE.json of --study is an OUT too.
+childtuning.py writes several runs to one folder: each is a line, and those of one mode have one
 colour. Wants matplotlib. The kernels' own time and memory is drawn by python -m kernels.benchmark --plot.
 """
 import argparse
+import functools
 import itertools
 import json
 import sys
@@ -26,7 +28,10 @@ SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "hits": "held-
 
 
 def read_runs(folder, name):
-    """[(label, score, rows)] of a folder; a row of step 0 has no loss, it was measured before training."""
+    """[(label, score, rows)] of a folder; a row of step 0 has no loss, it was measured before training. A
+    study is in the last row."""
+    if folder.endswith(".json"):
+        return [(name, None, [{"study": read_study(Path(folder))}])]
     path = Path(folder) / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -54,7 +59,21 @@ def read_runs(folder, name):
         done = group[-1]["step"]
     if before:
         runs[0][2].insert(0, {"step": 0} | {f"dev_{key}": value for key, value in before.items()})
+    if (study := path.parent / "study.json").is_file():
+        runs[-1][2][-1]["study"] = read_study(study)
     return runs
+
+
+def read_study(path):
+    """{name: {pooling: the scores of its layers}}"""
+    try:
+        study = json.loads(path.read_text(encoding="utf-8"))
+        poolings, whole = study.pop("poolings"), functools.partial(zip, strict=True)
+        return {name: dict(whole(poolings, whole(*layers))) for name, layers in study.items()}
+    except OSError as error:
+        fail(f"{path}: {error.strerror}; wanted what --study of selfguided.py wrote")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fail(f"{path}: damaged; wanted what --study of selfguided.py wrote")
 
 
 def read_before(path):
@@ -114,6 +133,18 @@ def draw_layers(axis, label, metric, rows, colour):
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
+def draw_study(axis, label, metric, rows, colour):
+    """A run's own panel: its colours are poolings."""
+    study = rows[-1]["study"]
+    for name, poolings in study.items():
+        for i, scores in enumerate(poolings.values()):
+            axis.plot(scores, "o--" if name == "untrained" else "o-", markersize=3, color=f"C{i}")
+    axis.legend(axis.lines[-len(poolings) :], poolings, fontsize=8)
+    axis.set_title(label + "; dashed: untrained" * ("untrained" in study), fontsize=9)
+    axis.set(xlabel="layer (0: word embeddings)", ylabel=SCORES["spearman"])
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
 # each with what a run must have to be in it
 PANELS = ((draw_loss, lambda metric, rows: columns(rows, "loss")), (draw_score, score_of),
           (draw_plane, lambda metric, rows: columns(rows, "dev_alignment", "dev_uniformity")),
@@ -125,6 +156,7 @@ def draw(runs, path):
     labels = list(dict.fromkeys(label for label, _, _ in runs))
     panels = [(panel, [run for run in runs if wants(*run[1:])]) for panel, wants in PANELS]
     panels = [(panel, found) for panel, found in panels if found]
+    panels += [(draw_study, [run]) for run in runs if columns(run[2], "study")]
     figure, axes = new_figure(1, len(panels), 4, 3.4)
     for axis, (panel, found) in zip(axes[0], panels):
         for run in found:

@@ -147,15 +147,18 @@ def test_guide_is_read_as_its_folder_says(name, how, guides, capsys):
     assert capsys.readouterr().out == f"guide    {guides[name]}, 0.0 M parameters, {said}\n"
 
 
-@pytest.mark.parametrize("form, noise_times, name, below", [
-    ("paper", 1.3, "pooler", "cls"), ("code", 1.3, "pooler", "pooler"), ("code", 0, "bare", "cls")])
-def test_first_loss_is_the_papers(form, noise_times, name, below, guides, tmp_path, monkeypatch):
+@pytest.mark.parametrize("form, noise_times, name, below, more, climb", [
+    ("paper", 1.3, "pooler", "cls", "", (4, 1e-3, 0.05)), ("code", 0, "bare", "cls", "", (4, 1e-3, 0.05)),
+    ("paper", 1.3, "pooler", "cls", "--noise-step-size 0.5 --noise-temperature 0.3", (4, 0.5, 0.3)),
+    ("code", 1.3, "pooler", "pooler", "--noise-step-size 0.5 --temperature 0.1", (4, 0.5, 0.1))])
+def test_first_loss_is_the_papers(form, noise_times, name, below, more, climb, guides, tmp_path, monkeypatch):
     """Without dropout, all rows one batch: the formula on the folders' own embeddings, each with its own
-    tokenizer, the released head on the pooler, and the noise that was drawn."""
+    tokenizer, the released head on the pooler, and the noise that was drawn, and climbed by its own flags."""
     monkeypatch.setattr(dclr, "noise_negatives", asked := Mock(wraps=noise_negatives))
     rows = SENTENCES[:10] + SENTENCES[:2]                      # two come twice
     flags = ["--model", guides[name], "--guide", guides["mean"], "--noise-times", noise_times, "--lr", 0]
-    result = run_text("dclr", tmp_path, rows, *flags, "--phi", 0.99, "--form", form, *ONE_BATCH)
+    flags += ["--phi", 0.99, "--form", form, *more.split()]
+    result = run_text("dclr", tmp_path, rows, *flags, *ONE_BATCH)
     linear, texts = result.model.head[-2], [row[0] for row in rows]
     assert abs(linear.weight.std() - 0.2) < 0.02 and not linear.bias.any()
     z = torch.tanh(linear(read(guides[name], texts, below))).detach().double()
@@ -164,8 +167,10 @@ def test_first_loss_is_the_papers(form, noise_times, name, below, guides, tmp_pa
     noise = asked.call_args_list[0].args[2].double()
     assert noise.shape == (int(noise_times * 12), 32)
     assert noise.square().sum() / 32 == pytest.approx(len(noise), rel=0.1)
-    noise = ascent_written_out(z, z, noise, form=form)
-    assert result.losses == pytest.approx([written_out(z, z, noise, f, f, 0.99, form=form).item()], abs=2e-4)
+    assert asked.call_args_list[0].args[3:] == climb
+    wanted = written_out(z, z, ascent_written_out(z, z, noise, *climb, form), f, f, 0.99,
+                         result.args.temperature, form)
+    assert result.losses == pytest.approx([wanted.item()], abs=2e-4)
 
 
 @pytest.mark.parametrize("head, name, layers, origin", [
@@ -182,6 +187,7 @@ def test_head_of_the_released_code(head, name, layers, origin, guides):
     ("--guide scratch", r"--guide scratch: a new model has learnt nothing; name a folder or one of the hub"),
     ("--phi 1.2", r"--phi 1\.2: wanted a cosine, from -1 to 1"),
     ("--phi -2", r"argument .* at least -1"), ("--noise-times -1", r"argument .* at least 0"),
+    ("--noise-step-size -1", r"argument .* at least 0"), ("--noise-temperature 0", r".* at least 0\.0001"),
     ("--data good.csv", r"good\.csv line 1: 2 columns, wanted 1 \(sentence\), as by --columns 1")])
 def test_bad_input(flags, wanted, here, bert, capfd):
     refuse("dclr", capfd, wanted, *SMALL, "--data", DATA / "sentences.txt", "--guide", bert, *flags.split())

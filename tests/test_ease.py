@@ -117,18 +117,20 @@ def test_entity_vectors(text, pack, name, tmp_path):
     assert vectors.shape == (3, 3) and 0 < vectors[1].abs().max() <= 0.05
 
 
-@pytest.mark.parametrize("form, m, kind, tau", [
-    ("paper", 0, "none", 0.1), ("paper", 1, "tanh", 0.1), ("paper", 3, "linear", 100),
-    ("code", 0, "linear", 0.1), ("code", 3, "tanh", 100)])     # τ = 100 and its maps are the defaults
-def test_first_loss_is_the_papers(form, m, kind, tau, tmp_path, bert, monkeypatch):
-    """On the folder's own embeddings; the released form in parts of 8 and 4 rows, no id masked, also where
-    the 4 are a rank's own. Columns have the released names, or others in another order."""
+@pytest.mark.parametrize("form, m, kind, tau, equals", [
+    ("paper", 0, "none", 0.1, None), ("paper", 1, "tanh", 0.1, "keep"), ("paper", 3, "linear", 100, None),
+    ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100, its maps: the defaults
+def test_first_loss_is_the_papers(form, m, kind, tau, equals, tmp_path, bert, monkeypatch):
+    """On the folder's own embeddings; the released form in parts of 8 and 4 rows, no id masked but where it
+    is asked for, also where the 4 are a rank's own. Columns have the released names, or others in another
+    order."""
     rows, paper = ROWS[:8] + ROWS[:4], form == "paper"         # four entities are there twice
     renamed = [["language", "negative_entity", "entity", "sentence"]]
     renamed += [["de", row[2], row[1].replace(" ", "_"), row[0]] for row in rows]
     path = write(tmp_path / "data.tsv", renamed if paper else [HEAD, *rows])
     flags = ["--data", path, "--model", bert, "--form", form, "--hard-negatives", m, "--pooling", "avg"]
     flags += ["--entity-map", kind, "--entity-temperature", tau] if tau < 1 else []
+    flags += ["--equal-entities", equals] if equals else []
     result = run("ease", tmp_path / "out", *flags, *ONE_BATCH, "--simcse-weight", 2, "--entity-weight", 0.5)
     model, (_, records, titles) = result.model, load_data(path, result.args)
     order = next(batches(12, 12, 42))
@@ -141,7 +143,8 @@ def test_first_loss_is_the_papers(form, m, kind, tau, tmp_path, bert, monkeypatc
     e = F.linear(e, *(weight.double() for weight in weights.values())) if weights else e
     e, wanted = torch.tanh(e) if kind == "tanh" else e, 0
     for part in [slice(12)] if paper else [slice(8), slice(8, 12)]:
-        n, masked = len(z[part]), (ids[part, 0], ids[part, 1:]) if paper else ()
+        known = ids[part, 0], ids[part, 1:]
+        n, masked = len(z[part]), known if equals == "mask" or paper and not equals else ()
         logits = F.cosine_similarity(z[part, None], z[part], dim=2) / 0.05
         entity = written_out(z[part], e[part, 0], e[part, 1:], tau, float(not paper), *masked)
         wanted += torch.stack([F.cross_entropy(logits, torch.arange(n)), entity]) * n / 12

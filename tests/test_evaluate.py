@@ -66,7 +66,7 @@ def test_tacl(here, capsys):
     flags = ["--dev", "texts.txt", "--max-length", 64]
     result = run("tacl", Path("out"), "--model", "scratch", "--data", "texts.txt", *flags, "--steps", 3)
     line = evaluate("tacl", capsys, "--model", "out", *flags)
-    layers = result.said["after"].split("layer ")[1]
+    layers = re.escape(result.said["after"].split("layer ")[1])
     assert re.fullmatch(rf"test     contrast [\d.]+, accuracy [\d.]+ %, .* layer {layers}", line)
 
 

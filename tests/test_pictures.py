@@ -63,6 +63,25 @@ def test_panels():
     assert axes[1].get_ylabel() == "dev Spearman · 100 or dev kNN, %" and legend == ["a", "b", "c/a"]
 
 
+STUDY = dict(untrained=[[0, 1], [2, 3], [4, 5]], trained=[[0, 6], [7, 8], [9, 10]], poolings=["cls", "max"])
+
+
+def test_study():
+    """A panel a run: a colour for each pooling, dashed before training; beside the others, and alone."""
+    write_run("a", curve(4, knn=7))
+    write_run("b", curve(4, knn=7))
+    Path("a", "study.json").write_text(json.dumps(STUDY))
+    Path("one.json").write_text(json.dumps(dict(evaluated=[[1], [2]], poolings=["mean"])))
+    axes, lines, legend = drawn("a", "b", "one.json")
+    assert [len(panel) for panel in lines] == [2, 2, 4, 1] and legend == ["a", "b"]
+    layers, styles = [0, 1, 2], [(line.get_linestyle(), line.get_color()) for line in axes[2].lines]
+    assert lines[2] == [(layers, [0, 2, 4]), (layers, [1, 3, 5]), (layers, [0, 7, 9]), (layers, [6, 8, 10])]
+    assert styles == [("--", "C0"), ("--", "C1"), ("-", "C0"), ("-", "C1")]
+    assert [text.get_text() for text in axes[2].get_legend().texts] == ["cls", "max"]
+    assert [axis.get_title() for axis in axes[2:]] == ["a; dashed: untrained", "one.json"]
+    assert drawn("one.json")[1:] == ([[([0, 1], [1, 2])]], [])
+
+
 @pytest.mark.parametrize("name, flags, wanted, steps, file, magic", [
     ("simcse", "nli.csv --dev DATA/sts.tsv", "out spearman 3", [[0, 1, 2]], "a.pdf", b"%PDF"),
     ("simclr", "shapes.npz --model resnet-small --probe-epochs 0", "out knn 2", [[0, 1, 2]], "a.png", b"PNG"),
@@ -98,6 +117,16 @@ def test_damaged_folder(file, content, wanted, capfd):
     path.unlink() if content is None else path.write_text(content, encoding="latin-1")
     wanted = rf"run/{file}{wanted}" if wanted else r"run: metrics\.jsonl is no text, or args\.json is damaged"
     refuse("kernels.pictures", capfd, wanted, "run", "--save", "a.png")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "\xff", '{"poolings": [], "trained": [[1], [2, 3]]}'])
+def test_damaged_study(content, capfd):
+    write_run("run", curve(4))
+    Path("run/study.json").write_text(content, encoding="latin-1")
+    wanted = r"run/study\.json: damaged; wanted what --study of selfguided\.py wrote"
+    for out in "run", "run/study.json":
+        refuse("kernels.pictures", capfd, wanted, out, "--save", "a.png")
+    refuse("kernels.pictures", capfd, r"no\.json: No such file .*", "no.json", "--save", "a.png")
 
 
 def test_without_folder_or_matplotlib(monkeypatch, capfd):

@@ -1,12 +1,17 @@
 """SimCSE: its modes, its first loss; the loss itself is in test_losses.py, the masked LM in test_mlm.py."""
 import json
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModel
 
 import simcse
-from running import NLI, ONE_BATCH, metrics, read, run_text
+from kernels.training.command import Fault
+from kernels.training.encoders import set_dropout
+from running import NLI, ONE_BATCH, SMALL, metrics, read, refuse, run_text
+from test_families import DECODERS, ENCODERS, small_model
 
 MODES = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
          3: ("supervised", 3, 512, 5e-5, 3), 5: ("supervised", 5, 512, 5e-5, 3)}
@@ -69,3 +74,46 @@ def test_rows_in_memory(tmp_path):
     assert "12 rows in memory, sha1" in (tmp_path / "list" / "README.md").read_text()
     with pytest.raises(SystemExit):
         simcse.main(flags, data=["A man eats.", ["He eats.", "Nobody."]])
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
+def test_dropout_is_that_of_the_config(family, tmp_path):
+    """To the bit, also where the family's own is 0; and the config, which is saved, stays as it was."""
+    folder, ids = small_model(family, tmp_path), torch.arange(6, 46).view(4, 10)
+    read = lambda encoder: encoder(input_ids=ids, attention_mask=ids > 0).last_hidden_state
+    encoder = AutoModel.from_pretrained(folder).train()
+    own = encoder.config.to_dict()
+    names = [name for name, value in own.items() if re.search("drop", name) and type(value) in (int, float)]
+    for p in (0.3, 0.0, 0.2):
+        set_dropout(encoder, p, family)
+        theirs = AutoModel.from_pretrained(folder, **dict.fromkeys(names, p)).train()
+        states = []
+        for one in (encoder, theirs, encoder):
+            torch.manual_seed(len(states) // 2)                # the third has other random numbers
+            states.append(read(one))
+        assert torch.equal(*states[:2]) and torch.equal(*states[1:]) == (p == 0)
+    assert encoder.config.to_dict() == own and torch.equal(*(read(encoder.eval()) for _ in range(2)))
+
+
+def test_dropout_of_a_run(tmp_path, bert):
+    """Without, views of a text are one; what is saved keeps the model's own, here 0, for the next run."""
+    rows, flags = [row[:1] for row in NLI[:12]], [*ONE_BATCH, "--lr", 0, "--model"]
+    texts = {p: run_text("simcse", tmp_path / p, rows, *flags, "scratch", *(["--dropout", p] if p else []))
+             for p in ("", "0.1", "0", "0.5")}
+    assert texts[""].losses == texts["0.1"].losses != texts["0.5"].losses != texts["0"].losses
+    assert [p for p, result in texts.items() if "without dropout" in result.said["model"]] == ["0"]
+    for p, result in texts.items():
+        config = json.loads((tmp_path / p / "out" / "config.json").read_text())
+        assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.1
+        assert {layer.p for layer in result.model.modules() if isinstance(layer, torch.nn.Dropout)} == {
+            float(p or 0.1)}
+    own = run_text("simcse", tmp_path / "own", rows, *flags, bert, "--dropout", 0.3)
+    again = run_text("simcse", tmp_path / "again", rows, *flags, tmp_path / "own" / "out")
+    assert "without" not in own.said["model"] and "without dropout" in again.said["model"]
+
+
+def test_dropout_that_cannot_be(here, capfd):
+    for p, wanted in ("-1", "argument .* at least 0"), ("1", r"--dropout 1\.0: wanted a .* less than 1"):
+        refuse("simcse", capfd, wanted, *SMALL, "--dropout", p)
+    with pytest.raises(Fault, match="--dropout 0.1: mine has no dropout that could be set"):
+        set_dropout(torch.nn.Sequential(torch.nn.Linear(2, 2)), 0.1, "mine")

@@ -188,13 +188,13 @@ def build(flags, model, **change):
 
 
 @both_forms
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_losses_are_the_librarys_and_the_papers(form, accumulate, files, folders, monkeypatch):
+@pytest.mark.parametrize("accumulate, weight, more", [(1, 1, {}), (4, 0.5, {"contrast": 0.5})], ids=str)
+def test_losses_are_the_librarys_and_the_papers(form, accumulate, weight, more, files, folders, monkeypatch):
     """Values and gradients: BertForPreTraining's own loss of all logits, and the contrast row by row. No
     logits are made, and --impl's kernels are asked. `evaluate` has these losses too, how often the most
     similar token is the own one, and the token similarity of each layer by loops."""
     model, args, rows, sentences = build(files, folders / "bert", form=form, accumulate=accumulate,
-                                         impl="eager")
+                                         impl="eager", **more)
     for parameter in model.encoder.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)   # unlike its teacher
     values, seen, decoder = Counter(), [], model.lm.get_output_embeddings()
@@ -226,7 +226,7 @@ def test_losses_are_the_librarys_and_the_papers(form, accumulate, files, folders
     t = BertModel.from_pretrained(folders / "bert").eval()(ids, **known).last_hidden_state.detach().double()
     s = library.hidden_states[-1].double()
     contrast = written_out(s, t, chosen, real, 0.01, form)
-    (library.loss + contrast).backward()
+    (library.loss + weight * contrast).backward()
     for name, parameter in model.lm.named_parameters():
         rounding = 2e-3 * parameter.grad.abs().max().item() + 1e-5
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=rounding, msg=name)
@@ -234,17 +234,38 @@ def test_losses_are_the_librarys_and_the_papers(form, accumulate, files, folders
     for found in (values, evaluated):
         assert [found["mlm"], found["nsp"]] == pytest.approx([library.loss.item() - nsp, nsp], abs=2e-5)
         assert found["contrast"] == pytest.approx(contrast.item(), rel=2e-3)   # float32 at τ = 0.01
-        assert found["loss"] == pytest.approx(found["mlm"] + found["nsp"] + found["contrast"], abs=1e-4)
+        total = found["mlm"] + found["nsp"] + weight * found["contrast"]
+        assert found["loss"] == pytest.approx(total, abs=1e-4)
     ends = real.sum(1) if form == "paper" else [256] * 9       # padding may be the nearest (code)
     right = [i == cosines(s[row, i], t[row, : ends[row]]).argmax() for row, i in chosen.nonzero()]
     assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3) and 0.1 < np.mean(right) < 1
     assert len(sentences[0][0]) == 3                           # a single word, whose similarity is NaN
     states = [model.encoder(torch.tensor(ids)[None].long(), output_hidden_states=True).hidden_states
-              for ids, *_ in sentences[1:]]
+              for ids, *_ in sentences]
     for i, found in enumerate(evaluated["similarity"]):        # of two different words, [CLS] is none
-        each = [cosines(layers[i][0, 1:-1], layers[i][0, 1:-1]) for layers in states]
+        each = [cosines(layers[i][0, 1:-1], layers[i][0, 1:-1]) for layers in states[1:]]
         means = [(x.sum() - len(x)).item() / (len(x) ** 2 - len(x)) for x in each]
         assert found == pytest.approx(np.mean(means), abs=1e-5)
+        each = [cosines(layers[i][0], layers[i][0]) for layers in states]      # with it, as the authors do
+        pairs = torch.cat([x[~torch.eye(len(x), dtype=bool)] for x in each])
+        assert evaluated["similarity_special"][i] == pytest.approx(pairs.mean().item(), abs=1e-5)
+
+
+def test_without_contrast_the_teacher_rests(files, folders, monkeypatch):
+    """--contrast 0: in training no token of the teacher and no contrast; `evaluate` has both."""
+    flags = [*files, "--contrast", 0, "--accumulate", 2]
+    model, args, rows, sentences = build(flags, folders / "bert")
+    read, asked = [], Mock(wraps=tacl_loss)
+    monkeypatch.setattr(tacl, "tacl_loss", asked)
+    model.teacher[0].register_forward_hook(lambda *_: read.append(1))
+    for part in tacl.make_batch(rows, model.train(), args):
+        loss, values = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
+        assert {*values} == {"loss", "mlm", "nsp"} and loss.item() == (values["mlm"] + values["nsp"]).item()
+        loss.backward()
+    assert not read and not asked.called
+    scores = tacl.evaluate(model, (rows, sentences), args)
+    assert read and scores["contrast"] > 0 and scores["accuracy"] > 0 and len(scores["similarity"]) == 3
+    assert scores["loss"] == pytest.approx(scores["mlm"] + scores["nsp"], abs=1e-5)
 
 
 @pytest.mark.parametrize("name, fresh", [
@@ -293,9 +314,13 @@ def test_learns(tmp_path, files, bert):
     assert last["dev_mlm"] < before["mlm"] - 0.1 and len(before["similarity"]) == 4
     assert last["dev_similarity"][-1] < before["similarity"][-1]
     change = f"contrast accuracy {before['accuracy']:.2f} → {last['dev_accuracy']:.2f} %, "
+    tops = [(before[name][-1], last[f"dev_{name}"][-1]) for name in ("similarity", "similarity_special")]
+    change += "token similarity of the top layer {:.3f} → {:.3f}, with [CLS] and [SEP] {:.3f} → {:.3f}, "
+    change = change.format(*tops[0], *tops[1])
     assert result.said["done"].startswith(change) and "cls.seq_relationship" in result.said["model"]
     assert tacl.summary(before) == result.said["before"]
-    assert result.said["after"].endswith(f"{last['dev_similarity'][-1]:.3f}")
+    assert f"{tops[0][1]:.3f}, with [CLS] and [SEP] " in result.said["after"]
+    assert result.said["after"].endswith(f"{tops[1][1]:.3f}")
     rates = np.interp(range(1, 40), [0, 3, 40], [0, 3e-3, 0])
     assert [step["lr"] for step in result.steps] == pytest.approx(rates)
     check_folder(result, tmp_path / "out", "bert")
@@ -321,12 +346,15 @@ def check_resume(name, folder, flags, others, monkeypatch, *more):
 
 
 @pytest.mark.parametrize("flags", [
-    [], ["--form", "code", "--accumulate", 3, "--whole-word", "--similarity", "dot", "--buffer", 2]], ids=str)
+    [], ["--form", "code", "--accumulate", 3, "--whole-word", "--similarity", "dot", "--buffer", 2],
+    ["--contrast", 0, "--accumulate", 2]], ids=str)
 def test_resume_is_exact_and_evaluation_leaves_no_trace(flags, tmp_path, files, folders, monkeypatch):
     """With dropout and another model as teacher; the stream goes through its file twice."""
     flags = [*files, "--model", folders / "distilbert", "--teacher", folders / "bert", "--steps", 8, *flags]
     whole = check_resume("tacl", tmp_path, [*flags, "--eval-every", 3], flags, monkeypatch)
     assert whole.state["progress"]["place"][1] > 0
+    assert all(("contrast" in step) is ("--contrast" not in flags) for step in whole.steps)
+    assert all(step["dev_contrast"] > 0 for step in whole.steps if "dev_loss" in step)
     check_folder(whole, tmp_path / "whole", "distilbert")
 
 

@@ -56,7 +56,10 @@ COMMON = {
     "--data": dict(help="training data; see above"),
     "--columns": dict(nargs="+", help="of --data, in the order above: names of a header, or numbers from 1"),
     "--dev": dict(help="held-out data to evaluate on; see above"),
-    "--test": dict(nargs="*", default=[], help="files of scored pairs, read with the best model at the end"),
+    "--test": dict(nargs="*", default=[], help="files, or a folder, of scored pairs for the best model"),
+    "--transfer": dict(nargs="*", default=[], help="the same of labelled texts for a logistic regression on "
+                       "its embeddings: cross-validated, or train.tsv,test.tsv"),
+    "--cluster": dict(nargs="*", default=[], help="the same for k-means: V-measure, and accuracy"),
     "--model": dict(help="hub name, local folder, or from scratch"),
     "--pooling": dict(choices=POOLINGS, help="what is a sentence's embedding"),
     "--head": dict(nargs="+", choices=("keep", "train-only", "new", "pooler"),
@@ -110,7 +113,8 @@ class Flags(argparse.ArgumentParser):
         parsed.data = parsed.data if data is None else data
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
-        if not any(getattr(parsed, name, None) for name in ("data", "dev", "test")):
+        held_out = "dev", "test", "transfer", "cluster"
+        if not any(getattr(parsed, name, None) for name in ("data", *held_out)):
             fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
         return parsed
 

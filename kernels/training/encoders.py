@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
+from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
 from kernels import embed_in_chunks
 
-from .command import fail, say
+from .command import fail, is_first_rank, say
 from .layout import read_layout
 from .tables import texts_of
 from .tokens import grouped, pad, tokenise
@@ -192,6 +193,18 @@ class SentenceEncoder(torch.nn.Module):
         rows, _ = tokenise(texts, self.tokenizer, self.longest)
         return torch.cat([self(self.batch(rows[i : i + size])) for i in range(0, len(rows), size)])
 
+    @torch.no_grad()
+    def embed(self, texts, size=1024):
+        """((M, H) embeddings of the different ones among N texts, at rest; the row of each of the N)"""
+        distinct, training = sorted(set(texts), key=lambda text: (len(text), text)), self.training
+        self.eval()
+        bar = tqdm(range(0, len(distinct), size), "reading", leave=False, delay=2,
+                   disable=not is_first_rank() or None)
+        z = torch.cat([self.read(distinct[i : i + size]) for i in bar])
+        self.train(training)
+        places = {text: i for i, text in enumerate(distinct)}
+        return z, [places[text] for text in texts]
+
     def restore(self, folder):
         """Puts the saved checkpoint back."""
         weights = load_file(folder / "model.safetensors").items()
@@ -298,6 +311,27 @@ def fit_to_layout(model, layout, args, columns):
         say("note", f"{args.model} was saved with {', '.join(differs)}; the flags win")
 
 
+def dropouts(encoder):
+    """[(module, attribute)] of its probabilities of dropout: p of a layer, or a number that attention has."""
+    return [(part, name) for part in encoder.modules() for name, value in vars(part).items()
+            if type(value) in (int, float)
+            and ("dropout" in name or name == "p" and isinstance(part, torch.nn.Dropout))]
+
+
+def set_dropout(encoder, p, name):
+    """Dropout with probability p wherever the encoder has one. Its config, which is saved, stays its own."""
+    if p >= 1:
+        fail(f"--dropout {p}: wanted a probability from 0 to less than 1")
+    for part in list(encoder.modules()):
+        for its, child in list(part.named_children()):         # ModernBERT has no layer where its own p is 0
+            if "drop" in its and type(child) is torch.nn.Identity:
+                setattr(part, its, torch.nn.Dropout(0.0))
+    if not (places := dropouts(encoder)):
+        fail(f"--dropout {p}: {name} has no dropout that could be set")
+    for place in places:
+        setattr(*place, p)
+
+
 def describe_model(model, args):
     """distilbert-base-cased, 65.2 M parameters, cls pooling, a new head in training alone"""
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
@@ -305,8 +339,7 @@ def describe_model(model, args):
     if model.head is not None:
         text += {"new": ", a new head", "own": ", its head", "pooler": ", its pooler as head"}[model.origin]
         text += "" if model.keep_head else " in training alone"
-    dropout = [part.p for part in model.encoder.modules() if isinstance(part, torch.nn.Dropout)]
-    dropout.append(getattr(model.encoder.config, "attention_dropout", 0))      # of decoders, no module's
-    if not getattr(args, "evaluate", False) and not any(dropout):              # two views of a text are one
+    dropped = any(getattr(*place) for place in dropouts(model.encoder))
+    if not getattr(args, "evaluate", False) and not dropped:   # two views of a text are one
         text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

@@ -1,0 +1,120 @@
+"""What sentence encoders are judged by: scored pairs, which choose the best checkpoint too, and labels."""
+from pathlib import Path
+
+import numpy as np
+
+from .command import fail, say
+from .encoders import build_encoder, describe_model
+from .labelled import cluster, load_labelled, transfer
+from .layout import load_line, save
+from .run import Run
+from .sts import evaluate, load_sts
+from .tables import KINDS
+
+
+class HeldOut:
+    """The data of --dev, which choose the best checkpoint, and of --test, --transfer and --cluster, which it
+    is read with. They are all read, and checked, before the first step."""
+
+    def __init__(self, args):
+        self.args, self.dev = args, load_sts(args.dev) if args.dev else []
+        self.tests = {path: load_sts(path) for path in files(args.test, "--test")}
+        self.transfers = {path: load_parts(path) for path in files(args.transfer, "--transfer")}
+        self.clusters = {path: load_labelled(path) for path in files(args.cluster, "--cluster")}
+        for path, (rows, *_) in self.clusters.items():
+            if len(rows[0]) == 2:
+                fail(f"--cluster {path}: two columns of text, wanted one")
+
+    def before(self, model, run):
+        """The score before the first step."""
+        if self.dev and run.step == 0:
+            run.progress["before"] = evaluate(model, self.dev, self.args.impl)
+        if self.dev:
+            say("before", f"dev Spearman {run.progress['before']['spearman']:.2f}")
+
+    def judge(self, model, run):
+        """Evaluates, and saves the model where it is the best so far; without --dev the last is."""
+        scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
+        if run.keeps(scores, by="spearman"):
+            save(model, run)
+
+    def after(self, model, run):
+        """Reads the best checkpoint, tests it, and says how to load it."""
+        model.restore(run.out)
+        self.say_scores(model)
+        before, best = run.progress["before"], run.progress["best"]
+        rise = ""
+        if self.dev:
+            rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "
+        run.done(rise)
+        say("load", load_line(model, run))
+
+    def say_scores(self, model):
+        """A line a file, and of several the mean of what the lines say first."""
+        seed, found = self.args.seed, []
+        for path, pairs in self.tests.items():
+            scores = evaluate(model, pairs, self.args.impl)
+            kinds = [name for name in ("alignment", "uniformity") if name in scores]
+            found.append(scores["spearman"])
+            more = "".join(f"{name} {scores[name]:.3f}  " for name in kinds)
+            say("test", f"{found[-1]:.2f}  {more}{path}")
+        say_mean("test", found)
+        found = []
+        for path, parts in self.transfers.items():
+            accuracy, strengths = transfer(model, *parts, seed)
+            found.append(accuracy)
+            say("transfer", f"{accuracy:.2f}  C {' '.join(f'{c:g}' for c in strengths)}  {path}")
+        say_mean("transfer", found)
+        found = []
+        for path, data in self.clusters.items():
+            runs = np.array(cluster(model, data, seed))
+            (v, accuracy), (spread, _) = runs.mean(0), runs.std(0, ddof=1)
+            found.append(v)
+            say("cluster", f"{v:.2f} ± {spread:.2f}  accuracy {accuracy:.2f}  {path}")
+        say_mean("cluster", found)
+
+
+def say_mean(label, scores):
+    """As papers have it, the mean of the numbers as they are printed."""
+    if scores:
+        say(label, f"{np.mean([round(score, 2) for score in scores]):.2f}  mean")
+
+
+def files(paths, flag):
+    """The paths, with the files of a folder in its place."""
+    found = []
+    for path in paths:
+        inside = sorted(Path(path).iterdir()) if Path(path).is_dir() else [path]
+        found += (data := [str(file) for file in inside if file is path or is_table(file)])
+        if not data:
+            fail(f"{flag} {path}: no file in this folder ends in {', '.join(KINDS)}")
+    return found
+
+
+def is_table(file):
+    return file.name.removesuffix(".gz").endswith(KINDS)
+
+
+def load_parts(path):
+    """(train, test or None) of a file that is cross-validated, or of train.tsv,test.tsv."""
+    names = [path] if Path(path).exists() else path.split(",")
+    if len(names) > 2:
+        fail(f"--transfer {path}: wanted a file, or two, to train on and to test on, with a comma between")
+    train = load_labelled(names[0])
+    test = load_labelled(names[1], train[2]) if names[1:] else None
+    if test and len(test[0][0]) != len(train[0][0]):
+        fail(f"--transfer {path}: one file has a text a row, the other two")
+    return train, test
+
+
+def score(args, script, pooling="cls"):
+    """--evaluate of sentence encoders: the files of --dev and the other flags through --model."""
+    args.test = [args.dev] * bool(args.dev) + args.test
+    if not args.test + args.transfer + args.cluster:
+        fail("--evaluate: nothing to evaluate; name files of scored pairs by --dev or --test, of labels by "
+             "--transfer or --cluster")
+    args.dev = None
+    held_out, run = HeldOut(args), Run(args, script)
+    model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
+    say("model", describe_model(model, args))
+    held_out.say_scores(model)
