@@ -18,7 +18,11 @@ any texts; numbers with a point are regression.
 
     python childtuning.py --model scratch --data tests/data/topics.tsv --dev tests/data/topics_dev.tsv
     python childtuning.py --data rte.tsv --dev rte_dev.tsv --form code --mode none F D --seeds 10
+    python childtuning.py --model out/cline --mode none --data imdb.tsv --contrast-set test.tsv edited.tsv
     torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv --metric matthews
+
+The third fine-tunes what cline.py wrote (or tacl.py), and scores it on a contrast set: texts, and minimal
+edits of them that change the label, in two files, row by row.
 
 Expected, of runs like the second for CoLA, RTE, MRPC and STS-B of GLUE: in the paper the mean of their dev
 scores is 1.5 to 8.6 points above plain AdamW's (--mode none), by the large model, and D at least as F. The
@@ -59,6 +63,8 @@ def make_parser():
     add("--task", choices=tuple(METRICS), help="default by the labels, see above")
     add("--metric", choices=sum(METRICS.values(), ()), help="compares trials; default accuracy or spearman")
     parser.plain("--evaluate", "--data", "--dev")
+    add("--contrast-set", nargs=2, metavar=("ORIGINAL", "EDITED"),
+        help="test texts, and the same edited so that their labels change, row by row")
     common("--model", "bert-large-cased")
     common("--out", "out/childtuning")
     common("--batch-size", 16, "16 (released script)")
@@ -476,7 +482,7 @@ def make_optimizer(model, args, masks=None):
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def judge(model, dev, trial, run, total):
+def judge(model, dev, contrast, trial, run, total):
     """Evaluates, and saves the model: in the first trial the newest, then the last one of the best trial."""
     first, last = run.step <= total, run.step % total == 0
     scores, best = evaluate(model, dev, trial) if dev else {}, run.progress["best"]
@@ -486,9 +492,11 @@ def judge(model, dev, trial, run, total):
     if run.values["best"]:
         run.progress["best"] = {"mode": trial.mode, "seed": trial.seed, **scores}
         save(model, trial, run)
+    if last and contrast:
+        scores |= labels.contrast_scores(model, *contrast)
     if last:
         run.progress["scores"].append(scores)
-    if dev:
+    if scores:
         found = labels.mean_and_spread([scores])
         say("dev", f"step {run.step:,}, mode {trial.mode}, seed {trial.seed}: {found}")
 
@@ -535,10 +543,11 @@ def begin_trial(trial, rows, run):
 def sum_up(trials, run):
     """Says the scores of each mode, of the trial that is kept, and how to load it."""
     args, best, chosen = run.args, run.progress["best"], ""
-    if args.dev:
+    if args.dev or args.contrast_set:
         pairs = list(zip(run.progress["scores"], trials))
         for mode in args.mode:
             say(mode, labels.mean_and_spread([scores for scores, trial in pairs if trial.mode == mode]))
+    if args.dev:
         chosen = f"{args.metric} {best[args.metric]:.2f} of mode {best['mode']}, seed {best['seed']}, "
     if run.progress["skipped"]:
         chosen += f"{run.progress['skipped']} steps skipped, "
@@ -553,11 +562,14 @@ def main(argv=None):
         return labels.score(args, __file__, load_data)
     train = load_data(args.data, args)
     dev = load_data(args.dev, args) if args.dev else []
+    contrast = labels.load_contrast_set(args, load_data)
     run = Run(args, __file__)
     trials = [argparse.Namespace(**vars(args) | dict(mode=mode, seed=seed))
               for mode in args.mode for seed in range(args.seed, args.seed + args.seeds)]
     model = build_model(args, run)  # for what it refuses, and for --resume: a new trial builds its own
-    (rows, cut), (dev, _) = (tokenise_texts(part, model, args.max_length) for part in (train, dev))
+    parts = (tokenise_texts(part, model, args.max_length) for part in (train, dev, *contrast))
+    (rows, cut), (dev, _), *contrast = parts
+    contrast = [part for part, _ in contrast]
     epoch = epoch_steps(len(rows), args.batch_size, run.world)
     total = args.steps or args.epochs * epoch                  # of each trial
     warmup = math.ceil(args.warmup_share * total)
@@ -594,7 +606,7 @@ def main(argv=None):
                      seed=trial.seed, skipped=run.progress["skipped"])
             values = run.values
         if run.due:
-            judge(model, dev, trial, run, total)
+            judge(model, dev, contrast, trial, run, total)
     sum_up(trials, run)
 
 

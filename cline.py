@@ -22,10 +22,10 @@ a header original, synonym, antonym ..., or by their order:
     torchrun --nproc-per-node 4 cline.py --data triples.csv --out out/triples
 
 Expected: on held-out triples the hits (how often the original is nearer to its synonym text) rise, and the
-mean margin h·h_syn − h·h_ant. The paper's own numbers come after fine-tuning, which is not in here: 1.6
-points over RoBERTa-base as the mean of four contrast sets, 0.5 of four adversarial ones. They belong to
---form paper with its defaults (roberta-base, 30,000 steps of 256 texts of up to 512 tokens), --tagger a spaCy
-model, and Wikipedia and BookCorpus as --data. --form code has none.
+mean margin h·h_syn − h·h_ant. The paper's own numbers come after fine-tuning (childtuning.py does it, and
+scores contrast sets): 1.6 points over RoBERTa-base as the mean of four of these, 0.5 of four adversarial
+ones. They belong to --form paper with its defaults (roberta-base, 30,000 steps of 256 texts of up to 512
+tokens), --tagger a spaCy model, and Wikipedia and BookCorpus as --data. --form code has none.
 
 Departures from the released code: a row is a text, there a block of 254 tokens; spaces stay as they are;
 WordNet's own forms and rules inflect words; rows in which a text stays as it is are left out; means are over

@@ -20,9 +20,9 @@ over sentences, which kernels.pictures draws, and with both, over all pairs of t
 
 Expected: from BERT, token similarity falls strongly in the top layers. The published numbers,
 bert-base-uncased after 150,000 steps of 256 pairs of up to 256 tokens (our defaults) on English Wikipedia,
-then fine-tuned with the standard scripts, which are not in here: GLUE 79.6 → 81.2, SQuAD 1.1 80.8/88.5 →
-81.6/89.0, SQuAD 2.0 73.4/76.8 → 74.4/77.5 (EM/F1). They are the released code's, so --form code comes
-nearest; --form paper, the default, has none of its own.
+then fine-tuned with transformers' example scripts (for labelled texts childtuning.py will do): GLUE 79.6 →
+81.2, SQuAD 1.1 80.8/88.5 → 81.6/89.0, SQuAD 2.0 73.4/76.8 → 74.4/77.5 (EM/F1). They are the released code's,
+so --form code comes nearest; --form paper, the default, has none of its own.
 
 Departures: the released code pads every sequence to --max-length, and its denominator holds the teacher's
 output there too, with --form code ours does. In both forms the mean is over the chosen tokens of the global

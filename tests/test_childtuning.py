@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import pipeline
 
 import childtuning
 from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, rdrop_loss
@@ -310,6 +311,52 @@ def test_several_processes_equal_one(tmp_path, bert):
 GOOD = "sentence\tlabel\nI ran.\tmotion\nI sat.\trest\nHe ran.\tmotion\nHe sat.\trest\n"
 
 
+def contrast_set(folder, rows):
+    """original.tsv and edited.tsv, its rows in another order; every fourth and every fifth label is wrong."""
+    rows = [row.split("\t") for row in rows]
+    for name, first, wrong in ("original", 0, 4), ("edited", 7, 5):
+        part = [(text, rows[i - 1][1] if i % wrong == 0 else label) for i, (text, label) in enumerate(rows)]
+        lines = ["\t".join(row) for row in part[first:] + part[:first]]
+        (folder / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    return [folder / "original.tsv", folder / "edited.tsv"]
+
+
+def test_contrast_set(tmp_path, capsys):
+    """Both accuracies and consistency are those of the answers of transformers' pipeline, text by text; the
+    same again by --evaluate."""
+    rows = (DATA / "topics_dev.tsv").read_text().splitlines()[1:41]
+    files = contrast_set(tmp_path, rows)
+    flags = ["--data", DATA / "topics.tsv", "--contrast-set", *files, "--mode", "none", "--epochs", 8]
+    result = tune(tmp_path / "out", *flags, "--model", "scratch")
+    ask, right = pipeline("text-classification", str(tmp_path / "out")), []
+    for file in files:
+        texts = [line.split("\t") for line in file.read_text().splitlines()[1:]]
+        right.append([ask(text)[0]["label"] == label for text, label in texts])
+    both = [a and b for a, b in zip(*right)]
+    original, edited, consistency = (100 * np.mean(part) for part in (*right, both))
+    wanted = f"original {original:.2f}, edited {edited:.2f}, consistency {consistency:.2f}"
+    assert 0 < consistency < min(original, edited) and result.said["none"] == wanted
+    childtuning.main(["--evaluate", "--model", str(tmp_path / "out"), "--contrast-set", *map(str, files)])
+    assert capsys.readouterr().out.splitlines()[-1] == f"test     {wanted}  {' '.join(map(str, files))}"
+
+
+@pytest.mark.parametrize("name, flags", [("tacl", []), ("cline", ["--wordnet", DATA / "wordnet"])])
+def test_what_tacl_and_cline_wrote_is_fine_tuned(name, flags, tmp_path):
+    """From their weights, to the bit, with a new classifier."""
+    texts = (DATA / "sentences.txt").read_text().splitlines()
+    lines = [text + "\n" * (i % 8 == 7 and name == "tacl") for i, text in enumerate(texts[:64])]
+    (data := tmp_path / "data.txt").write_text("\n".join(lines))
+    flags += ["--data", data, "--model", "scratch", "--steps", 1, "--batch-size", 8]
+    run(name, tmp_path / "first", *flags)
+    tune(tmp_path / "second", "--model", tmp_path / "first", "--data", DATA / "topics.tsv", "--mode", "none",
+         "--steps", 1, "--lr", 0)
+    first, second = (load_file(tmp_path / part / "model.safetensors") for part in ("first", "second"))
+    tuned = {key.removeprefix("bert."): x for key, x in second.items()}
+    shared = [key for key in first if key.removeprefix("bert.") in tuned]
+    assert len(shared) > 30 and all(first[key].equal(tuned[key.removeprefix("bert.")]) for key in shared)
+    assert "classifier.weight" in second
+
+
 @pytest.mark.parametrize("content, flags, wanted", [
     ("sentence\tlabel\nA\tx\n \ty\n", "", r"a\.tsv line 3: an empty cell; .*"),
     ("sentence\tlabel\nA\tx\nB\t\n", "", r"a\.tsv line 3: an empty cell; .*"),
@@ -325,10 +372,13 @@ GOOD = "sentence\tlabel\nI ran.\tmotion\nI sat.\trest\nHe ran.\tmotion\nHe sat.\
     (GOOD, "--reserve-p nan", r"--reserve-p nan: wanted .*"),
     (GOOD, "--metric pearson", r"--metric pearson: this is classification, wanted accuracy, f1, matthews"),
     (GOOD, "--mode none F D --child h.0", r"--child h\.0: in no name of the weights of scratch, .* bert\..*"),
+    (GOOD, "--contrast-set a.tsv d.tsv", "--contrast-set a.tsv d.tsv: classification, 4 and 1 rows; .*"),
+    (GOOD, "--contrast-set a.tsv b.tsv", r"b\.tsv line 2: label 'sleep', wanted one of a\.tsv, .*"),
     (GOOD, "--max-length 600", r"--max-length 600: scratch reads at most 512 tokens")])
 def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
     monkeypatch.chdir(tmp_path)
     Path("a.tsv").write_text(content)
     Path("b.tsv").write_text("sentence\tlabel\nA\tsleep\n")
     Path("c.tsv").write_text("text\tlabel\tmore\nA\tmotion\tB\n")
+    Path("d.tsv").write_text("sentence\tlabel\nA\tmotion\n")
     refuse("childtuning", capfd, wanted, *f"--data a.tsv --model scratch --batch-size 2 {flags}".split())

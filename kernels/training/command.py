@@ -113,7 +113,7 @@ class Flags(argparse.ArgumentParser):
         parsed.data = parsed.data if data is None else data
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
-        held_out = "dev", "test", "transfer", "cluster"
+        held_out = "dev", "test", "transfer", "cluster", "contrast_set"
         if not any(getattr(parsed, name, None) for name in ("data", *held_out)):
             fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
         return parsed

@@ -76,15 +76,20 @@ def confusion_scores(truth, said, labels):
 
 
 @torch.no_grad()
+def predict(model, rows):
+    """(n, labels) float32 logits of the rows, in their order, without dropout."""
+    model.eval()
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))           # little padding
+    parts = ([rows[i] for i in order[start : start + 128]] for start in range(0, len(rows), 128))
+    found = torch.cat([classify(model, make_batch(part, model)[0]) for part in parts]).cpu()
+    model.train()
+    return torch.empty_like(found).index_copy_(0, torch.tensor(order), found)
+
+
 def evaluate(model, rows, args):
     """{metric: 100 times its value}: accuracy, F1 and Matthews' correlation, in regression Spearman's and
     Pearson's."""
-    model.eval()
-    rows = sorted(rows, key=lambda row: len(row[0]["input_ids"]))              # little padding
-    parts = (make_batch(rows[i : i + 128], model)[0] for i in range(0, len(rows), 128))
-    logits = torch.cat([classify(model, inputs) for inputs in parts]).cpu()
-    model.train()
-    truth = np.array([label for _, label in rows])
+    logits, truth = predict(model, rows), np.array([label for _, label in rows])
     if args.task == "classification":
         scores = confusion_scores(truth, logits.argmax(1).numpy(), args.labels)
     else:
@@ -93,6 +98,25 @@ def evaluate(model, rows, args):
         scores = {"spearman": spearman(truth, said),
                   "pearson": 0.0 if constant else np.corrcoef(truth, said)[0, 1]}
     return {metric: 100 * float(score) for metric, score in scores.items()}
+
+
+def load_contrast_set(args, load_data):
+    """[original rows, edited rows] of --contrast-set, row by row; without it []."""
+    parts = [load_data(path, args) for path in args.contrast_set or []]
+    if parts and (len(parts[0]) != len(parts[1]) or args.task == "regression"):
+        original, edited = map(len, parts)
+        fail(f"--contrast-set {' '.join(args.contrast_set)}: {args.task}, {original} and {edited} rows; "
+             "wanted classification, and an edited text for each original, in the same order")
+    return parts
+
+
+def contrast_scores(model, original, edited):
+    """{name: percent} of a contrast set (Gardner et al. 2020): the accuracy on original texts, that on edited
+    ones, and consistency, the share of pairs with both answers right."""
+    right = torch.stack([predict(model, rows).argmax(1) == torch.tensor([label for _, label in rows])
+                         for rows in (original, edited)])
+    parts = {"original": right[0], "edited": right[1], "consistency": right.all(0)}
+    return {name: 100 * part.double().mean().item() for name, part in parts.items()}
 
 
 def mean_and_spread(runs):
@@ -105,7 +129,7 @@ def mean_and_spread(runs):
 
 
 def score(args, script, load_data):
-    """--evaluate: a classifier's scores on --dev, with the labels that it was trained on."""
+    """--evaluate: a classifier's scores on --dev and --contrast-set, with the labels it was trained on."""
     run, path = Run(args, script), args.dev or args.data
     model, tokenizer = load_encoder(args.model, None, AutoModelForSequenceClassification)
     if model.missing:
@@ -115,5 +139,10 @@ def score(args, script, load_data):
     args.task = "regression" if regression else "classification"
     args.labels = [] if regression else [config.id2label[i] for i in range(config.num_labels)]
     longest = min(args.max_length, longest_input(model.base_model, tokenizer))
-    rows, _ = tokenise_texts(load_data(path, args), model, longest)
-    say("test", f"{mean_and_spread([evaluate(model.to(run.device), rows, args)])}  {path}")
+    held_out = [load_data(path, args)] if path else []
+    held_out = [tokenise_texts(rows, model.to(run.device), longest)[0]
+                for rows in held_out + load_contrast_set(args, load_data)]
+    if path:
+        say("test", f"{mean_and_spread([evaluate(model, held_out.pop(0), args)])}  {path}")
+    if held_out:
+        say("test", f"{mean_and_spread([contrast_scores(model, *held_out)])}  {' '.join(args.contrast_set)}")
