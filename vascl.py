@@ -42,8 +42,9 @@ def make_parser():
     common("--prompt", said="its folder's, else none")
     common("--form", "paper")
     add("--neighbours", type=at_least(1, int), default=16, help="K; default 16 (paper)")
-    add("--radius", type=at_least(0),
-        help="Δ; default 15 (paper), scratch 0.5; 0 leaves the neighbourhood term out")
+    add("--radius", type=at_least(0), help="Δ; default 15 with --form code; 0: no neighbourhood term")
+    add("--relative-radius", type=at_least(0),
+        help="Δ in mean lengths |e| of the batch instead; default 0.2 with --form paper, see above")
     add("--ascent-steps", type=at_least(0, int), default=1,
         help="gradients, each taken at the last one's δ; default 1 (paper)")
     add("--head-lr", type=at_least(0), help="learning rate of the head; default 5e-4 (paper), scratch 2e-3")
@@ -66,8 +67,9 @@ def make_parser():
 
 
 # What a flag is where it was not given: the paper's (RoBERTa-base), and for a small random BERT.
-PAPER = dict(radius=15.0, batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)
-SCRATCH = dict(radius=0.5, batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)
+PAPER = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)
+SCRATCH = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)
+RADIUS = dict(paper=dict(relative_radius=0.2), code=dict(radius=15.0))
 
 
 if __name__ == "__main__":
@@ -102,11 +104,15 @@ def load_data(path, args):
         wanted = "1 (sentence) or 2 (sentence, positive), as by --columns 1 2"
         fail(f"{path} {place}: {columns} columns, wanted {wanted}")
     fill(args, SCRATCH if args.model == "scratch" else PAPER)
+    if args.radius is None and args.relative_radius is None:
+        fill(args, RADIUS[args.form])
     rows = Distinct(table)
     if len(rows) < 2 or args.batch_size > len(rows):
         fail(f"{path}: {len(rows)} distinct rows, wanted at least 2 and --batch-size, "
              f"which is {args.batch_size}")
-    if args.radius and args.neighbours >= args.batch_size:
+    if args.radius is not None and args.relative_radius is not None:
+        fail(f"--radius {args.radius:g} --relative-radius {args.relative_radius:g}: wanted one of them")
+    if (args.radius or args.relative_radius) and args.neighbours >= args.batch_size:
         fail(f"--neighbours {args.neighbours}: wanted fewer than --batch-size, which is {args.batch_size}")
     args.mode = "unsupervised" if columns == 1 else "pairs"
     say("vascl", f"{args.mode}: {describe_table(table, header)}, {len(rows):,} of them distinct")
@@ -150,12 +156,15 @@ def compute_loss(model, batch, rows, args):
     unit = project(head, e1), project(head, e2)
     with half_products(e1, args):
         terms = {"instance": nt_xent(*unit, args.temperature, impl=args.impl)}
-    if args.radius and rows > 1:  # a last batch may be one sentence, without neighbours
+    radius = args.radius
+    if args.relative_radius is not None:
+        radius = args.relative_radius * e1.detach().norm(dim=1).mean().item()
+    if radius and rows > 1:  # a last batch may be one sentence, without neighbours
         noise = torch.randn_like(e1) if args.form == "paper" else torch.rand_like(e1) - 0.5
         if dist.is_initialized():
             dist.broadcast(noise, 0)
         neighbours = nearest_neighbours(e1, args.neighbours, impl=args.impl)
-        delta = virtual_augmentation(e1, head, neighbours, noise, args.radius, args.temperature,
+        delta = virtual_augmentation(e1, head, neighbours, noise, radius, args.temperature,
                                      args.ascent_steps, args.form)
         terms["neighbourhood"] = neighbourhood_loss(e1, e1 + delta, head, neighbours, args.temperature,
                                                     args.form)

@@ -93,13 +93,16 @@ def test_neighbourhood_loss(form, n, k, t):
     agree(ours, written, e, perturbed, *WEIGHTS)
 
 
-@pytest.mark.parametrize("form, columns, radius", [("paper", 1, 2), ("code", 2, 2), ("paper", 2, 0)])
-def test_first_loss_is_the_papers(form, columns, radius, tmp_path, bert, monkeypatch):
-    """Without dropout, all rows one batch, on the folder's embeddings: terms, and gradients of the head."""
+@pytest.mark.parametrize("form, columns, length", [
+    ("paper", 1, "--radius 2"), ("code", 2, "--radius 2"), ("paper", 2, "--radius 0"), ("paper", 1, ""),
+    ("code", 1, ""), ("code", 1, "--relative-radius 0.7"), ("paper", 1, "--relative-radius 0")])
+def test_first_loss_is_the_papers(form, columns, length, tmp_path, bert, monkeypatch):
+    """Without dropout, all rows one batch, on the folder's embeddings: terms, and gradients of the head. The
+    length of δ is a number, or one of the mean length of the batch."""
     noise, draw = points(12, 32, 20), {"paper": "randn_like", "code": "rand_like"}[form]
     monkeypatch.setattr(torch, draw, lambda x: noise.float() + (form == "code") / 2)
     rows = [row[:columns] for row in NLI[:12]]
-    flags = ["--model", bert, "--lr", 0, "--head-lr", 0, "--neighbours", 3, "--radius", radius, *ONE_BATCH]
+    flags = ["--model", bert, "--lr", 0, "--head-lr", 0, "--neighbours", 3, *length.split(), *ONE_BATCH]
     result = run_text("vascl", tmp_path, rows, *flags, "--form", form)
     order = next(batches(12, 12, result.args.seed))            # each row has its noise
     views = [read(bert, [rows[i][column] for i in order], "avg").double() for column in range(columns)]
@@ -110,7 +113,9 @@ def test_first_loss_is_the_papers(form, columns, radius, tmp_path, bert, monkeyp
     z = unit(head(torch.cat([e, views[-1]])))
     logits = (z @ z.T / T).masked_fill(torch.eye(24).bool(), -torch.inf)
     terms = {"instance": F.cross_entropy(logits, torch.arange(24).roll(12))}
-    if radius:
+    mean = e.norm(dim=1).mean().item()
+    radius = {"": 15 if form == "code" else 0.2 * mean, "--radius 2": 2, "--relative-radius 0.7": 0.7 * mean}
+    if radius := radius.get(length):
         near = written_nearest(e, 3)
         delta = written_augmentation(e, head, near, noise, radius, T)
         terms["neighbourhood"] = written_loss(e, e + delta, head, near, T, form)
@@ -136,6 +141,7 @@ def test_distinct_rows_at_two_constant_rates(tmp_path):
 @pytest.mark.parametrize("flags, wanted", [
     ("--neighbours 2", "--neighbours 2: wanted fewer than --batch-size, which is 2"),
     ("--neighbours 0", "argument .* at least 1"), ("--radius -1", "argument .* at least 0"),
+    ("--radius 15 --relative-radius 0.2", "--radius 15 --relative-radius 0.2: wanted one of them"),
     ("--ascent-steps -1", "argument .* at least 0"),
     ("--data same.csv", "same.csv: 1 distinct rows, wanted at least 2 and --batch-size, which is 2"),
     (f"--data {DATA}/nli.csv", r".*nli.csv line 2: 3 columns, wanted 1 .* or 2 \(.*, positive\), as .* 1 2")])
