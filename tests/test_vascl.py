@@ -1,6 +1,7 @@
 """VaSCL: its public functions against float64 code written out row by row, and what its two forms train."""
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,8 +114,8 @@ def test_first_loss_is_the_papers(form, columns, length, tmp_path, bert, monkeyp
     z = unit(head(torch.cat([e, views[-1]])))
     logits = (z @ z.T / T).masked_fill(torch.eye(24).bool(), -torch.inf)
     terms = {"instance": F.cross_entropy(logits, torch.arange(24).roll(12))}
-    mean = e.norm(dim=1).mean().item()
-    radius = {"": 15 if form == "code" else 0.2 * mean, "--radius 2": 2, "--relative-radius 0.7": 0.7 * mean}
+    mean = np.mean([(row - e.mean(0)).norm().item() for row in e])
+    radius = {"": 15 if form == "code" else 0.25 * mean, "--radius 2": 2, "--relative-radius 0.7": 0.7 * mean}
     if radius := radius.get(length):
         near = written_nearest(e, 3)
         delta = written_augmentation(e, head, near, noise, radius, T)

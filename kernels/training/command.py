@@ -57,9 +57,12 @@ COMMON = {
     "--columns": dict(nargs="+", help="of --data, in the order above: names of a header, or numbers from 1"),
     "--dev": dict(help="held-out data to evaluate on; see above"),
     "--test": dict(nargs="*", default=[], help="files, or a folder, of scored pairs for the best model"),
-    "--transfer": dict(nargs="*", default=[], help="the same of labelled texts for a logistic regression on "
-                       "its embeddings: cross-validated, or train.tsv,test.tsv"),
-    "--cluster": dict(nargs="*", default=[], help="the same for k-means: V-measure, and accuracy"),
+    "--transfer": dict(nargs="*", default=[],
+                       help="the same of labelled texts (sentence, label; or sentence1, sentence2, label): "
+                            "accuracy of a logistic regression on embeddings, cross-validated, or of "
+                            "train.tsv,test.tsv"),
+    "--cluster": dict(nargs="*", default=[],
+                      help="the same for k-means: V-measure, and accuracy of the best matching"),
     "--model": dict(help="hub name, local folder, or from scratch"),
     "--pooling": dict(choices=POOLINGS, help="what is a sentence's embedding"),
     "--head": dict(nargs="+", choices=("keep", "train-only", "new", "pooler"),
