@@ -50,49 +50,46 @@ class HeldOut:
         say("load", load_line(model, run))
 
     def say_scores(self, model):
-        """A line a file, and of several the mean of what the lines say first."""
-        seed, found = self.args.seed, []
+        """A line a file, and of each kind the mean, as papers have it, of the scores as they are printed."""
+        kinds = {"test": self.of_pairs, "transfer": self.of_regressions, "cluster": self.of_clusters}
+        for label, scored in kinds.items():
+            scores = []
+            for score, text in scored(model):
+                say(label, f"{score:.2f}{text}")
+                scores.append(round(score, 2))
+            if scores:
+                say(label, f"{np.mean(scores):.2f}  mean")
+
+    def of_pairs(self, model):
         for path, pairs in self.tests.items():
             scores = evaluate(model, pairs, self.args.impl)
-            kinds = [name for name in ("alignment", "uniformity") if name in scores]
-            found.append(scores["spearman"])
-            more = "".join(f"{name} {scores[name]:.3f}  " for name in kinds)
-            say("test", f"{found[-1]:.2f}  {more}{path}")
-        say_mean("test", found)
-        found = []
+            more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
+            yield scores["spearman"], f"  {''.join(more)}{path}"
+
+    def of_regressions(self, model):
         for path, parts in self.transfers.items():
-            accuracy, strengths = transfer(model, *parts, seed)
-            found.append(accuracy)
-            say("transfer", f"{accuracy:.2f}  C {' '.join(f'{c:g}' for c in strengths)}  {path}")
-        say_mean("transfer", found)
-        found = []
+            accuracy, strengths = transfer(model, *parts, self.args.seed)
+            yield accuracy, f"  C {' '.join(f'{c:g}' for c in strengths)}  {path}"
+
+    def of_clusters(self, model):
         for path, data in self.clusters.items():
-            runs = np.array(cluster(model, data, seed))
+            runs = np.array(cluster(model, data, self.args.seed))
             (v, accuracy), (spread, _) = runs.mean(0), runs.std(0, ddof=1)
-            found.append(v)
-            say("cluster", f"{v:.2f} ± {spread:.2f}  accuracy {accuracy:.2f}  {path}")
-        say_mean("cluster", found)
-
-
-def say_mean(label, scores):
-    """As papers have it, the mean of the numbers as they are printed."""
-    if scores:
-        say(label, f"{np.mean([round(score, 2) for score in scores]):.2f}  mean")
+            yield v, f" ± {spread:.2f}  accuracy {accuracy:.2f}  {path}"
 
 
 def files(paths, flag):
-    """The paths, with the files of a folder in its place."""
+    """The paths, with the data files of a folder in its place."""
     found = []
     for path in paths:
-        inside = sorted(Path(path).iterdir()) if Path(path).is_dir() else [path]
-        found += (data := [str(file) for file in inside if file is path or is_table(file)])
-        if not data:
+        inside = [path]
+        if Path(path).is_dir():
+            names = (str(file) for file in sorted(Path(path).iterdir()))
+            inside = [name for name in names if name.lower().removesuffix(".gz").endswith(KINDS)]
+        if not inside:
             fail(f"{flag} {path}: no file in this folder ends in {', '.join(KINDS)}")
+        found += inside
     return found
-
-
-def is_table(file):
-    return file.name.removesuffix(".gz").endswith(KINDS)
 
 
 def load_parts(path):
