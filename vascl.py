@@ -22,14 +22,14 @@ columns sentence1, sentence2, score (0 to 5), by header, or the score first or l
     python vascl.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/vascl
     torchrun --nproc-per-node 4 vascl.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/four
 
-Expected: the paper's RoBERTa-base has 76.96, large 79.04 Spearman as the mean of seven STS test sets (SimCSE:
+Expected: the paper's RoBERTa-base has 76.96, large 79.04 Spearman as the mean of seven STS tests (SimCSE:
 76.57 and 78.90), by the released code, which the second command follows.
 
-Why --form code is the default: there the second term trains the head alone, through z*, and the encoder learns
-from the first. In --form paper no gradient is stopped, and the encoder cannot win: by the released Δ it
-collapses, and with a small one that does train it was at best as good as without the term on three encoders
-of four (docs/results.md). Nobody has published a run of that form. The random δ there is Gaussian, in the
-released code uniform before it is scaled.
+Why --form code is the default: there the second term trains the head alone, through z*, and the encoder
+learns from the first. In --form paper no gradient is stopped. With the released Δ, which was never tried so,
+embeddings then collapse; with one small beside their spread (--relative-radius) they do not, but of three
+encoders only the smallest gained by it (docs/results.md). Its random δ is Gaussian, the released code's is
+uniform before it is scaled. Nobody has published a run of that form.
 
 Departures from the released code: on several GPUs its neighbours are wrong rows; an empty cell, there a full
 stop, is an error.

@@ -12,8 +12,11 @@ mine       hard negatives for pairs of texts, found by a trained encoder: python
 encoders   transformers that read sentences: loaded, with their pooling, head and prompts
 layout     their folders, read and written as transformers and sentence-transformers do
 mlm        masked language models: tokens are masked, the loss is read from the chosen ones alone
+evaluation what sentence encoders are judged by, while they are trained and by --evaluate
 sts        scored pairs of sentences: Spearman, alignment, uniformity
-labels     labelled texts, one or two a row; the scores of a classifier
+labelled   texts with labels: a logistic regression and k-means on frozen embeddings
+study      what each layer and pooling of an encoder is worth
+labels     labelled texts, one or two a row, for a classifier; its scores
 wordnet    a WordNet database: words that can replace a word
 images     pictures: read, encoded, judged by their neighbours, saved
 views      random views of pictures, on the device
