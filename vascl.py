@@ -47,7 +47,7 @@ def make_parser():
     common("--form", "code")
     add("--neighbours", type=at_least(1, int), default=16, help="K; default 16 (paper)")
     add("--radius", type=at_least(0),
-        help="Δ; default 15 (released code), scratch 0.5; 0 leaves the neighbourhood term out")
+        help="Δ; default 15 (released code), scratch 0.2; 0 leaves the neighbourhood term out")
     add("--relative-radius", type=at_least(0),
         help="Δ in mean distances of a batch's e to their mean instead; default of --form paper 0.25")
     add("--ascent-steps", type=at_least(0, int), default=1,
@@ -74,7 +74,7 @@ def make_parser():
 # What a flag is where it was not given: the paper's (RoBERTa-base), and for a small random BERT.
 PAPER = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)
 SCRATCH = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)
-RADIUS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25), scratch=dict(radius=0.5))
+RADIUS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25), scratch=dict(radius=0.2))
 
 
 if __name__ == "__main__":
