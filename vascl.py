@@ -27,9 +27,9 @@ Expected: the paper's RoBERTa-base has 76.96, large 79.04 Spearman as the mean o
 
 Why --form code is the default: there the second term trains the head alone, through z*, and the encoder
 learns from the first. In --form paper no gradient is stopped. With the released Δ, which was never tried so,
-embeddings then collapse; with one small beside their spread (--relative-radius) they do not, but only one of
-three encoders gained by it (docs/results.md). Its random δ is Gaussian, the released code's is uniform before
-it is scaled. Nobody has published a run of that form.
+the pretrained encoder that we tried collapsed; with one small beside the embeddings' spread
+(--relative-radius) it did not, but only one of three gained by the term (docs/results.md). Its random δ is
+Gaussian, the released code's is uniform before it is scaled. Nobody has published a run of that form.
 
 Departures from the released code: on several GPUs its neighbours are wrong rows; an empty cell, there a full
 stop, is an error.

@@ -225,6 +225,7 @@ def test_embeddings_are_those_of_sentences_one_by_one(topics, finished, monkeypa
     (["--transfer", "no.tsv"], "no.tsv: No such file.*"),
     (["--transfer", "topics.tsv,more.tsv,more.tsv"], "--transfer topics.tsv,more.tsv,more.tsv: wanted a "
      "file, or two, .*"),
+    (["--transfer", "topics.tsv,"], "--transfer topics.tsv,: wanted a file, or two, .*"),
     (["--transfer", "topics.tsv,other.tsv"], "other.tsv line 2: label 'zoo', wanted one that the training "
      "file has, .*"),
     (["--transfer", "one.tsv"], r"one.tsv: 1 labels \(label\) of 4 rows, wanted at least 2, .*"),

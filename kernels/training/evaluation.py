@@ -95,7 +95,7 @@ def files(paths, flag):
 def load_parts(path):
     """(train, test or None) of a file that is cross-validated, or of train.tsv,test.tsv."""
     names = [path] if Path(path).exists() else path.split(",")
-    if len(names) > 2:
+    if len(names) > 2 or not all(names):
         fail(f"--transfer {path}: wanted a file, or two, to train on and to test on, with a comma between")
     train = load_labelled(names[0])
     test = load_labelled(names[1], train[2]) if names[1:] else None
