@@ -31,7 +31,7 @@ Expected, of the three commands; what they leave out is as it was in these runs:
 Departures from the released code: one GPU does; the blur is a plain Gaussian instead of Pillow's three boxes.
 The copy follows before the next keys are encoded, and the learning rate falls once an epoch, as there.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,6 +159,7 @@ def build_model(args, pictures, run):
         fail(f"--bn-splits {args.bn_splits} cannot be shared evenly by {run.world} processes")
     encoder = load_encoder(args.model, pictures.small)
     width = encoder.config.hidden_sizes[-1]
+    afford(f"--width {args.width} with --queue {args.queue}", 16 * (width + args.queue) * args.width)
     hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
     head = nn.Sequential(*hidden, nn.Linear(width, args.width))
     split_norms(encoder, args.batch_size // args.bn_splits)

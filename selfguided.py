@@ -27,7 +27,7 @@ Departures from the released code: its base crashes, its opt2 loses a negative, 
 instead of the best. Left out are its early stop and its weight decay, which shrinks weights by 0.03 % in all.
 What else differs is --form code: mean views instead of max, and F has dropout.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, say
+from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -120,6 +120,7 @@ def build_model(args, run):
     if max(model.layers) > config.num_hidden_layers:
         fail(f"--layers {max(model.layers)}: {args.model} has layers 0, the word embeddings, "
              f"to {config.num_hidden_layers}")
+    afford(f"--width {args.width}", 16 * (model.width + args.width) * args.width)      # Adam's, too
     linears = [torch.nn.Linear(size, args.width) for size in (model.width, args.width)]
     for linear in linears:
         begin_linear(linear, config.initializer_range)

@@ -33,7 +33,7 @@ Departures from the released code: its loss is twice the paper's mean; its head 
 code brings back; its weight decay is 1e-4 by now. SupCon's normalises pictures and multiplies its loss by
 τ / 0.07; here neither is done. Resizing is bicubic without antialiasing, as TensorFlow's.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -146,6 +146,7 @@ def projection_head(width, args):
     """g: linear layers with a ReLU between two; --form code: each with a batch norm, the last of which scales
     and does not shift."""
     sizes, layers, norms = [width] * args.head_layers + [args.width], [], args.form == "code"
+    afford(f"--width {args.width}", 16 * width * args.width)   # weights, gradients, the optimizer's
     for inside, outside in zip(sizes, sizes[1:]):
         layers.append(nn.Linear(inside, outside, bias=not norms))
         if norms:

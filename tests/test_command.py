@@ -19,7 +19,9 @@ from running import ROOT, SMALL, refuse
     ("--max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
     ("--batch-size 0", r"argument --batch-size: 0: wanted a number of at least 1"),
     ("--lr nan", r"argument --lr: nan: wanted a number of at least 0"),
-    ("--seed 9999999999999999999", r"argument --seed: 9999999999999999999: wanted a number of at least 0"),
+    ("--seed 9999999999999999999",
+     r"argument --seed: 9999999999999999999: wanted a number of at least 0, and below 2\^63"),
+    ("--lr 1e30", r"argument --lr: 1e30: wanted a number of at least 0, and below 2\^63"),
     ("--pooling best", r"argument --pooling: invalid choice: 'best' \(choose from .*cls_before_pooler.*\)"),
     ("--frobnicate", r"unrecognized arguments: --frobnicate"),
     ("--model none/such", r"--model none/such: no such folder, and the hub .*; name a local folder, or .*")])

@@ -6,7 +6,13 @@ import os
 import re
 import signal
 import sys
+import warnings
 from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")    # one line means one
+for name in ("stdin", "stdout", "stderr"):                     # closed: the next file would get its number
+    if getattr(sys, name) is None:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
 
 
 class Fault(Exception):
@@ -14,7 +20,7 @@ class Fault(Exception):
     so."""
 
     def __init__(self, message, every_rank=False):
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.every_rank = every_rank
 
 
@@ -22,9 +28,39 @@ def fail(message, every_rank=False):
     raise Fault(message, every_rank)
 
 
+def one_line(text):
+    """What names of files and cells may hold must neither break the line nor steer a terminal."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], str(text))
+
+
+def afford(what, needed):
+    """Fails where something would need more bytes than this machine has, before they are asked for."""
+    has = memory()
+    if needed > has:
+        fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has {has / 2**30:,.0f} GB")
+
+
+def memory():
+    """Bytes of this machine; where it does not say, more than any has."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):              # Windows
+        return 2**63
+
+
 def say(label, text):
     if is_first_rank():
-        print(clear_bar(sys.stdout) + f"{label:<8} {text}", flush=True)
+        put(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
+
+
+def put(text, end="\n"):
+    """print, to someone who may have gone: then the run stops as by a signal, and is saved."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("standard output is closed; stopping", file=sys.stderr)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def is_first_rank():
@@ -41,7 +77,8 @@ def at_least(least, kind=float):
     def convert(text):
         value = kind(text)
         if not least <= value < 2**63:  # no infinity, no NaN, no seed too long for PyTorch
-            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}")
+            limit = ", and below 2^63" if value >= 2**63 else ""
+            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}{limit}")
         return value
     convert.__name__ = kind.__name__                           # argparse names it where the text is no number
     return convert
@@ -112,11 +149,17 @@ class Flags(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None, data=None):
         """data: what main was handed in the place of --data."""
+        if named := [text for text in args or () if "\0" in text]:
+            fail(f"{named[0]}: holds a NUL character, which no path or number does")
         parsed = super().parse_args(args, namespace)
         parsed.data = parsed.data if data is None else data
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
         held_out = "dev", "test", "transfer", "cluster", "contrast_set"
+        for name in ("data", "model", "out", *held_out):
+            value = getattr(parsed, name, None)
+            if value == "" or isinstance(value, list) and "" in value:
+                fail(f"--{name.replace('_', '-')}: an empty name, which would be this folder")
         if not any(getattr(parsed, name, None) for name in ("data", *held_out)):
             fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
         return parsed
@@ -127,13 +170,32 @@ class Flags(argparse.ArgumentParser):
 
 def answer_early(make_parser):
     """For the top of a script: --help, and flags that are wrong, without the seconds that torch takes to
-    load."""
+    load; a signal in those seconds ends in a line too."""
+    def leave(*_):
+        say("stopped", NOTHING)
+        os._exit(STOPPED)                                      # an exception would be an import's
+
+    handle_signals(leave)
     try:
         make_parser().parse_args()
     except Fault as fault:
         if is_first_rank():
             print(f"{Path(sys.argv[0]).name}: {fault}", file=sys.stderr)
         sys.exit(2)
+
+
+STOPPED, NOTHING = 130, "before the first step"                # exit code of whatever was stopped
+
+
+def handle_signals(handler):
+    """Ctrl-C, SIGTERM and, unless nohup has it ignored, a closed terminal: one handler, a function or one of
+    each."""
+    for kind in map(signal.Signals, SIGNALS):
+        if kind.name == "SIGINT" or signal.getsignal(kind) is not signal.SIG_IGN:
+            signal.signal(kind, handler)
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def fill(args, defaults):
@@ -144,20 +206,28 @@ def fill(args, defaults):
 
 
 def command(main):
-    """main, for the shell: a fault, of the user's or of the machine, is one line on stderr and exit code
-    2."""
+    """main, for the shell: a fault, of the user's or of the machine, is one line on stderr and exit code 2; a
+    signal one on stdout and 130."""
     script = Path(inspect.getfile(main)).name
 
     @functools.wraps(main)
     def run(*args, **more):
         import torch.distributed as dist
 
-        handlers = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+        if hasattr(sys.stdout, "reconfigure"):                 # for names that are not UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")
+        handlers = {kind: signal.getsignal(kind) for kind in SIGNALS}
+        handle_signals(interrupt)
+        has_checkpoint(False)
         try:
-            main(*args, **more)
+            with warnings.catch_warnings():
+                if not sys.warnoptions:
+                    warnings.simplefilter("ignore")
+                main(*args, **more)
         except KeyboardInterrupt:                              # Run takes it while it is at work
-            say("stopped", "before the first step")
-            sys.exit(130)
+            handle_signals(signal.SIG_IGN)
+            say("stopped", NOTHING)
+            sys.exit(STOPPED)
         except Exception as error:
             fault = as_fault(error, main)
             if fault is None:
@@ -176,6 +246,15 @@ def command(main):
     return run
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def has_checkpoint(there):
+    """Run says whether --out holds one, which the message of a fault then tells."""
+    as_fault.kept = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
+
+
 def as_fault(error, main):
     """The Fault that an exception is, or that the machine or another process made; None: it is a bug, with
     its traceback."""
@@ -185,16 +264,18 @@ def as_fault(error, main):
 
     if isinstance(error, Fault):
         return error
-    usage = main.__globals__["make_parser"]().format_usage()
-    kept = "; a checkpoint that --out holds is whole, and --resume continues from it"
-    kept = kept if "--resume" in usage else ""
-    if isinstance(error, torch.OutOfMemoryError):
+    usage, kept = main.__globals__["make_parser"]().format_usage(), as_fault.kept
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
         flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in usage]
-        return Fault(f"the GPU's memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
-    if isinstance(error, (OSError, SafetensorError)):
-        return Fault(f"{getattr(error, 'strerror', None) or error}{kept}", every_rank=True)
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):         # a full disk
-        return Fault(f"{error.__context__.strerror}{kept}", every_rank=True)
+        whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
+        return Fault(f"the {whose} memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
+    # torch.save hides what the disk said, tokenizers and safetensors have exceptions of their own for it
+    disk = error if isinstance(error, OSError) else error.__context__
+    if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
+        file = f"{disk.filename}: " if disk.filename else ""
+        return Fault(f"{file}{disk.strerror or disk}{kept}", every_rank=True)
+    if isinstance(error, SafetensorError) or re.search(r"\(os error \d+\)", str(error)):
+        return Fault(f"{error}{kept}", every_rank=True)
     lost = re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error))
     if isinstance(error, RuntimeError) and dist.is_initialized() and lost:
         what = str(error).splitlines()[0][:80]

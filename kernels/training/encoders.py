@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tqdm import tqdm
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
 from kernels import embed_in_chunks
 
-from .command import fail, is_first_rank, say
+from .command import Fault, afford, fail, is_first_rank, say
 from .layout import read_layout
 from .tables import texts_of
 from .tokens import grouped, pad, tokenise
@@ -43,9 +43,13 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
         say("hub", f"{name} is fetched, unless it is in the cache")
     try:
         source = dict(subfolder=subfolder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, **source, **config)
+        afford_model(f"{flag} {name}", config, auto)
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
         model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                           ignore_mismatched_sizes=True, **source, **config)
+                                           ignore_mismatched_sizes=True, config=config, **source)
+    except Fault:
+        raise
     except Exception as error:  # whatever the network or a damaged file makes of it
         if "custom code" in str(error):
             fail(f"{flag} {name}: wants to run Python that lies in it, which is never done; "
@@ -70,6 +74,18 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
     if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
         fail(f"{flag} {name}: {what} are missing or do not fit its config.json")
     return model, tokenizer
+
+
+LAYER = 100_000                                                # bytes that Python takes for one, and more
+
+
+def afford_model(named, config, auto):
+    """Refuses a config whose model no memory would hold, before it is built."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    afford(f"{named}: its config.json with {layers:,} layers", layers * LAYER)
+    with torch.device("meta"):                                 # shapes alone
+        size = sum(weight.numel() for weight in auto.from_config(config).parameters())
+    afford(f"{named}: its config.json with {size:,} weights", 4 * size)
 
 
 def scratch_tokenizer(texts):

@@ -8,44 +8,93 @@ from pathlib import Path
 
 from .command import fail
 
+RUNNING = ".running"  # in --out from the start of a run to its end; locked while its process lives
 
-def check_out(out, resume):
+
+def check_out(out, resume, data):
     """Refuses an --out that cannot be, or must not be, written."""
     path = out.absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    if any("\ud800" <= letter <= "\udfff" for letter in str(out)):
+        fail(f"--out {out}: not UTF-8, which tokenizers want of a path; take another name")
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         fail(f"--out {out}: {existing} is no folder that can be written")
-    if resume and not (path / "state.pt").is_file():
+    if isinstance(data, (str, Path)) and path.resolve().is_relative_to(Path(data).resolve()):
+        fail(f"--out {out}: lies in --data {data}, where it would be taken for data; name another folder")
+    if existing != path or not any(path.iterdir()):
+        return
+    begun = next((name for name in ("state.pt", RUNNING) if (path / name).is_file()), None)
+    if resume and not begun:
         fail(f"--out {out}: no state.pt to resume from")
-    if not resume and existing == path and any(path.iterdir()):
-        kept = "files but no checkpoint: empty it"
-        if (path / "state.pt").is_file():
-            kept = "another run: continue it with --resume"
+    if not resume:
+        kept = {"state.pt": "another run: continue it with --resume",
+                RUNNING: "a run that has no checkpoint yet: begin it again with --resume",
+                None: "files but no checkpoint: empty it"}[begun]
         fail(f"--out {out} holds {kept}, or name another folder")
 
 
-def write_code(out, script, flags):
-    """A new folder with the flags and the code that runs, so that a result knows what it came from."""
+def lock(out):
+    """The open file that shows the run at work in a folder. No second process can lock it, and a dead one
+    does not hold it."""
+    out.mkdir(parents=True, exist_ok=True)
+    file = open(out / RUNNING, "w")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "args.json").write_text(json.dumps(flags, indent=1))
-        shutil.copy(script, out)
-        shutil.copytree(Path(__file__).parent, out / "training", ignore=shutil.ignore_patterns("__pycache__"))
-    except OSError as error:
-        fail(f"--out {out}: {error.strerror}")
+        import fcntl
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:                                        # Windows
+        pass
+    except (BlockingIOError, PermissionError):
+        fail(f"--out {out}: another process is at work in it; let it end, or name another folder")
+    return file
+
+
+def check_lock(out, file):
+    """Refuses to write into a folder that was removed, or replaced, since it was locked."""
+    try:
+        ours = os.path.samestat(os.stat(out / RUNNING), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        ours = False
+    if not ours:
+        fail(f"--out {out} was removed while this run was writing it; what was in it is lost, run it again")
+
+
+def write_code(out, script, flags):
+    """The flags and the code that runs, so that a result knows what it came from."""
+    shutil.copy(script, out)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(__file__).parent, out / "training", ignore=ignore, dirs_exist_ok=True)
+    write_whole(out / "args.json", json.dumps(flags, indent=1))
+
+
+def write_whole(path, text):
+    """Written aside, then renamed: whoever reads it, after a kill too, finds the old text or the new one."""
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)
+    os.replace(aside, path)
+
+
+def sync(file):
+    """Whole on the disk before it takes the old one's place."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def new_files(run):
     """A folder to write into; when the block ends its files are renamed into --out, each at once whole."""
+    check_lock(run.out, run.lock)
     aside = run.out / ".saving"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     yield aside
-    for file in [path for path in aside.rglob("*") if path.is_file()]:
-        target = run.out / file.relative_to(aside)
+    for path in [path for path in aside.rglob("*") if path.is_file()]:
+        with open(path, "rb+") as file:
+            sync(file)
+        target = run.out / path.relative_to(aside)
         target.parent.mkdir(exist_ok=True)
-        os.replace(file, target)
+        os.replace(path, target)
     shutil.rmtree(aside)
 
 
@@ -59,7 +108,7 @@ def model_card(run, kind, tags, text, load):
     all."""
     best = run.progress["best"].items()
     scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
-    return f"""---
+    card = f"""---
 library_name: {tags[0]}
 pipeline_tag: {kind}
 tags: [{", ".join(tags)}]
@@ -72,6 +121,7 @@ Every setting is in args.json, the course of the training in metrics.jsonl.
 
     {load}
 """
+    return card.encode("utf-8", "backslashreplace").decode()   # names of files may be no UTF-8
 
 
 def fingerprint(path):

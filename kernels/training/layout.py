@@ -75,6 +75,8 @@ def read_modules(name, modules):
     layout, layers = Layout(), []
     for module in modules:
         kind, path = module["type"].rpartition(".")[2], module["path"]
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            fail(f"modules.json: {path} lies outside")
         settings = read_json(name, f"{path}/config.json") if path else {}
         if kind == "Transformer":
             prefix = f"{path}/" if path else ""

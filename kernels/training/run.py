@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -30,8 +29,8 @@ from safetensors.torch import load_file
 
 from kernels import choose_impl, similarity_lse
 
-from .command import clear_bar, fail, say
-from .folder import check_out, fingerprint, write_code
+from .command import STOPPED, clear_bar, fail, handle_signals, has_checkpoint, put, say
+from .folder import RUNNING, check_lock, check_out, fingerprint, lock, sync, write_code, write_whole
 from .loop import batches
 
 
@@ -56,7 +55,7 @@ class Run:
         self.bf16, self.step, self.due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
         self.progress = {"step": 0, "before": None, "best": None}
-        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         if gpu and "RANK" in os.environ:
@@ -76,7 +75,7 @@ class Run:
         self.fingerprint = fingerprint(args.data)
         if args.batch_size < self.world:
             fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
-        check_out(self.out, args.resume)
+        check_out(self.out, args.resume, args.data)
         if "RANK" in os.environ:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
@@ -90,10 +89,16 @@ class Run:
         say("run", f"seed {args.seed}, {self.world} × {self.device.type}, {args.precision}, "
                    f"{kernels}{total:,} steps of {args.batch_size}, writing {args.out}")
         torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
-        if args.resume:
-            self.load_state()
-        elif self.rank == 0:
-            write_code(self.out, self.script, self.flags())
+        rows, begun = [], any((self.out / name).is_file() for name in ("state.pt", "args.json"))
+        if begun:
+            rows = self.load_state()
+        if args.resume and not self.step:
+            say("resume", f"no checkpoint in {args.out} yet: from the beginning")
+        if self.rank == 0:
+            self.lock = lock(self.out)
+            write_whole(self.out / "metrics.jsonl", "".join(rows))
+            if not self.step:
+                write_code(self.out, self.script, self.flags())
 
     def flags(self):
         """What --resume wants to be as it was."""
@@ -114,8 +119,7 @@ class Run:
         if isinstance(rows, int):
             self.order = lambda step: batches(rows, args.batch_size, args.seed, step, least or self.world)
         self.signals, self.total = [], total
-        for kind in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(kind, self.hear)
+        handle_signals(self.hear)
         self.began = self.step, time.perf_counter()
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)  # the step of such a loss
         for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
@@ -132,7 +136,7 @@ class Run:
             if stop:
                 kept = "saved; --resume continues" if args.keep_state != "never" else "--keep-state never"
                 say("stopped", f"at step {step}, {kept}")
-                sys.exit(130)
+                sys.exit(STOPPED)
         heard, self.signals = self.signals, [None]             # what is still to come stops at once
         if heard:
             self.hear(heard[0], None)
@@ -158,21 +162,22 @@ class Run:
         return better
 
     def done(self, text):
-        if self.args.keep_state == "running" and self.rank == 0:
+        if self.rank == 0:
+            (self.out / RUNNING).unlink(missing_ok=True)
+        if self.rank == 0 and self.args.keep_state == "running":
             (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(time.perf_counter() - self.began[1]), 60)
         say("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
     def hear(self, number, _):
-        """Ctrl-C and SIGTERM wait for the end of a step; a second one, and one behind the last step, does
-        not."""
+        """A signal waits for the end of a step; a second one, and one behind the last step, does not."""
         text = b"stopping when this step is done and saved; once more, and at once\n"
         if self.signals:
             text = b"stopped  behind the last step; the checkpoint is whole\n" * (self.signals == [None])
         if self.rank == 0:                                     # print is not reentrant
             os.write(1, b"\n" * sys.stdout.isatty() + text)
         if self.signals:
-            sys.exit(128 + number)
+            sys.exit(STOPPED)
         self.signals.append(number)
 
     def asked_to_stop(self):
@@ -192,8 +197,8 @@ class Run:
         if self.world > 1:
             dist.all_reduce(self.first_bad, dist.ReduceOp.MAX)
         if step := int(self.first_bad):
-            left, saved = "there is no checkpoint yet", self.progress["step"]
-            if saved:
+            left, saved = "there is no checkpoint", self.progress["step"]
+            if saved and self.args.keep_state != "never":
                 left = f"the checkpoint of step {saved} in {self.args.out} is whole"
             where = self.where(step)
             fail(f"step {step}: the loss is not finite; {where} of --data; {left}; try a lower --lr")
@@ -208,8 +213,10 @@ class Run:
                 values[name] = values[name].item()
         if self.rank == 0:
             seconds = time.perf_counter() - self.began[1]
+            check_lock(self.out, self.lock)
             with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, **values, "seconds": round(seconds, 3)}) + "\n")
+                sync(file)
             pace, done = seconds / (step - self.began[0]), 16 * step // total
             left, speed = round(pace * (total - step)), self.args.batch_size / pace
             line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  "
@@ -217,7 +224,7 @@ class Run:
             for score in (values[name] for name in ("dev_spearman", "dev_knn") if name in values):
                 line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
             bar = sys.stdout.isatty() and "best" not in values
-            print(clear_bar(sys.stdout) + line, end="" if bar else "\n", flush=True)
+            put(clear_bar(sys.stdout) + line, end="" if bar else "\n")
 
     def save_state(self):
         """All that the next step depends on, the random numbers of every rank included: written aside, then
@@ -227,20 +234,24 @@ class Run:
         if self.world > 1:
             dist.all_gather_object(random, random[0])
         if self.rank == 0 and self.args.keep_state != "never":
+            check_lock(self.out, self.lock)
             weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
             state = dict(progress=self.progress, random=random, model=weights, optimizer=optimizer)
             with open(self.out / "state.tmp", "wb") as file:
                 torch.save(state, file)
-                os.fsync(file.fileno())  # whole on the disk before it takes the old one's place
+                sync(file)
             os.replace(self.out / "state.tmp", self.out / "state.pt")
+            has_checkpoint(True)
 
     def load_state(self):
-        """Continues from state.pt; metrics of later steps are dropped, other flags than it had refused."""
+        """Continues from state.pt, where it is there; other flags than it had are refused. Returns the rows
+        of metrics.jsonl up to its step."""
+        there, rows = (self.out / "state.pt").is_file(), []
         try:
             was, now = json.loads((self.out / "args.json").read_text()), self.flags()
-            state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
-            changed = [name for name in was if now.get(name) != was[name]]
-            if not changed:
+            changed = [name for name in was if name != "data" and spelt(now.get(name)) != spelt(was[name])]
+            if there and not changed:
+                state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
                 for file in self.out.rglob("*.safetensors"):   # would be missed at the end only
                     load_file(file)
                 self.model.load_state_dict(state["model"])
@@ -248,18 +259,24 @@ class Run:
                 torch.set_rng_state(state["random"][self.rank][0].cpu())
                 if self.device.type == "cuda":
                     torch.cuda.set_rng_state(state["random"][self.rank][1].cpu())
-                self.progress, last = state["progress"], state["progress"]["step"]
+                self.progress, self.step = state["progress"], state["progress"]["step"]
                 rows = [row for row in open(self.out / "metrics.jsonl") if row.endswith("\n")]
-                rows = [row for row in rows if json.loads(row)["step"] <= last]
+                rows = [row for row in rows if json.loads(row)["step"] <= self.step]
         except Exception as error:                             # a damaged file has many ways to fail
             fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
                  f"({type(error).__name__})")
         for name in changed[:1]:
             what = "the content of --data, by its checksum," if name == "fingerprint" else name
             fail(f"--resume: {what} was {was[name]} in {self.out}, now it is {now.get(name)}")
-        self.step = last
-        if self.rank == 0:
-            (self.out / "metrics.jsonl").write_text("".join(rows))
+        has_checkpoint(there)
+        return rows
+
+
+def spelt(flag):
+    """A flag's value such that two spellings of a path are one."""
+    if isinstance(flag, list):
+        return [spelt(value) for value in flag]
+    return os.path.realpath(flag) if isinstance(flag, str) and os.path.exists(flag) else flag
 
 
 def peak_gb(device):

@@ -1,12 +1,16 @@
 """The tokens of sentences: on the disk, and in batches of groups of similar length."""
+import hashlib
 import itertools
+import json
 import os
+import shutil
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .command import fail, is_first_rank, say
+from .folder import sync
 
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers
 # of 768, from 25 to 400 alike); CUDA: an estimate.
@@ -30,11 +34,15 @@ def tokenise_table(table, model, run, name="tokens"):
     """The Rows of all sentences of a table, as a model of SentenceEncoder's kind reads them, cut to
     --max-length.
 
-    Rank 0 writes them into --out, and every rank maps them: neither they nor the text have to fit in memory.
+    Rank 0 writes them into --out, and every rank reads them there, row by row: neither they nor the text have
+    to fit in memory. What a run before this one left, and no longer is as it was, is made anew.
     """
     columns, folder = len(next(iter(table))[1]), run.out / name
     longest = min(run.args.max_length, model.longest)
-    if run.rank == 0 and not folder.is_dir():
+    if run.rank == 0 and not is_whole(folder, columns * len(table)):
+        if folder.is_dir():
+            say(name, f"damaged in {run.out}: made anew")
+            shutil.rmtree(folder)
         write_tokens(table, model, longest, folder)
     if run.world > 1:
         dist.barrier()
@@ -42,14 +50,14 @@ def tokenise_table(table, model, run, name="tokens"):
         fail(f"--out {run.out}: what rank 0 writes is not there; name a folder that all machines share",
              every_rank=True)
     rows = Rows(folder, columns)
-    say(name, f"{rows.ends[-1]:,} of {columns * len(rows):,} sentences cut to {longest}")
+    say(name, f"{rows.cut:,} of {columns * len(rows):,} sentences cut to {longest}")
     return rows
 
 
 def write_tokens(table, model, longest, folder):
-    """Files of all `ids`, one sentence behind the other, and of where sentences end: a 0 first, how many were
-    cut last."""
-    aside, rows, done, cut = folder.with_suffix(".tmp"), iter(table), 0, 0
+    """Files of all `ids`, one sentence behind the other, and of where sentences end, a 0 first; and what they
+    are known by."""
+    aside, rows, done, cut, count = folder.with_suffix(".tmp"), iter(table), 0, 0, 0
     aside.mkdir(exist_ok=True)
     with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
         ends.write(bytes(8))
@@ -58,25 +66,61 @@ def write_tokens(table, model, longest, folder):
             places = done + np.cumsum([len(sentence) for sentence in sentences])
             ids.write(np.concatenate(sentences).tobytes())
             ends.write(places.tobytes())
-            done, cut = places[-1], cut + more
-        ends.write(np.int64(cut).tobytes())
+            done, cut, count = places[-1], cut + more, count + len(sentences)
+        sync(ids)
+        sync(ends)
+    with open(aside / "about.json", "w") as file:
+        json.dump({"sentences": count, "cut": cut, "checksums": checksums(aside)}, file)
+        sync(file)
     os.replace(aside, folder)
+
+
+def is_whole(folder, sentences):
+    """Whether it has the tokens of so many sentences, to the bit as they were written."""
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        return about["sentences"] == sentences and about["checksums"] == checksums(folder)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def checksums(folder):
+    sums = []
+    for name in ("ids", "ends"):
+        digest = hashlib.sha1()
+        with open(folder / name, "rb") as file:
+            while part := file.read(2**20):
+                digest.update(part)
+        sums.append(digest.hexdigest())
+    return sums
 
 
 class Rows:
     """Rows of tokens, as write_tokens left them: rows[i] has the int32 ids (L,) of each column."""
 
     def __init__(self, folder, columns):
-        self.columns = columns
-        self.ids, self.ends = (np.asarray(np.memmap(folder / name, kind, "c"))
-                               for name, kind in (("ids", np.int32), ("ends", np.int64)))
+        self.folder, self.columns = folder, columns
+        about = json.loads((folder / "about.json").read_text())
+        self.length, self.cut = about["sentences"] // columns, about["cut"]
+        self.ids, self.ends = (open(folder / name, "rb", buffering=0) for name in ("ids", "ends"))
 
     def __len__(self):
-        return (len(self.ends) - 2) // self.columns
+        return self.length
 
     def __getitem__(self, i):
-        first = range(len(self))[i] * self.columns
-        return tuple(self.ids[self.ends[j] : self.ends[j + 1]] for j in range(first, first + self.columns))
+        place = range(len(self))[i] * self.columns
+        first, *ends = self.read(self.ends, np.int64, place, self.columns + 1).tolist()
+        ids = self.read(self.ids, np.int32, first, ends[-1] - first)
+        return tuple(ids[start - first : end - first] for start, end in zip((first, *ends), ends))
+
+    def read(self, file, kind, place, count):
+        """An array of a part of the file. It is no memmap: where a file is cut meanwhile that kills the
+        process."""
+        found = np.empty(count, kind)
+        file.seek(place * found.itemsize)
+        if file.readinto(found) != found.nbytes:
+            fail(f"{self.folder}: was cut while it was read; --resume makes it anew", every_rank=True)
+        return found
 
     def views(self, places, count):
         """[[ids] a view]: the rows at these places, column after column, and round again until there are so
