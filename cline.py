@@ -197,7 +197,7 @@ def read_triple(cells, place):
     """A row of make_triples from 5 cells, or from 3, whose labels are those of new_words."""
     if len(cells) == 3:
         return *cells, *(new_words(cells[0], text) for text in cells[1:])
-    found = [re.findall(r"(\d+):(\d+):([0-5])", cell) for cell in cells[3:]]
+    found = [re.findall(r"(\d{1,9}):(\d{1,9}):([0-5])", cell) for cell in cells[3:]]
     labels = [[tuple(map(int, word)) for word in words] for words in found]
     for text, cell, words in zip(cells[1:], cells[3:], labels):
         ends = [letter for word in words for letter in word[:2]]
@@ -460,7 +460,7 @@ def main(argv=None):
     groups = [dict(params=matrices, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, eps=args.eps, fused=True)
     run.begin(model, optimizer, total)
-    if run.rank == 0 and args.save_triples and not args.resume:
+    if run.rank == 0 and args.save_triples and not Path(args.save_triples).exists():
         save_triples(triples, args.save_triples)
     if held_out and run.step == 0:
         run.progress["before"] = sentence_probe(model, held_out, args)

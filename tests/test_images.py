@@ -1,8 +1,10 @@
 """Pictures: reading, the encoder, neighbours, probes, saving; small whole runs of both picture scripts."""
+import json
 import os
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoImageProcessor, AutoModel
+from transformers import AutoImageProcessor, AutoModel, SegformerConfig, SegformerModel
 
 import moco
 import simclr
@@ -79,8 +81,6 @@ X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-
     ("moco", {"x.npz": dict(images=GOOD, labels=np.arange(3))}, "", r".*labels are int64 \(3,\), wanted 8.*"),
     ("moco", {"x.npz": dict(images=GOOD, test_images=GOOD[0])}, "", r".* test_images are uint8 \(8, 8.*"),
     ("moco", {"x.npz": b"PK\3\4"}, "", r"x\.npz: File is not a zip file"),
-    ("moco", {"x/data_batch_1": pickle.dumps([1, 2])}, "", r"x: list indices must be integers.*"),
-    ("moco", {"x/data_batch_1": pickle.dumps(os.system)}, "", r"x: holds posix\.system, which no CIFAR .*"),
     ("moco", X | {"y.npz": dict(images=GOOD[:, :4])}, "--dev y.npz", r"y\.npz: test .* 8 x 4, .* 8 x 8"),
     ("simclr", X, "--batch-size 9", r"x\.npz: 8 pictures, wanted at least --batch-size, which is 9"),
     ("simclr", X, "--supervised", r"--supervised wants labels, and x\.npz has none: sub-folders, .*"),
@@ -92,7 +92,7 @@ X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-
     ("moco", X, f"{B} --model none/such", r"--model none/such: no such folder, and the hub does not give .*"),
     ("moco", X | {"m/a": b""}, f"{B} --model m", r"--model m: no config\.json in this folder, so .*"),
     ("moco", X | {"m/config.json": b"{"}, f"{B} --model m", r"--model m: \w+: .*"),
-    ("moco", X, f"{B} --model BERT", r"--model .*: BertModel is no image encoder like ResNet")])
+    ("moco", X, f"{B} --model BERT", r"--model .*: bert is no image encoder like ResNet")])
 def test_bad_pictures_and_flags(name, files, flags, wanted, bert, here, capfd):
     for file, content in files.items():
         write(Path(file), content)
@@ -110,19 +110,117 @@ def test_neighbours_vote():
 
 @pytest.mark.parametrize("size", [8, 40])
 def test_saved_encoders_load_as_they_were(size, tmp_path):
-    """Small ones with the code of their stem; of pictures without a test set the last is saved."""
+    """Small ones by our own module, without any code in the folder; of pictures without a test set the last
+    is saved."""
     pictures, out = np.resize(COLOURS, (16, size, size, 3)), tmp_path / "out"
     flags = ["--data", write(tmp_path / "x.npz", dict(images=pictures)), *FLAGS, *OWN["moco"], "--steps", 1]
     result = run("moco", out, *flags)
     model, pictures = result.model, torch.from_numpy(pictures)
-    wanted, code = model.read(pictures), {"trust_remote_code": True} if size == 8 else {}
-    assert result.said["load"].endswith("trust_remote_code=True)") == (size == 8)
+    wanted, line = model.read(pictures), result.said["load"]
+    assert "auto_map" not in (out / "config.json").read_text() and line in (out / "README.md").read_text()
+    assert [file.name for file in out.glob("*.py")] == ["moco.py"]
     assert "16 pictures of" in result.said["moco"] and "no labelled test set: no eval" in result.said["moco"]
     prepared = AutoImageProcessor.from_pretrained(out)([*pictures.numpy()], return_tensors="pt")
-    theirs = AutoModel.from_pretrained(out, **code).eval()(**prepared).pooler_output.flatten(1)
+    given = {"AutoModel": AutoModel}
+    exec(re.sub(r"(\w+(\.\w+)?\(.*\))$", r"theirs = \1", line), given)
+    theirs = given["theirs"].eval()(**prepared).pooler_output.flatten(1)
     torch.testing.assert_close(theirs, wanted, rtol=1e-4, atol=1e-5)
+    if size == 8:                                              # never another net in silence
+        with pytest.raises(RuntimeError, match="mismatched"):
+            AutoModel.from_pretrained(out)
     model.encoder = images.load_encoder(str(out), True)       # as --model: the checkpoint decides on the stem
     assert torch.equal(model.read(pictures), wanted) and not (out / ".saving").exists()
+
+
+def change(folder, **settings):
+    """Changes the config.json of a folder."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_code_of_a_folder_is_never_run(tmp_path, here, capfd):
+    """Folders from before, with the code of their stem, load without it; any other code is refused."""
+    encoder, folder = images.load_encoder("tiny", True), Path("model")
+    encoder.save_pretrained(folder)
+    for file in ("modeling.py", "evil.py"):
+        (folder / file).write_text("raise SystemExit('it ran')\n")
+    change(folder, auto_map=images.OLD_CODE, small_stem=None)
+    loaded = images.load_encoder("model")
+    assert equal(loaded.state_dict(), encoder.state_dict()) and loaded.config.small_stem
+    loaded.save_pretrained("again")
+    assert equal(images.load_encoder("again").state_dict(), encoder.state_dict())
+    assert "auto_map" not in Path("again/config.json").read_text()
+    capfd.readouterr()
+    wanted = "--model model: wants to run Python that lies in it, which is never done; .*"
+    given = ["--data", write(Path("x.npz"), X["x.npz"]), "--batch-size", 4, *B.split(), "--model", "model"]
+    for code in ({"AutoModel": "evil.Evil"}, images.OLD_CODE | {"AutoConfig": "evil.Evil"}):
+        change(folder, auto_map=code)
+        refuse("moco", capfd, wanted, *given)
+    change(folder, auto_map=None)
+    (folder / "preprocessor_config.json").write_text('{"auto_map": {"AutoImageProcessor": "evil.Evil"}}')
+    refuse("moco", capfd, wanted, *given)
+
+
+@pytest.mark.parametrize("settings, wanted", [
+    (dict(depths=[10**9, 1]), r"config\.json has 1,000,000,001 layers of .*, its weights are [\d,]+; .*"),
+    (dict(hidden_sizes=[8, 10**9]), r"config\.json has 2 layers of up to 1,000,000,000 channels, .*"),
+    (dict(embedding_size=10**9), r"config\.json has 2 layers .*"),
+    (dict(depths=[1, -1]), r"config\.json has 0 layers .*"),
+    (dict(depths="many"), r"\w+: .*"),
+    (dict(num_channels=1), "reads pictures of 1 channels, wanted 3"),
+    (dict(hidden_sizes=[8, 17]), r"\d+ weights, such as .*, are missing or do not fit its config\.json"),
+    (dict(small_stem=False), r"1 weights, such as embedder.*, are missing or do not fit its config\.json")])
+def test_a_config_that_is_not_of_its_weights(settings, wanted, here, capfd):
+    images.load_encoder("tiny", True).save_pretrained("model")
+    capfd.readouterr()                                         # the bar of that
+    change(Path("model"), **settings)
+    given = ["--data", write(Path("x.npz"), X["x.npz"]), "--batch-size", 4, *B.split(), "--model", "model"]
+    refuse("moco", capfd, f"--model model: {wanted}", *given)
+
+
+@pytest.mark.parametrize("content, wanted", [
+    ("{", "JSONDecodeError.*"), ("[]", "AttributeError.*"), ('{"image_std": [1, 0, 1]}', "image_mean .*"),
+    ('{"image_mean": ["a", 0, 0]}', ".*"), ('{"image_mean": [0, 0, 1e999]}', "image_mean .*inf.*")])
+def test_damaged_statistics(content, wanted, data, here, capfd):
+    images.load_encoder("tiny", True).save_pretrained("model")
+    capfd.readouterr()                                         # the bar of that
+    Path("model/preprocessor_config.json").write_text(content)
+    given = ["--evaluate", "--data", data, "--model", "model", "--probe-epochs", 0]
+    refuse("moco", capfd, rf"--model model: (its preprocessor_config\.json is damaged \()?{wanted}", *given)
+
+
+def test_what_pools_otherwise_is_refused(here, capfd):
+    names = "depths sr_ratios hidden_sizes strides mlp_ratios patch_sizes num_attention_heads"
+    config = SegformerConfig(num_encoder_blocks=1, **{name: [1] for name in names.split()})
+    SegformerModel(config).save_pretrained("m")
+    capfd.readouterr()
+    given = ["--data", write(Path("x.npz"), X["x.npz"]), "--batch-size", 4, *B.split(), "--model", "m"]
+    refuse("moco", capfd, "--model m: segformer is no image encoder like ResNet", *given)
+
+
+def test_labels_are_numbered_without_gaps(tmp_path):
+    """However large they are, and whichever of them a test set has; of folders a name is one label."""
+    large = dict(images=GOOD, labels=np.array([5, 10**12] * 4))
+    large |= dict(test_images=GOOD, test_labels=np.arange(4, 12))
+    args = SimpleNamespace(data=write(tmp_path / "x.npz", large), dev=None, batch_size=4, evaluate=False)
+    pictures = images.Pictures(args)
+    assert pictures.labels.tolist() == [1, 8] * 4 and pictures.test[1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    for name in ("data/a", "data/c", "dev/b", "dev/c"):
+        write(tmp_path / name / "0.png", GOOD[0])
+    args = SimpleNamespace(data=tmp_path / "data", dev=tmp_path / "dev", batch_size=1, evaluate=False)
+    pictures = images.Pictures(args)
+    assert pictures.labels.tolist() == [0, 1] and pictures.test[1].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("moco", "--bn-splits 12"), ("simclr", "--chunk-size 1"), ("simclr", "--chunk-size 1 --form code")])
+def test_norms_want_more_than_one_value(name, flags, here, capfd):
+    np.save("x.npy", COLOURS[:1, :2, :2].repeat(12, 0))
+    wanted = r"batch norms see a single value of each channel; wanted more pictures at a time: .*"
+    own = ["--queue", 12] if name == "moco" else []
+    with pytest.raises(SystemExit, match="2"):
+        SCRIPTS[name].main([*map(str, ["--data", "x.npy", *FLAGS, *own, *flags.split(), "--model", "tiny"])])
+    assert re.fullmatch(rf"{name}\.py: {wanted}\n", capfd.readouterr().err)
 
 
 def same_views(pictures, args):

@@ -284,12 +284,13 @@ def test_a_full_disk_under_a_tokenizer(bert, tmp_path, capfd):
     assert re.fullmatch(r"test_lost\.py: No space left on device \(os error 28\)\n", faults(full, capfd))
 
 
-def test_warnings_of_libraries_do_not_precede_the_line(capfd):
+def test_warnings_of_libraries_do_not_precede_the_line(monkeypatch, capfd):
     def warn(argv=None):
         warnings.warn("Corrupt EXIF data", stacklevel=1)
         fail("what matters")
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *_: print(text, file=sys.stderr))
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
+        warnings.simplefilter("always")                        # pytest would keep them
         assert faults(warn, capfd) == "test_lost.py: what matters\n"
 
 

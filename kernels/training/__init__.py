@@ -18,6 +18,8 @@ labelled   texts with labels: a logistic regression and k-means on frozen embedd
 study      what each layer and pooling of an encoder is worth
 labels     labelled texts, one or two a row, for a classifier; its scores
 wordnet    a WordNet database: words that can replace a word
-images     pictures: read, encoded, judged by their neighbours, saved
+images     pictures: encoded, judged by their neighbours, saved
+picture_files  read from arrays, CIFAR's batches and folders, every fault with its file
+pickles    CIFAR's pickles, read without unpickling
 views      random views of pictures, on the device
 """

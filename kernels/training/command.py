@@ -269,6 +269,10 @@ def as_fault(error, main):
         flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in usage]
         whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
         return Fault(f"the {whose} memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
+    if "more than 1 value per channel" in str(error):
+        flags = [flag for flag in ("--batch-size", "--chunk-size", "--bn-splits") if flag in usage]
+        return Fault("batch norms see a single value of each channel; wanted more pictures at a time: see "
+                     f"{', '.join(flags)}", every_rank=True)
     # torch.save hides what the disk said, tokenizers and safetensors have exceptions of their own for it
     disk = error if isinstance(error, OSError) else error.__context__
     if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):

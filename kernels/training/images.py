@@ -1,24 +1,21 @@
 """Pictures: read, encoded, judged by their neighbours, saved."""
-import inspect
 import json
-import pickle
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, ResNetConfig, ResNetModel
+from transformers import AutoConfig, AutoModel, ResNetConfig, ResNetModel
 
 from kernels import embed_in_chunks, similarity_topk
 
-from .command import Fault, fail, say
+from .command import Fault, afford, fail, say
 from .folder import model_card, new_files
 from .layout import read_json
 from .loop import batches, set_lr
+from .picture_files import by, read_pictures
 from .run import Run
 from .views import scaled
 
@@ -32,9 +29,10 @@ class Pictures:
     """
 
     def __init__(self, args):
-        (self.images, self.labels), test = read_pictures(args.data)
+        classes = {}
+        (self.images, self.labels), test = read_pictures(args.data, classes)
         if args.dev:
-            test, _ = read_pictures(args.dev)
+            test, _ = read_pictures(args.dev, classes)
         self.path, self.size = args.data, tuple(self.images.shape[1:3])
         self.small = self.size[0] <= 32
         if (least := args.batch_size) > len(self) and not args.evaluate:
@@ -43,9 +41,21 @@ class Pictures:
             fail(f"{args.dev or self.path}: test pictures are {by(other)}, the others {by(self.size)}")
         labelled = self.labels is not None and test is not None and test[1] is not None
         self.test = test if labelled else None
+        if labelled:
+            self.number_classes()
 
     def __len__(self):
         return len(self.images)
+
+    def number_classes(self):
+        """Labels become numbers from 0 on without a gap: each has a column where pictures vote, and a row of
+        weights."""
+        labels, wanted = self.labels, self.test[1]
+        classes, numbers = torch.cat([labels, wanted]).unique(return_inverse=True)
+        afford(f"{self.path}: {len(classes):,} labels for {len(wanted):,} test pictures",
+               4 * len(classes) * len(wanted))
+        self.labels, wanted = numbers.split([len(labels), len(wanted)])
+        self.test = self.test[0], wanted
 
     def describe(self):
         """600 pictures of 16 x 16 from shapes.npz, 6 classes, 300 test pictures"""
@@ -89,116 +99,12 @@ class Pictures:
         say("load", load_line(model, run))
 
 
-def by(shape):
-    return f"{shape[1]} x {shape[0]}"                          # as one says it: width first
-
-
-def read_pictures(path):
-    """((pictures uint8 (N, H, W, 3), labels int64 (N,) or None), the same of a test set or None)."""
-    path = Path(path)
-    try:
-        if path.suffix == ".npy":
-            return check_pictures(path, "", np.load(path, allow_pickle=False), None), None
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                names, wanted = file.files, ("images", "labels", "test_images", "test_labels")
-                images, labels, *test = (file[name] if name in names else None for name in wanted)
-            if images is None:
-                names = ", ".join(names) or "nothing"
-                fail(f"{path}: holds {names}; wanted images, and {', '.join(wanted[1:])}")
-            test = None if test[0] is None else check_pictures(path, "test_", *test)
-            return check_pictures(path, "", images, labels), test
-        if (path / "data_batch_1").is_file():
-            test = read_cifar([path / "test_batch"]) if (path / "test_batch").is_file() else None
-            return read_cifar(sorted(path.glob("data_batch_*"))), test
-        if path.is_dir():
-            return read_folder(path), None
-        path.stat()                                            # no such file: an OSError that says so
-    except Fault:
-        raise
-    except Exception as error:                                 # a damaged file has many ways to fail
-        what = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        fail(f"{path}: {what}".splitlines()[0])
-    fail(f"{path}: wanted a folder of pictures, CIFAR-10's python batches, .npz or .npy")
-
-
-def check_pictures(path, prefix, pictures, labels):
-    """(pictures, labels) as tensors; what does not fit is named."""
-    if pictures.dtype != np.uint8 or pictures.ndim != 4 or pictures.shape[3] != 3 or not len(pictures):
-        found = f"{prefix}images are {pictures.dtype} {pictures.shape}"
-        fail(f"{path}: {found}, wanted uint8 (N, height, width, 3)")
-    if labels is None:
-        return torch.from_numpy(pictures), None
-    if labels.shape != pictures.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
-        found = f"{prefix}labels are {labels.dtype} {labels.shape}"
-        fail(f"{path}: {found}, wanted {len(pictures)} integers from 0 up")
-    return torch.from_numpy(pictures), torch.from_numpy(labels.astype(np.int64))
-
-
-class Arrays(pickle.Unpickler):
-    """Reads arrays and plain values, as CIFAR's batches hold, and nothing else: a pickle can run code."""
-
-    def find_class(self, module, name):
-        array = module.split(".")[0] == "numpy" and name in ("_reconstruct", "ndarray", "dtype")
-        if array or (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)
-        raise ValueError(f"holds {module}.{name}, which no CIFAR batch does")
-
-
-def read_cifar(paths):
-    """Pictures and labels of CIFAR's python batches."""
-    found = []
-    for path in paths:
-        with open(path, "rb") as file:
-            found.append(Arrays(file, encoding="bytes").load())
-    pictures = np.concatenate([batch[b"data"] for batch in found]).reshape(-1, 3, 32, 32)
-    labels = np.concatenate([batch.get(b"labels", batch.get(b"fine_labels")) for batch in found])
-    return check_pictures(paths[0], "", np.ascontiguousarray(pictures.transpose(0, 2, 3, 1)), labels)
-
-
-KINDS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-
-
-def read_folder(path):
-    """Pictures of a folder, decoded in processes of their own; sub-folders, if it has any, are the labels."""
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in KINDS)
-    if not files:
-        fail(f"{path}: no pictures; wanted {', '.join(KINDS)}")
-    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        decoded = list(pool.map(decode, files, chunksize=64))
-    for file, picture in zip(files, decoded):
-        if isinstance(picture, str):
-            fail(f"{file}: {picture}; repair or delete it")
-        if picture.shape != decoded[0].shape:
-            fail(f"{file}: {by(picture.shape)}, {files[0].name} is {by(decoded[0].shape)}; "
-                 "bring all pictures to one size first")
-    inside = [file.relative_to(path).parts[:-1] for file in files]
-    folders = sorted({parts[0] for parts in inside if parts})
-    if folders and () in inside:
-        fail(f"{path}: pictures beside the folders {', '.join(folders[:3])}; "
-             "a label is a folder, so all or none lie in one")
-    labels = np.array([folders.index(parts[0]) for parts in inside]) if folders else None
-    return check_pictures(path, "", np.stack(decoded), labels)
-
-
-def decode(file):
-    """(H, W, 3) uint8 of a picture, or what is wrong with it."""
-    try:
-        from PIL import Image
-    except ImportError:
-        return "reading it wants the package Pillow: pip install Pillow"
-    try:
-        with Image.open(file) as picture:
-            return np.asarray(picture.convert("RGB"))
-    except Exception as error:                                 # a damaged picture has many ways to fail
-        return f"not readable ({type(error).__name__})"
-
-
 class SmallPictureResNet(ResNetModel):
     """transformers' ResNet with the papers' stem for 32 pixels: a 3 x 3 convolution, and no pooling."""
 
     def __init__(self, config):
         super().__init__(config)
+        config.small_stem = True                               # load_encoder reads it
         stem = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
         self.embedder.embedder.convolution = stem
         self.embedder.pooler = nn.Identity()
@@ -212,30 +118,72 @@ RESNETS = {"resnet-small": BASIC | dict(embedding_size=32, hidden_sizes=[32, 64,
            "resnet-50": DEEP | dict(hidden_sizes=[256, 512, 1024, 2048], depths=[3, 4, 6, 3])}
 
 
-def load_encoder(name, small, flag="--model"):
+# of folders from before small_stem; the file that it names is not run
+OLD_CODE = {"AutoModel": "modeling.SmallPictureResNet"}
+
+
+def load_encoder(name, small=False, flag="--model"):
     """A random ResNet, with the small stem for small pictures, or the one of a folder or a hub name."""
     if name in RESNETS:
         return (SmallPictureResNet if small else ResNetModel)(ResNetConfig(**RESNETS[name]))
-    local, config, kind = Path(name).is_dir(), Path(name, "config.json"), AutoModel
+    local, named = Path(name).is_dir(), f"{flag} {name}"
     if not local:
         say("hub", f"{name} is fetched, unless it is in the cache")
-    elif not config.is_file():
-        fail(f"{flag} {name}: no config.json in this folder, so it is no transformers model")
+    elif not Path(name, "config.json").is_file():
+        fail(f"{named}: no config.json in this folder, so it is no transformers model")
     try:
-        if local and "auto_map" in json.loads(config.read_text()):
-            kind = SmallPictureResNet
-        encoder, info = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                             trust_remote_code=False)
+        saved = read_json(name, "config.json")
+        if not saved:                                          # a hub that does not answer is asked once
+            raise OSError("config.json is empty")
+        code, prepared = saved.pop("auto_map", None), read_json(name, "preprocessor_config.json")
+        if prepared.get("auto_map") or code and code != OLD_CODE:
+            fail(f"{named}: wants to run Python that lies in it, which is never done; "
+                 "wanted an architecture of transformers")
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        vars(config).pop("auto_map", None)
+        check_config(named, config, name if local else None)
+        kind = SmallPictureResNet if code or saved.get("small_stem") is True else AutoModel
+        settings = dict(config=config, dtype=torch.float32, ignore_mismatched_sizes=True)
+        encoder, info = kind.from_pretrained(name, **settings, trust_remote_code=False,
+                                             output_loading_info=True)
+    except Fault:
+        raise
     except Exception as error:  # whatever the network or a damaged file makes of it
         if local:
-            fail(f"{flag} {name}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
-        fail(f"{flag} {name}: no such folder, and the hub does not give it; "
-             "name a local folder, or take resnet-18")
-    if not hasattr(encoder.config, "hidden_sizes"):
-        fail(f"{flag} {name}: {type(encoder).__name__} is no image encoder like ResNet")
-    if lost := info["missing_keys"]:
-        fail(f"{flag} {name}: {len(lost)} weights, such as {min(lost)}, are missing")
+            fail(f"{named}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
+        fail(f"{named}: no such folder, and the hub does not give it; name a local folder, or take resnet-18")
+    if lost := [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]:
+        fail(f"{named}: {len(lost)} weights, such as {min(lost)}, are missing or do not fit its config.json")
+    if config.model_type != "resnet" and pooled_width(encoder) != config.hidden_sizes[-1]:
+        fail(f"{named}: {config.model_type} is no image encoder like ResNet")
     return encoder
+
+
+def pooled_width(encoder):
+    """Of a picture's features; None: it gives none."""
+    try:
+        with torch.no_grad():
+            return encoder(torch.zeros(1, 3, 224, 224)).pooler_output.flatten(1).shape[1]
+    except Exception:                                          # Segformer has none, CLIP wants a text too
+        return None
+
+
+def check_config(named, config, folder):
+    """Refuses what is no encoder of pictures, or, before it is built, larger than the weights beside it."""
+    if not hasattr(config, "hidden_sizes"):
+        fail(f"{named}: {config.model_type} is no image encoder like ResNet")
+    if (channels := getattr(config, "num_channels", 3)) != 3:
+        fail(f"{named}: reads pictures of {channels} channels, wanted 3")
+    sizes = config.hidden_sizes
+    depths = getattr(config, "depths", None) or [1] * len(sizes)
+    least = sum(depth * (500 + size * size) for depth, size in zip(depths, sizes))         # names and weights
+    least += 27 * getattr(config, "embedding_size", 0)
+    files = Path(folder).glob("*") if folder else []
+    there = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".bin"))
+    if min(*depths, *sizes) < 1 or folder and least > there:
+        fail(f"{named}: config.json has {sum(depths):,} layers of up to {max(sizes):,} channels, at least "
+             f"{least:,} bytes, its weights are {there:,}; wanted the config.json of these weights")
+    afford(f"{named}: its config.json", least)
 
 
 class PictureEncoder(nn.Module):
@@ -313,14 +261,26 @@ def score(args, script, linear_probe):
     if not pictures.test:
         fail("--evaluate: wanted labels on both sides, and a test set: in --data, or by --dev")
     run = Run(args, script)
-    prepared = read_json(args.model, "preprocessor_config.json")
-    statistics = [prepared[name] for name in ("image_mean", "image_std") if name in prepared]
-    model = PictureEncoder(load_encoder(args.model, pictures.small), None, run, *statistics).to(run.device)
+    encoder = load_encoder(args.model, pictures.small)
+    model = PictureEncoder(encoder, None, run, *read_statistics(args.model)).to(run.device)
     pictures.place(run.device)
     found = f"kNN {evaluate(model, pictures, run.impl)['knn']:.2f} %"
     if args.probe_epochs:
         found += f", linear {linear_probe(model, pictures, run):.2f} %"
     say("test", f"{found}  {args.model}")
+
+
+def read_statistics(name):
+    """(mean, standard deviation) of each channel, by which a folder or hub name wants pictures scaled."""
+    try:
+        prepared = read_json(name, "preprocessor_config.json")
+        mean, std = prepared.get("image_mean", [0] * 3), prepared.get("image_std", [1] * 3)
+        if len(mean) == len(std) == 3 and torch.tensor([mean, std]).isfinite().all() and min(std) > 0:
+            return mean, std
+        what = f"image_mean {mean}, image_std {std}"
+    except (AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+    fail(f"--model {name}: its preprocessor_config.json is damaged ({what}); wanted three numbers each")
 
 
 def train_probe(model, pictures, run, *, view, batch, rate, std=0.0, nesterov=False):
@@ -359,15 +319,12 @@ def save(model, run, size):
     prepare = dict(image_processor_type="ViTImageProcessor", size=dict(height=height, width=width))
     prepare |= dict(image_mean=model.mean.flatten().tolist(), image_std=model.std.flatten().tolist())
     with new_files(run) as aside:
-        if isinstance(encoder, SmallPictureResNet):  # AutoModel has no such stem: its code goes with it
-            encoder.config.auto_map = {"AutoModel": "modeling.SmallPictureResNet"}
-            source = inspect.getsource(SmallPictureResNet)
-            imports = "from torch import nn\nfrom transformers import ResNetModel\n\n\n"
-            (aside / "modeling.py").write_text(imports + source, encoding="utf-8")
         encoder.save_pretrained(aside)
         (aside / "preprocessor_config.json").write_text(json.dumps(prepare))
         text = (f"Features of pictures, {model.width} numbers each, compared by cosine; "
                 "AutoImageProcessor makes the input.")
+        if isinstance(encoder, SmallPictureResNet):
+            text += "\nIts first layer, for small pictures, is none of transformers': AutoModel refuses it."
         tags = ["transformers", "image-feature-extraction"]
         card = model_card(run, "image-feature-extraction", tags, text, load_line(model, run))
         (aside / "README.md").write_text(card, encoding="utf-8")
@@ -375,5 +332,6 @@ def save(model, run, size):
 
 def load_line(model, run):
     """How others load the folder."""
-    code = ", trust_remote_code=True" if isinstance(model.encoder, SmallPictureResNet) else ""
-    return f'AutoModel.from_pretrained("{run.args.out}"{code})'
+    if isinstance(model.encoder, SmallPictureResNet):
+        return f'from kernels.training.images import load_encoder; load_encoder("{run.args.out}")'
+    return f'AutoModel.from_pretrained("{run.args.out}")'
