@@ -199,6 +199,7 @@ def fail(message):
 def main(argv=None):
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.error = fail                                        # in one line, without the usage
     parser.add_argument("out", nargs="+", metavar="OUT", help="folders that --out of a script named")
     parser.add_argument("--save", required=True, metavar="FILE", help="the picture: .png, .svg, .pdf")
     args = parser.parse_args(argv)

@@ -24,7 +24,7 @@ from kernels.training.tokens import tokenise_table
 from running import DATA, GOOD, ROOT, SMALL, equal, metrics, refuse, run
 
 STAGES = {"reading": "simcse.load_data", "reading the held-out data": "simcse.HeldOut",
-          "loading": "simcse.build_model", "copying code": "kernels.training.run.write_code",
+          "loading": "simcse.build_model", "copying code": "kernels.training.folder.write_code",
           "tokenising": "simcse.tokenise_table", "the first evaluation": "simcse.HeldOut.before",
           "a step": "simcse.sum_gradients", "an evaluation": "kernels.training.evaluation.save",
           "behind the last step": "simcse.HeldOut.after"}

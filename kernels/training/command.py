@@ -228,7 +228,7 @@ def command(main):
             handle_signals(signal.SIG_IGN)
             say("stopped", NOTHING)
             sys.exit(STOPPED)
-        except Exception as error:
+        except BaseException as error:                         # tokenizers' PanicException is no Exception
             fault = as_fault(error, main)
             if fault is None:
                 raise
@@ -255,6 +255,9 @@ def has_checkpoint(there):
     as_fault.kept = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
 
 
+FULL = "can't allocate memory|could not create a primitive|ThreadPoolBuildError"       # PyTorch's, oneDNN's
+
+
 def as_fault(error, main):
     """The Fault that an exception is, or that the machine or another process made; None: it is a bug, with
     its traceback."""
@@ -265,7 +268,7 @@ def as_fault(error, main):
     if isinstance(error, Fault):
         return error
     usage, kept = main.__globals__["make_parser"]().format_usage(), as_fault.kept
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or re.search(FULL, str(error)):
         flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in usage]
         whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
         return Fault(f"the {whose} memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertT
 from kernels import embed_in_chunks
 
 from .command import Fault, afford, fail, is_first_rank, say
+from .folder import check_files
 from .layout import read_layout
 from .tables import texts_of
 from .tokens import grouped, pad, tokenise
@@ -39,7 +40,9 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
         fail(f"{flag} scratch: a new model has learnt nothing; name a folder or one of the hub")
     if local and not Path(name, subfolder, "config.json").is_file():
         fail(f"{flag} {name}: no config.json in this folder, so it is no transformers model")
-    if not local:
+    if local:
+        check_files(name, f"{flag} {name}")
+    else:
         say("hub", f"{name} is fetched, unless it is in the cache")
     try:
         source = dict(subfolder=subfolder, trust_remote_code=False)

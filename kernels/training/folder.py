@@ -33,6 +33,13 @@ def check_out(out, resume, data):
         fail(f"--out {out} holds {kept}, or name another folder")
 
 
+def check_files(folder, named):
+    """Refuses a folder with a pipe or a device in it, which would be read for ever."""
+    for path in Path(folder).rglob("*"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            fail(f"{named}: {path.name} is a pipe or a device; wanted a file")
+
+
 def lock(out):
     """The open file that shows the run at work in a folder. No second process can lock it, and a dead one
     does not hold it."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, ResNetConfig, ResNetModel
 from kernels import embed_in_chunks, similarity_topk
 
 from .command import Fault, afford, fail, say
-from .folder import model_card, new_files
+from .folder import check_files, model_card, new_files
 from .layout import read_json
 from .loop import batches, set_lr
 from .picture_files import by, read_pictures
@@ -131,6 +131,8 @@ def load_encoder(name, small=False, flag="--model"):
         say("hub", f"{name} is fetched, unless it is in the cache")
     elif not Path(name, "config.json").is_file():
         fail(f"{named}: no config.json in this folder, so it is no transformers model")
+    else:
+        check_files(name, named)
     try:
         saved = read_json(name, "config.json")
         if not saved:                                          # a hub that does not answer is asked once

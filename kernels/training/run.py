@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 
 from kernels import choose_impl, similarity_lse
 
+from . import folder
 from .command import STOPPED, clear_bar, fail, handle_signals, has_checkpoint, put, say
-from .folder import RUNNING, check_lock, check_out, fingerprint, lock, sync, write_code, write_whole
 from .loop import batches
 
 
@@ -72,10 +72,10 @@ class Run:
 
     def prepare(self, args):
         """What training wants and --evaluate does not: an --out that can be, and the other ranks."""
-        self.fingerprint = fingerprint(args.data)
+        self.fingerprint = folder.fingerprint(args.data)
         if args.batch_size < self.world:
             fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
-        check_out(self.out, args.resume, args.data)
+        folder.check_out(self.out, args.resume, args.data)
         if "RANK" in os.environ:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
@@ -83,6 +83,8 @@ class Run:
     def begin(self, model, optimizer, total):
         """Starts a folder with the flags and the code that runs, or continues the run that is there."""
         self.model, self.optimizer, args = model, optimizer, self.args
+        if os.path.isfile(str(args.data)) and folder.fingerprint(args.data) != self.fingerprint:
+            fail(f"{args.data}: changed while it was read; start again")
         kernels = ""
         if hasattr(args, "impl"):                              # childtuning's loss has none
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
@@ -95,10 +97,10 @@ class Run:
         if args.resume and not self.step:
             say("resume", f"no checkpoint in {args.out} yet: from the beginning")
         if self.rank == 0:
-            self.lock = lock(self.out)
-            write_whole(self.out / "metrics.jsonl", "".join(rows))
+            self.lock = folder.lock(self.out)
+            folder.write_whole(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
-                write_code(self.out, self.script, self.flags())
+                folder.write_code(self.out, self.script, self.flags())
 
     def flags(self):
         """What --resume wants to be as it was."""
@@ -163,7 +165,7 @@ class Run:
 
     def done(self, text):
         if self.rank == 0:
-            (self.out / RUNNING).unlink(missing_ok=True)
+            (self.out / folder.RUNNING).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
             (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(time.perf_counter() - self.began[1]), 60)
@@ -213,10 +215,10 @@ class Run:
                 values[name] = values[name].item()
         if self.rank == 0:
             seconds = time.perf_counter() - self.began[1]
-            check_lock(self.out, self.lock)
+            folder.check_lock(self.out, self.lock)
             with open(self.out / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": step, **values, "seconds": round(seconds, 3)}) + "\n")
-                sync(file)
+                folder.sync(file)
             pace, done = seconds / (step - self.began[0]), 16 * step // total
             left, speed = round(pace * (total - step)), self.args.batch_size / pace
             line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  "
@@ -234,12 +236,12 @@ class Run:
         if self.world > 1:
             dist.all_gather_object(random, random[0])
         if self.rank == 0 and self.args.keep_state != "never":
-            check_lock(self.out, self.lock)
+            folder.check_lock(self.out, self.lock)
             weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
             state = dict(progress=self.progress, random=random, model=weights, optimizer=optimizer)
             with open(self.out / "state.tmp", "wb") as file:
                 torch.save(state, file)
-                sync(file)
+                folder.sync(file)
             os.replace(self.out / "state.tmp", self.out / "state.pt")
             has_checkpoint(True)
 
@@ -247,6 +249,7 @@ class Run:
         """Continues from state.pt, where it is there; other flags than it had are refused. Returns the rows
         of metrics.jsonl up to its step."""
         there, rows = (self.out / "state.pt").is_file(), []
+        folder.check_files(self.out, f"--out {self.out}")
         try:
             was, now = json.loads((self.out / "args.json").read_text()), self.flags()
             changed = [name for name in was if name != "data" and spelt(now.get(name)) != spelt(was[name])]
@@ -259,7 +262,8 @@ class Run:
                 torch.set_rng_state(state["random"][self.rank][0].cpu())
                 if self.device.type == "cuda":
                     torch.cuda.set_rng_state(state["random"][self.rank][1].cpu())
-                self.progress, self.step = state["progress"], state["progress"]["step"]
+                self.progress = {name: state["progress"][name] for name in state["progress"] | self.progress}
+                self.step = self.progress["step"]
                 rows = [row for row in open(self.out / "metrics.jsonl") if row.endswith("\n")]
                 rows = [row for row in rows if json.loads(row)["step"] <= self.step]
         except Exception as error:                             # a damaged file has many ways to fail
