@@ -127,17 +127,18 @@ def load_data(path, args):
     values = {answer: i for i, answer in enumerate(args.labels)}
     wanted = f"one of {args.data or args.model}, which are {', '.join(args.labels)}"[:300]
     if args.task == "regression":
-        values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
+        values = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}
+        values, wanted = {text: x for text, x in values.items() if abs(x) < 1e18}, "a number below 1e18"
     for place, _, answer in rows:
         if answer not in values:
-            fail(f"{path} {place}: label {answer!r}, wanted {wanted}")
+            fail(f"{path} {place}: label {answer[:40]!r}, wanted {wanted}")
     usual, kind = max(counts, key=counts.get), "pairs" if len(texts) == 2 else "texts"
     say("data", f"{args.task}: {len(rows):,} {kind} from {path}, {len(counts)} labels, "
                 f"{100 * counts[usual] / len(rows):.1f} % {usual}")
     return [(sentences, values[answer]) for _, sentences, answer in rows]
 
 
-NUMBER, WHOLE = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d\d?)?", r"-?\d+"
+NUMBER, WHOLE = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d\d?)?", r"-?\d{1,18}"
 
 
 def decide_flags(labels, args):

@@ -112,7 +112,7 @@ from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import plain, read_table
+from kernels.training.tables import opened, pieces, plain, read_table
 from kernels.training.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -202,8 +202,9 @@ def load_vectors(path, titles):
     places, vectors, found, line = {title: i for i, title in enumerate(titles)}, None, set(), 0
     unpack = {".gz": gzip.open, ".bz2": bz2.open}.get(Path(path).suffix, open)
     try:
-        with unpack(path, "rb") as file:
-            for line, text in enumerate(tqdm(file, "vectors", unit=" lines", leave=False, disable=None), 1):
+        with opened(path, unpack) as file:
+            bar = tqdm(pieces(file), "vectors", unit=" lines", leave=False, disable=None)
+            for line, text in enumerate(bar, 1):
                 if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):  # word2vec's header: rows, columns
                     continue
                 name, _, numbers = text.strip().partition(b"\t" if b"\t" in text else b" ")
@@ -214,7 +215,7 @@ def load_vectors(path, titles):
                     fail(f"{path} line {line}: {width} numbers, wanted {vectors.shape[1]} as before")
                 title = name.removeprefix(b"ENTITY/").decode().replace("_", " ")
                 if name.startswith(b"ENTITY/") and title in places:
-                    vectors[places[title]] = torch.from_numpy(np.array(numbers.split(), np.float32))
+                    vectors[places[title]] = torch.from_numpy(np.array(numbers.split(b" "), np.float32))
                     found.add(title)
     except (OSError, EOFError) as error:
         fail(f"{path}: {getattr(error, 'strerror', None) or error}")

@@ -366,7 +366,7 @@ def test_what_tacl_and_cline_wrote_is_fine_tuned(name, flags, tmp_path):
     (GOOD, "--label topic", r"a\.tsv: columns sentence, label; wanted .* \(now topic\); name them by .*"),
     (GOOD, "--text sentence label", r"a\.tsv: columns sentence, label; wanted .*"),
     ("A\tB\tC\tx\nA\tB\tC\ty\n", "", r"a\.tsv: columns column 1, column 2, column 3, column 4; wanted .*"),
-    ("A\t1.5\nB\tx\n", "--task regression", r"a\.tsv line 2: label 'x', wanted a number"),
+    ("A\t1.5\nB\tx\n", "--task regression", r"a\.tsv line 2: label 'x', wanted a number below 1e18"),
     (GOOD, "--batch-size 5", r"a\.tsv: 4 rows, wanted at least --batch-size, which is 5"),
     (GOOD, "--reserve-p 0", r"--reserve-p 0\.0: wanted a share above 0, up to 1"),
     (GOOD, "--reserve-p nan", r"--reserve-p nan: wanted .*"),

@@ -17,6 +17,7 @@ from kernels.training.labels import find_columns
 from kernels.training.sts import load_sts
 from kernels.training.tables import SENTENCES, empty_cell, read_table
 from running import NLI, ONE_BATCH, read, run_text
+from test_tables import alarm  # noqa: F401
 
 ROWS = [[f"The {name} sat here, on mat {i}." for name in ("cat", "dog", "cow", "hen")] for i in range(9)]
 
@@ -82,6 +83,36 @@ def test_headers_that_are_refused(head, columns, fault, tmp_path):
             read_roles(written(tmp_path, head, [*ROWS[:2], [" "] * 4, *ROWS[2:]]))
 
 
+TWICE = r"data\.csv: --columns sentence: two columns are called so; wanted one of .*, or a number from 1 to 2"
+
+
+@pytest.mark.parametrize("head, columns, fault", [
+    ("sentence,sentence", None, r"data\.csv: 2 columns are anchor: sentence, sentence; number those to read: "
+                                "--columns 1 2"),
+    ("sentence,sentence", "sentence", TWICE), ("Sentence,sentence", "sentence|sentence", TWICE),
+    ("query,id,id", None, rf"data\.csv: {FOREIGN}id, id; name those to read: --columns query"),
+    ("query,answer", "\u00b2", ".*: --columns '\u00b2': wanted one of query, answer, or a number from 1 .*"),
+    ("query,answer", "9" * 5000, ".*: --columns 9{40}: wanted one of query, answer, or a number from 1 .*")])
+def test_names_that_are_no_help(head, columns, fault, tmp_path):
+    """Two columns of one name are two."""
+    with pytest.raises(Fault, match=f"{fault}$"):
+        read_roles(written(tmp_path, head), columns)
+    if head.startswith("sentence"):
+        assert read_roles(tmp_path / "data.csv", "2|1")[1] == [[row[1], row[0]] for row in ROWS]
+
+
+def test_a_doubled_name_is_told_where_all_columns_are_read(tmp_path):
+    (tmp_path / "a.tsv").write_text("sentence1\tSentence 1\tscore\nA\tb\t1\n")
+    with pytest.raises(Fault, match=r"a\.tsv: two columns of one name, 'sentence1', in .*, score$"):
+        load_sts(tmp_path / "a.tsv")
+
+
+def test_a_message_about_names_has_its_end(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{f"{'long ' * 20}{i}": "A b." for i in range(99)}] * 2))
+    with pytest.raises(Fault, match=r"^.{1,500} \.\.\.; number those to read: --columns 1 2 3 4 5 6 7 8 9$"):
+        read_roles(tmp_path / "a.json")
+
+
 @pytest.mark.parametrize("content, columns", [
     ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # rows below look just like it
     ("Foo,Bar\n" + "A man eats.,He eats.\n" * 5, "1|2"), ("Well,Good\n" + "A man eats.,Good\n" * 5, None),
@@ -96,6 +127,12 @@ def test_a_column_of_numbers_is_no_text(tmp_path):
     with pytest.raises(Fault, match=r"column 3 holds numbers; number those to read: --columns 1 2$"):
         read_roles(tmp_path / "a.tsv")
     assert read_roles(tmp_path / "a.tsv", "1|2")[1] == [["A man.", "He."]] * 3
+
+
+def test_long_numbers_take_no_time(tmp_path, alarm):
+    rows = [[f"{i}" * 200_000 + "x", "A man."] for i in range(9)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert read_roles(tmp_path / "a.json")[1] == rows
 
 
 def test_other_readers_know_names_in_any_case(tmp_path):

@@ -1,6 +1,7 @@
 """Files of documents, and pairs of text from them, against the rules of BERT's generator."""
 import itertools
 import math
+import os
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from kernels.training import documents as module
-from kernels.training.documents import read_documents, sentence_pairs, stream
+from kernels.training.command import Fault
+from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
+from kernels.training.tables import stamp
 from running import SENTENCES
+from test_tables import alarm  # noqa: F401
 
 
 def numbered(sizes):
@@ -117,3 +121,61 @@ def test_stream(bert, tmp_path, monkeypatch):
     first, second = ([row[0] for row in rounds if row[-1][1] == number] for number in (0, 1))
     assert len(second) > 20 and first[:20] != second[:20]      # pairs anew in every round
     assert max(len(call.args[0]) for call in spy.call_args_list) == 10
+
+
+LINES = "".join(f"{a}\n{b}\n\n" for (a,), (b,) in zip(SENTENCES[:30], SENTENCES[30:60]))
+CHANGES = {"shrinks": lambda path: os.truncate(path, 40), "is empty": lambda path: os.truncate(path, 0),
+           "has one sentence": lambda path: path.write_text("A.\n"), "is deleted": lambda path: path.unlink(),
+           "grows": lambda path: path.write_text(LINES * 2),
+           "is no UTF-8": lambda path: path.write_bytes(b"\xff"),
+           "is another": lambda path: path.write_text(LINES.replace("the", "The"))}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_ends_the_stream(change, bert, tmp_path, alarm):
+    """Rather than to go round in what is left of it, for ever."""
+    path, tokenizer = tmp_path / "d.txt", AutoTokenizer.from_pretrained(bert)
+    path.write_text(LINES)
+    args = SimpleNamespace(data=path, buffer=3, seed=5, max_length=64)
+    pairs = stream(30, (0, 0, 0), SimpleNamespace(tokenizer=tokenizer), args)
+    next(pairs)
+    CHANGES[change](path)
+    with pytest.raises(Fault, match=r"d\.txt: changed or deleted while it was read; .* start again$"):
+        for _ in itertools.islice(pairs, 1000):
+            pass
+
+
+def test_a_stream_of_a_file_that_was_checked(bert, tmp_path):
+    path, tokenizer = tmp_path / "d.txt", AutoTokenizer.from_pretrained(bert)
+    path.write_text(LINES)
+    was, args = stamp(path), SimpleNamespace(data=path, buffer=3, seed=5, max_length=64)
+    model = SimpleNamespace(tokenizer=tokenizer)
+    assert next(stream(30, (0, 0, 0), model, args, was))
+    path.write_text(LINES[:-9])
+    with pytest.raises(Fault, match=r"d\.txt: changed or deleted"):
+        next(stream(30, (0, 0, 0), model, args, was))
+    assert next(stream(30, (0, 0, 0), model, args))
+
+
+@pytest.mark.parametrize("content, wanted", [
+    ("A.\n\nB.\n", "no documents of two or more sentences"), ("", "no documents of two or more sentences"),
+    (b"A.\nB\0.\n", "line 2: a NUL character; .*"), (b"A.\nB.\n\n\xff", "line 4: not UTF-8; convert it, .*"),
+    ("A.\rB.\r\rC.\rD.\r", "lines end as on an old Mac; .*"),
+    ("A.\nB.\n".encode("UTF-16"), "looks like UTF-16LE; .*"),
+    (b"A.\n" + b"x" * (2**24 + 1), "line 2: over 16 MB; .*"), (None, "No such file or directory")])
+def test_what_is_no_file_of_documents(content, wanted, tmp_path, alarm):
+    path = tmp_path / "d.txt"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(Fault, match=rf"d\.txt:? {wanted}$"):
+        next_documents(path, 0, 2, None)
+
+
+def test_a_document_without_end(tmp_path, monkeypatch):
+    """Does not fill the memory."""
+    path = tmp_path / "d.txt"
+    path.write_text("A sentence.\n" * 5 + "\n" + "A sentence.\n" * 1000)
+    assert [len(document) for document, _ in read_documents(path)] == [5, 1000]
+    monkeypatch.setattr(module, "memory", lambda: 8 * 5000)
+    with pytest.raises(Fault, match=r"d\.txt: a document of over 0\.0 GB; put a blank line between .*$"):
+        list(read_documents(path))

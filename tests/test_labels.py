@@ -1,12 +1,16 @@
 """Labelled texts: their columns, tokens and batches, the scores of a classifier, and that others load it."""
+import json
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
-from kernels.training.labels import classify, confusion_scores, make_batch, tokenise_texts
+from kernels.training.command import Fault
+from kernels.training.labels import classify, confusion_scores, find_columns, make_batch, tokenise_texts
 from running import DATA, run
+from test_tables import alarm  # noqa: F401
 
 PAIRS = "sentence1\tsentence2\tlabel\trelatedness\n"
 PAIRS += "".join(f"A {i}.\tB {i}.\t{'yes' if i % 2 else 'no'}\t{i / 2}\n" for i in range(6))
@@ -31,6 +35,29 @@ def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels
     task = ("classification", "accuracy") if labels else ("regression", "spearman")
     assert (found, args.labels, args.task, args.metric) == (texts, labels.split(), *task)
     assert (args.labels[label] if labels else label) == answer
+
+
+@pytest.mark.parametrize("labels, wanted", [
+    (["9" * 5000, "1"], ["1", "9" * 5000]), (["1" * 200_000 + "x", "2"], ["1" * 200_000 + "x", "2"]),
+    (["1" + "0" * 30, "-5"], ["-5", "1" + "0" * 30]), (["10", "9"], ["9", "10"]),
+    (["1e99", "1.5"], "label '1e99', wanted a number below 1e18"),
+    (["1.5", "9" * 400], "label '9{40}', wanted a number below 1e18"), (["1e17", "-2.5e-09"], [])])
+def test_labels_of_any_size(labels, wanted, tmp_path, alarm):
+    """In time, and no number that float32 lacks."""
+    (data := tmp_path / "a.tsv").write_text("".join(f"A {label[:3]}.\t{label}\n" for label in labels))
+    args = make_parser().parse_args(["--data", str(data), "--batch-size", "2"])
+    if isinstance(wanted, str):
+        with pytest.raises(Fault, match=rf"a\.tsv line \d: {wanted}$"):
+            load_data(data, args)
+    else:
+        load_data(data, args)
+        assert args.labels == wanted
+
+
+def test_a_message_about_columns_has_its_end(tmp_path):
+    (data := tmp_path / "a.jsonl").write_text(json.dumps({f"name of a column {i}": "A" for i in range(9999)}))
+    with pytest.raises(Fault, match=r"^.{1,900}; name them by --text and --label$"):
+        find_columns(data, make_parser().parse_args(["--data", str(data)]))
 
 
 @pytest.mark.parametrize("labels, n", [("01", 40), (["no", "yes"], 40), ("abcd", 60)])

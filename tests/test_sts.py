@@ -58,6 +58,8 @@ STS = "sentence1\tsentence2\tscore\nA man eats.\tHe eats.\t5\n"
      r"sts\.tsv: sentence1, sentence2; wanted sentence1, sentence2, score, or 3 columns.*"),
     (STS + "A\tb\tmany\n", r"sts\.tsv line 3: score 'many', wanted a number from 0 to 5"),
     (STS + "A\tb\t7\n", r"sts\.tsv line 3: score '7', wanted a number from 0 to 5"),
+    *((STS + f"A\tb\t{score}\n", r"sts\.tsv line 3: score '.{1,40}', wanted a number from 0 to 5")
+      for score in ("inf", "1e400", "-1", "1_0", "0x1", "\u00b2", "9" * 5000, "1" * 200_000 + "x")),
     (STS + "A\tb\tnan\n", r"sts\.tsv line 3: score 'nan', wanted a number from 0 to 5"),
     (STS + "A\t \t1\n", r"sts\.tsv line 3: an empty sentence"),
     (STS + "A\tb\t\n", r"sts\.tsv: 1 scored pairs, wanted at least 2")])

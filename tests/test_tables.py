@@ -1,8 +1,13 @@
 """Data files: every format, every fault with its place; rows are read anew each time."""
 import csv
+import functools
 import gzip
+import io
 import json
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +16,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import simcse
+from kernels.training import tables
 from kernels.training.command import Fault
 from kernels.training.documents import read_documents
 from kernels.training.tables import Table, describe_table, empty_cell, read_table, texts_of
-from running import DATA, refuse
+from running import DATA, GOOD, SMALL, refuse
 
 ROWS = [*list(csv.reader((DATA / "nli.csv").read_text(encoding="utf-8").splitlines()))[1:30],
         ["\u00e4 \"No, thanks,\" he said.", "He went,\nwithout\r\na word.", ", He"]]
@@ -35,6 +42,7 @@ def written(folder, kind, header):
     return folder / f"rows.{kind}"
 
 
+GOOD_GZ = gzip.compress(GOOD.encode(), mtime=0)
 PACKED = [("csv", True), ("txt", False), ("jsonl", False)]
 HEADED = [(kind, header) for kind in ("csv", "tsv", "json", "jsonl") for header in (True, False)]
 
@@ -87,6 +95,36 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("nli.json", '["A b", "A b"]',
      r"nli\.json item 1: wanted a row of texts, found 'A b' \(1 more rows are wrong: item 2\)"),
     ("nli.jsonl", '{"a": null}\n', r"nli\.jsonl line 1: wanted a row of texts, found '\[None\]'"),
+    ("nli.csv", b"\xef\xbb\xbf", r"nli\.csv: no rows"),
+    ("nli.json", "", r"nli\.json line 1: not JSON: Expecting value; a row a line is \.jsonl"),
+    ("nli.csv", "A,b\nA\0,b\n", r"nli\.csv line 2: a NUL character; .*"),
+    ("wiki.txt", "A\n\0\n", r"wiki\.txt line 2: a NUL character; .*"),
+    ("nli.jsonl", '["A\\u0000"]\n["A"]\n', r"nli\.jsonl line 1: a cell holds a NUL character; delete it"),
+    ("nli.json", '["A", "\\ud800"]', r"nli\.json item 1: wanted a row .*"),
+    ("nli.json", '[["A"], ["A\\ud800"]]', r"nli\.json item 2: a cell holds half of a letter, '\\ud800'; .*"),
+    ("nli.json", '[{"\\udead": "A"}]', r"nli\.json: a name of a column holds half of a letter, .*"),
+    *(("nli.csv", "A,b\nC,d\n".encode(name), rf"nli\.csv: looks like {name}; .*iconv -f {name} -t UTF-8")
+      for name in ("UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")),
+    ("nli.csv", "\ufeff\u4f60,\u597d\n".encode("UTF-16BE"), r"nli\.csv: looks like UTF-16BE; .*"),
+    ("nli.csv", "\ufeff\u4f60,\u597d\n".encode("UTF-32LE"), r"nli\.csv: looks like UTF-32LE; .*"),
+    *((f"nli.{kind}", '"A"\r"b"\r', rf"nli\.{kind}: lines end as on an old Mac; .* tr '\\r' '\\n'")
+      for kind in ("csv", "txt", "tsv", "jsonl")),
+    ("nli.tsv", "A\tb\nA\rA\tb\n", r"nli\.tsv after line 1: a carriage return in a cell without .*"),
+    ("wiki.txt", b"A\n" + b"x" * (2**24 + 1), r"wiki\.txt line 2: over 16 MB; wanted a row a line"),
+    ("wiki.txt.gz", gzip.compress(bytes(2**25), 1), r"wiki\.txt\.gz line 1: over 16 MB; wanted a row a line"),
+    ("wiki.txt", "A\n" + "\n" * 100_005, r"wiki\.txt line 2: an empty cell; .* \(at least 100,000 more .*"),
+    ("nli.csv.gz", GOOD_GZ + b"more", r"nli\.csv\.gz: Not a gzipped file \(b'mo'\); copy it or pack it anew"),
+    ("nli.csv.gz", GOOD_GZ[:-8] + bytes(8), r"nli\.csv\.gz: CRC check failed .*; copy it or pack it anew"),
+    ("nli.csv.gz", GOOD_GZ[:10] + b"\xff" * 50, r"nli\.csv\.gz: Error -3 .*; copy it or pack it anew"),
+    *(("nli.jsonl", f'["A"]\n[{number}]\n', rf"nli\.jsonl line 2: wanted a row of texts, found '\[{said}\]'")
+      for number, said in dict(NaN="nan", Infinity="inf").items()),
+    *(("nli.json", f'[["A"],\n[{number}]]\n', r"nli\.json item 2: wanted a row of texts, found '\[inf\]'")
+      for number in ("1e999", "9" * 5000)),
+    ("nli.jsonl", '{"a": "A", "a": "b"}\n', r"nli\.jsonl line 1: not JSON: 'a' stands twice in a row"),
+    ("nli.json", '[{"a": "A"}, {"a": "A", "a": "b"}]', r"nli\.json item 2: not JSON: 'a' stands twice .*"),
+    ("nli.jsonl", '["A"]\n' + "[" * 100_000, r"nli\.jsonl line 2: not JSON: lists within lists, too deep .*"),
+    ("nli.jsonl", '["A"]\n' + "[" * 900 + "]" * 900, r"nli\.jsonl line 2: wanted .*, found '\[+'"),
+    ("a" * 300 + ".csv", None, r"a+\.csv: File name too long"), ("a" * 300, None, "a+: wanted a name .*"),
     ("nli.csv", 'A,b\nA,"b\nA,b\n', r"nli\.csv after line 1: unexpected end of data; close every \", .*"),
     ("nli.csv", "A,b,c\n" * 3 + "A\n" + 'A,"b\nb",c\n' + "A, ,c\n" * 8 + "A,b,c\n",
      r"nli\.csv line 4: 1 columns, wanted 3 "
@@ -106,6 +144,9 @@ def test_faults(tmp_path, monkeypatch, capfd, name, content, wanted):
     (["A b", "C"], [["A b"], ["C"]]), ([("A", "b"), ["C", "d"]], [["A", "b"], ["C", "d"]]),
     ([{"b": "B", "a": "A"}, {"a": "C", "b": "D"}], [["B", "A"], ["D", "C"]]),
     (["A", " "], "{} row 2: an empty cell; fill it or delete the row"),
+    (["A", "\ud800"], r"{} row 2: a cell holds half of a letter, '\\ud800'; mend it, or delete the row"),
+    (["A", "b\0"], "{} row 2: a cell holds a NUL character; delete it"),
+    ([["A"], [float("nan")]], r"{} row 2: wanted a row of texts, found '\[nan\]'"),
     ([["A", "b"], ["A"], 5], r"{} row 2: 1 columns, wanted 2 \(1 more rows are wrong: row 3\)"),
     ([], "{}: no rows")])
 def test_rows_in_memory(rows, wanted):
@@ -124,9 +165,17 @@ def test_rows_in_memory(rows, wanted):
     assert str(table) == str(Table(list(rows))) != str(Table(rows[::-1]))
 
 
+def test_rows_in_memory_that_python_cannot_spell():
+    for cell in 10**5000, functools.reduce(lambda inner, _: [inner], range(9999), "A"):
+        with pytest.raises(Fault, match=r"2 rows in memory, sha1 \w+ row 2: wanted .*, found 'list'$"):
+            read_table(Table([["A"], [cell]]))
+
+
 def test_parquet(tmp_path, monkeypatch):
     """By a package that may be missing: what is asked of it."""
     class ParquetFile:
+        schema_arrow = SimpleNamespace(names=["a", "b"])
+
         def __init__(self, file):
             if file.read() != b"good":
                 raise ValueError("no magic bytes\nsecond line")
@@ -140,9 +189,195 @@ def test_parquet(tmp_path, monkeypatch):
     header, table = read_table(tmp_path / "good.parquet")
     assert header == ["a", "b"] and list(table) == [("row 1", ["A", "1"]), ("row 2", ["A", "1"])]
     (tmp_path / "bad.parquet").write_bytes(b"bad")
-    for name, fault in ("bad", "no magic bytes"), ("none", "No such file or directory"):
+    faults = dict(bad="no magic bytes; write it anew, or as .jsonl", none="No such file or directory")
+    for name, fault in faults.items():
         with pytest.raises(Fault, match=rf"{name}\.parquet: {fault}$"):
             read_table(tmp_path / f"{name}.parquet")
+
+
+@pytest.fixture
+def alarm():
+    """What hangs fails."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+ENDLESS = {"fifo": os.mkfifo, "zero": functools.partial(os.symlink, "/dev/zero"),
+           "socket": lambda path: socket.socket(socket.AF_UNIX).bind(path)}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.parametrize("name, flags", [
+    *(("simcse", [flag, "a.csv"]) for flag in ("--data", "--dev", "--test", "--transfer", "--cluster")),
+    ("simcse", ["--data", "a.csv.gz"]), ("ease", ["--data", "a.jsonl"]), ("cline", ["--data", "a.json"]),
+    ("childtuning", ["--data", "a.tsv"]), ("tacl", ["--data", "a"]),
+    ("ease", ["--data", "e.tsv", "--entity-vectors", "a.bz2"]), ("vascl", ["--data", "a.parquet"]),
+    ("cline", ["--data", "e.txt", "--wordnet", "w"])])
+def test_no_file_is_waited_for(name, flags, kind, here, alarm, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(ParquetFile=None))
+    Path("e.tsv").write_text("text\tentity\nA b.\tE\nC d.\tF\n")
+    Path("e.txt").write_text("A b.\nC d.\n")
+    Path("w").mkdir()
+    path = "w/data.noun" if flags[-1] == "w" else flags[-1]
+    ENDLESS[kind](path)
+    wanted = f"{path}: a pipe, a socket or a device, which cannot be read twice; wanted a file"
+    refuse(name, capfd, wanted, *SMALL, *flags)
+
+
+CHANGES = {"a row loses a cell": lambda text: text.replace(",He eats.", "", 1),
+           "half of the rows go": lambda text: text[: len(text) // 2].rpartition("\n")[0] + "\n",
+           "a cell is empty": lambda text: text.replace("He eats.", ""), "all rows go": lambda text: "",
+           "as long as before": lambda text: text.replace("He eats.", "He sits."),
+           "a byte that is no UTF-8": lambda text: text.replace("He", "\udcff"), "deleted": None,
+           "a quote": lambda text: text + '"'}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_checked_file_stays_what_it_was(change, begun, tmp_path):
+    """Or every later pass fails, one that has begun too."""
+    text, path = GOOD * 40_000, tmp_path / "nli.csv"           # more than is read ahead
+    path.write_text(text)
+    _, table = read_table(path, empty_cell)
+    wanted = [cells for _, cells in table]
+    assert len(wanted) == 120_000 and [cells for _, cells in table] == wanted
+    rows = iter(table)
+    if begun:
+        next(rows)
+    if CHANGES[change] is None:
+        path.unlink()
+    else:
+        path.write_text(CHANGES[change](text), errors="surrogateescape")
+    with pytest.raises(Fault, match=r"^.*nli\.csv: changed or deleted while it was read; .* start again$"):
+        list(rows)
+    for once in (lambda: next(iter(table)), lambda: describe_table(table, None), lambda: list(table)):
+        with pytest.raises(Fault, match=r"nli\.csv: changed or deleted"):
+            once()
+
+
+def test_a_change_that_leaves_no_stamp(tmp_path):
+    """Is told where a row has a fault."""
+    (path := tmp_path / "nli.csv").write_text(GOOD)
+    _, table = read_table(path)
+    at = path.stat().st_mtime_ns
+    path.write_text(GOOD.replace(",It runs", " It runs"))
+    os.utime(path, ns=(at, at))
+    with pytest.raises(Fault, match=r"nli\.csv line 2: 1 columns, wanted 2$"):
+        list(table)
+
+
+def test_a_file_that_changes_within_the_check(tmp_path):
+    path = tmp_path / "nli.csv"
+    path.write_text(GOOD)
+
+    def check(cells):
+        path.write_text(GOOD[: GOOD.index("\n") + 1])
+
+    with pytest.raises(Fault, match=r"nli\.csv: changed or deleted"):
+        read_table(path, check)
+
+
+def test_data_that_change_before_training(here, capfd, monkeypatch):
+    """All later rows would be another's positives."""
+    tokenise = simcse.tokenise_table
+
+    def late(*args):
+        Path("good.csv").write_text(GOOD.replace("It runs.\n", "It runs.\nThe end.\n"))
+        return tokenise(*args)
+
+    monkeypatch.setattr(simcse, "tokenise_table", late)
+    with pytest.raises(SystemExit) as end:
+        simcse.main([*SMALL, "--out", "out"])
+    assert end.value.code == 2
+    err = capfd.readouterr().err
+    assert re.fullmatch(r"simcse\.py: good\.csv: changed or deleted while it was read; .*\n", err), err
+
+
+def test_what_a_later_pass_meets_has_its_name(tmp_path, monkeypatch):
+    """Of a file that was not checked, too."""
+    path = tmp_path / "nli.jsonl"
+    path.write_text('["A"]\n5\n["\\ud800"]\n["B"]\n')
+    assert list(texts_of(path)) == ["A", "?", "B"]             # what was refused before is not asked again
+    path.unlink()
+    with pytest.raises(Fault, match=r"nli\.jsonl: No such file or directory$"):
+        list(texts_of(path))
+    path.write_text("[1]")
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tables, "open", denied, raising=False)
+    with pytest.raises(Fault, match=r"nli\.jsonl: Permission denied$"):
+        list(texts_of(path))
+
+
+def test_lines_end_at_newlines_alone(tmp_path):
+    """In all kinds alike: letters that str.splitlines takes for ends are letters of a text; cells may be
+    long."""
+    text = "A\x85b\u2028c\u2029d\x0be\x0cf\x1cg"
+    rows, long = [[text, "B c."], ["C d.", "x " * 100_000], ["E f.", text]], "x " * 100_000
+    contents = dict(csv="".join(f"{a},{b}\n" for a, b in rows), tsv="".join(f"{a}\t{b}\r\n" for a, b in rows),
+                    jsonl="".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+                    json=json.dumps(rows, ensure_ascii=False).replace(", [", ",\r["))
+    for kind, content in contents.items():
+        path = tmp_path / f"a.{kind}"
+        path.write_bytes(content.encode())
+        assert [cells for _, cells in read_table(path)[1]] == rows, kind
+    (tmp_path / "a.txt").write_bytes("".join(f"{a}\r\n" for a, _ in rows).encode())
+    assert [cells for _, cells in read_table(tmp_path / "a.txt")[1]] == [[a] for a, _ in rows]
+    assert len(long) > 131_072
+
+
+def test_a_json_is_read_whole_where_it_fits(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([["A b."]] * 1000, indent=1))
+    assert len(read_table(path)[1]) == 1000
+    monkeypatch.setattr(tables, "memory", lambda: 8 * 10_000)
+    with pytest.raises(Fault, match=r"a\.json: over 0\.0 GB, and a \.json is read whole; write .* \.jsonl$"):
+        read_table(path)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+    def screen(self):
+        """Its lines as a person sees them."""
+        lines = []
+        for line in self.getvalue().split("\n"):
+            seen = ""
+            for part in re.split("\r", line):
+                seen = "" if part.startswith("\x1b[K") else seen
+                part = part.removeprefix("\x1b[K")
+                seen = part + seen[len(part) :]
+            lines.append(seen.rstrip())
+        return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("fault", ["\udcff,b", "A", 'A,"b', "A, "])
+def test_a_bar_leaves_no_trace_in_a_message(fault, here, monkeypatch):
+    Path("a.csv").write_text(GOOD * 5000 + fault + "\n" + GOOD, errors="surrogateescape")
+    bar = functools.partial(tables.tqdm, mininterval=0, miniters=1)
+    monkeypatch.setattr(tables, "tqdm", lambda *args, delay, **more: bar(*args, **more))
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with pytest.raises(SystemExit):
+        simcse.main([*SMALL, "--data", "a.csv"])
+    assert "reading a.csv" in screen.getvalue()
+    assert len(screen.screen()) == 1 and screen.screen()[0].startswith("simcse.py: a.csv "), screen.screen()
+
+
+@pytest.mark.parametrize("name, flags, content, wanted", [
+    ("ease", ["--entity-vectors"], "ENTITY/E 1  2\n", r"a line 1: could not convert string to float: .*"),
+    ("cline", ["--data"], f"A,b,c,0:{'9' * 5000}:1,\n", r"a\.csv line 1: '0:9+', wanted start:end:code .*"),
+    ("cline", ["--data"], f"A,b,c,x{'9' * 100_000},\n", r"a\.csv line 1: 'x9+', wanted start:end:code .*")])
+def test_numbers_of_other_files(name, flags, content, wanted, here, alarm, capfd):
+    Path("e.tsv").write_text("text\tentity\nA b.\tE\nC d.\tF\n")
+    Path(path := "a" if name == "ease" else "a.csv").write_text(content * 3)
+    refuse(name, capfd, wanted, *SMALL, *(["--data", "e.tsv"] if name == "ease" else []), *flags, path)
 
 
 def test_documents_are_not_packed():

@@ -1,4 +1,5 @@
 """WordNet's reader: lemmas, what may replace a word, which words of a text are such words, damaged files."""
+import os
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ import pytest
 from kernels.training.command import Fault
 from kernels.training.wordnet import WordNet, inflect, load_tagger, tag_words
 from running import DATA
+from test_tables import alarm  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,8 @@ LACKS = r"--wordnet w: data\.%s; wanted the folder of a WordNet database"
     ("data.verb", None, None, LACKS % r"verb: No such file or directory"),
     ("data.verb", b"(?s).+", b"", LACKS % r"verb is empty"),
     ("data.noun", b"00000131", b"x00000131", DAMAGED % 3), ("data.noun", b"individual", b"\xff", DAMAGED % 3),
+    ("data.noun", rb" @ 00000131 n 0000", b" @ 00000131 n 00-1",
+     r"w/data\.noun: synset 00000217 points to word -1 of 00000131 in data\.noun, .*"),
     ("data.noun", b" 001 @", b" 002 @", DAMAGED % 3), ("data.noun", b"00000131.*\n", b"", DAMAGED % 3),
     ("data.noun", b"\n", b"\r\n", DAMAGED % 2), ("data.noun", rb" +\n\Z", b"", DAMAGED % 118),
     ("data.noun", b"(?s)00000742 00 n.*", b"", r"w/data\.noun: synset 00000644 points to word 1 of 00000742 "
@@ -103,6 +107,20 @@ def test_a_damaged_database(tmp_path, monkeypatch, name, old, new, wanted):
     path.write_bytes(re.sub(old, new, path.read_bytes(), count=1)) if old else path.unlink()
     with pytest.raises(Fault, match=f"^{wanted}$"):
         WordNet("w")
+
+
+@pytest.mark.parametrize("name", ["data.noun", "noun.exc"])
+@pytest.mark.parametrize("make, wanted", [
+    (os.mkfifo, "a pipe, a socket or a device, which cannot be read twice; wanted a file"),
+    (os.mkdir, "Is a directory"), (lambda path: path.symlink_to("/dev/zero"), "a pipe, a socket .*"),
+    (lambda path: path.symlink_to("none"), "No such file or directory")])
+def test_what_is_no_file_of_a_database(name, make, wanted, tmp_path, alarm):
+    """An irregular form that cannot be read is not one that is missing."""
+    shutil.copytree(DATA / "wordnet", tmp_path / "w")
+    (path := tmp_path / "w" / name).unlink()
+    make(path)
+    with pytest.raises(Fault, match=rf"{name}: {wanted}$"):
+        WordNet(tmp_path / "w")
 
 
 def test_irregular_forms_may_be_missing(tmp_path):

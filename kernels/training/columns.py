@@ -1,6 +1,7 @@
 """Columns: whether a first row names them, and which is anchor, positive or hard negative."""
 import re
 import shlex
+from collections import Counter
 from typing import NamedTuple
 
 # Names as plain leaves them. Any of a negative may have a number behind it.
@@ -36,10 +37,9 @@ def any_names(rows, keys, names=()):
         headed = bool(rows[0]) and (
             small or has_all(rows[0], names) or is_known(rows[0]) or looks_like_names(rows))
         header = [name.strip() for name in rows[0]] if headed else []
-    plain_names = [plain(name) for name in header]
-    fault = None
-    if len(set(plain_names)) < len(header):
-        fault = f"two columns of one name in {', '.join(header)}"
+    doubled, fault = twice(map(plain, header)), None
+    if doubled:
+        fault = f"two columns of one name, {doubled}, in {listed(header)}"
     elif headed and not header[0] and not has_all(header, names):
         fault = INDEX
     return Header(headed, header or None, None, fault)
@@ -48,7 +48,7 @@ def any_names(rows, keys, names=()):
 def by_role(rows, keys, roles=SENTENCES, columns=None):
     """The Header of columns in the order of their roles {role: [names]}: by --columns, by the names of a
     header, or as they stand where there is none. rows, keys as in any_names."""
-    named = [name for name in columns or [] if not name.isdigit()]
+    named = [name for name in columns or [] if not is_number(name)]
     headed = keys is None and bool(rows[0]) and (
         has_all(rows[0], named) or is_known(rows[0]) or not columns and looks_like_names(rows))
     header = keys or (headed and [name.strip() for name in rows[0]]) or []
@@ -56,16 +56,20 @@ def by_role(rows, keys, roles=SENTENCES, columns=None):
         return chosen(rows, keys is None, headed, header, list(roles), columns)
     if not header:
         columns = list(zip(*(row for row in rows if isinstance(row, list))))
-        numbers = [i for i, column in enumerate(columns, 1) if len(columns) > 1
-                   and all(re.fullmatch(r"\s*\d+\.?\d*\s*", str(cell)) for cell in column)]
+        numbers = [i for i, column in enumerate(columns, 1) if len(columns) > 1 and all(
+            type(cell) in (int, float) or type(cell) is str and re.fullmatch(r"\s*\d+(\.\d*)?\s*", cell)
+            for cell in column)]
         fault = f"column {numbers[0]} holds numbers; number those to read: --columns 1 2" if numbers else None
         return Header(False, None, None, fault)
     order, found = list(roles), [role_of(name, roles) for name in header]
     places = sorted((i for i in range(len(header)) if found[i]), key=lambda i: order.index(found[i]))
     said, fault = [f"{found[i]} {header[i]}" for i in places], fault_of(header, found, order)
     if fault:
-        example = [header[i] for i in places] or [name for name in header if name]
-        fault += f"; name those to read: --columns {shlex.join(example)}"
+        example = (places or [i for i, name in enumerate(header) if name] or [0])[:9]
+        known, how = [header[i] for i in example], "name"
+        if twice(map(plain, known)) or not all(0 < len(name) <= 40 for name in known):
+            known, how = [str(i + 1) for i in example], "number"
+        fault += f"; {how} those to read: --columns {shlex.join(known)}"
         if headed and not is_known(rows[0]):
             fault += f"; if that row is data, number them: --columns {' '.join('123'[: len(header)])}"
     return Header(headed, said, places or None, fault)
@@ -76,14 +80,15 @@ def chosen(rows, may_have, headed, header, roles, columns):
     width = len(header or next((row for row in rows if row and isinstance(row, list)), []))
     names, places = [plain(name) for name in header], []
     for column in columns:
-        if plain(column) in names:
+        if names.count(plain(column)) == 1:
             places.append(names.index(plain(column)))
-        elif column.isdigit() and 1 <= int(column) <= width:
+        elif is_number(column) and 1 <= int(column) <= width:
             places.append(int(column) - 1)
         else:
             known = header or (rows[0] if may_have else [])
             known = f"one of {', '.join(known)}"[:150] + ", or " if known else ""
-            fault = f"--columns {shlex.join([column])}: wanted {known}a number from 1 to {width}"
+            found = "two columns are called so; " if plain(column) in names else ""
+            fault = f"--columns {shlex.join([column[:40]])}: {found}wanted {known}a number from 1 to {width}"
             return Header(headed, None, None, fault)
     said = [f"{roles[min(i, len(roles) - 1)]} {header[place] if header else f'column {place + 1}'}"
             for i, place in enumerate(places)]
@@ -96,17 +101,34 @@ INDEX = "the first name of the header is empty, as of pandas' index; write the f
 def fault_of(header, found, order):
     """Why columns of these roles, None where there is none, are not rows to train on."""
     one_each = [role for role in found if role and role != "negative"]
-    twice = [role for role in order if one_each.count(role) > 1]
+    double = [role for role in order if one_each.count(role) > 1]
     unknown = [name for name, role in zip(header, found) if role is None]
     if not header[0]:
         return INDEX
     if unknown:
-        return f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {', '.join(unknown)}"
-    if twice:
-        names = [name for name, role in zip(header, found) if role == twice[0]]
-        return f"{len(names)} columns are {twice[0]}: {', '.join(names)}"
+        return f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {listed(unknown)}"
+    if double:
+        names = [name for name, role in zip(header, found) if role == double[0]]
+        return f"{len(names)} columns are {double[0]}: {listed(names)}"
     missing = [role for role in order[: len(set(found))] if role not in found]
-    return f"no {missing[0]} among columns {', '.join(header)}" if missing else None
+    return f"no {missing[0]} among columns {listed(header)}" if missing else None
+
+
+def listed(names):
+    """As many of the names as a line has room for."""
+    text = ", ".join(names)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def twice(names):
+    """The name that stands there more than once, as Python spells it; or None."""
+    [(name, times)] = Counter(names).most_common(1) or [("", 0)]
+    return repr(name[:40]) if times > 1 else None
+
+
+def is_number(text):
+    """Whether int makes a place of it."""
+    return bool(re.fullmatch(r"\d{1,9}", text))
 
 
 def plain(name):

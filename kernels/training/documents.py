@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .command import fail
+from .command import fail, memory
+from .tables import decoded, opened, stamp, unchanged
 from .tokens import tokenise
 
 
@@ -14,30 +15,39 @@ def read_documents(path, offset=0):
     """Yields ([sentence, ...], byte after them) of each document from a byte of the file on."""
     if Path(path).suffix.lower() == ".gz":  # --resume would unpack all before its place
         fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
-    sentences = []
-    with open(path, "rb") as file:
+    sentences, start, most = [], offset, memory() // 8
+    with opened(path) as file:
         file.seek(offset)
-        for number, line in enumerate(file, 1):
-            offset += len(line)
-            try:
-                sentence = line.decode("utf-8-sig").strip()
-            except UnicodeDecodeError:
-                fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
-            if sentence:
+        for line, size in decoded(file, path):
+            offset += size
+            if sentence := line.removeprefix("\ufeff").strip():    # of files that were put together
                 sentences.append(sentence)
             elif sentences:
                 yield sentences, offset
-                sentences = []
+                sentences, start = [], offset
+            if offset - start > most and sentences:
+                fail(f"{path}: a document of over {most / 2**30:.1f} GB; put a blank line between documents")
         if sentences:
             yield sentences, offset
 
 
-def next_documents(path, offset, count, model):
+def read_round(path, offset):
+    """Yields the documents of two sentences or more from a byte on, then again and again from the first."""
+    for start in itertools.chain([offset], itertools.repeat(0)):
+        found = False
+        for document in read_documents(path, start):
+            if len(document[0]) > 1:
+                found = True
+                yield document
+        if not found and start == 0:
+            fail(f"{path}: no documents of two or more sentences")
+
+
+def next_documents(path, offset, count, model, was=None):
     """(the next `count` documents of two sentences or more from a byte on, round the file's end, as lists of
-    ids; the byte after them)."""
-    starts = itertools.chain([offset], itertools.repeat(0))
-    documents = (found for start in starts for found in read_documents(path, start) if len(found[0]) > 1)
-    found, ends = zip(*itertools.islice(documents, count))
+    ids; the byte after them). was: the file's stamp, where it must be what it was."""
+    with unchanged(path, was or stamp(path)):
+        found, ends = zip(*itertools.islice(read_round(path, offset), count))
     rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
     ids = (row[1:-1] for row in rows)  # without [CLS] and [SEP]: at most 512 (released code)
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
@@ -92,14 +102,17 @@ def cut_pair(a, b, most, rng):
     return a, b
 
 
-def stream(count, place, model, args):
+def stream(count, place, model, args, was=None):
     """Yields (a pair, the place after it) endlessly from a place on: [byte, buffer, pairs used of it].
 
     Documents come in the order of the file, round its end, --buffer at a time, and their pairs are shuffled.
     A buffer depends on the seed, its number and the byte where it begins alone. The next is made meanwhile.
+    was: the stamp of the file, which must stay what it was; by default since the stream began.
     """
+    was = was or stamp(args.data)
+
     def make(byte, number):
-        documents, end = next_documents(args.data, byte, min(count, args.buffer), model)
+        documents, end = next_documents(args.data, byte, min(count, args.buffer), model, was)
         return sentence_pairs(documents, model, args, random.Random(f"{args.seed} pairs {number}")), end
 
     byte, number, used = place

@@ -1,4 +1,5 @@
 """What sentence encoders are judged by: scored pairs, which choose the best checkpoint too, and labels."""
+import os
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def files(paths, flag):
     found = []
     for path in paths:
         inside = [path]
-        if Path(path).is_dir():
+        if os.path.isdir(path):                                # Path's raises where a name is too long
             names = (str(file) for file in sorted(Path(path).iterdir()))
             inside = [name for name in names if name.lower().removesuffix(".gz").endswith(KINDS)]
         if not inside:
@@ -94,7 +95,7 @@ def files(paths, flag):
 
 def load_parts(path):
     """(train, test or None) of a file that is cross-validated, or of train.tsv,test.tsv."""
-    names = [path] if Path(path).exists() else path.split(",")
+    names = [path] if os.path.exists(path) else path.split(",")
     if len(names) > 2 or not all(names):
         fail(f"--transfer {path}: wanted a file, or two, to train on and to test on, with a comma between")
     train = load_labelled(names[0])

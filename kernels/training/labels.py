@@ -10,7 +10,7 @@ from .command import fail, say
 from .encoders import load_encoder, longest_input
 from .run import Run
 from .sts import spearman
-from .tables import plain, read_table
+from .tables import listed, plain, read_table
 
 
 def find_columns(path, args):
@@ -23,8 +23,8 @@ def find_columns(path, args):
     texts = [name for name in ("sentence", "sentence1", "sentence2") if name in others] or others
     texts = [plain(name) for name in args.text or texts]
     if not {label, *texts} <= set(names) or label in texts or len(texts) not in (1, 2):
-        fail(f"{path}: columns {', '.join(header)}; wanted one or two of text (now {', '.join(texts)}) and "
-             f"one of labels (now {label}); name them by --text and --label")
+        fail(f"{path}: columns {listed(header)}; wanted one or two of text (now {listed(texts)}) and "
+             f"one of labels (now {label[:40]}); name them by --text and --label")
     at = [names.index(name) for name in texts]
     args.text, args.label = [header[i] for i in at], header[names.index(label)]  # the same in --dev
     return table, at, names.index(label)

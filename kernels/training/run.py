@@ -84,7 +84,7 @@ class Run:
         """Starts a folder with the flags and the code that runs, or continues the run that is there."""
         self.model, self.optimizer, args = model, optimizer, self.args
         if os.path.isfile(str(args.data)) and folder.fingerprint(args.data) != self.fingerprint:
-            fail(f"{args.data}: changed while it was read; start again")
+            fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
         kernels = ""
         if hasattr(args, "impl"):                              # childtuning's loss has none
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "

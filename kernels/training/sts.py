@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kernels import similarity_lse
 
 from .command import fail
-from .tables import plain, read_table
+from .tables import listed, plain, read_table
 
 
 def load_sts(path):
@@ -21,15 +21,15 @@ def load_sts(path):
     if header is None and len(first) == 3:  # the score is last, unless only the first cell is a number
         header = names if re.fullmatch(r"[\d. ]*", first[2]) else ["score", "sentence1", "sentence2"]
     if header is None or not set(names) <= set(header):
-        found = ", ".join(header or ["no header"])
-        fail(f"{path}: {found}; wanted {', '.join(names)}, or 3 columns, the score first or last")
+        fail(f"{path}: {listed(header or ['no header'])}; wanted {', '.join(names)}, or 3 columns, the score "
+             "first or last")
     pairs = []
     for place, cells in table:
         one, two, score = (" ".join(cells[header.index(name)].split()) for name in names)
         if not one or not two:
             fail(f"{path} {place}: an empty sentence")
-        if not re.fullmatch(r"(\d+\.?\d*|\.\d+)?", score) or float(score or 0) > 5:
-            fail(f"{path} {place}: score {score!r}, wanted a number from 0 to 5")
+        if not re.fullmatch(r"(\d+(\.\d*)?|\.\d+)?", score) or float(score or 0) > 5:
+            fail(f"{path} {place}: score {score[:40]!r}, wanted a number from 0 to 5")
         if score:  # SemEval leaves some pairs unscored; they do not count
             pairs.append((one, two, float(score)))
     if len(pairs) < 2:

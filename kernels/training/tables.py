@@ -1,4 +1,5 @@
 """Rows of text, of data files read row by row or in memory; every fault with its place."""
+import contextlib
 import csv
 import functools
 import gzip
@@ -7,21 +8,27 @@ import itertools
 import json
 import os
 import re
+import stat
+import sys
 import zlib
 from pathlib import Path
 
 from tqdm import tqdm
 
-from .columns import SENTENCES, any_names, by_role, plain  # noqa: F401 - scripts have them from here
-from .command import fail
+from .columns import SENTENCES, any_names, by_role, listed, plain, twice  # noqa: F401 - for others, too
+from .command import Fault, fail, memory
 
 KINDS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
 PEEK = 21                                                      # rows that tell whether the first is a header
+MOST_FAULTS = 100_000                                          # rows that are counted
+LONGEST = 2**24                                                # bytes of a line, letters of a cell
+csv.field_size_limit(LONGEST)                                  # its own, 131,072, is a long article's
 
 
 class Table:
     """The rows of a data file, (place, cells), place what a message calls the row: "line 7". They are read
-    anew each time they are gone through, so that no file has to fit in memory.
+    anew each time they are gone through, so that no file has to fit in memory. A file that read_table has
+    checked must stay as it is: a Fault otherwise.
 
     path    of the file; or a sequence of rows that are in memory: each a text, a list of texts, or a dict
             of texts by column
@@ -33,14 +40,26 @@ class Table:
             path = path.path or path.rows
         in_file = isinstance(path, (str, os.PathLike))
         self.path, self.rows = (Path(path), None) if in_file else (None, path)
-        self.lists, self.header = lists, header
+        self.lists, self.header, self.was = lists, header, None
         self.length = len(path) if length is None and not in_file else length
 
     def __len__(self):
         return self.length
 
     def __iter__(self):
-        return ((place, cells) for place, cells, _ in read_cells(self) if place is not None)
+        for place, cells, fault in self.judged():
+            if fault and self.was and place:
+                fail(f"{self.path} {place}: {fault}")
+            if place:
+                yield place, cells
+
+    def judged(self):
+        """What read_cells yields, of a file that stays what it was."""
+        with unchanged(self.path, self.was) as check:
+            for place, cells, fault in read_cells(self):
+                if fault:
+                    check()
+                yield place, cells, fault
 
     def __str__(self):
         return str(self.path) if self.path else f"{len(self.rows):,} rows in memory, sha1 {self.digest}"
@@ -49,7 +68,7 @@ class Table:
     def digest(self):
         digest = hashlib.sha1()
         for _, row in read_rows(self):
-            digest.update(repr(row).encode("utf-8", "surrogatepass"))
+            digest.update(spell(row).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:12]
 
     @property
@@ -69,22 +88,24 @@ def read_table(path, check=None, lists=False, *, roles=None, columns=None, names
     reader = functools.partial(any_names, names=names)
     if roles:
         reader = functools.partial(by_role, roles=roles, columns=columns)
-    table, header, unclear, length, wrong = Table(path, lists, header=reader), None, None, 0, []
-    if table.path and table.kind not in KINDS and not table.path.is_dir():
+    table, header, unclear, length, wrong, more = Table(path, lists, header=reader), None, None, 0, [], 0
+    if table.path and table.kind not in KINDS and not os.path.isdir(path):
         fail(f"{path}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}; .gz may follow")
-    try:
-        for place, cells, fault in read_cells(table):
-            if place is None:
-                header, unclear = cells, fault
-            elif fault := fault or check and check(cells):
-                wrong.append(f"{place}: {fault}"[:300] if len(wrong) < 7 else None)    # of more: how many
-            else:
-                length += 1
-    except (OSError, EOFError, zlib.error) as error:
-        fail(f"{path}: {getattr(error, 'strerror', None) or error}")
+    table.was = table.path and stamp(path)
+    for place, cells, fault in table.judged():
+        if place is None:
+            header, unclear = cells, fault
+        elif fault := fault or check and check(cells):
+            more += bool(wrong)
+            wrong += [f"{place}: {fault}"[:300]] * (more < 7)
+            if more == MOST_FAULTS:
+                break
+        else:
+            length += 1
     if wrong:
-        more = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (len(wrong) > 6)
-        fail(f"{path} {wrong[0]}" + (f" ({len(wrong) - 1:,} more rows are wrong: {more})" if more else ""))
+        others = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (more > 5)
+        least = "at least " * (more == MOST_FAULTS)
+        fail(f"{path} {wrong[0]}" + (f" ({least}{more:,} more rows are wrong: {others})" if more else ""))
     if length == 0:
         fail(f"{path}: no rows")
     if unclear:
@@ -99,6 +120,11 @@ def describe_table(table, header):
     return f"{len(table):,} rows{columns} from {table}"
 
 
+def as_utf8(text):
+    """For tokenizers: columns that are not read may hold anything."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def empty_cell(cells):
     """What is wrong with a row that has one."""
     return None if all(map(str.strip, cells)) else "an empty cell; fill it or delete the row"
@@ -107,13 +133,15 @@ def empty_cell(cells):
 def texts_of(path, most=100_000):
     """Yields the text of each row, its cells a line each, of as many rows as a vocabulary is made of."""
     rows = itertools.islice(Table(path, lists=True), most)
-    return ("\n".join(map(str, cells)) for _, cells in rows)   # of a column that is not read, not only texts
+    rows = (cells for _, cells in rows if isinstance(cells, list))
+    return (as_utf8("\n".join(map(str, cells))) for cells in rows)
 
 
 def read_cells(table):
     """Yields (place, cells, what is wrong with them) of a table; first, its place None, what the header says
     of the columns."""
     rows, place, quoting = read_rows(table), "line 0", table.kind == ".tsv"
+    from_text = table.kind in (".txt", ".csv", ".tsv")
     try:
         first, known = [], []
         for place, row in itertools.islice(rows, PEEK):
@@ -124,6 +152,8 @@ def read_cells(table):
         headed, said, places, unclear = table.header(known, None if may_be_header else keys)
         if quoting and known and all(map(is_quoted, itertools.chain(*known))):
             unclear = f"all cells are {QUOTED}"
+        if odd := odd_letter(keys):
+            unclear = f"a name of a column holds {odd}"
         yield None, said, unclear
         width = len(keys) or next((len(row) for row in known if row and isinstance(row, list)), 1)
         for place, row in itertools.chain(first[headed:], rows):
@@ -136,16 +166,20 @@ def read_cells(table):
                 fault = f"not JSON: {getattr(row, 'msg', row)}"
             elif isinstance(row, list) and len(row) != width:
                 fault = f"{len(row)} columns, wanted {width}"
+            elif not from_text and isinstance(row, list) and (odd := odd_letter(row)):
+                fault = f"a cell holds {odd}"
             elif isinstance(row, list) and places:
                 row = [row[i] for i in places]
             if fault is None and not (isinstance(row, list) and set(map(type, row)) == {str}):
-                if not isinstance(row, list) or not all(isinstance(cell, (str, int, float)) for cell in row):
-                    fault = f"wanted a row of texts, found {str(row)[:60]!r}"
+                if not isinstance(row, list) or not all(map(is_cell, row)):
+                    fault = f"wanted a row of texts, found {spell(row)[:60]!r}"
                 row = list(map(str, row)) if fault is None else row
             elif quoting and '""' in "\t".join(row) and any(map(is_quoted_twice, row)):
                 fault = f"a cell {QUOTED}"
             yield place, row, fault
     except csv.Error as error:
+        if "new-line" in str(error):
+            fail(f"{table} after {place}: a carriage return in a cell without quotes; delete it")
         fail(f'{table} after {place}: {error}; close every ", and write "" for one inside a cell')
 
 
@@ -153,7 +187,7 @@ QUOTED = "quoted as in .csv; a .tsv has no quoting: write it as .csv, or without
 
 
 def is_quoted(cell):
-    return bool(re.fullmatch('"([^"]|"")*"', cell))
+    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', "")
 
 
 def is_quoted_twice(cell):
@@ -165,18 +199,113 @@ def is_texts(cell):
     return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
 
 
-def read_lines(path):
+def is_cell(cell):
+    """Whether it is a text, or a number that has an end: no NaN."""
+    return isinstance(cell, str) or isinstance(cell, (int, float)) and abs(cell) <= sys.float_info.max
+
+
+def odd_letter(cells):
+    """What some of these cannot hold, though JSON and rows in memory can spell it; or None."""
+    text = "".join(cell for cell in cells if isinstance(cell, str))
+    if half := re.search("[\ud800-\udfff]", text):
+        return f"half of a letter, {half.group()!a}; mend it, or delete the row"
+    return "a NUL character; delete it" if "\0" in text else None
+
+
+def spell(row):
+    """As Python does; in memory there may be numbers and lists beyond its limits."""
+    try:
+        return str(row)
+    except (ValueError, RecursionError):
+        return type(row).__name__
+
+
+# ── files ──
+
+
+@contextlib.contextmanager
+def opened(path, unpack=None):
+    """A file that can be read again and again, open to be read; all that hinders it is a Fault."""
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            fail(f"{path}: a pipe, a socket or a device, which cannot be read twice; wanted a file")
+        with (unpack or open)(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        fail(f"{path}: {getattr(error, 'strerror', None) or f'{error}; copy it or pack it anew'}")
+
+
+def stamp(path):
+    """What is another where a file was changed; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+@contextlib.contextmanager
+def unchanged(path, was):
+    """What is done within fails where the file has another stamp before, after, or when something else is
+    wrong; without a stamp it is just done. Gives the function that compares."""
+    def check():
+        if was and stamp(path) != was:
+            fail(f"{path}: changed or deleted while it was read; leave it as it is, and start again")
+
+    check()
+    try:
+        yield check
+    except Fault:
+        check()
+        raise
+    check()
+
+
+def read_lines(path, whole=False):
     """Yields the lines of a text file, which may be packed by gzip."""
     packed = path.suffix.lower() == ".gz"
-    bar = tqdm(total=None if packed else path.stat().st_size, desc=f"reading {path.name}", unit="B",
-               unit_scale=True, leave=False, delay=1, disable=None)
-    with (gzip.open if packed else open)(path, "rb") as file, bar:
-        for number, raw in enumerate(file, 1):
-            bar.update(len(raw))
-            try:
-                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError:
-                fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
+    with opened(path, gzip.open if packed else None) as file:
+        size = None if packed else os.fstat(file.fileno()).st_size
+        with tqdm(total=size, desc=f"reading {' '.join(path.name.split())}", unit="B", unit_scale=True,
+                  leave=False, delay=1, disable=None) as bar:
+            for text, size in decoded(file, path, whole):
+                bar.update(size)
+                yield text
+
+
+ENCODINGS = {"UTF-32LE": rb"\xff\xfe\0\0|[^\0]\0\0\0", "UTF-32BE": rb"\0\0(\xfe\xff|\0[^\0])",
+             "UTF-16LE": rb"\xff\xfe|[^\0]\0[^\0](\0|$)", "UTF-16BE": rb"\xfe\xff|\0[^\0]\0[^\0]"}
+
+
+def decoded(file, path, whole=False):
+    """Yields (line, its bytes) of an open text file. No line is longer than LONGEST; with whole, which keeps
+    them all, they may be an eighth of the machine's memory together."""
+    most, held, starts = memory() // 8 if whole else LONGEST, 0, file.tell() == 0
+    for number, raw in enumerate(pieces(file, most + 1), 1):
+        held = held * whole + len(raw)
+        if starts and number == 1:
+            for name, first in ENCODINGS.items():
+                if re.match(first, raw):
+                    fail(f"{path}: looks like {name}; convert it, for example with iconv -f {name} -t UTF-8")
+            if not whole and not raw.endswith(b"\n") and b"\r" in raw[:-1]:
+                fail(f"{path}: lines end as on an old Mac; convert it, for example with tr '\\r' '\\n'")
+        if held > most:
+            fail(f"{path}: over {most / 2**30:.1f} GB, and a .json is read whole; write it as .jsonl" if whole
+                 else f"{path} line {number}: over {most >> 20} MB; wanted a row a line")
+        if b"\0" in raw:
+            fail(f"{path} line {number}: a NUL character; delete it, or convert the file if it is not UTF-8")
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError:
+            fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
+        if text := text.removeprefix("\ufeff") if starts and number == 1 else text:
+            yield text, len(raw)
+
+
+def pieces(file, most=LONGEST):
+    """Yields the lines of an open file, as bytes; a longer one in several parts."""
+    return iter(functools.partial(file.readline, most), b"")
 
 
 def read_parquet(path):
@@ -185,12 +314,18 @@ def read_parquet(path):
         from pyarrow.parquet import ParquetFile
     except ImportError:
         fail(f"{path}: a .parquet wants the package pyarrow; pip install pyarrow, or write it as .jsonl")
-    try:
-        with open(path, "rb") as file:
-            for part in ParquetFile(file).iter_batches(10_000):
+    with opened(path) as file:
+        try:
+            table = ParquetFile(file)
+            if doubled := twice(table.schema_arrow.names):
+                fail(f"{path}: two columns are called {doubled}")
+            for part in table.iter_batches(10_000):
                 yield from part.to_pylist()
-    except ValueError as error:
-        fail(f"{path}: {str(error).splitlines()[0]}")
+        except Fault:
+            raise
+        except Exception as error:                             # whatever pyarrow makes of a damaged file
+            found = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            fail(f"{path}: {found}; write it anew, or as .jsonl")
 
 
 def read_rows(table):
@@ -198,8 +333,8 @@ def read_rows(table):
     kind, path = table.kind, table.path
     if path is None:
         for i, row in enumerate(table.rows, 1):
-            like = {str: lambda text: [text], tuple: list, dict: dict}.get(type(row), lambda row: row)
-            yield f"row {i}", like(row)
+            like = {str: lambda text: [text], tuple: list, dict: lambda row: {str(x): row[x] for x in row}}
+            yield f"row {i}", like.get(type(row), lambda row: row)(row)
     elif kind == ".parquet":
         yield from ((f"row {i}", row) for i, row in enumerate(read_parquet(path), 1))
     elif kind == ".txt":
@@ -207,11 +342,11 @@ def read_rows(table):
     elif kind == ".jsonl":
         yield from ((f"line {i}", parse(line)) for i, line in enumerate(read_lines(path), 1))
     elif kind == ".json":
-        whole = parse("".join(read_lines(path)))
+        whole = parse("".join(read_lines(path, whole=True)))
         if isinstance(whole, list):
             yield from ((f"item {i}", row) for i, row in enumerate(whole, 1))
         else:
-            what = getattr(whole, "msg", "no list")
+            what = getattr(whole, "msg", whole) if isinstance(whole, Exception) else "no list"
             yield f"line {getattr(whole, 'lineno', 1)}", ValueError(f"{what}; a row a line is .jsonl")
     else:
         rules = dict(strict=True) if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -224,6 +359,21 @@ def read_rows(table):
 def parse(text):
     """What the JSON says, or the error in it."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return json.loads(text, object_pairs_hook=as_row, parse_int=as_number)
+    except ValueError as error:
         return error
+    except RecursionError:
+        return ValueError("lists within lists, too deep to be read")
+
+
+def as_row(pairs):
+    """The dict of an object of JSON; an error where a name has a second value, which would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        return ValueError(f"{twice(name for name, _ in pairs)} stands twice in a row")
+    return row
+
+
+def as_number(digits):
+    """Python reads 4,300 of them."""
+    return int(digits) if len(digits) < 400 else float(digits)

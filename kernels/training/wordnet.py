@@ -1,9 +1,11 @@
 """A WordNet database: the words that can replace a word, and which words of a text are such words."""
 import functools
+import os
 import re
 from pathlib import Path
 
 from .command import fail
+from .tables import opened, pieces
 
 # Words of other parts of speech that WordNet has as nouns, verbs, adjectives or adverbs: "he" is helium.
 CLOSED = frozenset("""a about above across after all along am an another any are around as at be been before
@@ -46,25 +48,24 @@ class WordNet:
         """A database that was cut short ends between two lines, and points to what is gone."""
         for (pos, offset), (_, targets) in self.synsets.items():
             for key, number in targets["@"] + targets["!"]:
-                if key not in self.synsets or number > len(self.synsets[key][0]):
+                if key not in self.synsets or not 0 <= number <= len(self.synsets[key][0]):
                     fail(f"{self.folder / f'data.{pos}'}: synset {offset:08} points to word {number} of "
                          f"{key[1]:08} in data.{key[0]}, which is not there; the database {DAMAGED}")
 
     def read(self, name, add, pos):
         """Hands each line of a file to `add`. Irregular forms, which some copies lack, may be missing."""
         path, offset = self.folder / name, 0
-        try:
-            lines = path.read_bytes().splitlines(keepends=True)
-        except OSError as error:
+        if not os.path.lexists(path):
             if not name.startswith("data."):
                 return
-            fail(f"--wordnet {self.folder}: {name}: {error.strerror}; {WANTED}")
-        for i, line in enumerate(lines, 1):
-            try:
-                add(line.decode(), offset, pos)
-            except (ValueError, IndexError, KeyError):
-                fail(f"{path} line {i}: not what a WordNet database has at this place; it {DAMAGED}")
-            offset += len(line)
+            fail(f"--wordnet {self.folder}: {name}: No such file or directory; {WANTED}")
+        with opened(path) as file:
+            for i, line in enumerate(pieces(file), 1):
+                try:
+                    add(line.decode(), offset, pos)
+                except (ValueError, IndexError, KeyError):
+                    fail(f"{path} line {i}: not what a WordNet database has at this place; it {DAMAGED}")
+                offset += len(line)
 
     def add_synset(self, line, offset, pos):
         """00358432 00 a 02 hot 0 torrid 1 001 ! 00363100 a 0101 | gloss: two words, one pointer, from the
