@@ -134,6 +134,8 @@ def load_data(path, args):
     source = next((kind for kind in ("negatives", "type") if kind in at), None)
     given = PAPER | (CODE if args.form == "code" else {}) | (SCRATCH if args.model == "scratch" else {})
     fill(args, given | dict(hard_negatives=1 if source else 0))
+    if args.hard_logit > 80:                                   # exp of more leaves float32
+        fail(f"--hard-logit {args.hard_logit:g}: wanted at most 80")
     if args.hard_negatives and not source:
         fail(f"--hard-negatives {args.hard_negatives}: {path} has neither negative_entity nor entity_type "
              "to draw them from")

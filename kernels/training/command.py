@@ -20,7 +20,7 @@ class Fault(Exception):
     so."""
 
     def __init__(self, message, every_rank=False):
-        super().__init__(one_line(message))
+        super().__init__(re.sub(r"\S{300,}", lambda word: f"{word[0][:250]}...", one_line(message)))
         self.every_rank = every_rank
 
 

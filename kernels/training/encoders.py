@@ -76,6 +76,8 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
     if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
         fail(f"{flag} {name}: {what} are missing or do not fit its config.json")
+    if bad := next((part for part, weight in model.named_parameters() if not weight.isfinite().all()), None):
+        fail(f"{flag} {name}: {bad} holds NaN or infinity; wanted a checkpoint of a training that went well")
     return model, tokenizer
 
 

@@ -82,7 +82,8 @@ def read_modules(name, modules):
             prefix = f"{path}/" if path else ""
             layout.subfolder = path
             settings = read_json(name, f"{prefix}sentence_bert_config.json")
-            layout.longest = settings.get("max_seq_length") or math.inf
+            length = settings.get("max_seq_length")
+            layout.longest = max(3, int(length)) if length else math.inf
             layout.lower = bool(settings.get("do_lower_case"))
         elif kind == "WeightedLayerPooling":
             layout.pooling = mixed_layers(name, path, settings)
