@@ -233,7 +233,7 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     negatives = similarity_lse(z1, z2, similar=(f1, f2, phi), **others)
     if len(noise):
         negatives = torch.logaddexp(negatives, similarity_lse(z1, noise, temperature, impl=impl))
-    return (negatives - positive).where(negatives > -torch.inf, 0).mean()
+    return (negatives - positive).where(negatives != -torch.inf, 0).mean()
 
 
 def one_against_all(z1, keys, f1, f2, phi, temperature, offset):

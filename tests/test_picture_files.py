@@ -346,7 +346,7 @@ def alive(pid):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGINT alone", "SIGKILL alone"])
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM alone"])
 def test_signals_end_all_processes_at_once(kind, tmp_path):
     """Sent to the group, as a terminal does, or to the first process alone."""
     for i in range(200):
@@ -362,8 +362,7 @@ def test_signals_end_all_processes_at_once(kind, tmp_path):
     began, (kind, *alone) = time.time(), kind.split()
     (os.kill if alone else os.killpg)(process.pid, getattr(signal, kind))
     out, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (-signal.SIGKILL if kind == "SIGKILL" else 130, "")
-    assert out.startswith("stopped") == (kind != "SIGKILL")
+    assert (process.returncode, err) == (130, "") and out.startswith("stopped")
     while any(alive(file.name[5:]) for file in busy) and time.time() < began + 15:
         time.sleep(0.05)
     assert busy and time.time() < began + 10

@@ -124,7 +124,8 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("nli.json", '[{"a": "A"}, {"a": "A", "a": "b"}]', r"nli\.json item 2: not JSON: 'a' stands twice .*"),
     ("nli.jsonl", '["A"]\n' + "[" * 100_000, r"nli\.jsonl line 2: not JSON: lists within lists, too deep .*"),
     ("nli.jsonl", '["A"]\n' + "[" * 900 + "]" * 900, r"nli\.jsonl line 2: wanted .*, found '\[+'"),
-    ("a" * 300 + ".csv", None, r"a+\.csv: File name too long"), ("a" * 300, None, "a+: wanted a name .*"),
+    ("a" * 300 + ".csv", None, r"a+\.\.\.a+\.csv: File name too long"),
+    ("a" * 300, None, r"a+\.\.\.a+: wanted a name .*"),
     ("nli.csv", 'A,b\nA,"b\nA,b\n', r"nli\.csv after line 1: unexpected end of data; close every \", .*"),
     ("nli.csv", "A,b,c\n" * 3 + "A\n" + 'A,"b\nb",c\n' + "A, ,c\n" * 8 + "A,b,c\n",
      r"nli\.csv line 4: 1 columns, wanted 3 "
@@ -240,11 +241,11 @@ CHANGES = {"a row loses a cell": lambda text: text.replace(",He eats.", "", 1),
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_checked_file_stays_what_it_was(change, begun, tmp_path):
     """Or every later pass fails, one that has begun too."""
-    text, path = GOOD * 40_000, tmp_path / "nli.csv"           # more than is read ahead
+    text, path = GOOD * 5_000, tmp_path / "nli.csv"           # more than is read ahead
     path.write_text(text)
     _, table = read_table(path, empty_cell)
     wanted = [cells for _, cells in table]
-    assert len(wanted) == 120_000 and [cells for _, cells in table] == wanted
+    assert len(wanted) == 15_000 and [cells for _, cells in table] == wanted
     rows = iter(table)
     if begun:
         next(rows)

@@ -20,7 +20,8 @@ class Fault(Exception):
     so."""
 
     def __init__(self, message, every_rank=False):
-        super().__init__(re.sub(r"\S{300,}", lambda word: f"{word[0][:250]}...", one_line(message)))
+        cut = lambda word: f"{word[0][:99]}...{word[0][-99:]}"
+        super().__init__(re.sub(r"\S{300,}", cut, one_line(message)))
         self.every_rank = every_rank
 
 
@@ -255,7 +256,7 @@ def has_checkpoint(there):
     as_fault.kept = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
 
 
-FULL = "can't allocate memory|could not create a primitive|ThreadPoolBuildError"       # PyTorch's, oneDNN's
+FULL = "[Cc]an('|no)t allocate memory|could not create a primitive|ThreadPoolBuildError"
 
 
 def as_fault(error, main):

@@ -1,0 +1,60 @@
+"""Flags of every script with values that they cannot have or that no machine can meet, alone and together."""
+import importlib
+import itertools
+from functools import partial
+
+from cases import SCRIPTS, Case
+
+case = partial(Case, "flags")
+
+NUMBERS = ["x", "nan", "inf", "-1", "0", "1e30", "1" + "0" * 12, str(2**63), "", "9" * 5000, "0x10",
+           "1_0",
+           "٣", "1e400", "-0.0", "1e-320", "1.5"]
+NAMES = ["none/such", "", "a\nb", "\udcff", "b" * 5000, "-", "~", "/dev/null", "/proc/self/mem"]
+CHOICES = ["x", "", "CLS", "a\nb", "\x1b[2J", "b" * 5000, "\udcff", "paper,code"]
+BESIDE = {"--study": "--dev sts.tsv", "--contrast-set": "topics.tsv"}      # without which it is not read
+TOGETHER = {
+    "simcse": """--evaluate --resume, --head keep new, --head keep train-only, --columns 1 1 1, --columns 9,
+        --prompt a b c d, --pooling last --head keep, --resume --out none, --batch-size 1, --batch-size 25,
+        --chunk-size 1 --mlm-weight 1, --da few.csv, --test --dev, -1, --, few.csv, --no-such 1, --lr=--lr,
+        --lr, --lr 1e18 --steps 3, --evaluate --model scratch --dev sts.tsv,
+        --temperature 1e-4 --lr 1, --resume=x""",
+    "simclr": """--dev few.txt, --crop 2, --width 100000000000, --profile --resume,
+        --batch-size 24 --chunk-size 1, --batch-size 1 --head-layers 3, --evaluate --model resnet-18""",
+    "moco": """--queue 7, --bn-splits 3, --bn-splits 8, --v1 --symmetric, --queue 8 --width 100000000000,
+        --queue 800000000000, --momentum 2, --batch-size 3 --bn-splits 2, --evaluate --model net""",
+    "selfguided": """--layers 99, --layers 0 0, --objective base --layers 2, --study --evaluate,
+        --width 100000000000, --width 1 --chunk-size 1""",
+    "cline": """--held-out 999, --synonym-rate 0 --antonym-rate 0, --tagger none, --save-triples few.csv,
+        --save-triples /dev/full, --synonym-rate 1 --antonym-rate 1, --evaluate --model bert""",
+    "tacl": """--accumulate 9, --teacher net, --buffer 2 --dev-pairs 1, --similarity dot --form code,
+        --max-length 4, --contrast 0 --teacher bert, --evaluate --model bert""",
+    "ease": """--hard-negatives 99, --entity-map none --entity-vectors few.txt, --micro-batch 1,
+        --equal-entities mask --form code, --entity-weight 0 --simcse-weight 0, --hard-logit 1e12""",
+    "vascl": """--radius 1 --relative-radius 1, --neighbours 99, --neighbours 100000000000, --ascent-steps 0,
+        --form paper --chunk-size 1, --head-lr 1e18 --lr 1e18 --steps 3, --radius 1e18""",
+    "dclr": """--guide scratch, --guide net, --phi -1, --noise-times 0 --noise-steps 0, --noise-times 1e9,
+        --noise-step-size 1e18, --phi 9""",
+    "childtuning": """--mode none none, --reserve-p 1 --mode D, --reserve-p 1e-30, --seeds 2,
+        --metric pearson,
+        --task regression, --child none --mode D, --rdrop 1 --form code, --text sentence sentence,
+        --label none,
+        --evaluate --model bert --dev topics.tsv, --fisher-samples 100000000000 --mode D,
+        --lr 1e18 --steps 3"""}
+
+
+def cases():
+    numbers, names, choices = map(itertools.cycle, (NUMBERS, NAMES, CHOICES))
+    flags = {}
+    for script in SCRIPTS:
+        for flag in importlib.import_module(script).make_parser()._actions:
+            if flag.nargs != 0:
+                flags.setdefault(flag.option_strings[-1], (flag, []))[1].append(script)
+    for (name, (flag, scripts)), turn in zip(flags.items(), itertools.count()):
+        value = next(numbers if flag.type else choices if flag.choices else names)
+        short = value if len(value) < 30 else f"{value[0]} {len(value):,} times"
+        argv = [name, value, *BESIDE.get(name, "").split()]
+        yield case(f"{name} {short!a}", scripts[turn % len(scripts)], argv)
+    for script, lines in TOGETHER.items():
+        for line in lines.split(","):
+            yield case(" ".join(line.split()), script, line.split(), late="1e" in line)

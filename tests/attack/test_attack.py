@@ -1,0 +1,65 @@
+"""Bad input of every kind, to every script: one clear line and exit code 2, or a right result; nothing else.
+
+    python tests/attack/test_attack.py [part of a name ...]    all cases, or those, and a table
+    TENCL_ATTACK=all python -m pytest tests/attack             the same without it, and all kills
+
+Without TENCL_ATTACK a test run draws 48 cases, always the same.
+"""
+import os
+import random
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import faults
+import flags
+import folders
+import pictures
+import pytest
+import texts
+from cases import outcome
+
+CASES = [case for part in (texts, pictures, flags, folders, faults) for case in part.cases()]
+CATEGORIES = list(dict.fromkeys(case.category for case in CASES))
+
+
+def drawn(category, count=8):
+    """Its cases, or so many of them; none that takes seconds."""
+    cases = [case for case in CASES if case.category == category]
+    if os.environ.get("TENCL_ATTACK") == "all":
+        return cases
+    quick = [case for case in cases if case.shell is None]
+    return random.Random(19).sample(quick, min(count, len(quick)))
+
+
+def name(case):
+    return f"{case.category}: {case.script}.py: {case.name}"
+
+
+def test_every_name_is_one_case():
+    assert [case for case, times in Counter(map(name, CASES)).items() if times > 1] == []
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_one_line_or_a_right_result(category):
+    outcomes = {name(case): outcome(case) for case in drawn(category)}
+    assert {case: said for case, (verdict, said) in outcomes.items() if verdict == "failed"} == {}
+
+
+def main():
+    chosen = [case for case in CASES if all(part in name(case) for part in sys.argv[1:])]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        outcomes = list(pool.map(outcome, chosen))
+    for case, (verdict, said) in zip(chosen, outcomes):
+        if verdict == "failed" or len(chosen) < 30:
+            print(f"{verdict:8}  {name(case)!a}\n          {said!a}")
+    print("\n| category | tried | one line | accepted | failed |\n|---|---:|---:|---:|---:|")
+    for category in [*CATEGORIES, "all"]:
+        found = Counter(verdict for case, (verdict, _) in zip(chosen, outcomes)
+                        if category in (case.category, "all"))
+        numbers = [found.total(), *(found[verdict] for verdict in ("one line", "accepted", "failed"))]
+        print(f"| {category} | {' | '.join(map(str, numbers))} |")
+
+
+if __name__ == "__main__":
+    main()

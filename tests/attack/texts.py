@@ -1,0 +1,172 @@
+"""Text files that are damaged, or no files at all, for every flag that reads text."""
+import gzip
+import importlib.util
+import itertools
+import json
+import os
+import random
+import shutil
+import socket
+from functools import partial
+
+from cases import DATA, NLI, Case, both, change, put
+
+case = partial(Case, "texts")
+FEW = [[cell.replace('"', "") for cell in row] for row in NLI[:12]]
+HEADERS = {"simcse": ["sent0", "sent1", "hard_neg"], "vascl": ["sentence1", "sentence2"],
+           "dclr": ["sentence"],
+           "selfguided": ["text"], "cline": ["text"], "ease": ["text", "entity"],
+           "childtuning": ["sentence", "label"]}
+NOISE = random.Random(0).randbytes(5000)
+
+
+def written(kind, script):
+    """The bytes of a good file for a script."""
+    header = HEADERS[script]
+    rows = [[row[0], "ab"[i % 2]] if script == "childtuning" else row[: len(header)] for i,
+            row in enumerate(FEW)]
+    if kind.startswith("json"):
+        texts = [json.dumps(dict(zip(header, row))) for row in rows]
+        return f"[{', '.join(texts)}]\n".encode() if kind == "json" else ("\n".join(texts) + "\n").encode()
+    quote, comma = ('"{}"'.format, ",") if kind == "csv" else (str, "\t")
+    rows = rows if kind == "txt" else [header, *rows]
+    return "".join(comma.join(map(quote, row)) + "\n" for row in rows).encode()
+
+
+def flipped(data):
+    """Nine bits are another."""
+    data, draw = bytearray(data), random.Random(len(data))
+    for place in draw.choices(range(len(data)), k=9):
+        data[place] ^= 1 << draw.randrange(8)
+    return bytes(data)
+
+
+def amid(data, new, old=b" "):
+    """With `new` in the place of a space in the midst."""
+    start = data.index(old, len(data) // 2)
+    return data[:start] + new + data[start + len(old) :]
+
+
+REFUSED = {                                                    # in every kind of file
+    "latin-1": lambda data: amid(data, b" caf\xe9 "), "empty": lambda data: b"",
+    "blank": lambda data: b"\n" * 9,
+    "utf-16": lambda data: data.decode().encode("utf-16"), "noise": lambda data: NOISE,
+    "utf-16 without a mark": lambda data: data.decode().encode("utf-16-le"),
+    "one line": lambda data: data[: data.index(b"\n") + 1][:200]}
+EITHER = {
+    "truncated": lambda data: data[: len(data) // 2 + 7], "flipped": flipped,
+    "nul": lambda data: amid(data, b" \0 "), "cr": lambda data: data.replace(b"\n", b"\r"),
+    "huge cell": lambda data: amid(data, b"x" * 10**6),
+    "ragged": lambda data: amid(data, b" ", next(comma for comma in (b'","', b"\t", b" ") if comma in data)),
+    "short row": lambda data: data + data.split(b" ")[0] + b"\n", "twice": lambda data: data + data,
+    "odd spaces": lambda data: amid(data, " \x85 \u2028 \x0c \x1b[2J ".encode()),
+    "separators": lambda data: amid(data, b"," * 10**5 + b"\t" * 10**5)}
+SAME = {"crlf": lambda data: data.replace(b"\n", b"\r\n"), "a mark": lambda data: b"\xef\xbb\xbf" + data}
+JSON = ['"\\ud800 eats"', "NaN", "1e999", "9" * 5000, "[" * 10**5 + "]" * 10**5, '["a", ["b"]]', '{"a": {}}',
+        "null",
+        '"a\\u0000b"', '"a\\nb\\r\\u2028"', '"\\u001b[2J"', '"\\x"', '"a']
+CSV = ['"A man eats\nA dog runs\n', 'A "man" eats\nb\nc\n', '"A man" eats\nb\nc\n', "a;b\nc;d\ne;f\n",
+       "sentence,sentence\na b,c d\ne f,g h\n", ",sentence1,sentence2\n0,a b,c d\n1,e f,g h\n",
+       " , \na b,c d\n",
+       'text\n"a man\neats"\n"a dog\r\nruns"\n"the sun"\n"rain"\n',
+       "sentence1,sentence2\na b,c d\n,\n e f, \n"]
+
+
+def of_data():
+    scripts, kinds = itertools.cycle(HEADERS), itertools.cycle(["csv", "txt", "json", "tsv", "jsonl"])
+    for (name, damage), _ in itertools.product((REFUSED | EITHER | SAME).items(), range(3)):
+        kind = next(kinds)
+        script = next(script for script in scripts if kind != "txt" or script not in ("ease", "childtuning"))
+        good, more = written(kind, script), dict(wanted="one line" if name in REFUSED else "either")
+        if name in SAME:
+            more = dict(wanted="accepted", like=[f"--data=good.{kind}", "--out", "like"])
+        make = both(put(f"bad.{kind}", damage(good)), put(f"good.{kind}", good))
+        yield case(f"{kind}: {name}", script, [f"--data=bad.{kind}"], make, **more)
+    good = "\n\n".join("\n".join(row) for row in FEW).encode() + b"\n"
+    for name, damage in (REFUSED | EITHER | SAME).items():
+        yield case(f"documents: {name}", "tacl", ["--data=bad"], put("bad", damage(good)))
+    for value, (kind, start, comma, end) in zip(JSON, itertools.cycle([
+            ("json", "[", ",", "]"), ("jsonl", "", "\n", "")])):
+        script = next(script for script in scripts if script in ("dclr", "simcse", "vascl", "selfguided"))
+        rows = [json.dumps({"sentence": row[0]}) for row in FEW] + [f'{{"sentence": {value}}}']
+        text = start + comma.join(rows) + end
+        yield case(f"{kind}: {value[:12]}", script, [f"--data=bad.{kind}"], put(f"bad.{kind}", text))
+    for text in ('{"a": 1}', "3", '["a b", "c d", "e f"]', '[{"text": "a", "text": "b"}]',
+                 '[["a"], {"text": "b"}]'):
+        yield case(f"json: {text}", "dclr", ["--data=bad.json"], put("bad.json", text))
+    for text in CSV:
+        yield case(f"csv: {text!r:.30}", next(scripts), ["--data=bad.csv"], put("bad.csv", text))
+    good = gzip.compress(written("csv", "simcse"), mtime=0)
+    for name, data in {"truncated": good[:-9], "flipped": flipped(good), "text": b"A b.\nC d.\n",
+                       "empty": b"",
+                       "empty within": gzip.compress(b""),
+                       "a line of 30 MB": gzip.compress(bytes(30 * 2**20), 1),
+                       "packed twice": gzip.compress(good)}.items():
+        yield case(f"csv.gz: {name}", "simcse", ["--data=bad.csv.gz"], put("bad.csv.gz", data), "one line")
+    make = both(put("a.csv.gz", good), put("good.csv", gzip.decompress(good)))
+    yield case("csv.gz", "simcse", ["--data=a.csv.gz"], make, "accepted",
+               like=["--data=good.csv", "--out", "like"])
+    for data in (NOISE, b"", b"PAR1" * 9) if importlib.util.find_spec("pyarrow") else ():
+        yield case(f"parquet: {data!r:.10}", "vascl", ["--data=a.parquet"], put("a.parquet", data),
+                   "one line")
+
+
+SCORES = ["nan", "inf", "1e400", "high", "", "9" * 5000, "-3", "0x10", "٣"]
+LABELS = ["nan", "", "9" * 5000, "1" + "0" * 30, "a\x0b", "a" * 5000, "inf", "1e400", "only"]
+VECTORS = b"3 2\nENTITY/Sun 1 2\nman 0.5 1\nENTITY/Two_waiters 3 4\n"
+
+
+def of_other_flags():
+    scripts = itertools.cycle(["simcse", "selfguided", "ease", "vascl", "dclr"])
+    for score, flag in zip(SCORES, itertools.cycle(["--dev", "--test"])):
+        text = "".join(f"{a}\t{b}\t{score if i % 2 else 3}\n" for i, (a, b, _) in enumerate(FEW))
+        yield case(f"{flag}: {score[:9]}", next(scripts), [flag, "a.tsv"], put("a.tsv", text))
+    for label, flag in zip(LABELS, itertools.cycle(["--data", "--transfer", "--cluster"])):
+        script = "childtuning" if flag == "--data" else next(scripts)
+        text = "".join(f"{row[0]}\t{'ab'[i % 2] if i % 3 and label != 'only' else label}\n" for i,
+                       row in enumerate(FEW))
+        yield case(f"{flag}: label {label!r:.9}", script, [flag, "a.tsv"], put("a.tsv", text))
+    for name, bad in {"a lying count": b"1000000000000 300\n", "wide": b"1 " + b"9" * 20 + b"\nENTITY/A 1\n",
+                      "empty": b"",
+                      "nan": VECTORS.replace(b"3 4", b"nan inf"), "ragged": VECTORS.replace(b"3 4", b"3 4 5"),
+                      "noise": NOISE, "latin-1": VECTORS.replace(b"man", b"m\xe9n"),
+                      "truncated": VECTORS[:-3],
+                      "words": VECTORS.replace(b"3 4", b"three four")}.items():
+        yield case(f"--entity-vectors: {name}", "ease", ["--entity-vectors", "v.txt"], put("v.txt", bad))
+    for name in ("truncated", "flipped", "noise"):
+        own = lambda here: shutil.copytree(DATA / "wordnet", here / "wordnet")
+        make = both(own, change("wordnet/data.noun", (REFUSED | EITHER)[name]))
+        yield case(f"--wordnet: {name}", "cline", ["--wordnet", "wordnet"], make)
+    kinds = itertools.cycle(NO_FILES.items())
+    for (script, *flags), _ in itertools.product(READERS, range(2)):
+        path, make = next(kinds)
+        yield case(f"{flags[0]}: {path!r:.20}", script, [*flags, path], make, "one line", bound=True,
+                   stdin=b"A man eats.\nA dog runs.\n")
+
+
+def listen(here):
+    with socket.socket(socket.AF_UNIX) as ear:
+        ear.bind(str(here / "socket.txt"))
+
+
+BYTES = os.fsdecode(b"a\xff.txt")
+NO_FILES = {
+    "pipe.txt": lambda here: os.mkfifo(here / "pipe.txt"),
+    "folder.txt": lambda here: os.mkdir(here / "folder.txt"),
+    "zero.txt": lambda here: (here / "zero.txt").symlink_to("/dev/zero"), "none.txt": None,
+    "/dev/stdin": None,
+    "dangling.txt": lambda here: (here / "dangling.txt").symlink_to("none"), "socket.txt": listen,
+    "itself.txt": lambda here: (here / "itself.txt").symlink_to("itself.txt"),
+    "a\nb.txt": put("a\nb.txt", b"\xff"),
+    "bare.txt": both(put("bare.txt", "A man eats.\n"), lambda here: (here / "bare.txt").chmod(0)),
+    BYTES: put(BYTES, b"\xff"), "\x1b[2Ja.txt": None, "": None, "a" * 5000 + ".txt": None}
+READERS = [*((script, "--data") for script in (*HEADERS, "tacl")), ("simcse", "--dev"), ("vascl", "--test"),
+           ("dclr", "--transfer"), ("selfguided", "--cluster"), ("ease", "--entity-vectors"),
+           ("tacl", "--dev"),
+           ("cline", "--wordnet"), ("childtuning", "--dev"), ("childtuning", "--contrast-set", "topics.tsv"),
+           ("simcse", "--evaluate", "--test")]
+
+
+def cases():
+    yield from of_data()
+    yield from of_other_flags()
