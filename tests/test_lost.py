@@ -28,6 +28,10 @@ STAGES = {"reading": "simcse.load_data", "reading the held-out data": "simcse.He
           "tokenising": "simcse.tokenise_table", "the first evaluation": "simcse.HeldOut.before",
           "a step": "simcse.sum_gradients", "an evaluation": "kernels.training.evaluation.save",
           "behind the last step": "simcse.HeldOut.after"}
+FIRST = "stopped  before the first step"
+SAID = {"a step": "stopped  at step 1, saved; --resume continues",
+        "an evaluation": "stopped  at step 2, saved; --resume continues",
+        "behind the last step": "stopped  behind the last step; the checkpoint is whole"}
 FLAGS = [*map(str, SMALL), "--steps", "3", "--eval-every", "2"]
 
 
@@ -62,7 +66,9 @@ def test_a_signal_at_any_stage_is_ctrl_c(kind, whole, monkeypatch, capfd):
             with pytest.raises(SystemExit) as end:
                 simcse.main([*FLAGS, "--out", str(out), "--resume"])
         said, errors = capfd.readouterr()
-        assert (end.value.code, errors) == (130, "") and said.splitlines()[-1].startswith("stopped "), stage
+        last = said.splitlines()[-1]
+        assert (end.value.code, errors) == (130, "") and re.fullmatch(SAID.get(stage, FIRST), last), stage
+        assert said.count("\nstopping when this step is done") == (stage in SAID and "behind" not in stage)
         simcse.main([*FLAGS, "--out", str(out), "--resume"])
         assert same_result(whole, out), stage
 

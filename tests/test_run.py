@@ -1,22 +1,19 @@
-"""What happens to runs: --out, --resume, Ctrl-C, SIGTERM, kill -9, a full disk, a dead rank, a loss that is
-no number."""
+"""What happens to runs: --out, --resume, a full disk, a dead rank, a loss that is no number. test_lost.py has
+signals, attack/ has kills."""
 import json
 import os
-import random
 import resource
 import shutil
-import signal
 import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import simcse
 from kernels.training.command import command, fail, say
-from running import DATA, ROOT, SMALL, equal, free_port, metrics, refuse, run, start
+from running import DATA, ROOT, SMALL, free_port, refuse, run, start
 
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 8]
 PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
@@ -35,62 +32,6 @@ def wait_for_step(process, out, step):
 
 def last_step(out):
     return torch.load(out / "state.pt", weights_only=True)["progress"]["step"]
-
-
-@every_script
-def test_a_signal_saves_and_a_kill_loses_nothing(name, tmp_path):
-    """Ctrl-C or SIGTERM, then kill -9 at random moments while every step is evaluated and saved, so that most
-    hit a file being written: --resume ends in the bits of the unbroken run. TENCL_KILLS=50 is the whole
-    test."""
-    kills, out, draw = int(os.environ.get("TENCL_KILLS", 1)), tmp_path / "out", random.Random(name)
-    flags = [*SCRIPTS[name], "--steps", 8 + 4 * kills, "--eval-every", 1]
-    whole, process = start(name, tmp_path / "whole", *flags), start(name, out, *flags)
-    wait_for_step(process, out, 2)
-    process.send_signal(signal.SIGINT if name == "moco" else signal.SIGTERM)
-    said, errors = process.communicate(timeout=120)
-    assert process.returncode == 130 and errors == "" and said.splitlines()[-1].startswith("stopped ")
-    step = last_step(out)
-    assert said.count("\nstopping when this step is done") == 1 and 2 <= step < 8 + 4 * kills
-    process = start(name, out, *flags, "--resume")
-    for _ in range(kills):
-        wait_for_step(process, out, step + 2)
-        time.sleep(draw.uniform(0, 0.3))
-        process.kill()
-        process.communicate()
-        step = last_step(out)
-        process = start(name, out, *flags, "--resume")
-    assert process.wait(600) == whole.wait(600) == 0, process.stderr.read()
-    assert [row["step"] for row in metrics(out)] == list(range(1, 9 + 4 * kills))
-    assert equal(*(load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", out)))
-    one, two = (torch.load(folder / "state.pt", weights_only=True) for folder in (tmp_path / "whole", out))
-    assert one["progress"] == two["progress"] and equal(dict(one["model"]), dict(two["model"]))
-
-
-@pytest.mark.parametrize("name", ["simcse"])
-def test_interrupted_before_the_first_step(name, tmp_path):
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # in the background it may be deaf
-    process = start(name, tmp_path / "out", *SCRIPTS[name], before=heard)
-    for line in process.stdout:                                # which it says before it evaluates
-        if line.startswith("run "):
-            process.send_signal(signal.SIGINT)
-            break
-    said, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (130, "") and said.splitlines()[-1].startswith("stopped ")
-
-
-def test_a_signal_ends_the_probe_behind_the_last_step(tmp_path):
-    """In which there is nothing to save: the checkpoint is."""
-    flags = [*SCRIPTS["moco"], "--probe-epochs", 10**6, "--steps", 1, "--eval-every", 1]
-    process = start("moco", tmp_path / "out", *flags)
-    while not (tmp_path / "out" / "state.pt").is_file() and process.poll() is None:
-        time.sleep(0.02)
-    time.sleep(0.5)
-    process.terminate()
-    try:
-        said, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    assert (process.returncode, errors) == (130, "") and "\nstopped  behind the last step" in said
 
 
 @pytest.mark.parametrize("keep, left", [("always", True), ("running", False), ("never", False)])

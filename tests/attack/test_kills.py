@@ -24,7 +24,7 @@ MORE = {"childtuning": ["--dev", "topics.tsv", "--mode", "F", "D", "--fisher-sam
         "selfguided": ["--dev", "sts.tsv"]}
 
 
-@pytest.mark.parametrize("name", SCRIPTS if ALL else ["simcse", "tacl"])
+@pytest.mark.parametrize("name", SCRIPTS if ALL else ["simcse", "moco"])
 def test_a_kill_loses_nothing(name, tmp_path):
     draw, here = random.Random(name), Furniture.copy(tmp_path / "work")
     flags = [*MORE.get(name, []), "--steps", 4 + 2 * KILLS, "--eval-every", 1]
