@@ -2,8 +2,11 @@
 
 Eager stores s = q·kᵀ/τ and its softmax, both (N, M). Here one buffer holds the logits of a few rows:
 
-    lse_i  = max_j s_ij + log Σ_j exp(s_ij − max_j s_ij)                   one strip forward, then forgotten
-    dq_i   = (1/τ) Σ_j g_i p_ij k_j,    dk_j = (1/τ) Σ_i g_i p_ij q_i,      p_ij = exp(s_ij − lse_i)
+    lse_i  = top_i + log total_i,       total_i = Σ_j exp(s_ij − top_i)     one strip forward, then forgotten
+    dq_i   = (1/τ) Σ_j g_i p_ij k_j,    dk_j = (1/τ) Σ_i g_i p_ij q_i,      p_ij = exp(s_ij − top_i) / total_i
+
+top_i is max_j s_ij. It and total_i stay two numbers: as one, lse_i has |s|'s rounding, all p_ij of a row are
+wrong by the same factor, and Σ_j p_ij k_j − k_positive no longer cancels where small τ or equal rows need it.
 
 `g_i` is a factor of a row, so it multiplies the narrow sides (q and dq, (N, D)) and never the strip. The
 backward pass computes each strip again: 2 + 6 N·M·D operations against eager's 2 + 4. A loss that knows its
@@ -92,30 +95,47 @@ def put_(s, at, new):
 
 
 def exp_(s):
-    """s becomes exp(s − shift) in place; returns (shift, Σ_j). Without columns the shift is finite: 0 / 0."""
-    shift = s.amax(1).clamp_(min=torch.finfo(s.dtype).min)
-    return shift, s.sub_(shift[:, None]).exp_().sum(1)
+    """s becomes exp(s − top) in place; returns (top, Σ_j)."""
+    top = top_of(s, 1)
+    return top, s.sub_(top[:, None]).exp_().sum(1)
+
+
+def top_of(s, axis):
+    """The largest, made finite: ∞ − ∞ would be NaN, without columns and for those beside an infinite one."""
+    limits = torch.finfo(s.dtype)
+    return s.amax(axis).clamp_(limits.min, limits.max)
+
+
+def take_in(sums, top, total):
+    """sums (2, n), tops and totals so far, with those of other columns of the same rows."""
+    new = torch.maximum(sums[0], top)
+    sums[1] = sums[1] * (sums[0] - new).exp() + total * (top - new).exp()
+    sums[0] = new
+
+
+def share(x, total):
+    """x / total, and 0 for a row without columns."""
+    return (x / total).masked_fill_(total == 0, 0)
 
 
 def similarity_lse(q, k, temperature, rule):
-    """(N,) in temperature's dtype."""
+    """(lse (N,), (2, N) tops and totals) in temperature's dtype."""
     q, k = cast(q, k, temperature)
-    lse = q.new_empty(len(q))
+    sums = q.new_empty(2, len(q))
     for rows, _, s in strips(q, k, temperature, rule):
-        shift, total = exp_(s)
-        lse[rows] = shift + total.log()
-    return lse
+        sums[0, rows], sums[1, rows] = exp_(s)
+    return sums[0] + sums[1].log(), sums
 
 
-def similarity_lse_backward(q, k, temperature, rule, grad, lse, needs_q, needs_k, needs_temperature):
+def similarity_lse_backward(q, k, temperature, rule, grad, sums, needs_q, needs_k, needs_temperature):
     """(dq (N, D), dk (M, D), dτ), or empty, for the gradient of each row's lse; k None: all of it is dq."""
     rows, columns = cast(q, k, temperature)
     needs_q, needs_k = needs_q or needs_temperature, needs_k or k is None
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((rows, needs_q), (columns, needs_k)))
-    shift = lse.clamp(min=torch.finfo(lse.dtype).min)
+    grad = share(grad, sums[1]) / temperature
     for at, mine, s in strips(rows, columns, temperature, rule):
-        p = s.sub_(shift[at, None]).exp_()
-        add_gradients(dq, dk[mine], rows, columns[mine], p, at, grad[at] / temperature, needs_q, needs_k)
+        p = s.sub_(sums[0, at, None]).exp_()
+        add_gradients(dq, dk[mine], rows, columns[mine], p, at, grad[at], needs_q, needs_k)
     dt = -torch.linalg.vecdot(rows, dq).sum() / temperature if needs_temperature else rows.new_empty(0)
     dq, dk = (dq + dk, dk.new_empty(0, dk.shape[1])) if k is None else (dq, dk)
     return dq.to(q.dtype), dk.to(q.dtype), dt
@@ -123,13 +143,18 @@ def similarity_lse_backward(q, k, temperature, rule, grad, lse, needs_q, needs_k
 
 def similarity_lse_fixed_keys(q, k, temperature, rule):
     """(lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j: where the keys need no gradient, dq_i = g_i o_i / τ."""
-    q, k = cast(q, k, temperature)
-    lse, o = q.new_empty(len(q)), torch.empty_like(q)
+    sums, o = sums_and_mean(*cast(q, k, temperature), temperature, rule)
+    return sums[0] + sums[1].log(), o
+
+
+def sums_and_mean(q, k, temperature, rule):
+    """((2, N) tops and totals, o (N, D)) of rows that have been cast."""
+    sums, o = q.new_empty(2, len(q)), torch.empty_like(q)
     for rows, columns, s in strips(q, k, temperature, rule):
-        shift, total = exp_(s)
-        lse[rows] = shift + total.log()
+        sums[0, rows], total = exp_(s)
+        sums[1, rows] = total
         torch.mm(s, k[columns], out=o[rows]).div_(total.clamp(min=torch.finfo(s.dtype).tiny)[:, None])
-    return lse, o
+    return sums, o
 
 
 def softmax_loss(q, k, temperature, rule, weights, both, needs_q, needs_k, needs_temperature):
@@ -155,12 +180,12 @@ def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
     for rows, _, s in strips(q, k, temperature, Rule()):
         positive, _ = put_(s, targets[rows], -torch.inf)
-        shift, total = exp_(s)
-        gap = shift + total.log() - positive
-        loss -= weights[rows] @ F.logsigmoid(-gap)               # softplus(x) = −log σ(−x), exact for every x
+        top, total = exp_(s)
+        gap = (top - positive) + total.log()
+        softplus = -F.logsigmoid(-gap).masked_fill_(weights[rows] == 0, 0)              # exact for every gap
+        loss += weights[rows] @ softplus
         slope = weights[rows] * gap.sigmoid() / temperature
-        tiny = torch.finfo(q.dtype).tiny
-        add_gradients(dq, dk, q, k, s, rows, slope / total.clamp(min=tiny), needs_q, needs_k)
+        add_gradients(dq, dk, q, k, s, rows, share(slope, total), needs_q, needs_k)
         at = slice(rows.start + rule.offset, rows.stop + rule.offset)
         if rule.exclude == "target":
             at = targets[rows]
@@ -181,10 +206,11 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     one_set = k is None
     k, needs_k = (q, False) if one_set else (k, needs_k)
     targets = positive_of(rule, len(q), q.device)
-    positive, row_lse = torch.empty_like(targets, dtype=q.dtype), q.new_full((len(q),), -torch.inf)
-    column_lse = row_lse if one_set else torch.full_like(row_lse, -torch.inf)
+    positive = torch.empty_like(targets, dtype=q.dtype)
+    of_rows = torch.stack([torch.full_like(positive, torch.finfo(q.dtype).min), torch.zeros_like(positive)])
+    of_columns = of_rows if one_set else of_rows.clone()
     # the CPU looks at a number for free: where no exp(s) can overflow or vanish, one serves rows and columns
-    bounded = not q.is_cuda and q.norm(dim=1).max() * k.norm(dim=1).max() / temperature < 69
+    bounded = not q.is_cuda and q.norm(dim=1).max() * k.norm(dim=1).max() / temperature.abs() < 69
     one_strip = len(q) * len(k) <= SMALL
     for rows, _, s in strips(q, k, temperature, Rule(), upper=one_set):
         # of one set the inner columns are rows of this strip
@@ -196,33 +222,36 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
             s.diagonal().fill_(-torch.inf)
         if bounded:
             s.exp_()
-            of_rows, of_columns = s.sum(1).log(), s[:, inner:].sum(0).log()
-        else:
-            of_rows, of_columns = s.logsumexp(1), s[:, inner:].logsumexp(0)
-        row_lse[rows] = torch.logaddexp(row_lse[rows], of_rows)
-        column_lse[first + inner:] = torch.logaddexp(column_lse[first + inner:], of_columns)
-    gaps = [row_lse - positive] + ([] if one_set else [column_lse - positive])
+        for sums, x, axis in (of_rows[:, rows], s, 1), (of_columns[:, first + inner:], s[:, inner:], 0):
+            top = x.new_zeros(()) if bounded else top_of(x, axis)
+            e = x if bounded else (x - top.unsqueeze(axis)).exp_()
+            take_in(sums, top, e.sum(axis))
+    sides = [of_rows] if one_set else [of_rows, of_columns]
+    gaps = [(top - positive) + total.log() for top, total in sides]
     loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
     dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
     if needs_q or needs_k:
         slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
         again = [(rows, None, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set)
-        lses = row_lse, column_lse
-        add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, one_strip)
+        add_two_sided(dq, dk, q, k, again, slopes, sides, targets, bounded, one_set, one_strip)
     return loss, dq, dk
 
 
-def add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, one_strip):
+def add_two_sided(dq, dk, q, k, again, slopes, sides, targets, bounded, one_set, one_strip):
     """The second pass of two_sided: dq, dk take in the strips' weights; one strip still holds the first's."""
-    shifts = [lse.where(lse > -torch.inf, 0) for lse in lses]  # a row without columns: slope 0
+    shares = [share(slope, total) for slope, (_, total) in zip(slopes, sides)]
     for rows, _, s in again:
         first = rows.start if one_set else 0
         if bounded:
             w = s if one_strip else s.exp_()
-            w.mul_((slopes[0] * (-shifts[0]).exp())[rows, None] + (slopes[-1] * (-shifts[1]).exp())[first:])
+            w.mul_(shares[0][rows, None] + shares[-1][first:])
         else:
-            w = (s - shifts[0][rows, None]).exp_().mul_(slopes[0][rows, None])
-            w += s.sub_(shifts[1][first:]).exp_().mul_(slopes[-1][first:])
+            w = (s - sides[0][0, rows, None]).exp_().mul_(shares[0][rows, None])
+            inner = len(w) if one_set else 0
+            others = slice(first + inner, None)
+            w[:, inner:] += s[:, inner:].sub_(sides[-1][0, others]).exp_().mul_(shares[-1][others])
+            if one_set:                                       # s_ij and s_ji, rounded apart, are both there
+                w[:, :inner] += w[:, :inner].T.clone()
         if len(dq):
             dq[rows].addmm_(w, k[first:])
         if one_set:
@@ -230,11 +259,11 @@ def add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, 
         elif len(dk):
             dk.addmm_(w.T, q[rows])
     # the positives last: their coefficient is the largest
-    share = (slopes[0] + slopes[-1][targets])[:, None]
-    pairs = [(dq, k, share), (dk, q, share)]
+    both = (slopes[0] + slopes[-1][targets])[:, None]
+    pairs = [(dq, k, both), (dk, q, both)]
     if one_set:
         half = len(q) // 2
-        pairs = [(dq[:half], q[half:], share[:half]), (dq[half:], q[:half], share[half:])]
+        pairs = [(dq[:half], q[half:], both[:half]), (dq[half:], q[:half], both[half:])]
     for dx, y, coefficient in pairs:
         if len(dx):
             dx.addcmul_(y, coefficient, value=-1)
@@ -242,9 +271,9 @@ def add_two_sided(dq, dk, q, k, again, slopes, lses, targets, bounded, one_set, 
 
 def queue_loss(q, k, queue, temperature, rule):
     """(mean of softplus(lse_i − q_i·k_i/τ), dq, dk), lse over the queue, which gets no gradient."""
-    lse, o = similarity_lse_fixed_keys(q, queue, temperature, rule)
-    q, k = cast(q, k, temperature)
-    gap = lse - (q * k).sum(1) / temperature
+    q, k, queue = (x.to(temperature.dtype) for x in (q, k, queue))
+    (top, total), o = sums_and_mean(q, queue, temperature, rule)
+    gap = (top - (q / temperature * k).sum(1)) + total.log()     # q/τ is rounded as in the queue's products
     slope = (gap.sigmoid() / len(q) / temperature)[:, None]
     return -F.logsigmoid(-gap).mean(), slope * (o - k), -slope * q
 

@@ -108,6 +108,7 @@ def make_parser():
 
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.error = fail                                        # in one line, without the usage
     add = parser.add_argument
     add("--loss", choices=PRODUCTS, help="with --size; default: six targets")
     add("--size", type=shape, help="N x M x D, as 4096x4096x128")

@@ -21,7 +21,7 @@ import torch
 from . import gradient_blocks, gradient_rows
 from .launch import check_device
 from .paths import is_narrow
-from .reference import reference_of, side_of
+from .reference import common_top, side_of
 
 SHIFT = 14        # weights are held times 2¹⁴
 
@@ -30,7 +30,8 @@ def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs
               positives=False):
     """(dq (N, D) or empty, dk (M, D) or empty) in dtype, and dτ, a float32 scalar (empty).
 
-    rows, columns    (lse, slope), (N,) and (M,) float32, |slope| ≤ 1: the loss's softmaxes; None: has not
+    rows, columns    (sums, slope), (2, N) and (N,), (2, M) and (M,) float32, |slope| ≤ 1: the loss's
+                     softmaxes; None: has not
     grad, unit       a scalar tensor and a number: what slope is to be multiplied by to reach dloss/dlse
     positives        whether row i's positive (by rule) has a logit s_ip, of gradient −slope_i (−slope'_p)
 
@@ -42,9 +43,9 @@ def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs
     path = gradient_rows if is_narrow(q, k, rule) else gradient_blocks
     reference = None
     if rows is not None and columns is not None:
-        reference = reference_of(q, k, temperature, rows[0], None if one_set else columns[0])
-    of_rows = side_of(rows, reference, SHIFT)
-    of_columns = of_rows if columns is rows else side_of(columns, reference, SHIFT)
+        reference = common_top(rows[0], None if one_set else columns[0], len(q), len(k))
+    of_rows = side_of(rows, SHIFT)
+    of_columns = of_rows if columns is rows else side_of(columns, SHIFT)
     dq, dk, dot = path.gradients(q, k, temperature, rule, of_rows, of_columns, reference, grad, unit, needs_q,
                                  needs_k, needs_temperature, dtype, positives, one_set, SHIFT)
     if needs_temperature:                # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice

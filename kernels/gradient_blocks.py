@@ -29,7 +29,7 @@ ACCUMULATES = TorchVersion(torch.__version__) >= (2, 11)     # addmm adds half p
 @kernel
 def weights_kernel(W, X_SIDE, Y_SIDE, REFERENCE, padded_x, padded_y, first_x, first_y, tiles_x, tiles_y,
                    w_row, Q, K, RULE, N, M, D, q_row, k_row,
-                   EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, SIGNED: tl.constexpr, SHIFT: tl.constexpr,
+                   EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, SHIFT: tl.constexpr,
                    MIRROR: tl.constexpr, GROUP: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """W[i, j] = 2^SHIFT (slope_i exp(s_ij − lse_i) + …) of a block, from tile (first_x, first_y) on.
@@ -41,9 +41,8 @@ def weights_kernel(W, X_SIDE, Y_SIDE, REFERENCE, padded_x, padded_y, first_x, fi
     row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
     rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
     s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-    s = s * octaves(RULE)
     row_a, row_b = factors(X_SIDE, rows, N, padded_x, SHIFT)
-    w = weights(s, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded_y, SIGNED, SHIFT)
+    w = weights(s, octaves(RULE), row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded_y, SHIFT)
     if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
         w = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
     w = stored(w, W, PRECISION)
@@ -94,7 +93,7 @@ def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, nee
             warps = dict(num_warps=8) if mirror else {}           # two tiles to store take registers
             weights_kernel[tiles[0] * tiles[1],](
                 buffer, rows, columns, reference, padded(len(q)), padded(len(k)), i // blocks["BLOCK_N"],
-                j // blocks["BLOCK_M"], *tiles, buffer.stride(0), *pointers, *sizes, SIGNED=not positives,
+                j // blocks["BLOCK_M"], *tiles, buffer.stride(0), *pointers, *sizes,
                 SHIFT=shift, MIRROR=mirror, GROUP=GROUP, **rest | warps)
             if len(sums_q):
                 add_product(sums_q[at_i], w, k[at_j])

@@ -41,11 +41,10 @@ def rows_kernel(DX, DOT, GRAD, REFERENCE, RANGES, X_ROWS, Y_ROWS, X_SIDE, Y_SIDE
         columns = column + tl.arange(0, BLOCK_M)
         y = load(Y, column, first_d, M, D, y_row, BLOCK_M, BLOCK_D)
         if RESIDENT:
-            s = tl.dot(x, y.T, input_precision=PRECISION) * scale
+            s = tl.dot(x, y.T, input_precision=PRECISION)
         else:
             s = product(X, Y, row, column, N, M, D, x_row, y_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-            s = s * scale
-        w = weights(s, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded_y, not POSITIVES, SHIFT)
+        w = weights(s, scale, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded_y, SHIFT)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             w = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
         dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)

@@ -130,6 +130,12 @@ def scale_of(temperature, x):
     return KernelRule(*[None] * (len(KernelRule._fields) - 2), *scale)
 
 
+def octaves_of(temperature, x):
+    """log2(e)/τ in the kernels' own rounding, for a logit beside theirs."""
+    wide = temperature.double() if is_number(temperature, x) else temperature
+    return (torch.full_like(wide, LOG2E.value) / wide).to(temperature.dtype)
+
+
 def arguments(q, k, temperature, rule, blocks):
     """(pointers and rule, sizes and strides, the rest by name): what all kernels take of q and k."""
     words = in_whole_words(q)

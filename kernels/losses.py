@@ -4,14 +4,17 @@ Rows are taken as given: for cosine similarities normalise first (F.normalize). 
 taken out of the fused sum by rule and comes back as softplus(lse − positive), the same number with a far
 better gradient.
 """
+import math
+
 import torch
 import torch.nn.functional as F
 
 from . import eager, operations
 from .checks import check_positives
+from .dispatch import is_watched
 from .paths import choose_impl, keeps_keys
 from .rules import Rule, make_rule
-from .similarity import check_inputs, fused_lse, in_dtype, softmax_loss
+from .similarity import check_inputs, in_dtype, softmax_loss
 
 
 def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
@@ -52,8 +55,9 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     raises       ValueError naming the argument, what it was and what is wanted
     source       He et al. 2020 (MoCo), eq. 1
     """
-    q, k, temperature, products = check_inputs(q, k, temperature)
-    queue = check_inputs(q, queue, 1.0, names=("q", "queue"))[1].detach()
+    q, queue, *_ = check_inputs(q, queue, 1.0, names=("q", "queue"))
+    q, k, temperature, products = check_inputs(q, k, temperature)  # q is float32 if either of them was
+    queue = queue.detach()
     impl = choose_impl(impl, q)
     if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, q has {len(q)}")
@@ -65,9 +69,14 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
                                *needs)[0]
     rounded = (x.detach().to(products or x.dtype).to(temperature.dtype) for x in (q, k))
     # rounded as the others' products, though its gradient is not; autocast would take vecdot in half
-    q_wide, k_wide = (x.to(y.dtype) + (y - x).detach() for x, y in zip((q, k), rounded))
-    positive = (q_wide * k_wide).sum(1) / temperature
-    return -F.logsigmoid(positive - fused_lse(q, queue, temperature, Rule(), impl, products)).mean()
+    q_wide, k_wide = (x.to(y.dtype) + (y - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
+                      for x, y in zip((q, k), rounded))
+    from .launch import octaves_of
+    positive = (q_wide * k_wide).sum(1)
+    lse, (top, total) = operations.call(operations.lse, q, queue, temperature, *Rule(), impl, products)
+    gap = (top - positive * octaves_of(temperature, q) + total.log2()) * math.log(2)
+    # lse − positive/τ would have the rounding of large numbers that cancel; of lse only the gradient is left
+    return -F.logsigmoid(-gap - (lse - lse.detach())).mean()
 
 
 def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
@@ -93,10 +102,11 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
 
     hidden        (N, D) float64 | float32 | float16 | bfloat16
     weight        (V, D) same dtype and device: one row a class
-    targets       (N,) int64 in [0, V), or ignore_index for rows that do not count (but cost)
+    targets       (N,) int64 in [0, V), or ignore_index for rows that do not count (but cost), NaN or not
     temperature   float > 0 or a 0-dim tensor dividing the logits
     returns       scalar, float32 (float64 for float64): mean over the rows that count, 0 where none does
-    raises        ValueError naming the argument, what it was and what is wanted (no target is checked)
+    raises        ValueError naming the argument, what it was and what is wanted. On a GPU, where reading a
+                  target would wait, and under torch.compile a target that is neither makes the loss NaN
     """
     hidden, weight, temperature, products = check_inputs(hidden, weight, temperature, ("hidden", "weight"))
     impl = choose_impl(impl, hidden)
@@ -107,11 +117,21 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
         raise ValueError(f"targets: found {found}, wanted int64 ({len(hidden)},)")
     if targets.device != hidden.device:
         raise ValueError(f"targets: on {targets.device}, hidden is on {hidden.device}")
-    if impl == "eager":
-        hidden, weight = in_dtype(products, hidden, weight)
-        return eager.linear_cross_entropy(hidden, weight, targets, ignore_index, temperature)
     counts = targets != ignore_index
-    rule = Rule("target", targets.where(counts, 0))
-    weights = counts.to(temperature.dtype)
-    total = softmax_loss(hidden, weight, temperature, rule, impl, products, weights=weights)
-    return total / counts.sum().clamp(min=1)
+    wrong = counts & ((targets < 0) | (targets >= len(weight)))
+    is_read = targets.is_cpu and not is_watched(targets)
+    if is_read and wrong.any():
+        row = wrong.nonzero()[0].item()
+        wanted = f"0 to {len(weight) - 1}, or ignore_index, {ignore_index}"
+        raise ValueError(f"targets: row {row} is {targets[row]}, wanted {wanted}")
+    if not (is_read and counts.all()):  # rows that do not count are zeros: 0 · NaN would be every class's NaN
+        hidden = hidden.masked_fill(~counts[:, None], 0)
+    if impl == "eager":
+        rows = in_dtype(products, hidden, weight)
+        loss = eager.linear_cross_entropy(*rows, targets.masked_fill(wrong, 0), ignore_index, temperature)
+    else:
+        rule = Rule("target", targets.where(counts & ~wrong, 0))
+        weights = counts.to(temperature.dtype)
+        total = softmax_loss(hidden, weight, temperature, rule, impl, products, weights=weights)
+        loss = total / counts.sum().clamp(min=1)
+    return loss if is_read else loss * torch.ones_like(loss).masked_fill(wrong.any(), torch.nan)

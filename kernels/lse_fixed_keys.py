@@ -10,9 +10,9 @@ recomputing backward needs 6. A tile of keys is read once for both products:
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − top)       o = o · exp2(old top − top) + p · k_J
            └──────────────────────┘
 
-Few rows leave most of the chip idle, so their columns are split over several programs, each with its own lse
-and o, and a second kernel merges them by the weights exp2(lse_split − lse). o stays in registers, hence half
-types and D ≤ 256.
+Few rows leave most of the chip idle, so their columns are split over several programs, each with its own top,
+total and o, and a second kernel merges them by the weights total exp2(top_split − top). o stays in registers,
+hence half types and D ≤ 256.
 
 A queue's positive is not among its keys, so the second kernel takes it in: with gap_i = lse_i − q_i·k_i/τ
 
@@ -23,14 +23,15 @@ import triton
 import triton.language as tl
 
 from .launch import MULTIPROCESSORS, arguments, check_device, ranges, tile
-from .tiles import LOG2E, in_range, kept, kernel, load, octaves, softplus, touched
+from .tiles import LOG2E, finite, gap_of, in_range, kept, kernel, load, octaves, power, softplus, touched
 
 
 @kernel
-def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
+def fixed_keys_kernel(SUMS, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
                       EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """LSE[y, rows of program x] in units of log 2, O[y, rows, :], over columns y·split to (y + 1)·split."""
+    """SUMS[y, :, rows of program x], top and log2 total, O[y, rows, :], over columns y·split to
+    (y + 1)·split."""
     row = tl.program_id(0) * BLOCK_N
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
@@ -42,24 +43,24 @@ def fixed_keys_kernel(LSE, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for column in range(start, stop, BLOCK_M):
         k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
-        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        s = tl.dot(q, k.T, input_precision=PRECISION)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        reference = tl.where(new == float("-inf"), 0.0, new)  # −inf − (−inf) would be NaN
-        p = tl.exp2(s - reference[:, None])
-        shrink = tl.exp2(top - reference)
+        new = tl.maximum(top, tl.max(s, 1) * scale)
+        p = power(s, scale, finite(new)[:, None])
+        shrink = tl.exp2(top - finite(new))
         total = total * shrink + tl.sum(p, 1)
         o = tl.dot(p.to(k.dtype), k, o * shrink[:, None], input_precision=PRECISION)
         top = new
     slot = tl.program_id(1).to(tl.int64) * N
-    tl.store(LSE + slot + rows, top + tl.log2(total), mask=rows < N)
+    tl.store(SUMS + 2 * slot + rows, top, mask=rows < N)
+    tl.store(SUMS + 2 * slot + N + rows, tl.log2(total), mask=rows < N)    # total itself spills
     o = o / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(O + (slot + rows)[:, None] * D + d[None, :], o, mask=(rows < N)[:, None] & (d < D)[None, :])
 
 
 @kernel
-def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE, unit, splits, N, D, width,
+def merge_keys_kernel(LSE, O, LOSS, DQ, DK, SUMS, PART_O, Q, POSITIVES, RULE, unit, splits, N, D, width,
                       q_row, positive_row, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """A row's splits as one: LSE and O, or with POSITIVES a LOSS and unit times its gradients DQ, DK."""
     rows, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -69,29 +70,27 @@ def merge_keys_kernel(LSE, O, LOSS, DQ, DK, PART_LSE, PART_O, Q, POSITIVES, RULE
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for split in range(0, splits):
         at = split * N + rows
-        lse = tl.load(PART_LSE + at, mask=inside, other=float("-inf"))
-        new = tl.maximum(top, lse)
-        reference = tl.where(new == float("-inf"), 0.0, new)
-        shrink, weight = tl.exp2(top - reference), tl.exp2(lse - reference)
+        part_top = tl.load(SUMS + 2 * split * N + rows, mask=inside, other=float("-inf"))
+        log_total = tl.load(SUMS + (2 * split + 1) * N + rows, mask=inside, other=float("-inf"))
+        new = tl.maximum(top, part_top)
+        shrink, weight = tl.exp2(top - finite(new)), tl.exp2(part_top - finite(new) + log_total)
         part = tl.load(PART_O + at.to(tl.int64)[:, None] * D + d[None, :],
                        mask=inside[:, None] & (d < D)[None, :], other=0.0)
         total = total * shrink + weight
         o = o * shrink[:, None] + part * weight[:, None]
         top = new
-    lse = (top + tl.log2(total)) / LOG2E
     o = o / tl.where(total == 0.0, 1.0, total)[:, None]
     at = rows.to(tl.int64)[:, None] * width + d[None, :]
     if POSITIVES is None:
-        tl.store(LSE + rows, lse, mask=inside)
+        tl.store(LSE + rows, (top + tl.log2(total)) / LOG2E, mask=inside)
         tl.store(O + at, o, mask=wide)
     else:
         q = tl.load(Q + rows.to(tl.int64)[:, None] * q_row + d[None, :], mask=wide, other=0.0).to(tl.float32)
         k = tl.load(POSITIVES + rows.to(tl.int64)[:, None] * positive_row + d[None, :], mask=wide, other=0.0)
         k = k.to(tl.float32)
-        scale = octaves(RULE) / LOG2E
-        loss, slope = softplus(lse - tl.sum(q * k, 1) * scale)
+        loss, slope = softplus(gap_of(top, total, tl.sum(q * k, 1), octaves(RULE)))
         tl.store(LOSS + rows, loss * unit, mask=inside)
-        slope = (slope * unit * scale)[:, None]
+        slope = (slope * unit * octaves(RULE) / LOG2E)[:, None]
         tl.store(DQ + at, slope * (o - k), mask=wide)
         tl.store(DK + at, -slope * q, mask=wide)
 
@@ -106,7 +105,7 @@ def block_sizes(q, rule):
 
 
 def splits_of(q, k, temperature, rule):
-    """(lse (splits, N) in units of log 2, o (splits, N, padded D), rule, BLOCK_D): of each program."""
+    """(tops and log2 totals (splits, 2, N), o (splits, N, padded D), rule, BLOCK_D): of each program."""
     check_device(q)
     blocks = block_sizes(q, rule)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
@@ -115,10 +114,10 @@ def splits_of(q, k, temperature, rule):
     splits = min(column_blocks, max(1, at_once // row_blocks))     # no program waits for another to end
     split = triton.cdiv(column_blocks, splits) * blocks["BLOCK_M"]
     splits = triton.cdiv(len(k), split)
-    lse = torch.empty(splits, len(q), dtype=torch.float32, device=q.device)
+    sums = torch.empty(splits, 2, len(q), dtype=torch.float32, device=q.device)
     o = torch.empty(splits, len(q), sizes[2], dtype=torch.float32, device=q.device)
-    fixed_keys_kernel[row_blocks, splits](lse, o, ranges(rule, blocks), split, *pointers, *sizes, **rest)
-    return lse, o, pointers[2], blocks["BLOCK_D"]
+    fixed_keys_kernel[row_blocks, splits](sums, o, ranges(rule, blocks), split, *pointers, *sizes, **rest)
+    return sums, o, pointers[2], blocks["BLOCK_D"]
 
 
 def similarity_lse(q, k, temperature, rule):

@@ -5,13 +5,14 @@ Eager                                      bytes moved, N·M logits       here
     s = s.masked_fill(left_out, -inf)      read and write 8 N·M          where() on the few tiles it touches
     lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            a number or two a row of a tile
 
-Over rows, and for few rows, every tile (I, J) leaves the log-sum-exp of each of its rows (and columns),
+Over rows, and for few rows, every tile (I, J) leaves a sum of each of its rows (and columns),
 
-    part[J, i] = log2 Σ_{j∈J} exp2(s_ij)      part'[I, j] = log2 Σ_{i∈I} exp2(s_ij)       one product for both
+    part[J, i] = Σ_{j∈J} exp2(s_ij − top)     part'[I, j] = Σ_{i∈I} exp2(s_ij − top')     one product for both
 
-and a second kernel sums the parts of a row. Over rows and columns of many, one exponential serves both
-(reference.py), so sums are left as they are: a program owns the columns J and walks rows, columns' sums
-stay in its registers and rows' sums are stored:
+beside its top, the largest, and a second kernel sums the parts of a row. Top and total stay two numbers: lse
+as one has the rounding of top, which would be every weight's of a row. Over rows and columns of many, one
+exponential serves both (reference.py): a program owns the columns J and walks rows, columns' sums stay in its
+registers and rows' sums are stored:
 
     sums[J, i] = Σ_{j∈J} exp2(s_ij − r)       sums'[j] of the rows that were walked
 
@@ -32,21 +33,26 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import PROGRAMS, arguments, capability, check_device, ranges, tile
+from .launch import PROGRAMS, arguments, capability, check_device, ranges, scale_of, tile
 from .reference import LEAST, reference_of
 from .rules import swapped
 from .tiles import (
     LOG2E,
+    added,
+    finite,
+    gap_of,
     grouped,
     in_range,
+    is_folded,
     kept,
     kernel,
     load,
-    log_sum,
     octaves,
     positive_of,
+    power,
     product,
     softplus,
+    sums_of,
     touched,
 )
 
@@ -57,16 +63,16 @@ WALK = 512           # rows that a program takes one after the other before it s
 
 
 @triton.jit
-def keep_positives(POSITIVE, s, scale, rows, column, origin, N, M, RULE, EXCLUDE: tl.constexpr,
+def keep_positives(POSITIVE, s, rows, column, origin, N, M, RULE, EXCLUDE: tl.constexpr,
                    BLOCK_M: tl.constexpr, ONE_SET: tl.constexpr):
-    """The logits of a tile's positives, before the rule leaves them out of its products s."""
+    """The products of a tile's positives, before the rule leaves them out of s."""
     target = positive_of(rows, N, RULE, EXCLUDE)
     here = (column - origin + tl.arange(0, BLOCK_M))[None, :] == (target - origin)[:, None]
-    logit = tl.sum(tl.where(here, s, 0.0), 1) * scale
+    found = tl.sum(tl.where(here, s, 0.0), 1)
     here = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
-    tl.store(POSITIVE + rows, logit, mask=here)
+    tl.store(POSITIVE + rows, found, mask=here)
     if EXCLUDE == "pair" and ONE_SET:      # only the tiles on and above the diagonal are seen
-        tl.store(POSITIVE + target, logit, mask=here)
+        tl.store(POSITIVE + target, found, mask=here)
 
 
 @kernel
@@ -74,8 +80,8 @@ def parts_kernel(ROWS, COLUMNS, POSITIVE, RANGES, Q, K, RULE, N, M, D, q_row, k_
                  first_column, height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                  RESIDENT: tl.constexpr, GROUP: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """ROWS[J, i − first_row], COLUMNS[I, j − first_column] of a block; a program walks the columns of a row
-    tile I."""
+    """ROWS[:, J, i − first_row], COLUMNS[:, I, j − first_column] of a block, tops and totals; a program walks
+    the columns of a row tile I."""
     walks = tl.cdiv(tl.cdiv(width, BLOCK_M), walk)
     tile_i, walk_j = grouped(tl.program_id(0), tl.cdiv(height, BLOCK_N), walks, GROUP)
     row = first_row + tile_i * BLOCK_N
@@ -94,14 +100,17 @@ def parts_kernel(ROWS, COLUMNS, POSITIVE, RANGES, Q, K, RULE, N, M, D, q_row, k_
             s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
-                keep_positives(POSITIVE, s, scale, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
+                keep_positives(POSITIVE, s, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
             s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
-        s = s * scale
-        tile_j = (column - first_column) // BLOCK_M
-        tl.store(ROWS + tile_j * height + rows - first_row, log_sum(s, 1), mask=rows < first_row + height)
+        top, total = sums_of(s, scale, 1)
+        place = ROWS + (column - first_column) // BLOCK_M * height + rows - first_row
+        tl.store(place, top, mask=rows < first_row + height)
+        tl.store(place + tl.cdiv(width, BLOCK_M) * height, total, mask=rows < first_row + height)
         if COLUMNS is not None:
-            tl.store(COLUMNS + tile_i * width + columns - first_column, log_sum(s, 0),
-                     mask=columns < first_column + width)
+            top, total = sums_of(s, scale, 0)
+            place = COLUMNS + tile_i * width + columns - first_column
+            tl.store(place, top, mask=columns < first_column + width)
+            tl.store(place + tl.cdiv(height, BLOCK_N) * width, total, mask=columns < first_column + width)
 
 
 @kernel
@@ -133,11 +142,10 @@ def sums_kernel(ROWS, COLUMNS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, 
             s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
-                keep_positives(POSITIVE, s, scale, rows, column, column, N, M, RULE, EXCLUDE, BLOCK_M,
-                               True)
+                keep_positives(POSITIVE, s, rows, column, column, N, M, RULE, EXCLUDE, BLOCK_M, True)
             keep = kept(rows, column, column, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M)
             s = tl.where(keep, s, float("-inf"))
-        e = tl.exp2(s * scale - reference)
+        e = power(s, scale, reference)
         of_columns += tl.sum(tl.reshape(e, (BLOCK_N // 16, 2, 8, BLOCK_M)), 1)
         end = first_row + height
         if TRIANGLE:
@@ -161,62 +169,78 @@ def add_kernel(TOTAL, PARTS, tiles, count, BLOCK: tl.constexpr):
 
 
 @kernel
-def ends_kernel(LSE, SLOPE, LOSS, TOTAL, POSITIVE, REFERENCE, weight, Q, K, RULE, N, M, D, q_row, k_row,
+def ends_kernel(SUMS, LSE, SLOPE, LOSS, POSITIVE, REFERENCE, weight, Q, K, RULE, N, M, D, q_row, k_row,
                 EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """LSE of the rows of program x from their TOTAL and, if LOSS, SLOPE and a share of the loss."""
+    """SUMS[0] of the rows of program x beside their total, SUMS[1]; then LSE or SLOPE and a share of LOSS."""
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
-    inside, reference = rows < N, tl.load(REFERENCE)
-    total = tl.load(TOTAL + rows, mask=inside, other=1.0)
-    lse = reference + tl.log2(total)
+    inside, reference, scale = rows < N, tl.load(REFERENCE), octaves(RULE)
+    total = tl.load(SUMS + N + rows, mask=inside, other=1.0)
+    top = tl.zeros((BLOCK_N,), tl.float32) + finite(reference)
     lost = tl.log2(total) < tl.where(reference > 0.0, LEAST, float("-inf"))
     if tl.max(lost.to(tl.int32), 0) > 0:                           # again, with a maximum of their own
-        top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        own_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        own_total = tl.zeros((BLOCK_N,), tl.float32)
         for column in range(0, M, BLOCK_M):
             s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
             keep = kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M)
-            part = log_sum(tl.where(keep, s * octaves(RULE), float("-inf")), 1)
-            new = tl.maximum(top, part)
-            other = tl.where(new == float("-inf"), 0.0, new)       # −inf − (−inf) would be NaN
-            top = other + tl.log2(tl.exp2(top - other) + tl.exp2(part - other))
-        lse = tl.where(lost, top, lse)
-    lse = lse / LOG2E
-    tl.store(LSE + rows, lse, mask=inside)
-    if LOSS is not None:
-        loss, slope = softplus(lse - tl.load(POSITIVE + rows, mask=inside, other=0.0) / LOG2E)
+            part_top, part_total = sums_of(tl.where(keep, s, float("-inf")), scale, 1)
+            own_top, own_total = added(own_top, own_total, part_top, part_total)
+        lost = lost & (own_total > 0.0)                            # a row without columns keeps the reference
+        top, total = tl.where(lost, finite(own_top), top), tl.where(lost, own_total, total)
+        tl.store(SUMS + N + rows, total, mask=inside)
+    tl.store(SUMS + rows, top, mask=inside)
+    if LOSS is None:
+        tl.store(LSE + rows, (top + tl.log2(total)) / LOG2E, mask=inside)
+    else:
+        loss, slope = softplus(gap_of(top, total, tl.load(POSITIVE + rows, mask=inside, other=0.0), scale))
         tl.store(SLOPE + rows, slope, mask=inside)
         tl.store(LOSS + tl.program_id(0), tl.sum(tl.where(inside, loss, 0.0), 0) * weight)
 
 
 @kernel
-def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, count, SIDES: tl.constexpr,
-                 FRESH: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """LSE[i] = log(exp(LSE[i]) + Σ_J exp2(PARTS[J, i])) and, if LOSS, SLOPE[i] and a share of the loss."""
+def merge_kernel(SUMS, LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, RULE, REFERENCE, weight, tiles, count,
+                 apart, SIDES: tl.constexpr, FRESH: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
+    """SUMS[side, :, i], tops and totals, take in PARTS[side, :, J, i]; then LSE, or SLOPE and a share of
+    LOSS, if they are there."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
-    share = 0.0
+    share, folded = 0.0, is_folded(REFERENCE)
     for side in tl.static_range(SIDES):
         top = tl.full((BLOCK,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
+        sums = SUMS + 2 * side * apart + rows
         if not FRESH:
-            top = tl.load(LSE + side * count + rows, mask=inside, other=float("-inf")) * LOG2E
-            total = tl.where(top == float("-inf"), 0.0, 1.0)
+            top = tl.load(sums, mask=inside, other=float("-inf"))
+            total = tl.where(top == float("-inf"), 0.0, tl.load(sums + apart, mask=inside, other=0.0))
         for first in range(0, tiles, HIGH):
             j = first + tl.arange(0, HIGH)
-            part = tl.load(PARTS + (side * tiles + j)[:, None] * count + rows[None, :],
-                           mask=(j < tiles)[:, None] & inside[None, :], other=float("-inf"))
+            place = PARTS + (2 * side * tiles + j)[:, None] * count + rows[None, :]
+            mask = (j < tiles)[:, None] & inside[None, :]
+            if REFERENCE is None:
+                part = tl.load(place, mask=mask, other=float("-inf"))
+            else:
+                part = tl.load(place, mask=mask & (folded == 0), other=tl.where(folded, 0.0, float("-inf")))
             new = tl.maximum(top, tl.max(part, 0))
-            reference = tl.where(new == float("-inf"), 0.0, new)
-            total = total * tl.exp2(top - reference) + tl.sum(tl.exp2(part - reference[None, :]), 0)
+            of_part = tl.load(place + tiles * count, mask=mask, other=0.0)
+            of_part *= tl.exp2(part - finite(new)[None, :])
+            of_part = tl.where(part == float("-inf"), 0.0, of_part)    # a tile that no program has seen
+            total = total * tl.exp2(top - finite(new)) + tl.sum(of_part, 0)
             top = new
-        lse = (top + tl.log2(total)) / LOG2E
-        tl.store(LSE + side * count + rows, lse, mask=inside)
+        if LSE is not None or LOSS is not None:                        # the last time
+            top = finite(top)
+        tl.store(sums, top, mask=inside)
+        tl.store(sums + apart, total, mask=inside)
+        if LSE is not None:
+            tl.store(LSE + rows, (top + tl.log2(total)) / LOG2E, mask=inside)
         if LOSS is not None:
-            loss, slope = softplus(lse - tl.load(POSITIVE + rows, mask=inside, other=0.0) / LOG2E)
+            positive = tl.load(POSITIVE + rows, mask=inside, other=0.0)
+            loss, slope = softplus(gap_of(top, total, positive, octaves(RULE)))
             tl.store(SLOPE + side * count + rows, slope, mask=inside)
             if WEIGHTS is not None:
-                loss = loss * tl.load(WEIGHTS + rows, mask=inside, other=0.0)
+                row_weight = tl.load(WEIGHTS + rows, mask=inside, other=0.0)
+                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # whatever an ignored row is
             share += tl.sum(tl.where(inside, loss, 0.0), 0) * weight
     if LOSS is not None:
         tl.store(LOSS + tl.program_id(0), share)
@@ -224,7 +248,8 @@ def merge_kernel(LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, weight, tiles, coun
 
 class Sums(NamedTuple):
     """What the forward pass leaves behind; all float32."""
-    lse: Any               # (sides, N): of the rows, and of the columns where both are asked for
+    sums: Any              # (sides, 2, N): top and total of rows, and of columns where both are asked for
+    lse: Any               # (N,) of the rows, or None where there is a loss
     slope: Any             # (sides, N): dloss/dlse before weights, or None
     loss: Any              # scalar, or None
 
@@ -241,18 +266,22 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
         return two_sided(q, k, temperature, rule, reference, loss)
     k = q if k is None else k                                      # few rows: the square costs no more
     n, m = len(q), len(k)
-    lse = torch.empty(2 if both else 1, n, dtype=torch.float32, device=q.device)
-    positive, slope = (torch.empty_like(lse[0]), torch.empty_like(lse)) if loss else (None, None)
+    sums = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
+    ends = dict(lse=sums.new_empty(n))
+    if loss:
+        ends = dict(positive=sums.new_empty(n), slope=torch.empty_like(sums[:, 0]), weights=weights,
+                    rule=scale_of(temperature, q))
+    positive, slope, lse = (ends.get(name) for name in ("positive", "slope", "lse"))
     blocks = block_sizes(q, rule, both) | (dict(maxnreg=255) if both else {})
     assert not both or blocks["BLOCK_N"] == blocks["BLOCK_M"], "tables of rows and of columns are one"
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
     of_groups = ranges(rule, blocks)
 
     def parts(i, j, height, width):
-        """The tables of a block: of rows (T, height), and of columns (T', width) or nothing."""
+        """The tables of a block: of rows (2, T, height), and of columns (2, T', width) or nothing."""
         tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
-        sizes_of = tiles_j * height, both * tiles_i * width
-        of_rows, of_columns = lse.new_empty(sum(sizes_of)).split(sizes_of)
+        sizes_of = 2 * tiles_j * height, both * 2 * tiles_i * width
+        of_rows, of_columns = sums.new_empty(sum(sizes_of)).split(sizes_of)
         if of_groups is not None:
             of_rows.fill_(-torch.inf)  # tiles that no program will see
         longest = 1 if of_groups is None and not blocks["RESIDENT"] else 16
@@ -260,27 +289,27 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
         parts_kernel[tiles_i * triton.cdiv(tiles_j, walk),](
             of_rows, of_columns if both else None, positive, of_groups, *pointers, *sizes, first_row=i,
             first_column=j, height=height, width=width, walk=walk, GROUP=GROUP, **rest)
-        return of_rows.view(tiles_j, height), of_columns.view(-1, width)
+        return of_rows.view(2, tiles_j, height), of_columns.view(2, -1, width)
 
     height, width = block_shape(q, k, square=both)
     if height >= n and width >= m:
-        return Sums(lse, slope, merge(lse, parts(0, 0, n, m)[0], True, positive, slope, weights))
-    lse.fill_(-torch.inf)
+        return Sums(sums, lse, slope, merge(sums, parts(0, 0, n, m)[0], True, **ends))
+    sums.fill_(-torch.inf)
     for i in range(0, n, height):
         for j in range(0, m, width):
             of_rows, of_columns = parts(i, j, min(height, n - i), min(width, m - j))
-            merge(lse[:1, i:i + height], of_rows)
-            if len(of_columns):
-                merge(lse[1:, j:j + width], of_columns)
-    return Sums(lse, slope, merge(lse, lse[:0], False, positive, slope, weights) if loss else None)
+            merge(sums[:1, :, i:i + height], of_rows)
+            if both:
+                merge(sums[1:, :, j:j + width], of_columns)
+    return Sums(sums, lse, slope, merge(sums, sums[0, :, None, :][:, :0], **ends))
 
 
 def two_sided(q, k, temperature, rule, reference, loss):
     """log_sums of many rows over both of their sides, with one reference for all logits."""
     triangle = k is None
     k, n = q if triangle else k, len(q)
-    totals = torch.zeros(1 if triangle else 2, n, dtype=torch.float32, device=q.device)
-    positive = torch.empty_like(totals[0]) if loss else None
+    sums = torch.zeros(1 if triangle else 2, 2, n, dtype=torch.float32, device=q.device)
+    totals, positive = sums[:, 1], sums.new_empty(n) if loss else None
     blocks = sums_sizes(q, rule)
     assert not triangle or blocks["BLOCK_M"] % blocks["BLOCK_N"] == 0, "columns end on the diagonal"
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
@@ -302,15 +331,18 @@ def two_sided(q, k, temperature, rule, reference, loss):
             else:
                 add(totals[0, i:i + height], of_rows)
                 add(totals[-1, j:j + width], of_columns)
-    lse, slope, programs = torch.empty_like(totals), None, triton.cdiv(n, tile(q, rule)["BLOCK_N"])
+    blocks = tile(q, rule)
+    blocks |= dict(BLOCK_M=min(64, blocks["BLOCK_M"]))            # registers for sums of their own
+    programs = triton.cdiv(n, blocks["BLOCK_N"])
+    lse, slope = None if loss else sums.new_empty(n), None
     if loss:
-        slope, shares = torch.empty_like(totals), totals.new_empty(len(totals), programs)
-    for at, (x, y, of_side) in enumerate([(q, k, rule), (k, q, swapped(rule))][:len(totals)]):
-        pointers, sizes, rest = arguments(x, y, temperature, of_side, tile(x, rule))
+        slope, shares = sums.new_empty(len(sums), n), sums.new_empty(len(sums), programs)
+    for at, (x, y, of_side) in enumerate([(q, k, rule), (k, q, swapped(rule))][:len(sums)]):
+        pointers, sizes, rest = arguments(x, y, temperature, of_side, blocks)
         of_loss = (slope[at], shares[at]) if loss else (None, None)
-        ends_kernel[programs,](lse[at], *of_loss, totals[at], positive, reference, 1 / (n * len(totals)),
+        ends_kernel[programs,](sums[at], lse, *of_loss, positive, reference, 1 / (n * len(sums)),
                                *pointers, *sizes, **rest)
-    return Sums(lse, slope, shares.sum() if loss else None)
+    return Sums(sums, lse, slope, shares.sum() if loss else None)
 
 
 def add(total, parts):
@@ -319,17 +351,20 @@ def add(total, parts):
     add_kernel[triton.cdiv(n, 64),](total, parts, len(parts) // n, n, BLOCK=64, enable_fp_fusion=True)
 
 
-def merge(lse, parts, fresh=False, positive=None, slope=None, weights=None, of=None):
-    """lse (sides, N) takes in parts (T, N), of two sides twice that, in place of what it was if fresh; with
-    positives also slope is filled and the loss returned, the mean over N rows, or as many as they are of."""
-    sides, n = lse.shape
-    block, high = (1024, 8) if len(parts) <= 8 else (32, 64)       # few rows: all in one program
+def merge(sums, parts, fresh=False, lse=None, positive=None, slope=None, weights=None, rule=None, of=None,
+          reference=None):
+    """sums (sides, 2, N) take in parts (2, T, N), of two sides twice that, in place of what they were if
+    fresh, and lse (N,) is filled if given; with positives slope is filled, under a rule's temperature, and
+    the loss returned, the mean over N rows, or as many as they are of. reference: 0 where all tops are."""
+    sides, _, n = sums.shape
+    tiles = parts.shape[1]
+    block, high = (1024, 8) if tiles <= 8 else (32, 64)            # few rows: all in one program
     programs = triton.cdiv(n, block)
-    shares = None if positive is None else lse.new_empty(programs)
+    shares = None if positive is None else sums.new_empty(programs)
     weight = 1 if weights is not None else 1 / (of or n)
-    merge_kernel[programs,](lse, slope, shares, parts, positive, weights, weight / sides, len(parts), n,
-                            SIDES=sides, FRESH=fresh, HIGH=high, BLOCK=block, num_warps=8,
-                            enable_fp_fusion=True)
+    merge_kernel[programs,](sums, lse, slope, shares, parts, positive, weights, rule, reference,
+                            weight / sides, tiles, n, sums.stride(1), SIDES=sides, FRESH=fresh, HIGH=high,
+                            BLOCK=block, num_warps=8, enable_fp_fusion=True)
     return None if shares is None else shares[0] if programs == 1 else shares.sum()
 
 

@@ -5,14 +5,14 @@ computed again: 6 N·M·D operations, as many as eager, where forward and backwa
 of rows I and all columns:
 
     e_ij = exp2(s_ij)                by tiles, in q's dtype, and Σ_j of each tile         strip_kernel
-    lse_i, slope_i, loss             from the sums of all tiles                           merge_kernel
-    f_i = slope_i exp2(−lse_i)       a factor of a row: it stays out of the strip         fold_kernel
+    total_i, slope_i, loss           from the sums of all tiles                           merge_kernel
+    f_i = slope_i / total_i          a factor of a row: it stays out of the strip         fold_kernel
     dq_I = f_I (e k) − slope_I k_pos             dk += eᵀ (f_I q_I) − …                   cuBLAS
 
 That takes |s| ≤ 106 and a type of float32's range (reference.py). Else, and in float16, tiles have their own
 row maxima, which need no bound, and one more pass over the strip makes weights of them:
 
-    e_ij = exp2(s_ij − top_iJ)       w_ij = e_ij · slope_i exp2(top_iJ − lse_i)           scale_kernel
+    e_ij = exp2(s_ij − top_iJ)       w_ij = e_ij · f_i exp2(top_iJ − top_i)               scale_kernel
 
 The device looks at the bound, so that nothing waits. Strips are as tall as paths.STRIP allows; Σ_i is done in
 their order, so the same input gives the same bits.
@@ -23,54 +23,60 @@ import triton.language as tl
 
 from .gradient import SHIFT
 from .gradient_blocks import GROUP, add_product, finished
-from .launch import arguments, check_device, multiplicands, tile, turned
-from .lse_forward import merge
+from .launch import arguments, check_device, multiplicands, scale_of, tile, turned
+from .lse_forward import keep_positives, merge
 from .paths import gradient_dtype, strip_height
 from .reference import Side, reference_of
-from .tiles import LOG2E, grouped, kept, kernel, octaves, positive_of, product, stored, touched
-
-
-@triton.jit
-def is_folded(REFERENCE):
-    """Whether exp2(s) needs no maximum: row factors then stay out of the strip."""
-    folded = False
-    if REFERENCE is not None:
-        folded = tl.load(REFERENCE) == 0.0
-    return folded
+from .tiles import (
+    finite,
+    grouped,
+    is_folded,
+    kept,
+    kernel,
+    octaves,
+    own_factors,
+    power,
+    product,
+    stored,
+    touched,
+)
 
 
 @kernel
-def strip_kernel(E, TOPS, PARTS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, k_row, first_row, height,
+def strip_kernel(E, PARTS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, k_row, first_row, height,
                  tiles_x, tiles_y, e_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """E[i, j] = exp2(s − TOPS[J, i]), PARTS[J, i] = log2 Σ_j exp2(s), POSITIVE[i] of rows first_row + i."""
+    """E[i, j] = exp2(s − top), PARTS[:, J, i] = top, Σ_j exp2(s − top), POSITIVE[i] of rows first_row + i;
+    folded, top is 0 and not stored."""
     tile_i, tile_j = grouped(tl.program_id(0), tiles_x, tiles_y, GROUP)
     row, column = first_row + tile_i * BLOCK_N, tile_j * BLOCK_M
     rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
     at = rows - first_row
     s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-    s = s * octaves(RULE)
     if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
-        target = positive_of(rows, N, RULE, EXCLUDE)
-        here = (at < height) & (target >= column) & (target < column + BLOCK_M) & (target < M)
-        tl.store(POSITIVE + at, tl.sum(tl.where(columns[None, :] == target[:, None], s, 0.0), 1), mask=here)
+        keep_positives(POSITIVE - first_row, s, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
         s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
-    place = tile_j * height + at
+    scale, place = octaves(RULE), PARTS + tile_j * height + at
     if is_folded(REFERENCE):
-        e = tl.exp2(s)
-        part = tl.log2(tl.sum(e, 1))
+        e = power(s, scale, 0.0)
     else:
-        top = tl.max(s, 1)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        e = tl.exp2(s - top[:, None])
-        part = top + tl.log2(tl.sum(e, 1))
-        tl.store(TOPS + place, top, mask=at < height)
-    tl.store(PARTS + place, part, mask=at < height)
+        top = tl.max(s, 1) * scale
+        e = power(s, scale, finite(top)[:, None])
+        tl.store(place, top, mask=at < height)
+    tl.store(place + tl.cdiv(M, BLOCK_M) * height, tl.sum(e, 1), mask=at < height)
     tl.store(E + at.to(tl.int64)[:, None] * e_row + columns[None, :], stored(e, E, PRECISION))
 
 
+@triton.jit
+def factors_of(SUMS, SLOPE, rows, inside, apart, SHIFT: tl.constexpr):
+    """own_factors of rows."""
+    top = tl.load(SUMS + rows, mask=inside, other=0.0)
+    total = tl.load(SUMS + apart + rows, mask=inside, other=0.0)
+    return own_factors(top, total, tl.load(SLOPE + rows, mask=inside, other=0.0), SHIFT)
+
+
 @kernel
-def scale_kernel(E, TOPS, LSE, SLOPE, REFERENCE, height, M, e_row, PRECISION: tl.constexpr,
+def scale_kernel(E, PARTS, SUMS, SLOPE, REFERENCE, height, apart, M, e_row, PRECISION: tl.constexpr,
                  SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """E[i, j] becomes w_ij 2^SHIFT, a row tile of the tiles that made it at a time."""
     if is_folded(REFERENCE):
@@ -78,9 +84,9 @@ def scale_kernel(E, TOPS, LSE, SLOPE, REFERENCE, height, M, e_row, PRECISION: tl
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < height
-    top = tl.load(TOPS + tl.program_id(1) * height + rows, mask=inside, other=0.0)
-    lse = tl.load(LSE + rows, mask=inside, other=0.0) * LOG2E
-    factor = tl.load(SLOPE + rows, mask=inside, other=0.0) * tl.exp2(tl.minimum(top - lse, 0.0) + SHIFT)
+    of_tile = tl.load(PARTS + tl.program_id(1) * height + rows, mask=inside, other=0.0)
+    a, b = factors_of(SUMS, SLOPE, rows, inside, apart, SHIFT)
+    factor = a * tl.exp2(of_tile - b)
     place = E + rows.to(tl.int64)[:, None] * e_row + columns[None, :]
     mask = inside[:, None] & (columns < M)[None, :]
     e = tl.load(place, mask=mask, other=0.0)
@@ -88,14 +94,13 @@ def scale_kernel(E, TOPS, LSE, SLOPE, REFERENCE, height, M, e_row, PRECISION: tl
 
 
 @kernel
-def fold_kernel(FOLDED, SCALES, Q, LSE, SLOPE, REFERENCE, count, features, q_row, PRECISION: tl.constexpr,
-                SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def fold_kernel(FOLDED, SCALES, Q, SUMS, SLOPE, REFERENCE, count, apart, features, q_row,
+                PRECISION: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """SCALES[i] = f_i 2^SHIFT and FOLDED[i] = f_i 2^SHIFT q_i; 1 and q_i where the strip has the factor."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    lse = tl.load(LSE + rows, mask=rows < count, other=0.0) * LOG2E
-    scale = tl.load(SLOPE + rows, mask=rows < count, other=0.0) * tl.exp2(SHIFT - lse)
-    scale = tl.where(is_folded(REFERENCE), tl.where(lse == float("-inf"), 0.0, scale), 1.0)
+    scale, _ = factors_of(SUMS, SLOPE, rows, rows < count, apart, SHIFT)
+    scale = tl.where(is_folded(REFERENCE), scale, 1.0)
     tl.store(SCALES + rows, scale, mask=rows < count)
     inside = (rows < count)[:, None] & (d < features)[None, :]
     at = rows.to(tl.int64)[:, None]
@@ -119,39 +124,40 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
     whole = lambda count, block: triton.cdiv(count, blocks[block]) * blocks[block]
     strip = torch.empty(whole(height, "BLOCK_N"), whole(m, "BLOCK_M"), dtype=q.dtype, device=q.device)
     tiles, precision = strip.shape[1] // blocks["BLOCK_M"], blocks["PRECISION"]
-    tops, parts, positive = new(tiles * height), new(tiles * height), new(height)
-    lse, slope, scales, loss = new(1, n), new(1, n), new(n), []
+    parts, positive, number = new(2 * tiles * height), new(height), scale_of(temperature, q)
+    sums, slope, scales, loss = new(1, 2, n), new(1, n), new(n), []
     folded = torch.empty(height, q.shape[1], dtype=q.dtype, device=q.device)
     for i in range(0, n, height):
         at = slice(i, min(i + height, n))
         w = strip[:at.stop - i, :m]
         rows = triton.cdiv(len(w), blocks["BLOCK_N"])
-        strip_kernel[rows * tiles,](strip, tops, parts, positive, reference, *pointers, *sizes, first_row=i,
+        strip_kernel[rows * tiles,](strip, parts, positive, reference, *pointers, *sizes, first_row=i,
                                     height=len(w), tiles_x=rows, tiles_y=tiles, e_row=strip.stride(0),
                                     GROUP=GROUP, **rest)
-        of_strip = parts[:tiles * len(w)].view(tiles, len(w))
+        of_strip = parts[:2 * tiles * len(w)].view(2, tiles, len(w))
         of_rows = None if weights is None else weights[at]
-        loss.append(merge(lse[:, at], of_strip, True, positive, slope[:, at], of_rows, of=n))
+        loss.append(merge(sums[..., at], of_strip, True, None, positive, slope[:, at], of_rows, number, n,
+                          reference))
         if weights is not None:
             slope[:, at] *= of_rows
-        of_rows = lse[0, at], slope[0, at], reference
-        scale_kernel[triton.cdiv(len(w), 32), tiles](strip, tops, *of_rows, len(w), m, strip.stride(0),
-                                                     precision, SHIFT, BLOCK_N=32, BLOCK_M=blocks["BLOCK_M"])
+        of_rows = sums[..., at], slope[0, at], reference, len(w), n
+        scale_kernel[triton.cdiv(len(w), 32), tiles](strip, parts, *of_rows, m, strip.stride(0), precision,
+                                                     SHIFT, BLOCK_N=32, BLOCK_M=blocks["BLOCK_M"])
         if len(dq):
             add_product(dq[at], w, k)
         x = q[at]
         if reference is not None:
             x = folded[:len(w)]
             grid = triton.cdiv(len(w), 32), triton.cdiv(q.shape[1], 128)
-            fold_kernel[grid](x, scales[at], q[at], *of_rows, len(w), q.shape[1], q.stride(0), precision,
+            fold_kernel[grid](x, scales[at], q[at], *of_rows, q.shape[1], q.stride(0), precision,
                               SHIFT, BLOCK_N=32, BLOCK_D=128)
         if len(dk):
             add_product(dk, w.T, x)
     *_, taken = pointers
-    side, no_side = Side(lse[0], slope[0]), Side()
+    side, no_side = Side(sums[0], slope[0]), Side()
     dtype, dt = gradient_dtype(dtype, temperature, "triton"), new(0)
     rest = rule.exclude, new().fill_(1), 1 / n if weights is None else 1.0, True, dtype, SHIFT
-    del strip, w, tops, parts, folded, x
+    del strip, w, parts, folded, x
     if len(dq):
         scales = None if reference is None else scales
         dq, dot = finished(dq, given_q, given_k, taken, side, no_side, *rest, needs_temperature, scales)

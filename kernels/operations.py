@@ -35,32 +35,36 @@ def multiplied(impl, products, *rows):
 # ── the log-sum-exp of each row ─────────────────────────────────────────────────────────────────────────────
 
 
-@operation("similarity_lse", f"(Tensor q, Tensor? k, Tensor temperature, {RULE}) -> Tensor")
+@operation("similarity_lse", f"(Tensor q, Tensor? k, Tensor temperature, {RULE}) -> (Tensor, Tensor)")
 def lse(q, k, temperature, *rule):
+    """(lse (N,), sums (2, N)): what lse is the logarithm of, to all digits; for the backward pass."""
     rule, impl, products, _ = unpack(rule)
     q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
         return blockwise.similarity_lse(q, q if k is None else k, temperature, rule)
     from . import lse_forward
-    return lse_forward.log_sums(q, k, temperature, rule).lse[0]
+    found = lse_forward.log_sums(q, k, temperature, rule)
+    return found.lse, found.sums[0]
 
 
 @lse.register_fake
 def _(q, k, temperature, *rule):
-    return q.new_empty(q.shape[0], dtype=temperature.dtype)
+    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in (q.shape[:1], (2, q.shape[0])))
 
 
 @operation("similarity_lse_backward",
-           f"(Tensor q, Tensor? k, Tensor temperature, Tensor grad, Tensor lse, {RULE}, {NEEDS}) "
+           f"(Tensor q, Tensor? k, Tensor temperature, Tensor grad, Tensor sums, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor)")
-def lse_backward(q, k, temperature, grad, lse, *rest):
+def lse_backward(q, k, temperature, grad, sums, *rest):
     rule, impl, products, needs = unpack(rest)
     dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_lse_backward(q, k, temperature, rule, grad, lse, *needs)
+        return blockwise.similarity_lse_backward(q, k, temperature, rule, grad, sums, *needs)
     from . import gradient
-    largest = grad.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    rows = lse, (grad / largest).contiguous()
+    size = grad.abs()
+    # one row's NaN or infinity is no measure for the others
+    largest = size.where(size < torch.inf, 0).amax().clamp(min=torch.finfo(torch.float32).tiny)
+    rows = sums, (grad / largest).contiguous()
     columns = rows if k is None else None
     return gradient.gradients(q, k, temperature, rule, rows, columns, largest, 1.0, *needs, dtype)
 
@@ -87,13 +91,14 @@ def given(needs, gradients):
 def save_lse(ctx, inputs, output):
     q, k, temperature, ctx.exclude, *tensors = inputs[:-4]
     ctx.rest = inputs[-4:]  # offset, phi, impl, products
-    ctx.save_for_backward(q, k, temperature, output, *tensors)
+    ctx.save_for_backward(q, k, temperature, output[1], *tensors)
+    ctx.mark_non_differentiable(output[1])
 
 
-def differentiate_lse(ctx, grad):
-    q, k, temperature, lse, *tensors = ctx.saved_tensors
+def differentiate_lse(ctx, grad, _):
+    q, k, temperature, sums, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    gradients = call(lse_backward, q, k, temperature, grad, lse, ctx.exclude, *tensors, *ctx.rest, *needs)
+    gradients = call(lse_backward, q, k, temperature, grad, sums, ctx.exclude, *tensors, *ctx.rest, *needs)
     return *given(needs, gradients), *[None] * FIELDS
 
 
@@ -154,8 +159,8 @@ differentiable(fixed_keys, fixed_keys_backward, save_o, differentiate_fixed_keys
            f"(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def softmax_loss(q, k, temperature, weights, both, *rest):
-    """(loss, dq, dk, dτ, lse, slope): either the gradients, taken on the way, and the last two empty; or what
-    the backward kernels need, and the gradients empty."""
+    """(loss, dq, dk, dτ, sums, slope): either the gradients, taken on the way, and the last two empty; or
+    what the backward kernels need, and the gradients empty."""
     rule, impl, products, needs = unpack(rest)
     dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     new = lambda *shape: q.new_empty(shape, dtype=temperature.dtype)
@@ -165,8 +170,8 @@ def softmax_loss(q, k, temperature, weights, both, *rest):
         from . import one_pass
         return *one_pass.softmax_loss(q, k, temperature, rule, weights, *needs, dtype), new(0), new(0)
     from . import lse_forward
-    sums = lse_forward.log_sums(q, k, temperature, rule, both, True, weights)
-    return sums.loss, new(0), new(0), new(0), sums.lse, sums.slope
+    found = lse_forward.log_sums(q, k, temperature, rule, both, True, weights)
+    return found.loss, new(0), new(0), new(0), found.sums, found.slope
 
 
 @softmax_loss.register_fake
@@ -177,23 +182,24 @@ def _(q, k, temperature, weights, both, *rest):
         dq, dk, dt = empty_gradients(q, k, temperature, *needs)
         waiting = gradient_dtype(q.dtype, temperature, impl)
         return new(), dq.to(waiting), dk.to(waiting), dt, new(0), new(0)
-    return new(), new(0), new(0), new(0), *(new(2 if both else 1, q.shape[0]) for _ in range(2))
+    sides, n = 2 if both else 1, q.shape[0]
+    return new(), new(0), new(0), new(0), new(sides, 2, n), new(sides, n)
 
 
 @operation("softmax_loss_backward",
            "(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, Tensor grad, "
-           f"Tensor dq, Tensor dk, Tensor dt, Tensor lse, Tensor slope, {RULE}, {NEEDS}) "
+           f"Tensor dq, Tensor dk, Tensor dt, Tensor sums, Tensor slope, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor)")
-def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, lse, slope, *rest):
+def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, sums, slope, *rest):
     rule, impl, products, needs = unpack(rest)
-    if not len(lse):  # the gradients were taken in one pass
+    if not len(sums):  # the gradients were taken in one pass
         return scaled(dq, grad, q.dtype), scaled(dk, grad, q.dtype), grad * dt
     from . import gradient
     dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     slope, unit = (slope, 1 / len(q)) if weights is None else (slope * weights, 1.0)
-    rows = lse[0], slope[0]
-    columns = (lse[1], slope[1]) if both else rows if k is None else None
-    return gradient.gradients(q, k, temperature, rule, rows, columns, grad, unit / len(lse), *needs, dtype,
+    rows = sums[0], slope[0]
+    columns = (sums[1], slope[1]) if both else rows if k is None else None
+    return gradient.gradients(q, k, temperature, rule, rows, columns, grad, unit / len(sums), *needs, dtype,
                               True)
 
 
@@ -208,9 +214,9 @@ def save_loss(ctx, inputs, output):
 
 
 def differentiate_loss(ctx, grad, *_):
-    q, k, temperature, weights, dq, dk, dt, lse, slope, *tensors = ctx.saved_tensors
+    q, k, temperature, weights, dq, dk, dt, sums, slope, *tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    rule, found = (ctx.exclude, *tensors, *ctx.rest), (dq, dk, dt, lse, slope)
+    rule, found = (ctx.exclude, *tensors, *ctx.rest), (dq, dk, dt, sums, slope)
     gradients = call(softmax_loss_backward, q, k, temperature, weights, ctx.both, grad, *found, *rule, *needs)
     return *given(needs, gradients), *[None] * (2 + FIELDS + 3)
 

@@ -32,10 +32,12 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; no column left:
                  -inf, gradient 0
-    raises       ValueError naming the argument, what it was and what is wanted
+    raises       ValueError naming the argument, what it was and what is wanted; RuntimeError for a second
+                 derivative, forward mode and torch.func, of which impl="eager" has all
     precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in
-                 float32. Under torch.autocast float32 rows are multiplied in its dtype, and their gradients
-                 stay in float32
+                 float32. Gradients are as exact as eager's for logits of any size: a row's largest logit and
+                 the sum beside it stay two numbers. A query with a NaN spoils no other's gradient. Under
+                 torch.autocast float32 rows are multiplied in its dtype, and their gradients stay in float32
     memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB, or
                  544 MiB where a loss takes its gradient in one pass (kernels.paths.BUFFER and STRIP, bytes,
                  may be set lower; blockwise: 64 MiB, or 32 rows of logits where those are more); eager O(N·M)
@@ -57,7 +59,7 @@ def fused_lse(q, k, temperature, rule, impl, products):
     needed = needed and k is not None and not k.requires_grad
     if needed and keeps_keys(q, impl, products):
         return operations.call(operations.fixed_keys, q, k, temperature, *rule, impl, products)[0]
-    return operations.call(operations.lse, q, k, temperature, *rule, impl, products)
+    return operations.call(operations.lse, q, k, temperature, *rule, impl, products)[0]
 
 
 @torch.no_grad()
@@ -69,7 +71,8 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     n            1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
     exclude, within, similar, offset    as in similarity_lse
     returns      (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
-                 a row with fewer than n columns ends in (-inf, -1); equal products in any order
+                 a row with fewer than n columns ends in (-inf, -1); equal products in any order. One that is
+                 NaN, of a row or a column with a NaN, counts as the largest and is given as NaN
     raises       ValueError naming the argument, what it was and what is wanted
     memory       O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
     """

@@ -17,10 +17,11 @@ LOG2E = tl.constexpr(math.log2(math.e))
 # one compiled kernel serves all batches: no code for integers that change with them, nor for where vectors of
 # one number a row begin
 kernel = triton.jit(
-    do_not_specialize=("N", "M", "first_row", "first_column", "first_x", "first_y", "height", "width", "walk",
-                       "split", "splits", "tiles", "tiles_x", "tiles_y", "count", "padded_x", "padded_y"),
-    do_not_specialize_on_alignment=("LSE", "SLOPE", "TOTAL", "POSITIVE", "WEIGHTS", "SCALES", "X_LSE",
-                                    "Y_LSE"))
+    do_not_specialize=("N", "M", "apart", "first_row", "first_column", "first_x", "first_y", "height",
+                       "width", "walk", "split", "splits", "tiles", "tiles_x", "tiles_y", "count", "padded_x",
+                       "padded_y"),
+    do_not_specialize_on_alignment=("SUMS", "LSE", "SLOPE", "TOTAL", "POSITIVE", "WEIGHTS", "SCALES",
+                                    "X_VECTOR", "Y_VECTOR"))
 
 
 @triton.jit
@@ -136,17 +137,51 @@ def kept(rows, column, origin, N, M, RULE, EXCLUDE: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def log_sum(s, axis: tl.constexpr):
-    """log2 Σ exp2(s) along an axis, whatever the size of s; −inf where nothing is left."""
-    top = tl.max(s, axis)
-    reference = tl.where(top == float("-inf"), 0.0, top)          # −inf − (−inf) would be NaN
-    return reference + tl.log2(tl.sum(tl.exp2(s - tl.expand_dims(reference, axis)), axis))
+def power(s, scale, top):
+    """exp2(s·scale − top) of products s, rounded once: forward and backward must agree to the last bit, as an
+    error in s·scale alone, |logit| · 2⁻²⁴, would be every weight's of a row."""
+    return tl.exp2(tl.fma(s, scale, -top))
 
 
 @triton.jit
-def own_factors(lse, slope, SHIFT: tl.constexpr):
-    """(±1, b) with slope exp2(s − lse) 2^SHIFT = ±exp2(s − b); lse in units of log 2."""
-    return tl.where(slope < 0, -1.0, 1.0), lse - tl.log2(tl.abs(slope)) - SHIFT
+def finite(top):
+    """A top to subtract: ∞ − ∞ would be NaN for columns that are finite, and −∞ is a row without columns."""
+    return tl.where(top == float("-inf"), 0.0, tl.where(top == float("inf"), 3e38, top))
+
+
+@triton.jit
+def sums_of(s, scale, axis: tl.constexpr):
+    """(top, Σ exp2(s·scale − top)) along an axis, whatever the size of s; (−inf, 0) where nothing is left."""
+    top = tl.max(s, axis) * scale                                  # scale > 0
+    return top, tl.sum(power(s, scale, tl.expand_dims(finite(top), axis)), axis)
+
+
+@triton.jit
+def added(top, total, other_top, other_total):
+    """Two of these as one."""
+    new = tl.maximum(top, other_top)
+    return new, (total * tl.exp2(top - finite(new)) + other_total * tl.exp2(other_top - finite(new)))
+
+
+@triton.jit
+def is_folded(REFERENCE):
+    """Whether exp2(s) needs no maximum: tops are 0, and in one_pass row factors stay out of the strip."""
+    folded = False
+    if REFERENCE is not None:
+        folded = tl.load(REFERENCE) == 0.0
+    return folded
+
+
+@triton.jit
+def gap_of(top, total, positive, scale):
+    """lse − positive, of a product, in nats: two large numbers that may be close."""
+    return (tl.fma(-positive, scale, top) + tl.log2(total)) / LOG2E
+
+
+@triton.jit
+def own_factors(top, total, slope, SHIFT: tl.constexpr):
+    """(a, b) with slope exp2(s − lse) 2^SHIFT = a exp2(s − b); lse as a number would have |s|'s rounding."""
+    return tl.where(total == 0.0, 0.0, slope * (1 << SHIFT) / total), top
 
 
 @triton.jit
@@ -157,33 +192,32 @@ def factors(SIDE, at, count, padded, SHIFT: tl.constexpr):
         if SIDE.factors is not None:                               # made once, for whole tiles
             a, b = tl.load(SIDE.factors + at), tl.load(SIDE.factors + padded + at)
         else:
-            lse = tl.load(SIDE.lse + at, mask=at < count, other=0.0) * LOG2E
-            a, b = own_factors(lse, tl.load(SIDE.slope + at, mask=at < count, other=0.0), SHIFT)
+            top = tl.load(SIDE.sums + at, mask=at < count, other=0.0)
+            total = tl.load(SIDE.sums + count + at, mask=at < count, other=0.0)
+            a, b = own_factors(top, total, tl.load(SIDE.slope + at, mask=at < count, other=0.0), SHIFT)
     return a, b
 
 
 @triton.jit
-def weights(s, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded, SIGNED: tl.constexpr,
-            SHIFT: tl.constexpr):
-    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds; either may be missing."""
+def weights(s, scale, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded, SHIFT: tl.constexpr):
+    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds; either may be missing. s:
+    products."""
     if REFERENCE is None:
         w = tl.zeros(s.shape, tl.float32)
-        if X_SIDE.slope is not None:
-            of_rows = tl.exp2(s - row_b[:, None])
-            w = of_rows * row_a[:, None] if SIGNED else of_rows
         if Y_SIDE.slope is not None:
             column_a, column_b = factors(Y_SIDE, columns, M, padded, SHIFT)
-            of_columns = tl.exp2(s - column_b[None, :])
-            w += of_columns * column_a[None, :] if SIGNED else of_columns
+            w = power(s, scale, column_b[None, :]) * column_a[None, :]
+        if X_SIDE.slope is not None:
+            w += power(s, scale, row_b[:, None]) * row_a[:, None]
     else:
         reference = tl.load(REFERENCE)
         if reference < float("inf"):                               # one exponential for both
             column_a = tl.load(Y_SIDE.factors + columns)
-            w = tl.exp2(s - reference) * (row_a[:, None] + column_a[None, :])
+            w = power(s, scale, reference) * (row_a[:, None] + column_a[None, :])
         else:
             column_a, column_b = factors(Y_SIDE, columns, M, padded, SHIFT)
-            w = (tl.exp2(s - row_b[:, None]) * row_a[:, None]
-                 + tl.exp2(s - column_b[None, :]) * column_a[None, :])
+            w = power(s, scale, column_b[None, :]) * column_a[None, :]
+            w += power(s, scale, row_b[:, None]) * row_a[:, None]
     return w
 
 

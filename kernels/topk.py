@@ -16,12 +16,15 @@ import triton.language as tl
 from .launch import PROGRAMS, arguments, check_device, tile
 from .tiles import kept, kernel, product
 
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
 
 @kernel
 def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
                 PRECISION: tl.constexpr, SLOTS: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of split y of the columns."""
+    """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of split y of the columns; ∞
+    stands for NaN, LARGEST for ∞."""
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * split
@@ -31,6 +34,7 @@ def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUD
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
         s = product(Q, K, row, start, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        s = tl.where(s == s, tl.minimum(s, LARGEST), float("inf"))    # NaN compares with nothing
         s = tl.where(kept(rows, start, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
         better = tl.max(s, 1) > tl.min(values, 1)
         while tl.max(better.to(tl.int32), 0) > 0:
@@ -65,4 +69,6 @@ def similarity_topk(q, k, temperature, n, rule):
     places = torch.empty(len(q), splits * slots, dtype=torch.int32, device=q.device)
     topk_kernel[row_blocks, splits](values, places, split, *pointers, *sizes, SLOTS=slots, **rest)
     values, order = values.topk(n, 1)
+    nan, infinite = values == torch.inf, values == LARGEST.value
+    values = values.masked_fill_(infinite, torch.inf).masked_fill_(nan, torch.nan)
     return values, places.gather(1, order).long()
