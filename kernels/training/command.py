@@ -60,7 +60,7 @@ def put(text, end="\n"):
         print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("standard output is closed; stopping", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: standard output is closed; stopping", file=sys.stderr)
         signal.raise_signal(signal.SIGTERM)
 
 

@@ -301,9 +301,8 @@ def judged(case, code, out, err, here, before):
         return "it hangs"
     if case.wanted == "stopped":
         last = (["", *out.splitlines()][-1] + err) if case.shell != "|" else err
-        right = re.fullmatch("stopped [^\n]+|standard output is closed; stopping\n", last) and whole
-        codes = 130, 128 + signal.SIGTERM, 128 + signal.SIGHUP
-        return None if right and code in codes else "no word of a stop"
+        right = re.fullmatch("stopped [^\n]+|[^\n]+: standard output is closed; stopping\n", last) and whole
+        return None if right and code == 130 else "no word of a stop"
     if code not in {"one line": [2], "accepted": [0], "either": [0, 2]}[case.wanted]:
         return f"wanted {case.wanted}"
     if code == 2:
