@@ -173,6 +173,15 @@ def test_first_loss_is_the_papers(form, noise_times, name, below, more, climb, g
     assert result.losses == pytest.approx([wanted.item()], abs=2e-4)
 
 
+@pytest.mark.parametrize("impl", ["eager", "blockwise"])
+def test_a_nan_is_no_anchor_without_negatives(impl):
+    """Whose loss is 0: a run with NaN weights would go on."""
+    z, f = torch.randn(2, 4, 8), torch.eye(4)
+    assert dclr_loss(*z, z[0], f, f, 2.0, impl=impl) > 0
+    z[0, 1, 0] = torch.nan
+    assert dclr_loss(*z, z[1], f, f, 2.0, impl=impl).isnan()
+
+
 @pytest.mark.parametrize("head, name, layers, origin", [
     (None, "pooler", 4, "new"), (None, "bare", 2, "new"), (["pooler"], "pooler", 2, "pooler")])
 def test_head_of_the_released_code(head, name, layers, origin, guides):
