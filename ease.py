@@ -109,10 +109,11 @@ from tqdm import tqdm
 from kernels import check_rows, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
+from kernels.training.files import opened, pieces
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import opened, pieces, plain, read_table
+from kernels.training.tables import plain, read_table
 from kernels.training.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from kernels.training import documents as module
 from kernels.training.command import Fault
 from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
-from kernels.training.tables import stamp
+from kernels.training.files import stamp
 from running import SENTENCES
 from test_tables import alarm  # noqa: F401
 

@@ -235,7 +235,7 @@ def listen(path):
 
 
 REPAIR = "; repair or delete it"
-SPECIAL = "a pipe, a device or a socket; wanted a plain file; delete it"
+SPECIAL = "a pipe, a socket or a device; delete it"
 PICTURES = [
     ("b.png", lambda path: os.mkfifo(path), SPECIAL), ("b.png", listen, SPECIAL),
     ("b.png", lambda path: os.symlink("/dev/zero", path), SPECIAL),
@@ -272,7 +272,7 @@ def test_what_is_no_picture(name, make, wanted, here, capfd):
     (lambda: os.symlink("x", "x"), "x: Too many levels of symbolic links"),
     (lambda: put("x/a/a.png", PIXELS[0]) and os.symlink("..", "x/a/b"), "x/a/b: a link to x, whose .*"),
     (lambda: put("x/a/a.png", PIXELS[0]) and os.symlink("a", "x/b"), "x/b: a link to x/a, whose .*"),
-    (lambda: os.mkdir("x") or os.mkfifo("x/data_batch_1"), "x/data_batch_1: a pipe, a device .*"),
+    (lambda: os.mkdir("x") or os.mkfifo("x/data_batch_1"), "x/data_batch_1: a pipe, a socket .*"),
     (lambda: put("x/a\nb/1.png", PIXELS[0]) and put("x/1.png", PIXELS[1]), r"x: .* folders a\\nb; .*")])
 def test_what_is_no_folder_of_pictures(make, wanted, here, capfd):
     make()
@@ -282,7 +282,8 @@ def test_what_is_no_folder_of_pictures(make, wanted, here, capfd):
 @pytest.mark.parametrize("name", ["x.npz", "x.npy"])
 def test_arrays_are_no_pipes(name, here, capfd):
     os.mkfifo(name)
-    refuse_data(capfd, f"{name}: a pipe, a device or a socket; wanted a plain file", name)
+    wanted = f"{name}: a pipe, a socket or a device, which cannot be read twice; wanted a file"
+    refuse_data(capfd, wanted, name)
 
 
 def test_a_folder_that_memory_cannot_hold(here, capfd, monkeypatch):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import simcse
-from kernels.training import tables
+from kernels.training import files
 from kernels.training.command import Fault
 from kernels.training.documents import read_documents
 from kernels.training.tables import Table, describe_table, empty_cell, read_table, texts_of
@@ -311,7 +311,7 @@ def test_what_a_later_pass_meets_has_its_name(tmp_path, monkeypatch):
     def denied(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(tables, "open", denied, raising=False)
+    monkeypatch.setattr(files, "open", denied, raising=False)
     with pytest.raises(Fault, match=r"nli\.jsonl: Permission denied$"):
         list(texts_of(path))
 
@@ -337,7 +337,7 @@ def test_a_json_is_read_whole_where_it_fits(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([["A b."]] * 1000, indent=1))
     assert len(read_table(path)[1]) == 1000
-    monkeypatch.setattr(tables, "memory", lambda: 8 * 10_000)
+    monkeypatch.setattr(files, "memory", lambda: 8 * 10_000)
     with pytest.raises(Fault, match=r"a\.json: over 0\.0 GB, and a \.json is read whole; write .* \.jsonl$"):
         read_table(path)
 
@@ -362,8 +362,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("fault", ["\udcff,b", "A", 'A,"b', "A, "])
 def test_a_bar_leaves_no_trace_in_a_message(fault, here, monkeypatch):
     Path("a.csv").write_text(GOOD * 5000 + fault + "\n" + GOOD, errors="surrogateescape")
-    bar = functools.partial(tables.tqdm, mininterval=0, miniters=1)
-    monkeypatch.setattr(tables, "tqdm", lambda *args, delay, **more: bar(*args, **more))
+    bar = functools.partial(files.tqdm, mininterval=0, miniters=1)
+    monkeypatch.setattr(files, "tqdm", lambda *args, delay, **more: bar(*args, **more))
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     with pytest.raises(SystemExit):
         simcse.main([*SMALL, "--data", "a.csv"])

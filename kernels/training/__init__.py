@@ -4,6 +4,7 @@ command    flags that are checked, one line for every fault, what is printed
 run        a run: ranks, progress, resume, signals, metrics
 folder     its --out: checked, its code kept, files replaced whole
 loop       the order of batches, learning rates, gradients over ranks
+files      of a user: none is waited for, none changes unnoticed, text in lines
 tables     rows of text, of data files or in memory; every fault with its place
 columns    their names: which is anchor, positive, hard negative
 tokens     their tokens, on the disk and in batches, in groups of similar length

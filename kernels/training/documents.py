@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from .command import fail, memory
-from .tables import decoded, opened, stamp, unchanged
+from .files import decoded, opened, stamp, unchanged
 from .tokens import tokenise
 
 

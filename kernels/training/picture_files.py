@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .command import Fault, afford, fail
+from .files import open_plain
 from .pickles import Array, read_pickle
 
 ARRAYS = "images", "labels", "test_images", "test_labels"
@@ -62,19 +63,12 @@ def read_pictures(path, classes=None):
             test = read_cifar([test]) if os.path.lexists(test) else None
             return read_cifar(sorted(path.glob("data_batch_*"))), test
         if path.suffix == ".npy":
-            return read_arrays(path, {"images": os.path.getsize(path)}, lambda name: open_file(path))
+            return read_arrays(path, {"images": os.path.getsize(path)}, lambda name: open_plain(path))
         if path.suffix == ".npz":
-            with open_file(path) as file, zipfile.ZipFile(file) as members:
+            with open_plain(path) as file, zipfile.ZipFile(file) as members:
                 sizes = {part.filename.removesuffix(".npy"): part.file_size for part in members.infolist()}
                 return read_arrays(path, sizes, lambda name: members.open(f"{name}.npy"))
         fail(f"{path}: wanted a folder of pictures, CIFAR-10's python batches, .npz or .npy")
-
-
-def open_file(path):
-    """A file to read. A pipe or a device could keep one waiting for ever."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        fail(f"{path}: a pipe, a device or a socket; wanted a plain file")
-    return open(path, "rb")
 
 
 # ── arrays ──
@@ -158,7 +152,7 @@ def read_cifar(paths):
 def read_batch(path):
     """(uint8 (n, 3072), int64 (n,)) of a batch."""
     with told(path):
-        with open_file(path) as file:
+        with open_plain(path) as file:
             afford(f"{path}", os.path.getsize(path))
             batch = read_pickle(file.read())
         if type(batch) is not dict:
@@ -240,14 +234,14 @@ def decode(file, size=None):
         return "reading it wants the package Pillow: pip install Pillow"
     Image.MAX_IMAGE_PIXELS = None                              # decode_all has a limit of its own
     try:
-        with open_file(file) as opened, Image.open(opened, formats=FORMATS) as picture:
+        with open_plain(file) as opened, Image.open(opened, formats=FORMATS) as picture:
             if picture.size != size:
                 return picture.size
             if picture.mode not in MODES:
                 return f"its mode is {picture.mode}; wanted 8 bits a channel; convert it first"
             return np.asarray(picture.convert("RGB"))
     except Fault:
-        return "a pipe, a device or a socket; wanted a plain file; delete it"
+        return "a pipe, a socket or a device; delete it"
     except Exception as error:                                 # a damaged picture has many ways to fail
         what = getattr(error, "strerror", None) or f"not readable ({type(error).__name__})"
         return f"{what}; repair or delete it"

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from .command import fail
-from .tables import opened, pieces
+from .files import opened, pieces
 
 # Words of other parts of speech that WordNet has as nouns, verbs, adjectives or adverbs: "he" is helium.
 CLOSED = frozenset("""a about above across after all along am an another any are around as at be been before
