@@ -180,6 +180,20 @@ def test_out_within_the_pictures(here):
     folder.check_out(Path("pictures-out"), False, "pictures")
 
 
+def test_data_that_change_before_the_first_step(here, monkeypatch, capfd):
+    """Which a script that holds them in memory, or makes its words of them, would not see again."""
+    real = simcse.build_model
+
+    def change(*args):
+        Path("good.csv").write_text(GOOD.upper())              # as long as before
+        return real(*args)
+    monkeypatch.setattr("simcse.build_model", change)
+    with pytest.raises(SystemExit, match="2"):
+        simcse.main([*FLAGS, "--out", "out"])
+    wanted = "simcse.py: good.csv: changed while it was read; leave it as it is, and start again\n"
+    assert capfd.readouterr().err == wanted and not Path("out").exists()
+
+
 def test_a_file_spelt_otherwise_is_the_same(here, finished):
     shutil.copytree(finished, "out")
     shutil.copytree(finished, "model")
