@@ -32,13 +32,30 @@ Departures from the released code: one GPU does; the blur is a plain Gaussian in
 The copy follows before the next keys are encoded, and the learning rate falls once an epoch, as there.
 """
 from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, say
+from kernels.training.recipes import Recipe, say_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+IMAGENET = dict(model="resnet-50", size=224, batch_size=256, epochs=200, lr=0.03, weight_decay=1e-4,
+                queue=65536, momentum=0.999, crop=0.2)
+V1 = dict(v1=True, head_layers=1, temperature=0.07, blur=0.0)
+V2 = dict(head_layers=2, temperature=0.2)
+RECIPES = {
+    "v1": Recipe("ImageNet, He et al. 2020", IMAGENET | V1),
+    "v2": Recipe("ImageNet, Chen et al. 2020", IMAGENET | V2 | dict(blur=0.5)),
+    "demo": Recipe("CIFAR-10, the authors' demo", dict(
+        model="resnet-18", size=32, batch_size=512, epochs=200, lr=0.03, weight_decay=5e-4, queue=4096,
+        momentum=0.99, crop=0.08, blur=0.0, head_layers=1, temperature=0.1, bn_splits=8))}
+
+# What a flag is where it was not given: by the size of the views (the authors' demo, the paper).
+SMALL = dict(queue=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
+LARGE = dict(queue=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
 
 
 def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
+    parser.add_recipes(RECIPES)
     add("--v1", action="store_true", help="linear head, τ 0.07, other colours, no blur, rate in steps")
     add("--queue", type=at_least(1, int),
         help="K, keys that wait as negatives; default 65536, pictures up to 32 px 4096 (paper, demo)")
@@ -57,7 +74,10 @@ def make_parser():
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
     parser.plain("--evaluate", "--data")
     common("--dev", said="the test set in --data")
-    common("--model", "resnet-50", "resnet-50; from scratch as resnet-small, -18, -34")
+    common("--size", said="of arrays theirs, of files 224, or theirs where all are smaller")
+    common("--workers", said="the cores")
+    parser.plain("--skip-damaged")
+    common("--model", "resnet-50", "resnet-50; from scratch as resnet-small, -18, -34, -101, -152")
     common("--out", "out/moco")
     common("--batch-size", 256, "256 (paper)")
     common("--chunk-size", said="the batch")
@@ -70,13 +90,6 @@ def make_parser():
     common("--impl", "auto")
     parser.plain("--resume", "--keep-state", "--precision")
     return parser
-
-
-# What a flag is where it was not given: by the size of the pictures (the authors' demo, the paper) and
-# version.
-SMALL = dict(queue=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
-LARGE = dict(queue=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
-V1, V2 = dict(head_layers=1, temperature=0.07, blur=0.0), dict(head_layers=2, temperature=0.2)
 
 
 if __name__ == "__main__":
@@ -92,17 +105,22 @@ from torch import nn
 
 from kernels import check_rows, check_unit, gather_rows, own_rows, queue_loss
 from kernels.training import images
-from kernels.training.images import PictureEncoder, Pictures, knn_accuracy, load_encoder, score, train_probe
+from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
+from kernels.training.picture_encoders import PictureEncoder, load_encoder
 from kernels.training.run import Run
-from kernels.training.views import blur, coin, crop_and_flip, grey, jitter, linear, scaled, shift_hue, uniform
+from kernels.training.views import Crops, blur, coin, grey, jitter
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
+
+# views as torchvision draws them: the logarithms of aspects evenly, and the middle where no box fits
+CROPS = Crops(0.08, 10, aspects=lambda u: 3 / 4 * (16 / 9) ** u, limits=(3 / 4, 4 / 3), cubic=False)
 
 
 def load_data(path, args):
     """The Pictures to train on and to be judged by; fills the flags that their size and --v1 decide."""
-    pictures, batch = Pictures(args), args.batch_size
+    say_recipe(args, RECIPES)
+    pictures, batch = Pictures(args, CROPS), args.batch_size
     fill(args, (SMALL if pictures.small else LARGE) | (V1 if args.v1 else V2))
     keys = batch * (2 if args.symmetric else 1)
     if args.queue % keys:
@@ -122,30 +140,22 @@ def load_data(path, args):
     return pictures
 
 
-def make_batch(rows, pictures, args):
-    """(queries, keys) of this rank's n pictures of a global batch: a list each, of one view of every picture,
+def make_batch(pictures, args):
+    """(queries, keys) of this rank's n pictures of the next batch: a list each, of one view of every picture,
     (n, 3, S, S) float32 from 0 to 1; with --symmetric of two."""
-    own = pictures.take(rows[own_rows(len(rows))])
-    x1, x2 = augment(torch.cat([own, own]), args).chunk(2)
+    x1, x2 = augment(next(pictures.feed), args).chunk(2)
     return ([x2, x1], [x1, x2]) if args.symmetric else ([x1], [x2])
 
 
-def augment(pictures, args):
-    """Views (n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8: crop, flip, colours, grey, blur;
-    v1 greys before its stronger colours, and has no blur."""
-    x = crop_as_torchvision(scaled(pictures), args.crop)
+def augment(x, args):
+    """Views (n, 3, S, S) float32 in [0, 1] of crops: colours, grey, blur; v1 greys before its stronger
+    colours, and has no blur."""
     if args.v1:
         x = torch.where(coin(0.2, x), grey(x), x)
         return jitter(x, 0.4, 0.4, 1)
     x = jitter(x, 0.4, 0.1, 0.8)
     x = torch.where(coin(0.2, x), grey(x), x)
     return torch.where(coin(args.blur, x), blur(x), x) if args.blur else x
-
-
-def crop_as_torchvision(x, least):
-    """Boxes are drawn and resized as torchvision does."""
-    aspects = uniform(math.log(3 / 4), math.log(4 / 3), (len(x), 10), x).exp()
-    return crop_and_flip(x, least, aspects, linear)
 
 
 # CIFAR-10's and ImageNet's mean and standard deviation of each channel
@@ -283,8 +293,7 @@ def linear_probe(model, pictures, run):
     rate 30, a tenth of it at 60 and 80 % (paper; pooled features are small)."""
     def rate(step, total):
         return 30 * 0.1 ** sum(step >= share * total for share in (0.6, 0.8))
-    return train_probe(model, pictures, run, view=lambda x: crop_as_torchvision(x, 0.08),
-                       batch=min(256, len(pictures)), rate=rate, std=0.01)
+    return train_probe(model, pictures, run, batch=min(256, len(pictures)), rate=rate, std=0.01)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +303,7 @@ def linear_probe(model, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return images.score(args, __file__, linear_probe)
+        return images.score(args, __file__, CROPS, linear_probe)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)
@@ -306,10 +315,11 @@ def main(argv=None):
     run.progress["pointer"] = 0                                # of the queue
     run.begin(model, optimizer, total)
     pictures.before(model, run)
+    pictures.start(run, total, args.crop)
     model.train()
     for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
         set_lr(optimizer, rate * epoch_rate((step - 1) // epoch, total / epoch, args))
-        queries, views = make_batch(rows, pictures, args)
+        queries, views = make_batch(pictures, args)
         for part in ("encoder", "head"):
             update_key_encoder(getattr(model.key, part), getattr(model, part), args.momentum)
         keys = [encode_keys(model, x, len(rows)) for x in views]

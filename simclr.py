@@ -33,24 +33,57 @@ Departures from the released code: its loss is twice the paper's mean; its head 
 code brings back; its weight decay is 1e-4 by now. SupCon's normalises pictures and multiplies its loss by
 τ / 0.07; here neither is done. Resizing is bicubic without antialiasing, as TensorFlow's.
 """
+from argparse import BooleanOptionalAction
+
 from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, say
+from kernels.training.recipes import Recipe, say_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+IMAGENET = dict(model="resnet-50", size=224, batch_size=4096, temperature=0.1)
+RECIPES = {
+    "paper": Recipe("ImageNet, Chen et al. 2020, section 2 and appendix B", IMAGENET | dict(
+        epochs=100, lr=0.3, lr_scaling="linear", weight_decay=1e-6, warmup=10, head_layers=2, form="paper")),
+    "code": Recipe("ImageNet, the released code's command", IMAGENET | dict(
+        epochs=100, lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, warmup=10, head_layers=2, form="code")),
+    "cifar": Recipe("CIFAR-10, the released code's command", dict(
+        model="resnet-18", size=32, batch_size=512, epochs=1000, lr=1.0, lr_scaling="linear",
+        weight_decay=1e-4, temperature=0.5, warmup=10, head_layers=2, form="code", colour=0.5, blur=0.0)),
+    "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(
+        epochs=800, lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup=40, head_layers=3, form="code"))}
+IMPLIED = {
+    "supervised": Recipe("SupCon's command for CIFAR-10, its factor τ / 0.07 in rate and decay", dict(
+        temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
+    "finetune": Recipe("SimCLR v2, 1 % of the labels", dict(
+        batch_size=1024, epochs=60, lr=0.005, lr_scaling="sqrt", weight_decay=0.0, warmup=0, from_layer=1)),
+    "distill": Recipe("SimCLR v2, rates as in pre-training", dict(
+        batch_size=4096, epochs=400, lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup=20,
+        temperature=1.0))}
 
 
 def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
-    add("--supervised", action="store_true", help="SupCon over the labels instead of NT-Xent")
-    add("--head-layers", type=int, choices=(2, 3), default=2,
+    parser.add_recipes(RECIPES, IMPLIED)
+    add("--supervised", action="store_true", help="SupCon over the labels, with its recipe")
+    add("--finetune", metavar="DATA",
+        help="train the encoder of --model, and a classifier, on labelled pictures (v2); no --data")
+    add("--labels", type=at_least(0), default=1.0, help="share of each class for --finetune; default 1")
+    add("--from-layer", type=at_least(0, int), default=0,
+        help="of --model's head that a classifier stands on; default 0: none, --finetune 1 (v2)")
+    add("--distill", metavar="TEACHER",
+        help="train --model on the soft labels that a fine-tuned folder gives --data (v2)")
+    add("--head-layers", type=int, choices=(0, 1, 2, 3), default=2,
         help="of the projection head; default 2 (paper), 3 in SimCLR v2")
+    add("--head-norm", action=BooleanOptionalAction, help="batch norms in the head; default by --form")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
+    add("--normalize", action=BooleanOptionalAction, default=True, help="projections; default (paper)")
     add("--crop", type=at_least(0), default=0.08,
         help="least share of a picture that a view shows; default 0.08 (paper)")
     add("--colour", type=at_least(0), help="strength of the colour jitter; default 1, to 32 px 0.5 (paper)")
     add("--grey", type=at_least(0), default=0.2, help="share of grey views; default 0.2 (paper)")
     add("--blur", type=at_least(0), help="share of blurred views; default 0.5, up to 32 px 0 (paper)")
-    add("--optimizer", choices=("lars", "sgd"), default="lars", help="default lars (paper)")
+    add("--optimizer", choices=("lars", "sgd", "adam"), default="lars", help="default lars (paper)")
     add("--lr-scaling", choices=("linear", "sqrt"), default="linear",
         help="--lr times batch / 256, or times √batch; default linear")
     add("--warmup", type=at_least(0), default=10, help="epochs that the rate rises; default 10 (paper)")
@@ -60,7 +93,10 @@ def make_parser():
     common("--form", "paper", "paper; code: batch norms in the head")
     parser.plain("--evaluate", "--data")
     common("--dev", said="the test set in --data")
-    common("--model", "resnet-18", "resnet-18; from scratch as resnet-small, -34, -50")
+    common("--size", said="of arrays theirs, of files 224, or theirs where all are smaller")
+    common("--workers", said="the cores")
+    parser.plain("--skip-damaged")
+    common("--model", "resnet-18", "resnet-18; from scratch as resnet-small, -34, -50, -101, -152")
     common("--out", "out/simclr")
     common("--batch-size", 512)
     common("--chunk-size", said="the batch")
@@ -78,6 +114,8 @@ def make_parser():
 if __name__ == "__main__":
     answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
 
+import contextlib
+import functools
 import time
 
 import numpy as np
@@ -87,35 +125,65 @@ from torch import nn
 
 from kernels import check_rows, choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
 from kernels.training import images
-from kernels.training.images import RESNETS, PictureEncoder, Pictures, knn_accuracy, load_encoder, train_probe
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
+from kernels.training import picture_encoders as nets
+from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
+from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
+from kernels.training.picture_encoders import PictureEncoder, load_classifier, load_encoder
 from kernels.training.run import Run, peak_gb
-from kernels.training.views import blur, coin, crop_and_flip, cubic, grey, jitter, scaled, shift_hue, uniform
+from kernels.training.views import Crops, blur, coin, grey, jitter
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
+
+# views as TensorFlow draws them: aspects evenly, and all of a picture where no box fits
+CROPS = Crops(0.08, 100, aspects=lambda u: 3 / 4 + (4 / 3 - 3 / 4) * u, limits=(1e-9, 1e9), cubic=True)
+
+
+def check(args):
+    """Flags that do not go together; says what the recipe is."""
+    say_recipe(args, RECIPES | IMPLIED)
+    modes = [f"--{name}" for name in ("supervised", "finetune", "distill") if getattr(args, name)]
+    if len(modes) > 1:
+        fail(f"{' and '.join(modes)}: wanted one of them")
+    if args.supervised and not args.normalize:
+        fail("--no-normalize: SupCon's projections are unit vectors")
+    if not 0 < args.labels <= 1:
+        fail(f"--labels {args.labels}: wanted a share above 0, at most 1")
+    if args.profile and (args.finetune or args.distill):
+        fail("--profile: times a contrastive loss; leave --finetune and --distill out")
 
 
 def load_data(path, args):
     """The Pictures to train on and to be judged by; fills the flags that their size decides."""
-    pictures = Pictures(args)
+    pictures = Pictures(args, CROPS)
     fill(args, dict(colour=0.5, blur=0.0) if pictures.small else dict(colour=1.0, blur=0.5))
-    if args.supervised and pictures.labels is None:
-        fail(f"--supervised wants labels, and {path} has none: sub-folders, or labels in the .npz")
-    say("simclr", f"{'supervised' if args.supervised else 'unsupervised'}: {pictures.describe()}")
+    for flag in ("supervised", "finetune"):
+        if getattr(args, flag) and pictures.train.labels is None:
+            fail(f"--{flag} wants labels, and {path} has none: sub-folders, a .tsv of files and labels, or "
+                 "labels in the .npz")
+    if args.finetune:
+        pictures.keep_share(args.labels)
+        pictures.enough(args.batch_size)
+    kinds = "supervised", "finetune", "distill"
+    kind = next((kind for kind in kinds if getattr(args, kind)), "unsupervised")
+    say("simclr", f"{kind}: {pictures.describe()}")
     return pictures
 
 
-def make_batch(rows, pictures, args):
-    """(views, labels) of a global batch: two views of each of this rank's n pictures, all first before all
-    second, (2n, 3, S, S) float32 from 0 to 1, and with --supervised the labels of all rows."""
-    own = pictures.take(rows[own_rows(len(rows))])
-    labels = pictures.labels[rows].to(own.device) if args.supervised else None
-    return augment(torch.cat([own, own]), args), labels
+def make_batch(rows, pictures, args, teacher=None):
+    """(views, targets) of this rank's n pictures of a global batch, (2n, 3, S, S) float32 from 0 to 1: two
+    views of each, all first before all second. Targets are with --supervised the labels of all ranks; a
+    classifier's batch has one view, and this rank's labels, or a teacher's logits."""
+    views, own = next(pictures.feed), own_rows(len(rows))
+    if teacher:
+        return views, teacher.read([views], logits=True)
+    if args.finetune:
+        return views, pictures.train.labels[rows[own]].to(views.device)
+    labels = pictures.train.labels[rows].to(views.device) if args.supervised else None
+    return augment(views, args), labels
 
 
-def augment(pictures, args):
-    """Views (n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8: crop, colours, grey, blur."""
-    x = crop_as_tensorflow(scaled(pictures), args)
+def augment(x, args):
+    """Views (n, 3, S, S) float32 in [0, 1] of crops: colours, grey, blur."""
     x = jitter(x, 0.8 * args.colour, 0.2 * args.colour, 0.8)
     x = torch.where(coin(args.grey, x), grey(x), x)
     if args.blur:
@@ -123,50 +191,71 @@ def augment(pictures, args):
     return x.clamp(0, 1)
 
 
-def crop_as_tensorflow(x, args):
-    """Boxes are drawn and resized as TensorFlow does."""
-    return crop_and_flip(x, args.crop, uniform(3 / 4, 4 / 3, (len(x), 100), x), cubic)
-
-
 def build_model(args, pictures, run):
-    """The encoder, and the projection head that training alone uses. Pictures stay as they are (code)."""
+    """The encoder, and a projection head or a classifier. Pictures stay as they are (code)."""
     encoder = load_encoder(args.model, pictures.small)
-    if args.model in RESNETS:
+    width = encoder.config.hidden_sizes[-1]
+    if args.model in nets.RESNETS:
         for block in (block for stage in encoder.encoder.stages for block in stage.layers):
             nn.init.zeros_(block.layer[-1].normalization.weight)   # the block starts as the identity (paper)
-    model = PictureEncoder(encoder, projection_head(encoder.config.hidden_sizes[-1], args), run)
+    classes = None
+    if args.finetune:
+        classes = pictures.classes
+    elif args.distill:
+        classes = load_classifier(args.distill, "--distill").classes
+    head = classifier(args, width, len(classes)) if classes else projection_head(width, args)
+    model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model), classes)
     if run.world > 1 and run.device.type != "cpu":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
-    say("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head")
+    what = f"classifier on layer {args.from_layer}" if classes else f"{args.head_layers}-layer head"
+    say("model", f"{args.model}, {size:.1f} M parameters, {what}")
     return model.to(run.device, memory_format=torch.channels_last)
 
 
 def projection_head(width, args):
-    """g: linear layers with a ReLU between two; --form code: each with a batch norm, the last of which scales
-    and does not shift."""
-    sizes, layers, norms = [width] * args.head_layers + [args.width], [], args.form == "code"
+    """g: linear layers with a ReLU between two; with norms (--form code) each has one, and the last of these
+    scales and does not shift."""
+    norms = args.form == "code" if args.head_norm is None else args.head_norm
+    sizes, layers = [width] * args.head_layers + [args.width], []
     afford(f"--width {args.width}", 16 * width * args.width)   # weights, gradients, the optimizer's
-    for inside, outside in zip(sizes, sizes[1:]):
+    for inside, outside in zip(sizes[: args.head_layers], sizes[1:]):
         layers.append(nn.Linear(inside, outside, bias=not norms))
         if norms:
             nn.init.normal_(layers[-1].weight, std=0.01)
             layers.append(nn.BatchNorm1d(outside))
         layers.append(nn.ReLU())
     head = nn.Sequential(*layers[:-1])
-    if norms:
+    if norms and layers:
         head[-1].bias.requires_grad_(False)
     return head
+
+
+def classifier(args, width, classes):
+    """The first --from-layer layers of --model's projection head, and a linear one that starts at zero."""
+    kept = []
+    if args.from_layer:
+        kept, width = nets.load_layers(args.model, args.from_layer)
+    last = nn.Linear(width, classes)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*kept, last)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss of a batch (views, labels or None) of `rows` pictures. Both views go
-    through the encoder at once, so batch norms see all of them, or a chunk of them."""
-    views, labels = batch
-    loss = loss_of_projections(model(views), labels, rows, args)
+    """This rank's part of the loss of a batch (views, targets) of `rows` pictures. Both views go through the
+    encoder at once, so batch norms see all of them, or a chunk of them."""
+    views, targets = batch
+    out = model(views)
+    if args.distill:
+        loss = distillation_loss(out, targets, args.temperature) * (len(out) / rows)
+    elif args.finetune:
+        loss = F.cross_entropy(out, targets) * (len(out) / rows)
+    else:
+        loss = loss_of_projections(out, targets, rows, args)
     return loss, {"loss": loss.detach()}
 
 
@@ -176,21 +265,22 @@ def loss_of_projections(z, labels, rows, args):
     gathered = None
     if args.supervised or len(z1) < rows:
         gathered = gather_rows(z1, rows), gather_rows(z2, rows)
-    with half_products(z, args):
+    with half_products(z, args) if args.normalize else contextlib.nullcontext():
         if args.supervised:
             loss = sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
         else:
-            first = own_rows(rows).start
-            loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=first, impl=args.impl)
+            loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start,
+                               normalize=args.normalize, impl=args.impl)
     return loss * (len(z1) / rows)
 
 
-def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, impl="auto"):
+def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=True, impl="auto"):
     """NT-Xent: mean over the 2N views of −log softmax of a picture's other view among all other views.
 
     z1, z2        (N, D) raw projections of the two views, any float type; normalised here
     gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: one process
     offset        this rank's first row in them
+    normalize     False: products of projections as they are, whatever their lengths
     returns       scalar float32, float64 for float64; one picture: 0. The released code returns twice this
     raises        ValueError naming the argument, what it was and what is wanted
     source        Chen et al. 2020, eq. 1 and algorithm 1
@@ -198,10 +288,11 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, impl="auto"
     all_z1, all_z2 = gathered or (None, None)
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "N D"), gathered_z1=(all_z1, "M D"),
                gathered_z2=(all_z2, "M D"))
-    z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    unit = functools.partial(F.normalize, dim=1) if normalize else lambda z: z
+    z1, z2 = unit(z1), unit(z2)
     if gathered is None:
         return nt_xent(z1, z2, temperature, impl=impl)
-    others = [F.normalize(z, dim=1) for z in gathered]
+    others = [*map(unit, gathered)]
     positive = (z1 * z2).sum(1) / temperature
     losses = []
     for z in (z1, z2):  # a view's own row and its other view are row offset + i of each
@@ -209,6 +300,21 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, impl="auto"
                      for other in others]
         losses.append(-F.logsigmoid(positive - torch.logaddexp(*negatives)))
     return torch.cat(losses).mean()
+
+
+def distillation_loss(logits, teacher_logits, temperature=1.0):
+    """Mean over pictures of −Σ_y P_teacher(y) log P_student(y), both at one temperature.
+
+    logits, teacher_logits    (N, C) of student and teacher, any float type; the teacher's get no gradient
+    returns                   scalar of the student's type
+    raises                    ValueError naming the argument, what it was and what is wanted
+    source                    Chen et al. 2020, SimCLR v2, eq. 2
+    """
+    check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
+    if not temperature > 0:
+        raise ValueError(f"temperature: {temperature}, wanted a number above 0")
+    soft = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
+    return F.cross_entropy(logits / temperature, soft)
 
 
 def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, *, impl="auto"):
@@ -234,6 +340,13 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     lse = similarity_lse(z, None, temperature, exclude="diagonal", impl=impl)
     loss = torch.where(positives > 0, lse - similarity / positives.clamp(min=1), 0.0).mean()
     return loss if base_temperature is None else loss * temperature / base_temperature
+
+
+def make_optimizer(model, rate, args):
+    """LARS, SGD with momentum, or Adam (code)."""
+    kinds = dict(lars=LARS, sgd=functools.partial(torch.optim.SGD, momentum=0.9), adam=torch.optim.Adam)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return kinds[args.optimizer](weights, lr=rate, weight_decay=args.weight_decay)
 
 
 class LARS(torch.optim.Optimizer):
@@ -270,13 +383,16 @@ def linear_probe(model, pictures, run):
         if supervised:
             return 5 * 0.2 ** sum(step >= share * total for share in (0.6, 0.75, 0.9))
         return warmup_cosine(step, total, 0, 0.1 * batch / 256)
-    return train_probe(model, pictures, run, view=lambda x: crop_as_tensorflow(x, run.args), batch=batch,
-                       rate=rate, nesterov=not supervised)
+    return train_probe(model, pictures, run, batch=batch, rate=rate, nesterov=not supervised)
 
 
-def profile(model, optimizer, batch, args):
+def profile(model, optimizer, pictures, run):
     """Says what share of a step the loss is, forward and backward: medians of ten after three."""
-    rows, device = args.batch_size, batch[0].device
+    args, device = run.args, run.device
+    rows = args.batch_size
+    pictures.start(run, 1, args.crop)
+    batch = make_batch(next(batches(len(pictures), rows, args.seed)), pictures, args)
+    model.train()
 
     def step():
         optimizer.zero_grad()
@@ -308,26 +424,26 @@ def profile(model, optimizer, batch, args):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return images.score(args, __file__, linear_probe)
+        return images.score(args, __file__, CROPS, linear_probe)
+    check(args)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)
+    teacher = load_classifier(args.distill, "--distill").to(run.device) if args.distill else None
     pictures.place(run.device)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, warmup = args.steps or args.epochs * epoch, round(args.warmup * epoch)
     rate = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
-    weights, decay = [p for p in model.parameters() if p.requires_grad], args.weight_decay
-    optimizer = LARS(weights, lr=rate, weight_decay=decay)
-    if args.optimizer == "sgd":
-        optimizer = torch.optim.SGD(weights, lr=rate, weight_decay=decay, momentum=0.9)
+    optimizer = make_optimizer(model, rate, args)
     if args.profile:
-        return profile(model.train(), optimizer, make_batch([*range(args.batch_size)], pictures, args), args)
+        return profile(model, optimizer, pictures, run)
     run.begin(model, optimizer, total)
     pictures.before(model, run)
+    pictures.start(run, total, args.crop, 1 if model.classes else 2)
     model.train()
     for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, rate))
-        batch = make_batch(rows, pictures, args)
+        batch = make_batch(rows, pictures, args, teacher)
         loss, values = compute_loss(model, batch, len(rows), args)
         optimizer.zero_grad()
         loss.backward()

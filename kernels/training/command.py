@@ -107,6 +107,9 @@ COMMON = {
                    help="behind the pooling: in use after training, or in training alone; new: not the "
                         "folder's; pooler: starts as the model's pooler"),
     "--prompt": dict(nargs="+", help="put before each text: one for all columns, or one for each"),
+    "--size": dict(type=at_least(1, int), help="pixels of a view's sides"),
+    "--workers": dict(type=at_least(0, int), help="processes that decode picture files; 0: none but this"),
+    "--skip-damaged": dict(action="store_true", help="leave picture files out that cannot be read"),
     "--out": dict(help="folder to write"),
     "--batch-size": dict(type=at_least(1, int), help="rows a step, over all GPUs"),
     "--chunk-size": dict(type=at_least(1, int), help="rows embedded at a time; gradients are the batch's"),
@@ -134,6 +137,12 @@ class Flags(argparse.ArgumentParser):
 
     def __init__(self, doc):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.recipes = self.implied = {}
+
+    def add_recipes(self, recipes, implied=()):
+        """--recipe, and recipes that a flag of the same name brings."""
+        self.recipes, self.implied = recipes | dict(implied), implied
+        self.add_argument("--recipe", choices=[*recipes], help="flags that belong together")
 
     def common(self, name, default=None, said=None):
         """A flag of COMMON with this script's default; said is what --help tells of it where it is not just
@@ -153,7 +162,15 @@ class Flags(argparse.ArgumentParser):
         if named := [text for text in args or () if "\0" in text]:
             fail(f"{named[0]}: holds a NUL character, which no path or number does")
         parsed = super().parse_args(args, namespace)
+        implied = (name for name in self.implied if getattr(parsed, name))
+        if name := getattr(parsed, "recipe", None) or next(implied, None):     # its values are the defaults
+            self.set_defaults(**self.recipes[name].flags | {"recipe": name})
+            parsed = super().parse_args(args, namespace)
         parsed.data = parsed.data if data is None else data
+        if finetune := getattr(parsed, "finetune", None):
+            if parsed.data not in (None, finetune):
+                fail("--finetune names the pictures; leave --data out")
+            parsed.data = finetune
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
         held_out = "dev", "test", "transfer", "cluster", "contrast_set"
@@ -282,6 +299,10 @@ def as_fault(error, main):
     if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
         file = f"{disk.filename}: " if disk.filename else ""
         return Fault(f"{file}{disk.strerror or disk}{kept}", every_rank=True)
+    if re.search(r"DataLoader worker \(pid|shared memory", str(error)):
+        full = "; /dev/shm is full" * ("shared memory" in str(error))
+        return Fault(f"a process that decoded pictures was killed, perhaps for want of memory{full}; "
+                     f"try fewer --workers{kept}", every_rank=True)
     if isinstance(error, SafetensorError) or re.search(r"\(os error \d+\)", str(error)):
         return Fault(f"{error}{kept}", every_rank=True)
     lost = re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error))

@@ -33,6 +33,8 @@ from . import folder
 from .command import STOPPED, clear_bar, fail, handle_signals, has_checkpoint, put, say
 from .loop import batches
 
+SCORES = "dev_spearman", "dev_knn", "dev_top1"                 # of an evaluation, what a line has room for
+
 
 class Run:
     """One training of one script. What is public: rank, world, device, out, script, bf16, step, due,
@@ -223,7 +225,7 @@ class Run:
             left, speed = round(pace * (total - step)), self.args.batch_size / pace
             line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  "
                     f"lr {values['lr']:.1e}  {speed:,.0f} rows/s  left {left // 60}:{left % 60:02}")
-            for score in (values[name] for name in ("dev_spearman", "dev_knn") if name in values):
+            for score in (values[name] for name in SCORES if name in values):
                 line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
             bar = sys.stdout.isatty() and "best" not in values
             put(clear_bar(sys.stdout) + line, end="" if bar else "\n")

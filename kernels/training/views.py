@@ -1,9 +1,110 @@
-"""Random views of pictures, on the device.
+"""Views of pictures: boxes that are drawn, cut out and resized; colours and blur on the device.
 
 x is (n, 3, H, W) float32 in [0, 1]; each picture has its own draw of every number.
 """
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+# ── boxes ──
+
+
+def numbers(seed, epoch, rows, count):
+    """(n, count) float64 in [0, 1) of n row numbers: those of a picture depend on it, the epoch and the seed
+    alone, not on who draws them (SplitMix64)."""
+    state = mixed(mixed(mixed(np.array([seed])) + np.uint64(epoch)) + np.asarray(rows, np.uint64))
+    states = state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed(states) >> np.uint64(11)) * 2.0**-53
+
+
+def mixed(state):
+    """Every bit of a state in every bit."""
+    x = state.astype(np.uint64)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+class Crops(NamedTuple):
+    """How the boxes of views are drawn, and how they are brought to one size.
+
+    least     share of the picture that a box has at least; up to all, evenly
+    tries     boxes that are drawn for a view: the first that lies in the picture is taken
+    aspects   numbers in [0, 1) → how many times as wide as high boxes are
+    limits    where no box fits: the middle of the picture, such that it is that wide for its height
+    cubic     resized bicubically, or linearly
+    """
+    least: float
+    tries: int
+    aspects: Callable
+    limits: tuple
+    cubic: bool
+
+    def draw(self, seed, epoch, rows, sizes, views):
+        """Boxes (views, n, 4): left, top, width and height, of n pictures of sizes (n, 2): width, height."""
+        drawn = numbers(seed, epoch, rows, views * (2 * self.tries + 2))
+        drawn = drawn.reshape(len(rows), views, -1).transpose(1, 0, 2)
+        areas, aspects, places = np.split(drawn, [self.tries, 2 * self.tries], 2)
+        width, height = sizes.T[:, :, None].astype(float)
+        aspects = self.aspects(aspects)
+        h = np.sqrt((self.least + (1 - self.least) * areas) * height * width / aspects).round().clip(1)
+        w = (h * aspects).round().clip(1)
+        fits = (h <= height) & (w <= width)
+        first = fits.argmax(2)[:, :, None]
+        narrow, wide = self.limits
+        most = np.minimum(width, (height * wide).round()), np.minimum(height, (width / narrow).round())
+        w, h = (np.where(fits.any(2), np.take_along_axis(drawn, first, 2)[:, :, 0], whole[:, 0])
+                for drawn, whole in zip((w, h), most))
+        free = np.stack([width[:, 0] - w, height[:, 0] - h], 2)
+        places = np.where(fits.any(2)[:, :, None], places * (free + 1), free / 2)
+        return np.concatenate([np.floor(places), w[:, :, None], h[:, :, None]], 2).astype(np.int64)
+
+
+def middle(sizes, share):
+    """Boxes (1, n, 4): the square in the middle, a share of a picture's shorter side."""
+    side = np.round(share * sizes.min(1, keepdims=True)).clip(1).astype(np.int64)
+    return np.concatenate([(sizes - side + 1) // 2, side, side], 1)[None]
+
+
+def resized(x, boxes, size, cubic):
+    """(n, 3, size, size): the box (left, top, width, height) of each picture, brought to this size."""
+    if list(x.shape[2:]) == [size, size] and (boxes == [0, 0, size, size]).all():
+        return x
+    left, top, width, height = torch.from_numpy(boxes).to(x.device, x.dtype).T
+    resize = keys_cubic if cubic else linear
+    rows, columns = resize(top, height, x.shape[2], size, x), resize(left, width, x.shape[3], size, x)
+    return (rows[:, None] @ x @ columns.mT[:, None]).clamp(0, 1)
+
+
+def keys_cubic(first, length, width, size, x):
+    """(n, size, width): what resizes pixels [first, first + length) of `width` to size by Keys' cubic, edges
+    repeated."""
+    at = torch.arange(size, device=x.device)
+    centre = (at + 0.5) * (length / size)[:, None] - 0.5       # of each new pixel, in pixels of the box
+    base = centre.floor()
+    matrix = x.new_zeros(len(first), size, width)
+    for tap in range(-1, 3):
+        t = (centre - base - tap).abs()
+        near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2        # a = −1/2
+        pixel = first[:, None] + (base + tap).clamp(min=0).minimum(length[:, None] - 1)
+        matrix.scatter_add_(2, pixel.long()[:, :, None], torch.where(t <= 1, near, far)[:, :, None])
+    return matrix
+
+
+def linear(first, length, width, size, x):
+    """(n, size, width): what resizes pixels [first, first + length) of `width` to size linearly, as Pillow
+    does: a new pixel that covers several is a mean of all of them."""
+    at, scale = torch.arange(width, device=x.device), (length / size)[:, None, None]
+    centre = (torch.arange(size, device=x.device)[:, None] + 0.5) * scale - 0.5 + first[:, None, None]
+    inside = (at >= first[:, None]) & (at < (first + length)[:, None])
+    weight = (1 - (at - centre).abs() / scale.clamp(min=1)).clamp(min=0) * inside[:, None]
+    return weight / weight.sum(2, keepdim=True)
+
+
+# ── colours ──
 
 
 def scaled(pictures):
@@ -20,49 +121,9 @@ def coin(p, like):
     return uniform(0, 1, (len(like), 1, 1, 1), like) < p
 
 
-def crop_and_flip(x, least, aspects, resize):
-    """A box of at least `least` of the area, resized to all of the picture; half are flipped.
-
-    aspects   (n, tries): a box is that many times as wide for its height as the picture; of the tries the
-              first that fits is taken, else all of the picture
-    resize    cubic or linear
-    """
-    n, _, height, width = x.shape
-    area, ratio = uniform(least, 1, aspects.shape, x), aspects * width / height
-    h = (area * height * width / ratio).sqrt().round().clamp(min=1)
-    w = (h * ratio).round().clamp(min=1)
-    fits = (h <= height) & (w <= width)
-    first = fits.int().argmax(1, keepdim=True)
-    h = torch.where(fits.any(1), h.gather(1, first)[:, 0], height)
-    w = torch.where(fits.any(1), w.gather(1, first)[:, 0], width)
-    top = (uniform(0, 1, (n,), x) * (height - h + 1)).floor()
-    left = (uniform(0, 1, (n,), x) * (width - w + 1)).floor()
-    rows, columns = resize(top, h, height, x), resize(left, w, width, x)
-    columns = torch.where(coin(0.5, x)[:, 0], columns.flip(1), columns)
-    return (rows[:, None] @ x @ columns.mT[:, None]).clamp(0, 1)
-
-
-def cubic(first, length, size, x):
-    """(n, size, size): what resizes pixels [first, first + length) to size by Keys' cubic, edges repeated."""
-    at = torch.arange(size, device=x.device)
-    centre = (at + 0.5) * (length / size)[:, None] - 0.5       # of each new pixel, in pixels of the box
-    base = centre.floor()
-    matrix = x.new_zeros(len(first), size, size)
-    for tap in range(-1, 3):
-        t = (centre - base - tap).abs()
-        near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2        # a = −1/2
-        pixel = first[:, None] + (base + tap).clamp(min=0).minimum(length[:, None] - 1)
-        matrix.scatter_add_(2, pixel.long()[:, :, None], torch.where(t <= 1, near, far)[:, :, None])
-    return matrix
-
-
-def linear(first, length, size, x):
-    """(n, size, size): what resizes pixels [first, first + length) to size linearly, edges repeated."""
-    at = torch.arange(size, device=x.device)
-    centre = (at[:, None] + 0.5) * (length / size)[:, None, None] - 0.5 + first[:, None, None]
-    inside = (at >= first[:, None]) & (at < (first + length)[:, None])
-    weight = (1 - (at - centre).abs()).clamp(min=0) * inside[:, None]
-    return weight / weight.sum(2, keepdim=True)
+def flip(x):
+    """Half of the pictures in a mirror."""
+    return torch.where(coin(0.5, x), x.flip(3), x)
 
 
 def jitter(x, colour, hue, share):

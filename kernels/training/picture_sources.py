@@ -1,0 +1,242 @@
+"""Pictures as they are read: from memory, from an .npy row by row, or from files that processes of their own
+decode anew each time. What they give depends on nothing but the plan that they are given."""
+import contextlib
+import itertools
+import os
+from collections import deque
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from .command import Fault, fail, is_first_rank, say
+from .files import open_plain
+from .views import resized, scaled
+from .workers import in_workers
+
+FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"   # of Pillow's; for others it starts programs
+MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits a channel
+MOST_PIXELS = 2**26                                            # of one; Pillow warns from 89 million on
+PIECE, MOST_PIECES = 32, 256                                   # pictures of a task; tasks under way
+
+
+class Source:
+    """Pictures that are read where they are asked for, by row number.
+
+    labels    (N,) int64, or None
+    """
+
+    def __init__(self, length, labels):
+        self.places, self.labels = np.arange(length), labels
+
+    def __len__(self):
+        return len(self.places)
+
+    def keep(self, rows):
+        """Leaves all others out."""
+        self.places = self.places[rows]
+        self.labels = None if self.labels is None else self.labels[torch.as_tensor(rows)]
+
+
+class Arrays(Source):
+    """Pictures of one size: in memory, or on the disk.
+
+    images    (N, H, W, 3) uint8: a tensor, or Rows
+    """
+
+    def __init__(self, images, labels):
+        super().__init__(len(images), labels)
+        self.images = images
+
+    def sizes(self, rows):
+        """(n, 2): width and height."""
+        return np.tile(self.images.shape[2:0:-1], (len(rows), 1))
+
+    @property
+    def usual_size(self):
+        return min(self.images.shape[1:3])
+
+    def place(self, device):
+        """Pictures in memory that take less than a quarter of the device's move there."""
+        if device.type == "cuda" and torch.is_tensor(self.images):
+            if self.images.nbytes < torch.cuda.mem_get_info()[0] / 4:
+                self.images = self.images.to(device)
+
+    def read(self, plan, size, cubic, device):
+        """Yields the views of each (row numbers (n,), boxes (views, n, 4)) of a plan: (views · n, 3, size,
+        size) float32 from 0 to 1, on the device."""
+        for rows, boxes in plan:
+            rows = torch.from_numpy(self.places[rows]).to(getattr(self.images, "device", "cpu"))
+            x = scaled(self.images[rows].to(device))
+            yield torch.cat([resized(x, part, size, cubic) for part in boxes])
+
+
+class Rows:
+    """The pictures of an .npy file. It is no memmap: where a file is cut meanwhile that kills the process."""
+
+    def __init__(self, path, shape, start):
+        self.path, self.shape, self.start = path, shape, start
+        self.file = open_plain(path)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, rows):
+        found = np.empty((len(rows), *self.shape[1:]), np.uint8)
+        for picture, row in zip(found, rows.tolist()):
+            self.file.seek(self.start + row * picture.nbytes)
+            if self.file.readinto(picture) != picture.nbytes:
+                fail(f"{self.path}: was cut while it was read", every_rank=True)
+        return torch.from_numpy(found)
+
+
+class Files(Source):
+    """Pictures in files of any size and format, decoded anew each time by processes of their own.
+
+    folder    that their names start from
+    """
+
+    def __init__(self, path, folder, names, labels, workers, skip):
+        super().__init__(len(names), labels)
+        names = [os.fsencode(name) for name in names]
+        self.ends = np.cumsum([0, *map(len, names)])
+        self.names = b"".join(names)                           # no million objects, which take memory
+        self.folder, self.workers, self.all_sizes = folder, workers, np.zeros((len(names), 2), np.int32)
+        self.check(path, skip)
+
+    def path(self, row):
+        first, end = self.ends[self.places[row]:][:2]
+        return os.path.join(self.folder, os.fsdecode(self.names[first:end]))
+
+    def sizes(self, rows):
+        """(n, 2): width and height."""
+        return self.all_sizes[self.places[rows]]
+
+    @property
+    def usual_size(self):
+        """The papers' 224, where pictures are that large."""
+        return min(224, int(self.sizes(slice(None)).min(1).max()))
+
+    def place(self, device):
+        pass
+
+    def check(self, path, skip):
+        """Decodes all, and learns their sizes. What is damaged is left out, or refused, all in one line."""
+        rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // PIECE)), {}
+        parts = ((list(map(self.path, part)),) for part in rows)
+        with tqdm(total=len(self), desc="checking pictures", unit="", leave=False, delay=1,
+                  disable=not is_first_rank() or None) as bar:
+            for part, found in zip(rows, in_workers(measure, parts, self.workers)):
+                for row, size in zip(part, found):
+                    if isinstance(size, str):
+                        damaged[int(row)] = size
+                    else:
+                        self.all_sizes[row] = size
+                bar.update(len(part))
+        if damaged:
+            name = lambda row: os.path.relpath(self.path(row), self.folder)
+            named = (f"{name(row)}: {what}" for row, what in damaged.items())
+            text = f"{path}: {len(damaged):,} of {len(self):,} pictures cannot be read: {'; '.join(named)}"
+            if not skip or len(damaged) == len(self):
+                fail(f"{text}; repair or delete them, or leave them out by --skip-damaged")
+            say("skipped", text)
+            self.keep(np.setdiff1d(self.places, [*damaged]))
+
+    def read(self, plan, size, cubic, device):
+        """What Arrays.read yields. While a batch is in use the next one is decoded."""
+        plan, lengths = iter(plan), deque()
+        first = next(plan, None)
+        if first is None:
+            return
+
+        def pieces():
+            for rows, boxes in itertools.chain([first], plan):
+                lengths.append((len(boxes), len(rows)))
+                for i in range(0, len(rows), PIECE):
+                    part = rows[i : i + PIECE]
+                    yield [*map(self.path, part)], self.sizes(part), boxes[:, i : i + PIECE], size, cubic
+
+        waiting = min(MOST_PIECES, -(-len(first[0]) // PIECE))
+        found = in_workers(cut, pieces(), self.workers, 1 + waiting // max(1, self.workers))
+        for piece in found:
+            views, n = lengths.popleft()
+            batch = torch.empty(views, n, size, size, 3, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            for i in range(0, n, PIECE):
+                piece = next(found) if i else piece
+                if isinstance(piece, str):
+                    fail(f"{piece}; it was whole when training began", every_rank=True)
+                batch[:, i : i + PIECE] = piece
+            yield scaled(batch.flatten(0, 1).to(device, non_blocking=True))
+
+
+# ── decoding, in workers ──
+
+
+@contextlib.contextmanager
+def picture_of(path):
+    """A file as Pillow opens it: no pixel is decoded yet."""
+    from PIL import Image
+    Image.MAX_IMAGE_PIXELS = None                              # there is a limit of our own
+    with open_plain(path) as file, Image.open(file, formats=FORMATS) as picture:
+        width, height = picture.size
+        if not 0 < width * height <= MOST_PIXELS:
+            raise Odd(f"{width} x {height} pixels, wanted 1 to {MOST_PIXELS:,}")
+        if picture.mode not in MODES:
+            raise Odd(f"its mode is {picture.mode}, wanted 8 bits a channel")
+        yield picture
+
+
+class Odd(Exception):
+    """What is wrong with a picture."""
+
+
+def wrong(error):
+    """What is wrong with a file, in words."""
+    if isinstance(error, Odd):
+        return str(error)
+    if isinstance(error, ImportError):
+        return "reading it wants the package Pillow: pip install Pillow"
+    if isinstance(error, Fault):
+        return "a pipe, a socket or a device"
+    return getattr(error, "strerror", None) or f"not readable ({type(error).__name__})"
+
+
+def measure(paths):
+    return [*map(measured, paths)]
+
+
+def measured(path):
+    """(width, height) of a file, or, a str, what is wrong with it. All of it is decoded, of a JPEG an eighth
+    of its pixels."""
+    try:
+        with picture_of(path) as picture:
+            size = picture.size
+            picture.draft(None, (1, 1))
+            picture.load()
+            return size
+    except Exception as error:                                 # a damaged picture has many ways to fail
+        return wrong(error)
+
+
+def cut(paths, sizes, boxes, size, cubic):
+    """(views, n, size, size, 3) uint8 of boxes (views, n, 4), each resized as Pillow does, of n pictures that
+    had these sizes; or, a str, which one is wrong. A JPEG is decoded at a half, a quarter or an eighth where
+    boxes have pixels enough."""
+    from PIL import Image
+    views = np.empty((*boxes.shape[:2], size, size, 3), np.uint8)
+    method = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+    for i, (path, (width, height)) in enumerate(zip(paths, sizes)):
+        try:
+            with picture_of(path) as picture:
+                if picture.size != (width, height):
+                    raise Odd(f"is {picture.size[0]} x {picture.size[1]} now, was {width} x {height}")
+                shrink = max(1, boxes[:, i, 2:].min() // size)
+                picture.draft(None, (max(1, width // shrink), max(1, height // shrink)))
+                across, down = picture.size[0] / width, picture.size[1] / height
+                picture = picture.convert("RGB")
+                for view, (left, top, w, h) in zip(views[:, i], boxes[:, i].tolist()):
+                    box = left * across, top * down, (left + w) * across, (top + h) * down
+                    view[:] = picture.resize((size, size), method, box)
+        except Exception as error:
+            return f"{path}: {wrong(error)}"
+    return torch.from_numpy(views)
