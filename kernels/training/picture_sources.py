@@ -1,7 +1,9 @@
 """Pictures as they are read: from memory, from an .npy row by row, or from files that processes of their own
 decode anew each time. What they give depends on nothing but the plan that they are given."""
 import contextlib
+import functools
 import itertools
+import math
 import os
 from collections import deque
 
@@ -17,7 +19,7 @@ from .workers import in_workers
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"   # of Pillow's; for others it starts programs
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits a channel
 MOST_PIXELS = 2**26                                            # of one; Pillow warns from 89 million on
-PIECE, MOST_PIECES = 32, 256                                   # pictures of a task; tasks under way
+TASK = 2**22                                                   # bytes that a worker gives at a time
 
 
 class Source:
@@ -122,7 +124,7 @@ class Files(Source):
 
     def check(self, path, skip):
         """Decodes all, and learns their sizes. What is damaged is left out, or refused, all in one line."""
-        rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // PIECE)), {}
+        rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // 32)), {}
         parts = ((list(map(self.path, part)),) for part in rows)
         with tqdm(total=len(self), desc="checking pictures", unit="", leave=False, delay=1,
                   disable=not is_first_rank() or None) as bar:
@@ -143,30 +145,59 @@ class Files(Source):
             self.keep(np.setdiff1d(self.places, [*damaged]))
 
     def read(self, plan, size, cubic, device):
-        """What Arrays.read yields. While a batch is in use the next one is decoded."""
-        plan, lengths = iter(plan), deque()
+        """What Arrays.read yields."""
+        for views in self.decode(plan, size, cubic):
+            yield scaled(views.to(device))
+
+    def decode(self, plan, size, cubic):
+        """Yields the same as (views · n, size, size, 3) uint8, in memory that later ones take again. While a
+        batch is in use the next one is decoded. No batch is larger than the first."""
+        plan = iter(plan)
         first = next(plan, None)
         if first is None:
             return
+        rows, boxes = first
+        part = min(256, max(8, TASK // (3 * size * size * len(boxes))))        # pictures of a task
+        tasks = -(-len(rows) // part)                          # of a batch
+        ahead = 1 + tasks // max(1, self.workers)
+        length = 3 * size * size * len(rows) * len(boxes)
+        ring = shared(3 + self.workers * ahead // tasks, length, self.workers)
+        shapes = deque()
 
         def pieces():
-            for rows, boxes in itertools.chain([first], plan):
-                lengths.append((len(boxes), len(rows)))
-                for i in range(0, len(rows), PIECE):
-                    part = rows[i : i + PIECE]
-                    yield [*map(self.path, part)], self.sizes(part), boxes[:, i : i + PIECE], size, cubic
+            for number, (rows, boxes) in enumerate(itertools.chain([first], plan)):
+                shapes.append((len(boxes), len(rows), size, size, 3))
+                for i in range(0, len(rows), part):
+                    some = rows[i : i + part]
+                    yield (number % len(ring), shapes[-1], i, [*map(self.path, some)], self.sizes(some),
+                           boxes[:, i : i + part], size, cubic)
 
-        waiting = min(MOST_PIECES, -(-len(first[0]) // PIECE))
-        found = in_workers(cut, pieces(), self.workers, 1 + waiting // max(1, self.workers))
-        for piece in found:
-            views, n = lengths.popleft()
-            batch = torch.empty(views, n, size, size, 3, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            for i in range(0, n, PIECE):
-                piece = next(found) if i else piece
-                if isinstance(piece, str):
-                    fail(f"{piece}; it was whole when training began", every_rank=True)
-                batch[:, i : i + PIECE] = piece
-            yield scaled(batch.flatten(0, 1).to(device, non_blocking=True))
+        done = in_workers(functools.partial(cut, ring), pieces(), self.workers, ahead)
+        for number in itertools.count():
+            faults = [*itertools.islice(done, 1)]
+            if not faults:
+                return
+            shape = shapes.popleft()
+            faults += itertools.islice(done, -(-shape[1] // part) - 1)
+            for fault in filter(None, faults):
+                fail(f"{fault}; it was whole when training began", every_rank=True)
+            yield batch_of(ring[number % len(ring)], shape).flatten(0, 1)
+
+
+def shared(count, size, workers):
+    """(count, size) uint8 that workers write into."""
+    if not workers:
+        return torch.empty(count, size, dtype=torch.uint8)
+    with contextlib.suppress(OSError):                         # macOS shares memory elsewhere
+        place = os.statvfs("/dev/shm")
+        if (free := place.f_bavail * place.f_frsize) < count * size:
+            fail(f"/dev/shm has {free >> 20:,} MB left, {count} batches take {count * size >> 20:,}; give it "
+                 "more (docker: --shm-size), or take a smaller --batch-size, or --workers 0", every_rank=True)
+    return torch.empty(count, size, dtype=torch.uint8).share_memory_()
+
+
+def batch_of(memory, shape):
+    return memory[: math.prod(shape)].view(shape)
 
 
 # ── decoding, in workers ──
@@ -218,14 +249,14 @@ def measured(path):
         return wrong(error)
 
 
-def cut(paths, sizes, boxes, size, cubic):
-    """(views, n, size, size, 3) uint8 of boxes (views, n, 4), each resized as Pillow does, of n pictures that
-    had these sizes; or, a str, which one is wrong. A JPEG is decoded at a half, a quarter or an eighth where
-    boxes have pixels enough."""
+def cut(ring, slot, shape, start, paths, sizes, boxes, size, cubic):
+    """Puts boxes (views, n, 4), each resized as Pillow does, of n pictures that had these sizes, behind the
+    first `start` of a batch (views, N, size, size, 3). Returns what is wrong with a file, or nothing. A JPEG
+    is decoded at a half, a quarter or an eighth where boxes have pixels enough."""
     from PIL import Image
-    views = np.empty((*boxes.shape[:2], size, size, 3), np.uint8)
+    views = batch_of(ring[slot], shape).numpy()
     method = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
-    for i, (path, (width, height)) in enumerate(zip(paths, sizes)):
+    for i, (path, (width, height)) in enumerate(zip(paths, sizes.tolist())):
         try:
             with picture_of(path) as picture:
                 if picture.size != (width, height):
@@ -234,9 +265,9 @@ def cut(paths, sizes, boxes, size, cubic):
                 picture.draft(None, (max(1, width // shrink), max(1, height // shrink)))
                 across, down = picture.size[0] / width, picture.size[1] / height
                 picture = picture.convert("RGB")
-                for view, (left, top, w, h) in zip(views[:, i], boxes[:, i].tolist()):
+                for view, (left, top, w, h) in zip(views[:, start + i], boxes[:, i].tolist()):
                     box = left * across, top * down, (left + w) * across, (top + h) * down
                     view[:] = picture.resize((size, size), method, box)
         except Exception as error:
             return f"{path}: {wrong(error)}"
-    return torch.from_numpy(views)
+    return None

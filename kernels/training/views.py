@@ -12,12 +12,12 @@ import torch.nn.functional as F
 # ── boxes ──
 
 
-def numbers(seed, epoch, rows, count):
-    """(n, count) float64 in [0, 1) of n row numbers: those of a picture depend on it, the epoch and the seed
-    alone, not on who draws them (SplitMix64)."""
-    state = mixed(mixed(mixed(np.array([seed])) + np.uint64(epoch)) + np.asarray(rows, np.uint64))
-    states = state[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return (mixed(states) >> np.uint64(11)) * 2.0**-53
+def numbers(seed, epoch, keys, first, count):
+    """(count, n) float64 in [0, 1) of n keys: those of a picture depend on it, the epoch and the seed alone,
+    not on who draws them (SplitMix64). Others with other `first`: how many were drawn before."""
+    state = mixed(mixed(mixed(np.array([seed])) + np.uint64(epoch)) + np.asarray(keys, np.uint64))
+    at = np.arange(first + 1, first + count + 1, dtype=np.uint64)[:, None]
+    return (mixed(state + at * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0**-53
 
 
 def mixed(state):
@@ -45,22 +45,24 @@ class Crops(NamedTuple):
 
     def draw(self, seed, epoch, rows, sizes, views):
         """Boxes (views, n, 4): left, top, width and height, of n pictures of sizes (n, 2): width, height."""
-        drawn = numbers(seed, epoch, rows, views * (2 * self.tries + 2))
-        drawn = drawn.reshape(len(rows), views, -1).transpose(1, 0, 2)
-        areas, aspects, places = np.split(drawn, [self.tries, 2 * self.tries], 2)
-        width, height = sizes.T[:, :, None].astype(float)
-        aspects = self.aspects(aspects)
-        h = np.sqrt((self.least + (1 - self.least) * areas) * height * width / aspects).round().clip(1)
-        w = (h * aspects).round().clip(1)
-        fits = (h <= height) & (w <= width)
-        first = fits.argmax(2)[:, :, None]
+        keys = (np.asarray(rows) + (np.arange(views)[:, None] << 40)).ravel()
+        width, height = np.tile(sizes, (views, 1)).T.astype(float)
         narrow, wide = self.limits
-        most = np.minimum(width, (height * wide).round()), np.minimum(height, (width / narrow).round())
-        w, h = (np.where(fits.any(2), np.take_along_axis(drawn, first, 2)[:, :, 0], whole[:, 0])
-                for drawn, whole in zip((w, h), most))
-        free = np.stack([width[:, 0] - w, height[:, 0] - h], 2)
-        places = np.where(fits.any(2)[:, :, None], places * (free + 1), free / 2)
-        return np.concatenate([np.floor(places), w[:, :, None], h[:, :, None]], 2).astype(np.int64)
+        w, h = np.minimum(width, (height * wide).round()), np.minimum(height, (width / narrow).round())
+        left, top = np.floor((width - w) / 2), np.floor((height - h) / 2)
+        todo, drawn = np.arange(len(keys)), 0
+        while len(todo) and drawn < self.tries:
+            area, aspect, across, down = numbers(seed, epoch, keys[todo], 4 * drawn, 4)
+            area, aspect = self.least + (1 - self.least) * area, self.aspects(aspect)
+            tall = np.sqrt(area * width[todo] * height[todo] / aspect).round().clip(1)
+            broad = (tall * aspect).round().clip(1)
+            free_w, free_h = width[todo] - broad, height[todo] - tall
+            fits = (free_w >= 0) & (free_h >= 0)
+            found = broad, tall, np.floor(across * (free_w + 1)), np.floor(down * (free_h + 1))
+            for side, value in zip((w, h, left, top), found):
+                side[todo[fits]] = value[fits]
+            todo, drawn = todo[~fits], drawn + 1
+        return np.stack([left, top, w, h], 1).astype(np.int64).reshape(views, -1, 4)
 
 
 def middle(sizes, share):
@@ -109,7 +111,7 @@ def linear(first, length, width, size, x):
 
 def scaled(pictures):
     """(n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8."""
-    return pictures.permute(0, 3, 1, 2).float() / 255
+    return pictures.float().div_(255).permute(0, 3, 1, 2)
 
 
 def uniform(low, high, shape, like):
