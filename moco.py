@@ -74,7 +74,7 @@ def make_parser():
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
     parser.plain("--evaluate", "--data")
     common("--dev", said="the test set in --data")
-    common("--size", said="of arrays theirs, of files 224, or theirs where all are smaller")
+    common("--size", said="of arrays theirs; of files --model's, 224, or theirs if all are smaller")
     common("--workers", said="the cores")
     parser.plain("--skip-damaged")
     common("--model", "resnet-50", "resnet-50; from scratch as resnet-small, -18, -34, -101, -152")

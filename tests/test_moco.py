@@ -73,3 +73,15 @@ def test_rates_fall_by_epochs():
     epochs, half = (0, 100, 119, 120, 160), lambda x: 0.5 + math.cos(math.pi * x / 200) / 2
     for v1, wanted in ((True, [1, 1, 1, 0.1, 0.01]), (False, [*map(half, epochs)])):
         assert [moco.epoch_rate(x, 200, SimpleNamespace(v1=v1)) for x in epochs] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("given, wanted", [
+    ("", dict(recipe=None, model="resnet-50", queue=None, temperature=None)),
+    ("--v1", dict(recipe=None, v1=True, size=None, queue=None)),
+    ("--recipe v1", dict(v1=True, head_layers=1, temperature=0.07, blur=0.0, queue=65536, size=224)),
+    ("--recipe v2", dict(v1=False, head_layers=2, temperature=0.2, blur=0.5, weight_decay=1e-4)),
+    ("--recipe demo --epochs 9", dict(model="resnet-18", head_layers=1, temperature=0.1, epochs=9, lr=0.03,
+                                      batch_size=512, bn_splits=8, queue=4096, momentum=0.99))])
+def test_recipes(given, wanted):
+    args = moco.make_parser().parse_args(["--data", "x", *given.split()])
+    assert wanted.items() <= vars(args).items()

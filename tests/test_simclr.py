@@ -1,12 +1,18 @@
-"""SimCLR's own: both losses against sums of single terms, LARS, heads."""
+"""SimCLR's own: losses against sums of single terms, LARS, heads, recipes, and what v2 adds."""
+import contextlib
+import io
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import simclr
+from kernels.training.picture_encoders import PictureEncoder, load_classifier, load_encoder
+from running import DATA, run
 
 randn = partial(torch.randn, dtype=torch.float64)
 
@@ -57,9 +63,129 @@ def test_lars_steps():
     torch.testing.assert_close([w.detach() for w in tensors], weights, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["paper", "code"])
-def test_heads(form):
-    inner = ["Linear", "ReLU"] if form == "paper" else ["Linear", "BatchNorm1d", "ReLU"]
-    head = simclr.projection_head(8, SimpleNamespace(head_layers=3, width=4, form=form))
-    assert [type(part).__name__ for part in head] == (3 * inner)[:-1]
-    assert head[-1].bias.requires_grad == (form == "paper") and (head[0].bias is None) == (form == "code")
+@pytest.mark.parametrize("gathered", [False, True])
+def test_projections_may_keep_their_lengths(gathered):
+    """--no-normalize: the products of projections as they are."""
+    torch.manual_seed(1)
+    x = randn(5, 2, 8, requires_grad=True)
+    s = x.transpose(0, 1).flatten(0, 1) @ x.transpose(0, 1).flatten(0, 1).T / 0.7
+    s = s.masked_fill(torch.eye(10, dtype=torch.bool), -torch.inf)
+    wanted = F.cross_entropy(s, (torch.arange(10) + 5) % 10)
+    z = x.unbind(1)
+    found = simclr.simclr_loss(*z, 0.7, gathered=z if gathered else None, normalize=False, impl="blockwise")
+    both = ([loss, *torch.autograd.grad(loss, x)] for loss in (found, wanted))
+    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
+
+
+def test_distillation_is_the_papers():
+    student, teacher = randn(4, 3, requires_grad=True), randn(4, 3, requires_grad=True)
+    p, q = ((x / 0.5).exp() / (x / 0.5).exp().sum(1, keepdim=True) for x in (teacher, student))
+    wanted = -(p.detach() * q.log()).sum(1).mean()
+    found = simclr.distillation_loss(student, teacher, 0.5)
+    both = ([loss, *torch.autograd.grad(loss, student)] for loss in (found, wanted))
+    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
+    loss = simclr.distillation_loss(student, teacher)
+    assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
+    for others, wrong in (([teacher[:2]], "teacher_logits"), ([teacher, 0], "temperature")):
+        with pytest.raises(ValueError, match=wrong):
+            simclr.distillation_loss(student, *others)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+@pytest.mark.parametrize("form, norm", [("paper", None), ("code", None), ("paper", True), ("code", False)])
+def test_heads(form, norm, layers):
+    head = simclr.projection_head(8, SimpleNamespace(head_layers=layers, width=4, form=form, head_norm=norm))
+    norms = form == "code" if norm is None else norm
+    inner = ["Linear", "BatchNorm1d", "ReLU"] if norms else ["Linear", "ReLU"]
+    assert [type(part).__name__ for part in head] == (layers * inner)[:-1]
+    assert head(torch.randn(6, 8)).shape == (6, 4 if layers else 8)
+    if layers:
+        assert head[-1].bias.requires_grad != norms and (head[0].bias is None) == norms
+
+
+def flags(*given):
+    return simclr.make_parser().parse_args([*given, "--data", "x"])
+
+
+@pytest.mark.parametrize("given, wanted", [
+    ("", dict(recipe=None, lr=1.0, model="resnet-18", temperature=0.5, optimizer="lars", from_layer=0)),
+    ("--recipe paper", dict(lr=0.3, weight_decay=1e-6, batch_size=4096, size=224, form="paper")),
+    ("--recipe code --epochs 7", dict(lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, epochs=7, form="code")),
+    ("--recipe cifar", dict(size=32, epochs=1000, colour=0.5, blur=0.0, weight_decay=1e-4)),
+    ("--epochs 100 --recipe cifar", dict(epochs=100, lr=1.0)),
+    ("--recipe v2", dict(head_layers=3, warmup=40, epochs=800, lr=0.1)),
+    ("--supervised", dict(temperature=0.1, optimizer="sgd", lr=0.18, crop=0.2, recipe="supervised")),
+    ("--supervised --recipe cifar", dict(temperature=0.5, supervised=True, crop=0.08, recipe="cifar")),
+    ("--distill t", dict(epochs=400, temperature=1.0, from_layer=0))])
+def test_recipes(given, wanted, capsys):
+    args = flags(*given.split())
+    assert wanted.items() <= vars(args).items()
+    simclr.say_recipe(args, simclr.RECIPES | simclr.IMPLIED)
+    said = capsys.readouterr().out
+    assert bool(said) == bool(args.recipe) and said.count("(not ") == given.count("--epochs")
+
+
+def test_finetune_names_the_data():
+    args = simclr.make_parser().parse_args(["--finetune", "x", "--from-layer", "0"])
+    assert (args.data, args.lr, args.from_layer, args.warmup) == ("x", 0.005, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run of two epochs on small pictures, with a head of three layers and norms; and its data."""
+    folder = tmp_path_factory.mktemp("v2")
+    with np.load(DATA / "shapes.npz") as file:
+        x, y, n = file["images"][:, ::2, ::2] // 2, file["labels"] % 3, 200
+    x[np.arange(len(x)), :, :, y] += 120                       # a class is a colour
+    arrays = dict(images=x[:n], labels=y[:n] + 5, test_images=x[n : n + 60], test_labels=y[n : n + 60] + 5)
+    np.savez(folder / "x.npz", **arrays)
+    head = ["--head-layers", 3, "--form", "code"]
+    run("simclr", folder / "first", "--data", folder / "x.npz", *SMALL, "--steps", 2, *head)
+    return folder
+
+
+SMALL = ["--model", "resnet-small", "--batch-size", 20, "--eval-every", 50, "--probe-epochs", 0]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
+    """From a layer of the saved head, whose weights it starts with; a share of each class; saved, it says the
+    same to whoever loads it."""
+    given = ["--finetune", first / "x.npz", *SMALL, "--model", first / "first", "--labels", 0.25]
+    result = run("simclr", tmp_path / "out", *given, "--from-layer", layer, "--lr", 0.5, "--steps", 40)
+    head, last = load_file(first / "first" / "head.safetensors"), 3 * layer
+    assert len(result.model.head) == (last + 1 if layer < 3 else 9) and len(result.model.classes) == 3
+    assert "50 pictures" in result.said["simclr"] or "51 pictures" in result.said["simclr"]
+    assert result.steps[-1]["dev_top1"] > 60 and result.steps[-1]["loss"] < 1
+    args = flags("--from-layer", str(layer), "--model", str(first / "first"))
+    start = simclr.classifier(args, result.model.width, 3)
+    kept = start[:-1].state_dict()
+    assert all(torch.equal(kept[name], head[name]) for name in kept)
+    assert not start[-1].weight.any() and not start[-1].bias.any()
+    pictures = torch.rand(4, 3, 16, 16)
+    loaded = load_classifier(tmp_path / "out")
+    assert torch.equal(loaded(pictures), result.model.eval()(pictures)) and loaded.classes == ["5", "6", "7"]
+    scored = ["--evaluate", "--data", first / "x.npz", "--model", tmp_path / "out", "--probe-epochs", 0]
+    with contextlib.redirect_stdout(io.StringIO()) as lines:
+        simclr.main([*map(str, scored)])
+    assert f"classifier {result.steps[-1]['dev_top1']:.2f} %" in lines.getvalue()
+    if layer == 1:                                             # what it knows goes into another net
+        given = ["--distill", tmp_path / "out", "--data", first / "x.npz", *SMALL, "--lr", 0.5, "--warmup", 0]
+        student = run("simclr", tmp_path / "student", *given, "--steps", 40, "--temperature", 0.7)
+        assert student.steps[-1]["dev_top1"] > 60 and student.losses[-1] < student.losses[0]
+        assert load_classifier(tmp_path / "student").classes == loaded.classes
+
+
+def test_a_batch_of_distillation_is_one_view_and_the_teachers_logits(first):
+    views = torch.rand(4, 3, 16, 16)
+    pictures = SimpleNamespace(feed=iter([views]))
+    teacher = PictureEncoder(load_encoder("resnet-small", True), torch.nn.Linear(256, 2)).train()
+    batch = simclr.make_batch([0, 1, 2, 3], pictures, None, teacher)
+    assert torch.equal(batch[0], views) and torch.equal(batch[1], teacher.eval()(views))
+    assert not batch[1].requires_grad
+
+
+def test_adam_trains(first, tmp_path):
+    given = ["--data", first / "x.npz", *SMALL, "--optimizer", "adam", "--lr", 1e-2, "--warmup", 0]
+    result = run("simclr", tmp_path / "out", *given, "--steps", 4)
+    assert type(result.run.optimizer) is torch.optim.Adam and result.losses[-1] < result.losses[0]

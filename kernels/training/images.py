@@ -31,7 +31,7 @@ class Pictures:
         self.train, test = read_pictures(args.data, names, args.workers, args.skip_damaged)
         if args.dev:
             test, _ = read_pictures(args.dev, names, args.workers, args.skip_damaged)
-        self.size = args.size or self.train.usual_size
+        self.size = args.size or self.train.usual_size(nets.read_size(args.model))
         self.small = self.size <= nets.SMALL
         afford(f"--size {self.size}: {args.batch_size} pictures", 12 * args.batch_size * self.size**2)
         labelled = test and self.train.labels is not None and test.labels is not None

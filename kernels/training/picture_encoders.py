@@ -1,4 +1,5 @@
 """Encoders of pictures: made, loaded, saved with their heads as transformers reads them."""
+import contextlib
 import json
 from pathlib import Path
 
@@ -124,6 +125,15 @@ def read_statistics(name):
     fail(f"--model {name}: its preprocessor_config.json is damaged ({what}); wanted three numbers each")
 
 
+def read_size(name):
+    """Pixels of the sides of the pictures that a folder was trained on; 224 where it does not say."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):     # read_statistics complains
+        prepared = read_json(name, "preprocessor_config.json") if Path(name).is_dir() else {}
+        if type(edge := prepared["size"]["shortest_edge"]) is int and edge > 0:
+            return edge
+    return 224
+
+
 class PictureEncoder(nn.Module):
     """An encoder of pictures, and the head behind it: a projection, for training alone, or a classifier.
 
@@ -212,13 +222,13 @@ def load_layers(name, count):
     return head[: [*at, len(head)][count]], head[at[count - 1]].out_features
 
 
-def load_classifier(name, flag="--model"):
+def load_classifier(name, flag="--model", run=None):
     """The PictureEncoder of a folder that simclr.py fine-tuned or distilled: logits (n, classes) of pictures
     (n, 3, S, S) from 0 to 1; what they stand for is in its `classes`."""
     head, classes = load_head(name, flag)
     if classes is None:
         fail(f"{flag} {name}: holds no classifier; wanted the --out of a run with --finetune or --distill")
-    return PictureEncoder(load_encoder(name, flag=flag), head, None, *read_statistics(name), classes).eval()
+    return PictureEncoder(load_encoder(name, flag=flag), head, run, *read_statistics(name), classes).eval()
 
 
 # ── saving ──

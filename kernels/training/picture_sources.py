@@ -54,8 +54,8 @@ class Arrays(Source):
         """(n, 2): width and height."""
         return np.tile(self.images.shape[2:0:-1], (len(rows), 1))
 
-    @property
-    def usual_size(self):
+    def usual_size(self, most):
+        """Of views: the pictures' own."""
         return min(self.images.shape[1:3])
 
     def place(self, device):
@@ -114,10 +114,9 @@ class Files(Source):
         """(n, 2): width and height."""
         return self.all_sizes[self.places[rows]]
 
-    @property
-    def usual_size(self):
-        """The papers' 224, where pictures are that large."""
-        return min(224, int(self.sizes(slice(None)).min(1).max()))
+    def usual_size(self, most):
+        """Of views: that of the model, where pictures are that large."""
+        return min(most, int(self.sizes(slice(None)).min(1).max()))
 
     def place(self, device):
         pass
