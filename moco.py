@@ -1,4 +1,4 @@
-r"""MoCo: Momentum Contrast for Unsupervised Visual Representation Learning. He, Fan, Wu, Xie, Girshick, CVPR
+"""MoCo: Momentum Contrast for Unsupervised Visual Representation Learning. He, Fan, Wu, Xie, Girshick, CVPR
 2020, arXiv 1911.05722; v2: Improved Baselines with Momentum Contrastive Learning. Chen, Fan, Girshick, He,
 arXiv 2003.04297.
 
@@ -12,17 +12,17 @@ unit q, k and queue n_1 ... n_K,
 Batch norms see --bn-splits parts of the batch apart, and keys in another order than queries: shared
 statistics would give a key away. The loss rises at first, while the queue fills with real keys.
 
-Data: a folder of pictures of one size (sub-folders are labels), CIFAR-10's python batches (a folder), .npz
-(images, labels, test_images, test_labels; uint8, N x H x W x 3) or .npy (images). Labels are for evaluation
-alone.
+Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
+batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
+unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
+Labels are for evaluation alone.
 
-    python moco.py --data imagenet-224 --out out/moco
-    python moco.py --data imagenet-224 --v1 --out out/moco-v1
-    python moco.py --data cifar-10-batches-py --model resnet-18 --head-layers 1 --temperature 0.1 \
-        --batch-size 512 --symmetric --out out/demo
+    python moco.py --recipe v2 --data imagenet/train --dev imagenet/val --out out/moco
+    python moco.py --recipe v1 --data imagenet/train --dev imagenet/val --out out/moco-v1
+    python moco.py --recipe demo --data cifar-10-batches-py --symmetric --out out/demo
 
-Expected, of the three commands; what they leave out is as it was in these runs:
-    67.7 % linear   v2, ImageNet, ResNet-50, 200 epochs; theirs are crops of whole photographs
+Expected, of the three commands:
+    67.7 % linear   v2, ImageNet, ResNet-50, 200 epochs
     60.6 % linear   v1, the same
     85.3 % kNN      the authors' CIFAR-10 demo, ResNet-18, 200 epochs; without --symmetric 82.6 %. Its kNN
                     compares the head's output, here the encoder's features; a part of its batch norms is

@@ -19,8 +19,12 @@ labelled   texts with labels: a logistic regression and k-means on frozen embedd
 study      what each layer and pooling of an encoder is worth
 labels     labelled texts, one or two a row, for a classifier; its scores
 wordnet    a WordNet database: words that can replace a word
-images     pictures: encoded, judged by their neighbours, saved
-picture_files  read from arrays, CIFAR's batches and folders, every fault with its file
+images     pictures to train on and to be judged by: their views, neighbours, linear probes
+picture_files     where they come from: arrays, CIFAR's batches, folders, lists; every fault with its file
+picture_sources   how they are read: from memory, row by row, decoded by workers
+picture_encoders  what reads them: loaded, saved with its head
+views      boxes of pictures that are drawn and cut out, their colours and blur
+workers    processes that decode pictures
 pickles    CIFAR's pickles, read without unpickling
-views      random views of pictures, on the device
+recipes    flags that belong together, under one name
 """

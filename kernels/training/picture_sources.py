@@ -2,6 +2,7 @@
 decode anew each time. What they give depends on nothing but the plan that they are given."""
 import contextlib
 import functools
+import importlib.util
 import itertools
 import math
 import os
@@ -19,6 +20,7 @@ from .workers import in_workers
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"   # of Pillow's; for others it starts programs
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits a channel
 MOST_PIXELS = 2**26                                            # of one; Pillow warns from 89 million on
+MOST_NAMED = 20                                                # damaged files in one line
 TASK = 2**22                                                   # bytes that a worker gives at a time
 
 
@@ -123,6 +125,8 @@ class Files(Source):
 
     def check(self, path, skip):
         """Decodes all, and learns their sizes. What is damaged is left out, or refused, all in one line."""
+        if importlib.util.find_spec("PIL") is None:
+            fail(f"{path}: reading it wants the package Pillow: pip install Pillow")
         rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // 32)), {}
         parts = ((list(map(self.path, part)),) for part in rows)
         with tqdm(total=len(self), desc="checking pictures", unit="", leave=False, delay=1,
@@ -136,7 +140,8 @@ class Files(Source):
                 bar.update(len(part))
         if damaged:
             name = lambda row: os.path.relpath(self.path(row), self.folder)
-            named = (f"{name(row)}: {what}" for row, what in damaged.items())
+            named = [f"{name(row)}: {what}" for row, what in itertools.islice(damaged.items(), MOST_NAMED)]
+            named += [f"{len(damaged) - len(named):,} more"] * (len(damaged) > len(named))
             text = f"{path}: {len(damaged):,} of {len(self):,} pictures cannot be read: {'; '.join(named)}"
             if not skip or len(damaged) == len(self):
                 fail(f"{text}; repair or delete them, or leave them out by --skip-damaged")
@@ -165,10 +170,11 @@ class Files(Source):
 
         def pieces():
             for number, (rows, boxes) in enumerate(itertools.chain([first], plan)):
-                shapes.append((len(boxes), len(rows), size, size, 3))
+                shape = len(boxes), len(rows), size, size, 3
+                shapes.append(shape)
                 for i in range(0, len(rows), part):
                     some = rows[i : i + part]
-                    yield (number % len(ring), shapes[-1], i, [*map(self.path, some)], self.sizes(some),
+                    yield (number % len(ring), shape, i, [*map(self.path, some)], self.sizes(some),
                            boxes[:, i : i + part], size, cubic)
 
         done = in_workers(functools.partial(cut, ring), pieces(), self.workers, ahead)
@@ -224,8 +230,6 @@ def wrong(error):
     """What is wrong with a file, in words."""
     if isinstance(error, Odd):
         return str(error)
-    if isinstance(error, ImportError):
-        return "reading it wants the package Pillow: pip install Pillow"
     if isinstance(error, Fault):
         return "a pipe, a socket or a device"
     return getattr(error, "strerror", None) or f"not readable ({type(error).__name__})"
