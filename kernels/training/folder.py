@@ -139,8 +139,9 @@ def fingerprint(path):
     path = Path(path)
     digest, size = hashlib.sha1(), path.stat().st_size
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        digest.update("".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files).encode())
+        names = sorted(os.path.join(inside, name) for inside, _, names in os.walk(path) for name in names)
+        for name in filter(os.path.isfile, names):
+            digest.update(os.fsencode(f"{name[len(str(path)):]} {os.path.getsize(name)}\n"))
     else:
         digest.update(str(size).encode())
         with open(path, "rb") as file:

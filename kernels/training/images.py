@@ -88,12 +88,13 @@ class Pictures:
         """Yields (count · n, 3, S, S) float32 from 0 to 1, on the device, of each (epoch, n row numbers) of
         an order: so many random crops of each picture, half of them in a mirror, all first ones before all
         second; without crops its middle."""
+        seed, share = self.seed, 1 if self.small else nets.CENTRE      # with self feed would be in a cycle
+
         def plan():
             for epoch, rows in order:
                 rows = np.asarray(rows)
                 sizes = side.sizes(rows)
-                yield rows, (crops.draw(self.seed, epoch, rows, sizes, count) if crops
-                             else middle(sizes, 1 if self.small else nets.CENTRE))
+                yield rows, crops.draw(seed, epoch, rows, sizes, count) if crops else middle(sizes, share)
 
         views = side.read(plan(), self.size, self.crops.cubic, self.device)
         return map(flip, views) if crops else views

@@ -20,7 +20,7 @@ from .workers import in_workers
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"   # of Pillow's; for others it starts programs
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits a channel
 MOST_PIXELS = 2**26                                            # of one; Pillow warns from 89 million on
-MOST_NAMED = 20                                                # damaged files in one line
+MOST_NAMED = 1000                                              # damaged files in one line
 TASK = 2**22                                                   # bytes that a worker gives at a time
 
 
