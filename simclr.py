@@ -197,18 +197,14 @@ def augment(x, args):
     return x.clamp(0, 1)
 
 
-def build_model(args, pictures, run):
-    """The encoder, and a projection head or a classifier. Pictures stay as they are (code)."""
+def build_model(args, pictures, run, teacher=None):
+    """The encoder, and a projection head, or a classifier of the labels or of a teacher."""
     encoder = load_encoder(args.model, pictures.small)
     width = encoder.config.hidden_sizes[-1]
     if args.model in nets.RESNETS:
         for block in (block for stage in encoder.encoder.stages for block in stage.layers):
             nn.init.zeros_(block.layer[-1].normalization.weight)   # the block starts as the identity (paper)
-    classes = None
-    if args.finetune:
-        classes = pictures.classes
-    elif args.distill:
-        classes = load_classifier(args.distill, "--distill").classes
+    classes = pictures.classes if args.finetune else teacher and teacher.classes
     head = classifier(args, width, len(classes)) if classes else projection_head(width, args)
     model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model), classes)
     if run.world > 1 and run.device.type != "cpu":
@@ -434,8 +430,8 @@ def main(argv=None):
     check(args)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
-    model = build_model(args, pictures, run)
-    teacher = args.distill and load_classifier(args.distill, "--distill", run).to(run.device)
+    teacher = load_classifier(args.distill, "--distill", run).to(run.device) if args.distill else None
+    model = build_model(args, pictures, run, teacher)
     pictures.place(run.device)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, warmup = args.steps or args.epochs * epoch, round(args.warmup * epoch)

@@ -22,9 +22,9 @@ import torch
 
 # what chooses the best checkpoint or is the paper's aim, where args.json names no metric; the first that a
 # run has
-SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "hits": "held-out hits, %",
-          "accuracy": "dev accuracy, %", "f1": "dev F1 · 100", "matthews": "dev Matthews · 100",
-          "pearson": "dev Pearson · 100"}
+SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
+          "hits": "held-out hits, %", "accuracy": "dev accuracy, %", "f1": "dev F1 · 100",
+          "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100"}
 
 
 def read_runs(folder, name):
