@@ -3,12 +3,15 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 
 import torch
 from torch.utils.data import DataLoader
 
 from .command import SIGNALS
+
+METHOD = "fork" if sys.platform == "linux" else None           # others import PyTorch for every worker
 
 
 def cores():
@@ -25,6 +28,7 @@ def in_workers(work, items, workers, ahead=2):
     """
     loader = DataLoader(Work(work), sampler=items, batch_size=None, num_workers=workers, collate_fn=as_it_is,
                         worker_init_fn=begin_worker, prefetch_factor=ahead if workers else None,
+                        multiprocessing_context=METHOD if workers else None,
                         generator=torch.Generator())           # else it would draw from that of training
     with signals_wait():
         results = iter(loader)
