@@ -106,7 +106,7 @@ class Run:
 
     def flags(self):
         """What --resume wants to be as it was."""
-        free = "resume", "out", "keep_state"
+        free = "resume", "out", "keep_state", "workers"
         kept = {name: value for name, value in vars(self.args).items() if name not in free}
         return kept | dict(data=str(self.args.data), world=self.world, fingerprint=self.fingerprint)
 
