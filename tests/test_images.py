@@ -18,13 +18,16 @@ from transformers import AutoImageProcessor, AutoModel, SegformerConfig, Segform
 import moco
 import simclr
 from kernels.training import images
+from kernels.training import picture_encoders as nets
+from kernels.training.command import Fault
+from kernels.training.views import Crops
 from running import DATA, equal, free_port, refuse, run
 
 SCRIPTS = {"simclr": simclr, "moco": moco}
 FLAGS = ["--model", "tiny", "--batch-size", 12, "--epochs", 4, "--eval-every", 4, "--probe-epochs", 0]
 OWN = {"simclr": ["--warmup", 0], "moco": ["--bn-splits", 6, "--queue", 24]}
 CASES = {"moco": "--symmetric", "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised"}
-images.RESNETS["tiny"] = images.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+nets.RESNETS["tiny"] = nets.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
 
 
 def write(path, content):
@@ -53,17 +56,80 @@ COLOURS = np.random.default_rng(0).integers(0, 256, (10, 32, 32, 3)).astype(np.u
 GOOD = COLOURS[:8, :8, :8]
 
 
+def pictures_of(data, script=simclr, **more):
+    """Pictures on the CPU, as by these flags."""
+    usual = dict(dev=None, evaluate=False, batch_size=1, seed=3, size=None, workers=0, skip_damaged=False)
+    args = SimpleNamespace(data=data, **usual | dict(model="tiny") | more)
+    pictures = images.Pictures(args, script.CROPS)
+    pictures.place(torch.device("cpu"))
+    return pictures
+
+
+def middles(pictures, side):
+    """(N, S, S, 3) float32 from 0 to 255 of a side, as they are judged."""
+    order = ((0, range(i, min(i + 4, len(side)))) for i in range(0, len(side), 4))
+    return 255 * torch.cat([*pictures.views(side, order)]).permute(0, 2, 3, 1)
+
+
 def test_a_folder_and_cifars_batches_hold_the_same_pictures(tmp_path):
     for i, picture in enumerate(COLOURS):
         write(tmp_path / "folder" / f"class{i // 4}" / f"{i:03}.png", picture)
-    (read, classes), test = images.read_pictures(tmp_path / "folder")
-    assert np.array_equal(read, COLOURS) and classes.tolist() == [0] * 4 + [1] * 4 + [2] * 2 and test is None
+    pictures, wanted = pictures_of(tmp_path / "folder"), torch.from_numpy(COLOURS).float()
+    torch.testing.assert_close(middles(pictures, pictures.train), wanted)
+    assert pictures.train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 2 and pictures.test is None
+    assert pictures.classes == ["class0", "class1", "class2"]
     batch = {b"data": COLOURS.transpose(0, 3, 1, 2).reshape(10, -1), b"labels": list(range(10))}
     for name in ("data_batch_1", "data_batch_2", "test_batch"):
         write(tmp_path / "cifar" / name, pickle.dumps(batch))
-    (read, classes), test = images.read_pictures(tmp_path / "cifar")
-    assert np.array_equal(read, np.concatenate([COLOURS] * 2)) and classes.tolist() == [*range(10)] * 2
-    assert np.array_equal(test[0], COLOURS) and test[1].tolist() == list(range(10))
+    pictures = pictures_of(tmp_path / "cifar")
+    torch.testing.assert_close(middles(pictures, pictures.train), torch.cat([wanted, wanted]))
+    torch.testing.assert_close(middles(pictures, pictures.test), wanted)
+    assert pictures.train.labels.tolist() == [*range(10)] * 2
+    assert pictures.test.labels.tolist() == [*range(10)]
+
+
+@pytest.mark.parametrize("size, share", [(32, 1), (33, 0.875)])
+def test_the_middle_is_judged(size, share, tmp_path):
+    """Of files of any shape: all of it up to 32 pixels, of a larger one 0.875 of the shorter side."""
+    photo = Image.fromarray(COLOURS[0]).resize((120, 80), Image.Resampling.BICUBIC)
+    photo.save(tmp_path / "a.png")
+    side = round(80 * share)
+    left, top = (120 - side) // 2, (80 - side) // 2
+    wanted = photo.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + side, top + side))
+    pictures = pictures_of(tmp_path, size=size)
+    assert np.array_equal(middles(pictures, pictures.train)[0].round().byte(), np.asarray(wanted))
+
+
+def test_size_of_views(tmp_path):
+    """Of arrays theirs; of files that of the model, 224, or that of the largest."""
+    for i, (width, height) in enumerate([(50, 40), (300, 45), (30, 30)]):
+        write(tmp_path / "x" / f"{i}.png", np.zeros((height, width, 3), np.uint8))
+    arrays = write(tmp_path / "x.npz", dict(images=np.resize(COLOURS, (3, 40, 48, 3))))
+    model = tmp_path / "model"
+    write(model / "preprocessor_config.json", b'{"size": {"shortest_edge": 36}}')
+    assert pictures_of(tmp_path / "x").size == 45 and pictures_of(arrays).size == 40
+    assert pictures_of(tmp_path / "x", model=model).size == 36 and pictures_of(arrays, model=model).size == 40
+    assert pictures_of(tmp_path / "x", size=16).size == pictures_of(arrays, size=16).size == 16
+    write(tmp_path / "x" / "3.png", np.zeros((230, 240, 3), np.uint8))
+    assert pictures_of(tmp_path / "x").size == 224
+    assert [pictures_of(arrays, size=size).small for size in (32, 33)] == [True, False]
+    with pytest.raises(Fault, match=r"--size 1000000: 1 pictures would need .* GB of memory, .*"):
+        pictures_of(arrays, size=10**6)
+
+
+def test_a_share_is_of_each_class(tmp_path):
+    """Drawn by the seed, at least one of each; the same pictures, with their labels."""
+    labels = np.repeat([4, 7, 9], [100, 30, 2])
+    looks = np.arange(132, dtype=np.uint8)[:, None, None, None].repeat(3, 3)
+    data, kept = write(tmp_path / "x.npz", dict(images=looks, labels=labels)), {}
+    for seed, share in ((1, 0.1), (1, 0.1), (2, 0.1), (1, 1)):
+        pictures = pictures_of(data, seed=seed)
+        pictures.keep_share(share)
+        rows = middles(pictures, pictures.train)[:, 0, 0, 0].round().int().tolist()
+        assert pictures.train.labels.tolist() == [[4, 7, 9].index(labels[row]) for row in rows]
+        assert pictures.train.labels.bincount().tolist() == ([10, 3, 1] if share < 1 else [100, 30, 2])
+        assert rows == sorted(set(rows)) and kept.setdefault((seed, share), rows) == rows
+    assert kept[1, 0.1] != kept[2, 0.1]
 
 
 X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-splits 2"
@@ -72,18 +138,19 @@ X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-
 @pytest.mark.parametrize("name, files, flags, wanted", [
     ("simclr", {}, "", r"x: No such file or directory"),
     ("simclr", {"x/a.txt": b"x"}, "", r"x: no pictures; wanted \.bmp, .*"),
-    ("simclr", {"x": b"x"}, "", r"x: wanted a folder of pictures, CIFAR-10's python batches, .*"),
-    ("moco", A | {"x/b/1.png": b"x"}, "", r"x/b/1\.png: not readable \(UnidentifiedImageE.*\); repair .*"),
-    ("moco", A | {"x/b/1.png": GOOD[1][:4]}, "", r"x/b/1\.png: 8 x 4, 0\.png is 8 x 8; bring all .*"),
+    ("simclr", {"x": b"x"}, "", r"x: wanted a folder of pictures, CIFAR's python batches, .*"),
+    ("moco", A | {"x/b/1.png": b"x"}, "", r"x: 1 of 2 pictures cannot be read: b/1\.png: not readable .*"),
+    ("moco", A | {"x/b/1.png": GOOD[1][:4]}, "", "x: 2 pictures, wanted at least --batch-size, which is 4"),
     ("moco", A | {"x/1.png": GOOD[1]}, "", r"x: pictures beside the folders a; .*"),
     ("moco", {"x.npz": dict(images=GOOD / 255)}, "", r".*: images are float64 \(8, 8, 8, 3\), wanted uint.*"),
     ("moco", {"x.npz": dict(pictures=GOOD)}, "", r".*: holds pictures; wanted images, and labels, test_i.*"),
     ("moco", {"x.npz": dict(images=GOOD, labels=np.arange(3))}, "", r".*labels are int64 \(3,\), wanted 8.*"),
     ("moco", {"x.npz": dict(images=GOOD, test_images=GOOD[0])}, "", r".* test_images are uint8 \(8, 8.*"),
     ("moco", {"x.npz": b"PK\3\4"}, "", r"x\.npz: File is not a zip file"),
-    ("moco", X | {"y.npz": dict(images=GOOD[:, :4])}, "--dev y.npz", r"y\.npz: test .* 8 x 4, .* 8 x 8"),
     ("simclr", X, "--batch-size 9", r"x\.npz: 8 pictures, wanted at least --batch-size, which is 9"),
     ("simclr", X, "--supervised", r"--supervised wants labels, and x\.npz has none: sub-folders, .*"),
+    ("simclr", X, "--distill=", "--distill: an empty name, which would be this folder"),
+    ("simclr", X, "--finetune=", "--finetune: an empty name, which would be this folder"),
     ("moco", X, "--queue 10", r"--queue 10 is no multiple of the 4 keys of a step; try 8"),
     ("moco", X, "--queue 12 --symmetric", r"--queue 12 is no multiple of the 8 keys of a step; try 8"),
     ("moco", X, "--queue 8", r"--bn-splits 8 does not divide --batch-size, which is 4"),
@@ -108,28 +175,35 @@ def test_neighbours_vote():
     assert simclr.knn_accuracy is moco.knn_accuracy is images.knn_accuracy
 
 
-@pytest.mark.parametrize("size", [8, 40])
+@pytest.mark.parametrize("size", [8, 112])
 def test_saved_encoders_load_as_they_were(size, tmp_path):
     """Small ones by our own module, without any code in the folder; of pictures without a test set the last
     is saved."""
-    pictures, out = np.resize(COLOURS, (16, size, size, 3)), tmp_path / "out"
+    out, smooth = tmp_path / "out", [Image.fromarray(x).resize((size, size)) for x in COLOURS[:, :5, :5]]
+    pictures = np.resize(COLOURS, (16, 8, 8, 3)) if size == 8 else np.stack([*map(np.asarray, smooth)] * 2)
     flags = ["--data", write(tmp_path / "x.npz", dict(images=pictures)), *FLAGS, *OWN["moco"], "--steps", 1]
     result = run("moco", out, *flags)
-    model, pictures = result.model, torch.from_numpy(pictures)
-    wanted, line = model.read(pictures), result.said["load"]
+    model, seen = result.model, pictures_of(flags[1], moco)
+    wanted, line = seen.read(seen.train, model), result.said["load"]
     assert "auto_map" not in (out / "config.json").read_text() and line in (out / "README.md").read_text()
     assert [file.name for file in out.glob("*.py")] == ["moco.py"]
-    assert "16 pictures of" in result.said["moco"] and "no labelled test set: no eval" in result.said["moco"]
-    prepared = AutoImageProcessor.from_pretrained(out)([*pictures.numpy()], return_tensors="pt")
+    words = f"v2: {len(pictures)} pictures from .*, views of {size} px, no labelled test set: no evaluation"
+    assert re.fullmatch(words, result.said["moco"])
+    prepared = AutoImageProcessor.from_pretrained(out)([*pictures], return_tensors="pt")
     given = {"AutoModel": AutoModel}
     exec(re.sub(r"(\w+(\.\w+)?\(.*\))$", r"theirs = \1", line), given)
     theirs = given["theirs"].eval()(**prepared).pooler_output.flatten(1)
-    torch.testing.assert_close(theirs, wanted, rtol=1e-4, atol=1e-5)
+    if size == 8:
+        torch.testing.assert_close(theirs, wanted, rtol=1e-4, atol=1e-5)
+    else:                                                      # all of it is resized, and cut then
+        x = prepared["pixel_values"] * model.std + model.mean
+        x, middle = 255 * x.permute(0, 2, 3, 1), middles(seen, seen.train)
+        assert (x - middle).abs().mean() < 2 and torch.cosine_similarity(theirs, wanted).min() > 0.99
     if size == 8:                                              # never another net in silence
         with pytest.raises(RuntimeError, match="mismatched"):
             AutoModel.from_pretrained(out)
-    model.encoder = images.load_encoder(str(out), True)       # as --model: the checkpoint decides on the stem
-    assert torch.equal(model.read(pictures), wanted) and not (out / ".saving").exists()
+    model.encoder = nets.load_encoder(str(out), True)         # as --model: the checkpoint decides on the stem
+    assert torch.equal(seen.read(seen.train, model), wanted) and not (out / ".saving").exists()
 
 
 def change(folder, **settings):
@@ -140,20 +214,20 @@ def change(folder, **settings):
 
 def test_code_of_a_folder_is_never_run(tmp_path, here, capfd):
     """Folders from before, with the code of their stem, load without it; any other code is refused."""
-    encoder, folder = images.load_encoder("tiny", True), Path("model")
+    encoder, folder = nets.load_encoder("tiny", True), Path("model")
     encoder.save_pretrained(folder)
     for file in ("modeling.py", "evil.py"):
         (folder / file).write_text("raise SystemExit('it ran')\n")
-    change(folder, auto_map=images.OLD_CODE, small_stem=None)
-    loaded = images.load_encoder("model")
+    change(folder, auto_map=nets.OLD_CODE, small_stem=None)
+    loaded = nets.load_encoder("model")
     assert equal(loaded.state_dict(), encoder.state_dict()) and loaded.config.small_stem
     loaded.save_pretrained("again")
-    assert equal(images.load_encoder("again").state_dict(), encoder.state_dict())
+    assert equal(nets.load_encoder("again").state_dict(), encoder.state_dict())
     assert "auto_map" not in Path("again/config.json").read_text()
     capfd.readouterr()
     wanted = "--model model: wants to run Python that lies in it, which is never done; .*"
     given = ["--data", write(Path("x.npz"), X["x.npz"]), "--batch-size", 4, *B.split(), "--model", "model"]
-    for code in ({"AutoModel": "evil.Evil"}, images.OLD_CODE | {"AutoConfig": "evil.Evil"}):
+    for code in ({"AutoModel": "evil.Evil"}, nets.OLD_CODE | {"AutoConfig": "evil.Evil"}):
         change(folder, auto_map=code)
         refuse("moco", capfd, wanted, *given)
     change(folder, auto_map=None)
@@ -171,7 +245,7 @@ def test_code_of_a_folder_is_never_run(tmp_path, here, capfd):
     (dict(hidden_sizes=[8, 17]), r"\d+ weights, such as .*, are missing or do not fit its config\.json"),
     (dict(small_stem=False), r"1 weights, such as embedder.*, are missing or do not fit its config\.json")])
 def test_a_config_that_is_not_of_its_weights(settings, wanted, here, capfd):
-    images.load_encoder("tiny", True).save_pretrained("model")
+    nets.load_encoder("tiny", True).save_pretrained("model")
     capfd.readouterr()                                         # the bar of that
     change(Path("model"), **settings)
     given = ["--data", write(Path("x.npz"), X["x.npz"]), "--batch-size", 4, *B.split(), "--model", "model"]
@@ -182,7 +256,7 @@ def test_a_config_that_is_not_of_its_weights(settings, wanted, here, capfd):
     ("{", "JSONDecodeError.*"), ("[]", "AttributeError.*"), ('{"image_std": [1, 0, 1]}', "image_mean .*"),
     ('{"image_mean": ["a", 0, 0]}', ".*"), ('{"image_mean": [0, 0, 1e999]}', "image_mean .*inf.*")])
 def test_damaged_statistics(content, wanted, data, here, capfd):
-    images.load_encoder("tiny", True).save_pretrained("model")
+    nets.load_encoder("tiny", True).save_pretrained("model")
     capfd.readouterr()                                         # the bar of that
     Path("model/preprocessor_config.json").write_text(content)
     given = ["--evaluate", "--data", data, "--model", "model", "--probe-epochs", 0]
@@ -198,18 +272,29 @@ def test_what_pools_otherwise_is_refused(here, capfd):
     refuse("moco", capfd, "--model m: segformer is no image encoder like ResNet", *given)
 
 
+def test_pictures_of_other_sizes_are_judged(data, tmp_path):
+    """--dev may be files where --data is an .npz: views are of one size."""
+    for i in range(6):
+        colour = np.zeros((20 + i, 30, 3), np.uint8) + np.eye(3, dtype=np.uint8)[i % 3] * 120
+        write(tmp_path / "dev" / "012"[i % 3] / f"{i}.png", colour)
+    flags = ["--data", data, "--dev", tmp_path / "dev", *FLAGS, *OWN["simclr"], "--workers", 1]
+    result = run("simclr", tmp_path / "out", *flags)
+    assert "views of 8 px, 3 classes, 6 test pictures" in result.said["simclr"]
+    assert 0 <= result.steps[-1]["dev_knn"] <= 100
+
+
 def test_labels_are_numbered_without_gaps(tmp_path):
     """However large they are, and whichever of them a test set has; of folders a name is one label."""
     large = dict(images=GOOD, labels=np.array([5, 10**12] * 4))
     large |= dict(test_images=GOOD, test_labels=np.arange(4, 12))
-    args = SimpleNamespace(data=write(tmp_path / "x.npz", large), dev=None, batch_size=4, evaluate=False)
-    pictures = images.Pictures(args)
-    assert pictures.labels.tolist() == [1, 8] * 4 and pictures.test[1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    pictures = pictures_of(write(tmp_path / "x.npz", large))
+    assert pictures.train.labels.tolist() == [1, 8] * 4 and pictures.test.labels.tolist() == [*range(8)]
+    assert pictures.classes == [*map(str, (4, 5, 6, 7, 8, 9, 10, 11, 10**12))]
     for name in ("data/a", "data/c", "dev/b", "dev/c"):
         write(tmp_path / name / "0.png", GOOD[0])
-    args = SimpleNamespace(data=tmp_path / "data", dev=tmp_path / "dev", batch_size=1, evaluate=False)
-    pictures = images.Pictures(args)
-    assert pictures.labels.tolist() == [0, 1] and pictures.test[1].tolist() == [2, 1]
+    pictures = pictures_of(tmp_path / "data", dev=tmp_path / "dev")
+    assert pictures.train.labels.tolist() == [0, 1] and pictures.test.labels.tolist() == [2, 1]
+    assert pictures.classes == ["a", "c", "b"]
 
 
 @pytest.mark.parametrize("name, flags", [
@@ -223,10 +308,10 @@ def test_norms_want_more_than_one_value(name, flags, here, capfd):
     assert re.fullmatch(rf"{name}\.py: {wanted}\n", capfd.readouterr().err)
 
 
-def same_views(pictures, args):
-    """Views without chance: the picture, and the picture in a mirror."""
-    x = images.scaled(pictures)
-    return torch.cat([x[: len(x) // 2], x[len(x) // 2 :].flip(3)])
+def same_views(x, args):
+    """No colours: the second view is in a mirror."""
+    first, second = x.chunk(2)
+    return torch.cat([first, second.flip(3)])
 
 
 @pytest.mark.parametrize("name, flags, least, tracked", [
@@ -237,8 +322,9 @@ def same_views(pictures, args):
 def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkeypatch):
     """A chunk moves batch statistics once; the probe on what was saved learns, and moves nothing."""
     monkeypatch.setattr(SCRIPTS[name], "augment", same_views)
+    monkeypatch.setattr(images, "flip", lambda x: x)
     own = ["--data", data, *FLAGS, *OWN[name], "--batch-size", 30, "--temperature", 0.2, "--steps", 30]
-    result = run(name, tmp_path / "out", *own, "--lr", 1, "--probe-epochs", 60, *flags.split())
+    result = run(name, tmp_path / "out", *own, "--crop", 1, "--lr", 1, "--probe-epochs", 60, *flags.split())
     first = result.losses[4 if name == "moco" else 0]          # MoCo's first steps fill the queue
     assert result.losses[-1] < first - least
     assert [*result.steps[-1]][:5] == ["step", "loss", "lr", "dev_knn", "best"]
@@ -263,6 +349,15 @@ def test_resume_is_exact(name, precision, data, tmp_path, monkeypatch):
         queue, keys = parts.state["model"]["queue"], parts.model.queue
         assert queue.dtype == keys.dtype == (torch.float16 if precision == "bf16" else torch.float32)
         torch.testing.assert_close(queue.float().norm(dim=1), torch.ones(24), atol=1e-3, rtol=0)
+
+
+def test_crops_of_training_and_of_the_probe(data, tmp_path, monkeypatch):
+    """--crop is for training alone."""
+    drawn, draw = [], Crops.draw
+    monkeypatch.setattr(Crops, "draw", lambda crops, seed, epoch, rows, sizes, views: drawn.append(
+        (crops.least, views, epoch)) or draw(crops, seed, epoch, rows, sizes, views))
+    run("moco", tmp_path, "--data", data, *FLAGS, *OWN["moco"], "--crop", 0.7, "--probe-epochs", 2)
+    assert drawn == [(0.7, 2, epoch // 2) for epoch in range(8)] + [(0.08, 1, epoch) for epoch in range(2)]
 
 
 def test_keys_are_encoded_by_what_followed(data, tmp_path, monkeypatch):
@@ -290,6 +385,7 @@ def all_cases(rank, port, data, out):
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float, torch.cuda.is_available = torch.Tensor.double, lambda: False
     moco.augment = simclr.augment = same_views
+    images.flip = lambda x: x                                  # boxes are drawn, the same for any rank
     for i, (case, flags) in enumerate(CASES.items()):
         name = case.split()[0]
         if rank < 3:

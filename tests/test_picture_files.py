@@ -1,14 +1,11 @@
 """Files of pictures: what is there is read, whatever is not ends in one line, and nothing in them is run."""
-import contextlib
 import io
 import os
 import pickle
-import signal
+import re
 import socket
 import struct
-import subprocess
 import sys
-import time
 import zipfile
 import zlib
 from pathlib import Path
@@ -16,11 +13,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from kernels.training import command, pickles, picture_files
+from kernels.training import command, pickles, picture_files, picture_sources
+from kernels.training.command import Fault
 from kernels.training.picture_files import read_pictures
-from running import ROOT, refuse
+from kernels.training.picture_sources import Rows
+from running import refuse, run
+from simclr import CROPS
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3)).astype(np.uint8)
 FLAT = PIXELS.transpose(0, 3, 1, 2).reshape(4, 3072)
@@ -74,8 +75,9 @@ OLD = {"Python 2": old_pickle(), "Python 2 by columns": old_pickle(True)}
 def test_batches_that_python_wrote(content, tmp_path):
     for written in (content, before_numpy_2(content)):
         put(tmp_path / "data_batch_1", written)
-        (images, labels), test = read_pictures(tmp_path)
-        assert np.array_equal(images, PIXELS) and labels.tolist() == [0, 1, 256, 3] and test is None
+        found, test = read_pictures(tmp_path)
+        assert np.array_equal(found.images, PIXELS) and test is None
+        assert found.labels.tolist() == [0, 1, 256, 3]
 
 
 class Call:
@@ -234,42 +236,95 @@ def listen(path):
         server.bind(path)
 
 
-REPAIR = "; repair or delete it"
-SPECIAL = "a pipe, a socket or a device; delete it"
+UNREADABLE, SPECIAL = r"not readable \(\w+\)", "a pipe, a socket or a device"
 PICTURES = [
     ("b.png", lambda path: os.mkfifo(path), SPECIAL), ("b.png", listen, SPECIAL),
     ("b.png", lambda path: os.symlink("/dev/zero", path), SPECIAL),
-    ("b.png", lambda path: os.symlink("nowhere", path), "No such file or directory" + REPAIR),
-    ("b.png", lambda path: os.symlink("b.png", path), "Too many levels of symbolic links.*"),
-    ("b.png", lambda path: put(path), r"not readable \(UnidentifiedImageError\)" + REPAIR),
-    ("b.png", lambda path: put(path, b"a text"), r"not readable \(UnidentifiedImageError\)" + REPAIR),
+    ("b.png", lambda path: os.symlink("nowhere", path), "No such file or directory"),
+    ("b.png", lambda path: put(path), UNREADABLE), ("b.png", lambda path: put(path, b"a text"), UNREADABLE),
     ("b.png", lambda path: put(path, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\n"),
-     r"not readable \(UnidentifiedImageError\)" + REPAIR),
-    ("b.jpg", lambda path: put(path, jpeg(PIXELS[0])[:-400]), r"not readable \(OSError\)" + REPAIR),
-    ("b.png", lambda path: put(path, png(50_000, 50_000)), r"50000 x 50000, a\.png is 32 x 32; bring all .*"),
-    ("a.png", lambda path: put(path, png(50_000, 50_000)), r"50000 x 50000 pixels; wanted 1 to 67,108,864"),
-    ("a.png", lambda path: put(path, png(9_500, 9_500)), r"9500 x 9500 pixels; wanted 1 to 67,108,864"),
-    ("a.png", lambda path: put(path, png(0, 0)), ".*"),
-    ("a.ppm", lambda path: put(path, b"P6 0 0 255 "), ".*"),
-    ("b.png", lambda path: put(path, PIXELS[0, :, :, 0].astype(np.uint16)), "its mode is I;16; wanted 8 .*"),
-    ("b.tif", lambda path: put(path, PIXELS[0, :, :, 0] / np.float32(1)), "its mode is F; wanted 8 .*"),
-    ("b\n\x1b[2J\udcff.png", lambda path: put(path), r"not readable .*")]
+     UNREADABLE),
+    ("b.jpg", lambda path: put(path, jpeg(PIXELS[0])[:-400]), UNREADABLE),
+    ("b.png", lambda path: put(path, png(32, 32)), UNREADABLE),
+    ("b.png", lambda path: put(path, png(50_000, 50_000)), "50000 x 50000 pixels, wanted 1 to 67,108,864"),
+    ("b.png", lambda path: put(path, png(9_500, 9_500)), "9500 x 9500 pixels, wanted 1 to 67,108,864"),
+    ("b.png", lambda path: put(path, png(0, 0)), UNREADABLE),
+    ("b.ppm", lambda path: put(path, b"P6 0 0 255 "), UNREADABLE),
+    ("b.png", lambda path: put(path, PIXELS[0, :, :, 0].astype(np.uint16)), "its mode is I;16, wanted 8 .*"),
+    ("b.tif", lambda path: put(path, PIXELS[0, :, :, 0] / np.float32(1)), "its mode is F, wanted 8 bits .*"),
+    ("b\n\x1b[2J\udcff.png", lambda path: put(path), UNREADABLE)]
 
 
 @pytest.mark.parametrize("name, make, wanted", PICTURES, ids=range(len(PICTURES)))
 def test_what_is_no_picture(name, make, wanted, here, capfd):
     """A pipe would block, a device never end, a large one fill the memory, a warning be a second line."""
     put("x/a.png", PIXELS[0])
-    if name.startswith("a."):
-        os.unlink("x/a.png")
     make(f"x/{name}")
-    refuse_data(capfd, (r"x/b\\n\\x1b\[2J.+" if "\n" in name else f"x/{name}") + f": {wanted}")
+    told = r"b\\n\\x1b\[2J.+" if "\n" in name else name
+    refuse_data(capfd, f"x: 1 of 2 pictures cannot be read: {told}: {wanted}; repair or delete them, or "
+                       "leave them out by --skip-damaged")
+
+
+def put_damaged():
+    """Four of ten that cannot be read, two classes."""
+    for i in range(10):
+        put(f"x/{'ab'[i % 2]}/{i}.png", PIXELS[i % 4])
+    put("x/a/4.png", b"a text")
+    put("x/b/5.png", PIXELS[0, :, :, 0].astype(np.uint16))
+    os.rename("x/a/6.png", "x/a/6.jpg")
+    put("x/a/6.jpg", jpeg(PIXELS[0])[:-400])
+    put("x/b/7.png", png(50_000, 50_000))
+
+
+DAMAGED = (r"x: 4 of 10 pictures cannot be read: a/4\.png: not .*; a/6\.jpg: not .*; b/5\.png: its mode is "
+           r"I;16, .*; b/7\.png: 50000 x .*")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damaged_pictures_are_named_or_left_out(workers, here, capfd):
+    put_damaged()
+    refuse_data(capfd, DAMAGED, "x")
+    found, _ = read_pictures("x", workers=workers, skip=True)
+    assert re.fullmatch(rf"skipped  {DAMAGED}\n", capfd.readouterr().out)
+    assert found.labels.tolist() == [0] * 3 + [1] * 3 and len(found) == 6
+    assert [Path(found.path(row)).name for row in range(6)] == [f"{i}.png" for i in (0, 2, 8, 1, 3, 9)]
+    assert np.array_equal(pixels(found), PIXELS[[0, 2, 0, 1, 3, 1]])
+    for path in Path("x").glob("*/*"):
+        put(path, b"")
+    with pytest.raises(Fault, match="x: 10 of 10 pictures cannot be read: .*"):
+        read_pictures("x", workers=workers, skip=True)
+
+
+def test_training_without_damaged_pictures(here):
+    put_damaged()
+    flags = "--data x --skip-damaged --model resnet-small --batch-size 4 --steps 2 --size 8 --workers 1"
+    result = run("simclr", Path("out"), *flags.split())
+    assert re.fullmatch(DAMAGED, result.said["skipped"]) and len(result.losses) == 2
+    assert result.said["simclr"].startswith("unsupervised: 6 pictures from x, views of 8 px")
+
+
+def test_of_many_damaged_pictures_the_first_are_named(here, monkeypatch):
+    monkeypatch.setattr(picture_sources, "MOST_NAMED", 20)
+    for i in range(200):
+        put(f"x/{i:03}.png")
+    with pytest.raises(Fault, match=r"200 of 200 .*; 019\.png: [^;]*; 180 more; repair"):
+        read_pictures("x", workers=0)
+
+
+def test_without_pillow(here, monkeypatch):
+    put("x/a.png", b"")
+    put("x/b.png", b"")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(Fault) as fault:
+        read_pictures("x", workers=0)
+    assert str(fault.value) == "x: reading it wants the package Pillow: pip install Pillow"
 
 
 @pytest.mark.parametrize("make, wanted", [
     (lambda: os.mkfifo("x"), "x: wanted a folder of pictures, .*"),
     (lambda: os.symlink("/dev/zero", "x"), "x: wanted a folder of pictures, .*"),
     (lambda: os.symlink("x", "x"), "x: Too many levels of symbolic links"),
+    (lambda: os.mkdir("x") or os.symlink("b.png", "x/b.png"), r"x/b\.png: Too many levels of symbolic links"),
     (lambda: put("x/a/a.png", PIXELS[0]) and os.symlink("..", "x/a/b"), "x/a/b: a link to x, whose .*"),
     (lambda: put("x/a/a.png", PIXELS[0]) and os.symlink("a", "x/b"), "x/b: a link to x/a, whose .*"),
     (lambda: os.mkdir("x") or os.mkfifo("x/data_batch_1"), "x/data_batch_1: a pipe, a socket .*"),
@@ -286,12 +341,12 @@ def test_arrays_are_no_pipes(name, here, capfd):
     refuse_data(capfd, wanted, name)
 
 
-def test_a_folder_that_memory_cannot_hold(here, capfd, monkeypatch):
-    """Known from the first picture's head, before any is decoded."""
-    monkeypatch.setattr(command, "memory", lambda: 2 * 3 * 32 * 32)
-    for i in range(3):
-        put(f"x/{i}.png", png(32, 32))
-    refuse_data(capfd, "x: 3 pictures of 32 x 32 would need .* GB of memory, this machine has .* GB")
+def pixels(source):
+    """All pictures of Files of one size, as they are."""
+    sizes = source.sizes(slice(None))
+    boxes = np.concatenate([0 * sizes, sizes], 1)[None]
+    (found,) = source.decode([(np.arange(len(source)), boxes)], int(sizes[0, 0]), cubic=False)
+    return found.numpy()
 
 
 def test_all_kinds_of_pictures(tmp_path):
@@ -313,57 +368,85 @@ def test_all_kinds_of_pictures(tmp_path):
     frames[0].save(tmp_path / "x" / "b" / "moves.gif", save_all=True, append_images=frames[1:])
     put(tmp_path / "x" / "notes.txt", b"no picture")
     (tmp_path / "x" / "c").symlink_to(tmp_path / "elsewhere")
-    (images, labels), _ = read_pictures(tmp_path / "x")
-    assert np.array_equal(images, np.stack([np.asarray(frames[0].convert("RGB")), *wanted]))
-    assert labels.tolist() == [0] + [1] * 9
+    found, _ = read_pictures(tmp_path / "x")
+    assert np.array_equal(pixels(found), np.stack([np.asarray(frames[0].convert("RGB")), *wanted]))
+    assert found.labels.tolist() == [0] + [1] * 9
 
 
-# ── workers ──
+# ── tables, unpacked arrays, CIFAR-100 ──
 
 
-def killed(file, size=None):
-    os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize("name, text, labels", [
+    ("labels.tsv", "file\tlabel\nsub/b.png\tdog\na.png\tcat\nsub/c.png\tdog\n", [1, 0, 1]),
+    ("labels.tsv", "sub/b.png\t10\na.png\t9\nsub/c.png\t10\n", [0, 1, 0]),    # names: in their order
+    ("labels.csv", 'sub/b.png,"a, b"\na.png,c\nsub/c.png,c\n', [0, 1, 1]),
+    ("labels.csv", "file\nsub/b.png\na.png\nsub/c.png\n", None)])
+def test_tables_of_files(name, text, labels, tmp_path, monkeypatch):
+    """Named from the table's own folder on, wherever one stands."""
+    for i, picture in enumerate(("a.png", "sub/b.png", "sub/c.png")):
+        put(tmp_path / "data" / picture, PIXELS[i])
+    put(tmp_path / "data" / name, text.encode())
+    monkeypatch.chdir(tmp_path)
+    found, test = read_pictures(f"data/{name}", classes := {}, workers=0)
+    assert np.array_equal(pixels(found), PIXELS[[1, 0, 2]]) and test is None
+    assert (found.labels if labels is None else found.labels.tolist()) == labels
+    assert len(classes) == (2 if labels else 0)
 
 
-def test_a_killed_worker_is_one_line(here, capfd, monkeypatch):
-    put("x/a.png", PIXELS[0])
-    monkeypatch.setattr(picture_files, "decode", killed)
-    refuse_data(capfd, "x: a process that decoded its pictures was killed, perhaps for want of memory")
+@pytest.mark.parametrize("text, wanted", [
+    ("a.png\tcat\nnone.png\tdog\n", r"x\.tsv: 1 of 2 pictures cannot be read: none\.png: No such file .*"),
+    ("a.png\tcat\tdog\n", r"x\.tsv line 1: wanted a file and a label, or a file"),
+    ("a.png\tcat\nb.png\n", r"x\.tsv line 2: .*"), ("a.png\t\n", r"x\.tsv line 1: wanted a file .*"),
+    ("\tcat\n", r"x\.tsv line 1: wanted a file .*"), ("", r"x\.tsv: no rows"),
+    ("file\tlabel\n", r"x\.tsv: no rows"), (b"a.png\tc\xe9\n", r"x\.tsv line 1: not UTF-8; .*"),
+    ("a.png\tc\0\n", r"x\.tsv line 1: a NUL character; .*")])
+def test_tables_that_are_none(text, wanted, here, capfd):
+    put("a.png", PIXELS[0])
+    put("x.tsv", text if isinstance(text, bytes) else text.encode())
+    refuse_data(capfd, wanted, "x.tsv")
 
 
-def sleeps(file, size=None):
-    """Says who it is, and loud things; then it takes long."""
-    if size is None:
-        return 32, 32
-    print("a library speaks", file=sys.stderr, flush=True)
-    Path(f"busy-{os.getpid()}").touch()
-    time.sleep(60)
+def test_an_unpacked_npz(tmp_path):
+    arrays = dict(images=PIXELS, labels=np.arange(4), test_images=PIXELS[:2], test_labels=np.array([3, 4]))
+    np.savez(tmp_path / "x.npz", **arrays)
+    with zipfile.ZipFile(tmp_path / "x.npz") as file:
+        file.extractall(tmp_path / "x")
+    for name in ("x.npz", "x"):
+        train, test = read_pictures(tmp_path / name)
+        assert np.array_equal(train.images, PIXELS) and train.labels.tolist() == [0, 1, 2, 3]
+        assert np.array_equal(test.images, PIXELS[:2]) and test.labels.tolist() == [3, 4]
 
 
-def alive(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    return False
+def test_cifar_100_as_it_is_called(tmp_path):
+    fine = {b"data": FLAT, b"fine_labels": [7, 99, 0, 7], b"coarse_labels": [1, 2, 3, 4]}
+    put(tmp_path / "train", pickle.dumps(fine))
+    put(tmp_path / "test", pickle.dumps(fine | {b"data": FLAT[:1], b"fine_labels": [5]}))
+    put(tmp_path / "meta", pickle.dumps({b"fine_label_names": [b"apple"]}))
+    train, test = read_pictures(tmp_path)
+    assert np.array_equal(train.images, PIXELS) and train.labels.tolist() == [7, 99, 0, 7]
+    assert np.array_equal(test.images, PIXELS[:1]) and test.labels.tolist() == [5]
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM alone"])
-def test_signals_end_all_processes_at_once(kind, tmp_path):
-    """Sent to the group, as a terminal does, or to the first process alone."""
-    for i in range(200):
-        put(tmp_path / "x" / f"{i:03}.png", png(32, 32))
-    code = ("import simclr, test_picture_files as test; from kernels.training import picture_files;"
-            "picture_files.decode = test.sleeps; simclr.main(['--data', 'x', '--batch-size', '2'])")
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until = time.time() + 60
-    while not (busy := list(tmp_path.glob("busy-*"))) and time.time() < until:
-        time.sleep(0.05)
-    began, (kind, *alone) = time.time(), kind.split()
-    (os.kill if alone else os.killpg)(process.pid, getattr(signal, kind))
-    out, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (130, "") and out.startswith("stopped")
-    while any(alive(file.name[5:]) for file in busy) and time.time() < began + 15:
-        time.sleep(0.05)
-    assert busy and time.time() < began + 10
+def test_folders_that_are_called_train_and_test_are_classes(tmp_path):
+    put(tmp_path / "train" / "a.png", PIXELS[0])
+    put(tmp_path / "test" / "a.png", PIXELS[1])
+    found, _ = read_pictures(tmp_path, workers=0)
+    assert found.labels.tolist() == [0, 1] and np.array_equal(pixels(found), PIXELS[[1, 0]])
+
+
+def test_rows_that_memory_need_not_hold(tmp_path, monkeypatch):
+    """They stay in their .npy, and give the same views; where it is cut meanwhile that is told."""
+    np.save(tmp_path / "x.npy", PIXELS)
+    np.save(tmp_path / "y.npy", np.asfortranarray(PIXELS))
+    held, _ = read_pictures(tmp_path / "x.npy")
+    monkeypatch.setattr(picture_files, "memory", lambda: 4 * PIXELS.nbytes - 1)
+    rows, _ = read_pictures(tmp_path / "x.npy")
+    assert isinstance(rows.images, Rows) and torch.is_tensor(held.images) and len(rows) == 4
+    assert torch.is_tensor(read_pictures(tmp_path / "y.npy")[0].images)            # by columns it is no row
+    numbers, cpu = np.array([3, 0, 3]), torch.device("cpu")
+    boxes = CROPS.draw(1, 0, numbers, rows.sizes(numbers), 2)
+    views = [next(source.read([(numbers, boxes)], 8, True, cpu)) for source in (rows, held)]
+    assert torch.equal(*views) and rows.usual_size(224) == held.usual_size(224) == 32
+    os.truncate(tmp_path / "x.npy", PIXELS.nbytes - 1)
+    with pytest.raises(Fault, match="x.npy: was cut while it was read"):
+        next(rows.read([(numbers, boxes)], 8, True, cpu))

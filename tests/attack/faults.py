@@ -8,6 +8,7 @@ import signal
 from functools import partial
 
 from cases import SCRIPTS, Case
+from pictures import photos
 
 case = partial(Case, "faults")
 
@@ -63,6 +64,23 @@ def of_losses():
             ("vascl", "build_model", shutil.rmtree, "bert", ["--model", "bert"]),
             ("ease", "compute_loss", shutil.rmtree, ".", [])]:
         yield case(f"{name}, {how.__name__} {what}", script, argv, at=(name, partial(how, what)), late=True)
+    for script, how in itertools.product(("simclr", "moco"), (os.unlink, empty, to_pipe)):
+        yield case(f"a picture: {how.__name__}", script, ["--data", "photos"], photos(), "one line",
+                   late=True, at=("build_model", partial(how, "photos/3.png")))
+    for script in ("simclr", "moco"):
+        argv = ["--data", "photos", "--steps", 200, "--eval-every", 300]
+        yield case("a worker is killed", script, argv, photos(), "one line", late=True,
+                   at=("compute_loss", kill_worker))
+
+
+def to_pipe(path):
+    os.unlink(path)
+    os.mkfifo(path)
+
+
+def kill_worker():
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        os.kill(int(file.read().split()[-1]), signal.SIGKILL)
 
 
 def rewrite(path, how):

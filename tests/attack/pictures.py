@@ -9,7 +9,7 @@ import zlib
 from functools import partial
 
 import numpy as np
-from cases import Case, both, put
+from cases import Case, both, change, put
 from PIL import Image
 from texts import NOISE, flipped
 
@@ -43,12 +43,12 @@ BAD = {
     "nothing": ("x.png", b""), "noise": ("x.jpg", NOISE), "text": ("x.png", b"no picture\n"),
     "50,000 x 50,000": ("x.png", png(50_000, 50_000)), "the first": ("0.png", png(50_000, 50_000)),
     "12,000 x 12,000": ("x.png", png(12_000, 12_000, bytes(10**6))), "0 x 0": ("x.png", png(0, 0)),
-    "2**31 x 1": ("x.png", png(2**31 - 1, 1)), "another size": ("x.png", encoded("PNG", size=(16, 17))),
+    "2**31 x 1": ("x.png", png(2**31 - 1, 1)),
     "a newline in its name": ("x\ny.png", b"no"), "an escape in its name": ("x\x1b[2J.png", b"no"),
     "bytes in its name": (os.fsdecode(b"x\xff.png"), b"no"), "a newline in a label": ("a\nb/y.png", b"no"),
     "in a folder": ("cat/y.png", FILES["png"])}
 GOOD = {"grey": ("PNG", "L"), "palette": ("PNG", "P"), "16 bits": ("PNG", "I;16"),
-        "transparent": ("PNG", "RGBA"),
+        "transparent": ("PNG", "RGBA"), "another size": ("PNG", "RGB", (99, 3)),
         "ink": ("JPEG", "CMYK"), "floats": ("TIFF", "F")}
 ODD = {"a pipe": os.mkfifo, "a folder": os.mkdir, "unreadable": lambda path: (path.touch(), path.chmod(0)),
        "a dangling link": lambda path: path.symlink_to("none"),
@@ -61,9 +61,18 @@ def of_folders():
         wanted = "either" if "flipped" in name or "trunc" in name else "one line"
         yield case(f"folder: {name}", next(scripts), ["--data", "photos"],
                    both(photos(), put(f"photos/{file}", data)), wanted)
-    for name, (kind, mode) in GOOD.items():
+    for name, (kind, *how) in GOOD.items():
         yield case(f"folder: {name}", next(scripts), ["--data", "photos"],
-                   both(photos(), put(f"photos/x.{kind.lower()}", encoded(kind, mode))))
+                   both(photos(), put(f"photos/x.{kind.lower()}", encoded(kind, *how))))
+    for workers, name in enumerate(("text", "50,000 x 50,000", "an escape in its name")):
+        argv = ["--data", "photos", "--skip-damaged", "--workers", workers]
+        file, data = BAD[name]
+        yield case(f"skipped: {name}", next(scripts), argv, both(photos(), put(f"photos/{file}", data)),
+                   "accepted")
+    nothing = both(*(put(f"photos/{i}.png", png(9, 9)) for i in range(8)))
+    yield case("skipped: all", next(scripts), ["--data", "photos", "--skip-damaged"], nothing, "one line")
+    few = both(photos(), put("photos/7.png", b""))
+    yield case("skipped: too many", next(scripts), ["--data", "photos", "--skip-damaged"], few, "one line")
     for name, make in ODD.items():
         wanted = "either" if name == "a folder" else "one line"                # which is empty
         yield case(f"folder: {name}", next(scripts), ["--data", "photos"], bound=True, wanted=wanted,
@@ -77,7 +86,44 @@ def of_folders():
     yield case("folder: empty", next(scripts), ["--data", "e"], lambda here: os.mkdir(here / "e"), "one line")
 
 
+class Bomb:
+    """What runs, as it is unpickled: pwned is written."""
+    write = "open('pwned', 'w').close()"
 
+    def __reduce__(self):
+        return exec, (self.write,)
+
+
+# ── tables of files, classifiers ──
+
+ROWS = "".join(f"photos/{i}.png\t{'ab'[i % 2]}\n" for i in range(8))
+TABLES = {"good": ROWS, "a header": "file\tlabel\n" + ROWS, "a missing file": ROWS + "photos/8.png\ta\n",
+          "3 columns": ROWS.replace("\n", "\tc\n"), "a short row": ROWS + "photos/1.png\n", "empty": "",
+          "a header alone": "file\tlabel\n", "not UTF-8": ROWS.encode() + b"photos/1.png\t\xff\n",
+          "NULs": ROWS + "photos/\0.png\ta\n", "no labels": ROWS.replace("\ta", "").replace("\tb", ""),
+          "a folder": ROWS + "photos\ta\n", "above itself": ROWS + "../../photos/1.png\ta\n",
+          "/dev/zero": ROWS + "/dev/zero\ta\n", "long names": ROWS + "a" * 5000 + "\ta\n",
+          "an escape": ROWS + "\x1b[2J.png\ta\n", "itself": ROWS + "labels.tsv\ta\n"}
+HEADS = {"half": lambda data: data[: len(data) // 2], "flipped": flipped, "empty": lambda data: b"",
+         "noise": lambda data: NOISE, "2**60 bytes": lambda data: struct.pack("<Q", 2**60) + data[8:],
+         "other layers": lambda data: data.replace(b"Linear", b"ReLU  "),
+         "a program": lambda data: pickle.dumps(Bomb())}
+
+
+def of_tables():
+    for name, text in TABLES.items():
+        wanted = "accepted" if name in ("good", "a header", "no labels") else "one line"
+        yield case(f"table: {name}", next(scripts), ["--data", "labels.tsv"],
+                   both(photos(), put("labels.tsv", text)), wanted)
+    tune = ["--finetune", "labels.tsv", "--data", "labels.tsv", "--model"]
+    make = both(photos(), put("labels.tsv", ROWS))
+    yield case("a classifier", "simclr", [*tune, "net"], make, "accepted")
+    yield case("a classifier on no head", "simclr", [*tune, "resnet-small"], make, "one line")
+    yield case("a classifier without labels", "simclr", ["--finetune", "photos", "--data", "photos"], make,
+               "one line")
+    for name, how in HEADS.items():
+        yield case(f"head: {name}", "simclr", [*tune, "net"], both(make, change("net/head.safetensors", how)),
+                   "either" if name == "flipped" else "one line")
 
 
 # ── arrays ──
@@ -100,14 +146,6 @@ def npy(shape, dtype="|u1", data=b""):
     return b"\x93NUMPY\x01\0" + struct.pack("<H", len(head)) + head + data
 
 
-class Bomb:
-    """What runs, as it is unpickled: pwned is written."""
-    write = "open('pwned', 'w').close()"
-
-    def __reduce__(self):
-        return exec, (self.write,)
-
-
 LOOKS = np.random.default_rng(1).integers(0, 256, (16, 16, 16, 3), np.uint8)
 LABELS = np.arange(16) % 4
 WHOLE = dict(images=LOOKS, labels=LABELS, test_images=LOOKS[:4], test_labels=LABELS[:4])
@@ -126,13 +164,13 @@ OTHERS = {"labels below 0": LABELS - 1, "float labels": LABELS / 2, "few labels"
 def of_arrays():
     arrays = {name: dict(images=array) for name, array in IMAGES.items()}
     arrays |= {name: WHOLE | dict(labels=array) for name, array in OTHERS.items()}
-    arrays |= {"another test size": WHOLE | dict(test_images=LOOKS[:4, :8]),
-               "other names": dict(pictures=LOOKS)}
+    arrays |= {"other names": dict(pictures=LOOKS)}
     files = {f"npz: {name}": ("a.npz", npz(**parts)) for name, parts in arrays.items()}
     files |= {f"npy: {name}": ("a.npy", array) for name, array in IMAGES.items() if isinstance(array, bytes)}
     for name, (file, data) in files.items():
         yield case(name, next(scripts), ["--data", file], put(file, data), "one line")
     for name, data in {"truncated": npz(**WHOLE)[:-30], "flipped": flipped(npz(**WHOLE)), "empty": b"",
+                       "another test size": npz(**WHOLE | dict(test_images=LOOKS[:4, :8])),
                        "a label of 10**12": npz(**WHOLE | dict(labels=LABELS * 10**12)),
                        "a label apart": npz(**WHOLE | dict(test_labels=LABELS[:4] + 9))}.items():
         yield case(f"npz: {name}", next(scripts), ["--data", "a.npz"], put("a.npz", data))
@@ -174,5 +212,5 @@ def of_cifar():
 
 
 def cases():
-    for part in (of_folders, of_arrays, of_cifar):
+    for part in (of_folders, of_tables, of_arrays, of_cifar):
         yield from part()
