@@ -154,6 +154,10 @@ def check(args):
         fail("--no-normalize: SupCon's projections are unit vectors")
     if not 0 < args.labels <= 1:
         fail(f"--labels {args.labels}: wanted a share above 0, at most 1")
+    if args.labels < 1 and not args.finetune:
+        fail("--labels: is a share for --finetune, which is not given")
+    if args.from_layer and not (args.finetune or args.distill):
+        fail("--from-layer: is for --finetune or --distill, neither of which is given")
     if args.profile and (args.finetune or args.distill):
         fail("--profile: times a contrastive loss; leave --finetune and --distill out")
 

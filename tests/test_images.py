@@ -95,7 +95,8 @@ def test_the_middle_is_judged(size, share, tmp_path):
     photo.save(tmp_path / "a.png")
     side = round(80 * share)
     left, top = (120 - side) // 2, (80 - side) // 2
-    wanted = photo.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + side, top + side))
+    part = photo.crop((left, top, left + side, top + side))
+    wanted = part.resize((size, size), Image.Resampling.BICUBIC)
     pictures = pictures_of(tmp_path, size=size)
     assert np.array_equal(middles(pictures, pictures.train)[0].round().byte(), np.asarray(wanted))
 
@@ -288,13 +289,18 @@ def test_labels_are_numbered_without_gaps(tmp_path):
     large = dict(images=GOOD, labels=np.array([5, 10**12] * 4))
     large |= dict(test_images=GOOD, test_labels=np.arange(4, 12))
     pictures = pictures_of(write(tmp_path / "x.npz", large))
-    assert pictures.train.labels.tolist() == [1, 8] * 4 and pictures.test.labels.tolist() == [*range(8)]
-    assert pictures.classes == [*map(str, (4, 5, 6, 7, 8, 9, 10, 11, 10**12))]
+    assert pictures.train.labels.tolist() == [0, 1] * 4
+    assert pictures.test.labels.tolist() == [2, 0, 3, 4, 5, 6, 7, 8]
+    assert pictures.classes == [*map(str, (5, 10**12, 4, 6, 7, 8, 9, 10, 11))]
     for name in ("data/a", "data/c", "dev/b", "dev/c"):
         write(tmp_path / name / "0.png", GOOD[0])
     pictures = pictures_of(tmp_path / "data", dev=tmp_path / "dev")
     assert pictures.train.labels.tolist() == [0, 1] and pictures.test.labels.tolist() == [2, 1]
     assert pictures.classes == ["a", "c", "b"]
+    for name in ("5", "1000000000000"):                        # numbers on one side, names on the other
+        write(tmp_path / "named" / name / "0.png", GOOD[0])
+    pictures = pictures_of(tmp_path / "x.npz", dev=tmp_path / "named")
+    assert pictures.train.labels.tolist() == [0, 1] * 4 and pictures.test.labels.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("name, flags", [

@@ -387,10 +387,10 @@ def test_tables_of_files(name, text, labels, tmp_path, monkeypatch):
         put(tmp_path / "data" / picture, PIXELS[i])
     put(tmp_path / "data" / name, text.encode())
     monkeypatch.chdir(tmp_path)
-    found, test = read_pictures(f"data/{name}", classes := {}, workers=0)
+    found, test = read_pictures(f"data/{name}", workers=0)
     assert np.array_equal(pixels(found), PIXELS[[1, 0, 2]]) and test is None
     assert (found.labels if labels is None else found.labels.tolist()) == labels
-    assert len(classes) == (2 if labels else 0)
+    assert len(found.names) == (2 if labels else 0)
 
 
 @pytest.mark.parametrize("text, wanted", [

@@ -27,35 +27,35 @@ class Pictures:
     """
 
     def __init__(self, args, crops):
-        self.path, self.crops, self.seed, names = args.data, crops, args.seed, {}
-        self.train, test = read_pictures(args.data, names, args.workers, args.skip_damaged)
+        self.path, self.crops, self.seed = args.data, crops, args.seed
+        self.train, test = read_pictures(args.data, args.workers, args.skip_damaged)
         if args.dev:
-            test, _ = read_pictures(args.dev, names, args.workers, args.skip_damaged)
+            test, _ = read_pictures(args.dev, args.workers, args.skip_damaged)
         self.size = args.size or self.train.usual_size(nets.read_size(args.model))
         self.small = self.size <= nets.SMALL
         afford(f"--size {self.size}: {args.batch_size} pictures", 12 * args.batch_size * self.size**2)
         labelled = test and self.train.labels is not None and test.labels is not None
         self.test = test if labelled else None
-        self.number_classes(names)
+        self.number_classes()
         if not args.evaluate:
             self.enough(args.batch_size)
 
     def __len__(self):
         return len(self.train)
 
-    def number_classes(self, names):
-        """Labels become numbers from 0 on without a gap: each has a column where pictures vote, and a row of
-        weights."""
-        sides = [side for side in (self.train, self.test) if side and side.labels is not None]
-        labels = torch.cat([side.labels for side in sides]) if sides else torch.tensor([])
-        found, numbers = labels.unique(return_inverse=True)
-        names = {number: name for name, number in names.items()}
-        self.classes = [names.get(label, str(label)) for label in found.tolist()]
-        for side, part in zip(sides, numbers.split([len(side) for side in sides])):
-            side.labels = part
+    def number_classes(self):
+        """Labels become numbers from 0 on without a gap, of one name on both sides the same: each has a
+        column where pictures vote, and a row of weights."""
+        numbers = {}
+        for side in (self.train, self.test):
+            if side and side.labels is not None:
+                found, at = side.labels.unique(return_inverse=True)
+                named = [side.names.get(label, str(label)) for label in found.tolist()]
+                side.labels = torch.tensor([numbers.setdefault(name, len(numbers)) for name in named])[at]
+        self.classes = [*numbers]
         if self.test:
-            afford(f"{self.path}: {len(found):,} labels for {len(self.test):,} test pictures",
-                   4 * len(found) * len(self.test))
+            afford(f"{self.path}: {len(numbers):,} labels for {len(self.test):,} test pictures",
+                   4 * len(numbers) * len(self.test))
 
     def keep_share(self, share):
         """Leaves a share of the pictures of each class, drawn by the seed, and at least one of each."""

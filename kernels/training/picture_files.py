@@ -35,16 +35,13 @@ def told(path):
         fail(f"{getattr(error, 'filename', None) or path}: {what}")
 
 
-def read_pictures(path, classes=None, workers=None, skip=False):
+def read_pictures(path, workers=None, skip=False):
     """(pictures, those of a test set or None): Arrays or Files.
 
-    classes   {name: label}, filled where labels are names: with those of the training set, a test set's get
-              the same numbers
     workers   processes that decode; None: as many as there are cores
     skip      damaged files are left out and counted, or else refused
     """
-    path, classes = Path(path), {} if classes is None else classes
-    decoding = cores() if workers is None else workers, skip
+    path, decoding = Path(path), (cores() if workers is None else workers, skip)
     with told(path):
         kind = os.stat(path).st_mode                           # no such file: an OSError that says so
         if stat.S_ISDIR(kind):
@@ -55,7 +52,7 @@ def read_pictures(path, classes=None, workers=None, skip=False):
                 if os.path.lexists(path / first) and not (path / first).is_dir():
                     test = read_cifar([path / test]) if os.path.lexists(path / test) else None
                     return read_cifar(sorted(path.glob(first.replace("_1", "_*")))), test
-            return Files(path, *list_folder(path, classes), *decoding), None
+            return Files(path, *list_folder(path), *decoding), None
         if path.suffix == ".npy":
             return read_arrays(path, {"images": path})
         if path.suffix == ".npz":
@@ -63,7 +60,7 @@ def read_pictures(path, classes=None, workers=None, skip=False):
                 return read_arrays(path, {part.filename.removesuffix(".npy"): part
                                           for part in members.infolist()}, members)
         if path.suffix in (".tsv", ".csv"):
-            return Files(path, *list_table(path, classes), *decoding), None
+            return Files(path, *list_table(path), *decoding), None
         fail(f"{path}: wanted a folder of pictures, CIFAR's python batches, .npz, .npy, or a .tsv of files")
 
 
@@ -177,8 +174,8 @@ def read_batch(path):
 # ── files ──
 
 
-def list_folder(path, classes):
-    """(folder, names of its pictures, labels); sub-folders, if it has any, are the labels."""
+def list_folder(path):
+    """(folder, names of its pictures, their labels or None); sub-folders, if it has any, are the labels."""
     names = [name for name in files_below(path, "", {}) if name.lower().endswith(KINDS)]
     if not names:
         fail(f"{path}: no pictures; wanted {', '.join(KINDS)}")
@@ -187,9 +184,7 @@ def list_folder(path, classes):
     if folders and None in inside:
         fail(f"{path}: pictures beside the folders {', '.join(folders[:3])}; "
              "a label is a folder, so all or none lie in one")
-    for name in folders:
-        classes.setdefault(name, len(classes))
-    return path, names, torch.tensor([classes[name] for name in inside]) if folders else None
+    return path, names, inside if folders else None
 
 
 def files_below(folder, inside, seen):
@@ -206,7 +201,7 @@ def files_below(folder, inside, seen):
             yield inside + entry.name
 
 
-def list_table(path, classes):
+def list_table(path):
     """The same of a table of files, named from its own folder on, and labels, or of files alone."""
     def check(cells):
         if len(cells) > 2 or not all(map(str.strip, cells)):
@@ -214,7 +209,4 @@ def list_table(path, classes):
 
     _, table = read_table(path, check, names=("file", "label"))
     names, *labels = zip(*(cells for _, cells in table))
-    for name in sorted({*labels[0]}) if labels else ():
-        classes.setdefault(name, len(classes))
-    labels = torch.tensor([classes[name] for name in labels[0]]) if labels else None
-    return path.parent, names, labels
+    return path.parent, names, labels[0] if labels else None

@@ -28,10 +28,11 @@ class Source:
     """Pictures that are read where they are asked for, by row number.
 
     labels    (N,) int64, or None
+    names     {label: name} of those that are called otherwise
     """
 
-    def __init__(self, length, labels):
-        self.places, self.labels = np.arange(length), labels
+    def __init__(self, length, labels, names=None):
+        self.places, self.labels, self.names = np.arange(length), labels, names or {}
 
     def __len__(self):
         return len(self.places)
@@ -97,20 +98,22 @@ class Rows:
 class Files(Source):
     """Pictures in files of any size and format, decoded anew each time by processes of their own.
 
-    folder    that their names start from
+    folder    that their paths start from
     """
 
-    def __init__(self, path, folder, names, labels, workers, skip):
-        super().__init__(len(names), labels)
-        names = [os.fsencode(name) for name in names]
-        self.ends = np.cumsum([0, *map(len, names)])
-        self.names = b"".join(names)                           # no million objects, which take memory
-        self.folder, self.workers, self.all_sizes = folder, workers, np.zeros((len(names), 2), np.int32)
+    def __init__(self, path, folder, paths, labels, workers, skip):
+        numbers = {name: number for number, name in enumerate(sorted({*(labels or ())}))}
+        labels = torch.tensor([numbers[name] for name in labels]) if labels else None
+        super().__init__(len(paths), labels, {number: name for name, number in numbers.items()})
+        paths = [os.fsencode(path) for path in paths]
+        self.ends = np.cumsum([0, *map(len, paths)])
+        self.paths = b"".join(paths)                           # no million objects, which take memory
+        self.folder, self.workers, self.all_sizes = folder, workers, np.zeros((len(paths), 2), np.int32)
         self.check(path, skip)
 
     def path(self, row):
         first, end = self.ends[self.places[row]:][:2]
-        return os.path.join(self.folder, os.fsdecode(self.names[first:end]))
+        return os.path.join(self.folder, os.fsdecode(self.paths[first:end]))
 
     def sizes(self, rows):
         """(n, 2): width and height."""
@@ -266,11 +269,10 @@ def cut(ring, slot, shape, start, paths, sizes, boxes, size, cubic):
                     raise Odd(f"is {picture.size[0]} x {picture.size[1]} now, was {width} x {height}")
                 shrink = max(1, boxes[:, i, 2:].min() // size)
                 picture.draft(None, (max(1, width // shrink), max(1, height // shrink)))
-                across, down = picture.size[0] / width, picture.size[1] / height
-                picture = picture.convert("RGB")
-                for view, (left, top, w, h) in zip(views[:, start + i], boxes[:, i].tolist()):
-                    box = left * across, top * down, (left + w) * across, (top + h) * down
-                    view[:] = picture.resize((size, size), method, box)
+                scale, picture = np.divide(picture.size, (width, height)), picture.convert("RGB")
+                for view, box in zip(views[:, start + i], boxes[:, i]):
+                    corners = np.rint([box[:2] * scale, (box[:2] + box[2:]) * scale]).astype(int)
+                    view[:] = picture.crop(corners.ravel().tolist()).resize((size, size), method)
         except Exception as error:
             return f"{path}: {wrong(error)}"
     return None
