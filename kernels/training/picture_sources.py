@@ -262,17 +262,18 @@ def cut(ring, slot, shape, start, paths, sizes, boxes, size, cubic):
     from PIL import Image
     views = batch_of(ring[slot], shape).numpy()
     method = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
-    for i, (path, (width, height)) in enumerate(zip(paths, sizes.tolist())):
+    shrinks = (boxes[:, :, 2:].min((0, 2)) // size).clip(1).tolist()
+    for i, (path, (width, height), shrink) in enumerate(zip(paths, sizes.tolist(), shrinks)):
         try:
             with picture_of(path) as picture:
                 if picture.size != (width, height):
                     raise Odd(f"is {picture.size[0]} x {picture.size[1]} now, was {width} x {height}")
-                shrink = max(1, boxes[:, i, 2:].min() // size)
                 picture.draft(None, (max(1, width // shrink), max(1, height // shrink)))
-                scale, picture = np.divide(picture.size, (width, height)), picture.convert("RGB")
-                for view, box in zip(views[:, start + i], boxes[:, i]):
-                    corners = np.rint([box[:2] * scale, (box[:2] + box[2:]) * scale]).astype(int)
-                    view[:] = picture.crop(corners.ravel().tolist()).resize((size, size), method)
+                across, down = picture.size[0] / width, picture.size[1] / height
+                whole = picture if picture.mode == "RGB" else picture.convert("RGB")
+                for view, (left, top, w, h) in zip(views[:, start + i], boxes[:, i].tolist()):
+                    corners = left * across, top * down, (left + w) * across, (top + h) * down
+                    view[:] = whole.crop([*map(round, corners)]).resize((size, size), method)
         except Exception as error:
             return f"{path}: {wrong(error)}"
     return None
