@@ -83,7 +83,7 @@ def make_parser():
         help="of the projection head; default 2 (paper), 3 in SimCLR v2")
     add("--head-norm", action=BooleanOptionalAction, help="batch norms in the head; default by --form")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
-    add("--normalize", action=BooleanOptionalAction, default=True, help="projections; default (paper)")
+    add("--normalize", action=BooleanOptionalAction, default=True, help="of projections; default on (paper)")
     add("--crop", type=at_least(0), default=0.08,
         help="least share of a picture that a view shows; default 0.08 (paper)")
     add("--colour", type=at_least(0), help="strength of the colour jitter; default 1, to 32 px 0.5 (paper)")
