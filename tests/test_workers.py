@@ -76,8 +76,8 @@ def test_a_jpeg_is_decoded_smaller_where_boxes_have_pixels_enough(tmp_path, monk
     """Near what all of its pixels give; only just where one view of the picture wants them, all are."""
     photo((803, 601)).save(tmp_path / "a.jpg", quality=95)
     source, whole = read_pictures(tmp_path, workers=0)[0], Image.open(tmp_path / "a.jpg").convert("RGB")
-    opened, real = [], Image.Image.convert
-    monkeypatch.setattr(Image.Image, "convert", lambda image, *more: opened.append(image.size) or real(
+    opened, real = [], Image.Image.crop
+    monkeypatch.setattr(Image.Image, "crop", lambda image, *more: opened.append(image.size) or real(
         image, *more))
     for boxes, size in (([[0, 0, 803, 601], [201, 99, 402, 501]], (201, 151)),
                         ([[7, 9, 130, 140]], (402, 301)),
