@@ -133,7 +133,7 @@ def load_data(path, args):
         fail(f"--chunk-size {args.chunk_size}: wanted a multiple of {part}, --batch-size / --bn-splits")
     if args.momentum > 1:
         fail(f"--momentum {args.momentum}: wanted a share from 0 to 1")
-    say("moco", f"{'v1' if args.v1 else 'v2'}: {pictures.describe()}")
+    say("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {pictures.describe()}")
     if args.queue > len(pictures):
         say("note", f"--queue {args.queue:,} is more than the pictures: "
                     "old keys of a picture itself are among its negatives")
