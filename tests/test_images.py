@@ -26,7 +26,8 @@ from running import DATA, equal, free_port, refuse, run
 SCRIPTS = {"simclr": simclr, "moco": moco}
 FLAGS = ["--model", "tiny", "--batch-size", 12, "--epochs", 4, "--eval-every", 4, "--probe-epochs", 0]
 OWN = {"simclr": ["--warmup", 0], "moco": ["--bn-splits", 6, "--queue", 24]}
-CASES = {"moco": "--symmetric", "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised"}
+CASES = {"moco": "--symmetric", "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised",
+         "simclr 3": "--batch-size 11 --from-layer 0 --finetune DATA"}
 nets.RESNETS["tiny"] = nets.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
 
 
@@ -99,6 +100,16 @@ def test_the_middle_is_judged(size, share, tmp_path):
     wanted = part.resize((size, size), Image.Resampling.BICUBIC)
     pictures = pictures_of(tmp_path, size=size)
     assert np.array_equal(middles(pictures, pictures.train)[0].round().byte(), np.asarray(wanted))
+
+
+def test_fewer_pictures_than_ranks_are_read_by_each(tmp_path, monkeypatch):
+    pictures = pictures_of(write(tmp_path / "x.npz", dict(images=COLOURS)))
+    wanted = middles(pictures, pictures.train).flatten(1)
+    for name, value in dict(is_initialized=True, get_world_size=11, get_rank=10).items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    model = SimpleNamespace(read=lambda batches, logits: torch.cat([255 * x for x in batches]))
+    found = pictures.read(pictures.train, model).permute(0, 2, 3, 1).flatten(1)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_size_of_views(tmp_path):
@@ -390,7 +401,7 @@ def all_cases(rank, port, data, out):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float, torch.cuda.is_available = torch.Tensor.double, lambda: False
-    moco.augment = simclr.augment = same_views
+    moco.augment = simclr.augment = same_views                 # fine-tuning has none
     images.flip = lambda x: x                                  # boxes are drawn, the same for any rank
     for i, (case, flags) in enumerate(CASES.items()):
         name = case.split()[0]
@@ -399,7 +410,8 @@ def all_cases(rank, port, data, out):
             os.environ.update({variable: str(value) for variable, value in place.items()})
         if name == "simclr":
             nn.BatchNorm2d.forward = lambda norm, x: x * norm.weight[:, None, None]
-        flags = ["--data", data, *FLAGS, *OWN[name], *flags.split(), "--steps", 3]
+        flags = [data if flag == "DATA" else flag for flag in flags.split()]
+        flags = ["--data", data, *FLAGS, *OWN[name], *flags, "--steps", 3]
         SCRIPTS[name].main([*map(str, flags), "--out", str(out / f"{case}{rank // 3}")])
 
 

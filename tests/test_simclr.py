@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import simclr
+from kernels.training import picture_encoders
 from kernels.training.picture_encoders import PictureEncoder, load_classifier, load_encoder
-from running import DATA, run
+from running import DATA, equal, run
 
 randn = partial(torch.randn, dtype=torch.float64)
 
@@ -189,3 +190,13 @@ def test_adam_trains(first, tmp_path):
     given = ["--data", first / "x.npz", *SMALL, "--optimizer", "adam", "--lr", 1e-2, "--warmup", 0]
     result = run("simclr", tmp_path / "out", *given, "--steps", 4)
     assert type(result.run.optimizer) is torch.optim.Adam and result.losses[-1] < result.losses[0]
+
+
+def test_a_head_of_several_gpus_loads_on_one(tmp_path):
+    """Its batch norms are synchronised, and saved as plain ones."""
+    args = SimpleNamespace(head_layers=3, width=4, form="code", head_norm=None)
+    plain = simclr.projection_head(8, args)
+    picture_encoders.save_head(torch.nn.SyncBatchNorm.convert_sync_batchnorm(plain), None, tmp_path)
+    head, classes = picture_encoders.load_head(tmp_path)
+    assert [type(part).__name__ for part in head] == (3 * ["Linear", "BatchNorm1d", "ReLU"])[:-1]
+    assert equal(head.state_dict(), plain.state_dict()) and classes is None

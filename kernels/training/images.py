@@ -108,10 +108,13 @@ class Pictures:
         self.feed = self.views(self.train, own, self.crops._replace(least=least), count)
 
     def read(self, side, model, logits=False):
-        """(N, H) features, or logits, of all pictures of a side: each rank reads its share."""
-        own = range(len(side))[own_rows(len(side))]
+        """(N, H) features, or logits, of all pictures of a side: each rank reads its share, or, where there
+        are fewer pictures than ranks, all."""
+        shared = len(side) >= (dist.get_world_size() if dist.is_initialized() else 1)
+        own = range(len(side))[own_rows(len(side)) if shared else slice(None)]
         order = ((0, own[i : i + 256]) for i in range(0, len(own), 256))
-        return gather_rows(model.read(self.views(side, order), logits), len(side))
+        found = model.read(self.views(side, order), logits)
+        return gather_rows(found, len(side)) if shared else found
 
     def before(self, model, run):
         """The score before the first step."""

@@ -184,8 +184,10 @@ HEAD = "head.safetensors"                                      # beside the enco
 
 
 def save_head(head, classes, folder):
-    """The layers' kinds and the classes stand in the file's metadata."""
-    about = {"layers": " ".join(type(part).__name__ for part in head), "classes": json.dumps(classes)}
+    """The layers' kinds and the classes stand in the file's metadata; what was a synchronised batch norm
+    over GPUs is a plain one."""
+    kinds = (type(part).__name__.replace("SyncBatchNorm", "BatchNorm1d") for part in head)
+    about = {"layers": " ".join(kinds), "classes": json.dumps(classes)}
     weights = {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()}
     save_file(weights, folder / HEAD, about)
 
