@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import simclr
 from kernels.training import picture_encoders
+from kernels.training.command import Fault
 from kernels.training.picture_encoders import PictureEncoder, load_classifier, load_encoder
 from running import DATA, equal, run
 
@@ -124,6 +125,30 @@ def test_recipes(given, wanted, capsys):
     simclr.say_recipe(args, simclr.RECIPES | simclr.IMPLIED)
     said = capsys.readouterr().out
     assert bool(said) == bool(args.recipe) and said.count("(not ") == given.count("--epochs")
+
+
+@pytest.mark.parametrize("given, wanted", [
+    ("--from-layer 1", "--from-layer: is for --finetune or"), ("--labels 0.5", "--labels: is a share for"),
+    ("--finetune x --labels 0", "--labels 0.0: wanted a share"), ("--distill t --supervised", "wanted one of"),
+    ("--supervised --no-normalize", "--no-normalize: SupCon"), ("--distill t --profile", "--profile: times")])
+def test_flags_that_do_not_go_together(given, wanted):
+    with pytest.raises(Fault, match=wanted):
+        simclr.check(flags(*given.split()))
+
+
+def test_losses_of_the_modes():
+    """A classifier's by the teacher at --temperature, or by labels, in this rank's part of the batch; with
+    --no-normalize no product is in half types, where long projections would overflow."""
+    views, teacher, labels = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    args = flags("--distill", "t", "--temperature", "0.3")
+    loss, _ = simclr.compute_loss(lambda x: x, (views, teacher), 8, args)
+    torch.testing.assert_close(loss, simclr.distillation_loss(views, teacher, 0.3) / 2)
+    args = simclr.make_parser().parse_args(["--finetune", "x"])
+    loss, _ = simclr.compute_loss(lambda x: x, (views, labels), 8, args)
+    torch.testing.assert_close(loss, F.cross_entropy(views, labels) / 2)
+    args, z = flags("--no-normalize", "--precision", "bf16"), 1000 * torch.randn(6, 8)
+    loss, _ = simclr.compute_loss(lambda x: x, (z, None), 3, args)
+    torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
 
 
 def test_finetune_names_the_data():
