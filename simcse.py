@@ -13,6 +13,10 @@ by a header of usual names (sent0 sent1 hard_neg, query positive negative_1 ...)
     2 columns  anchor, positive         I ate an apple.,Someone ate fruit.
     3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.
     or more    hard negatives           I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
+Views beside dropout are a line of flags (--views, text_views.py has their papers), and so are other losses:
+    --recipe consert        ConSERT: changed word embeddings, and NT-Xent over both views as one set
+    --recipe declutr        DeCLUTR: rows are documents, views are spans of them
+    --objective ranking     SimCLS: columns text, reference, candidates, best first, are to score in this order
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -29,6 +33,7 @@ Departures from the released code: an empty cell, there a space, is an error; un
 the one of the global batch, there 1/world of it. Evaluation every 125 steps is the released scripts'; the
 paper says 250.
 """
+from kernels.training import view_flags
 from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -44,6 +49,11 @@ def make_parser():
     add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; paper 0.1")
     add("--dropout", type=at_least(0),
         help="of hidden states and attention in training; default the model's own, for BERT 0.1 (paper)")
+    view_flags.add_flags(parser)
+    objectives = "infonce", "nt-xent", "ranking"
+    add("--objective", choices=objectives, default="infonce", help="see above; default infonce (paper)")
+    add("--margin", type=at_least(0), default=0.01, help="of --objective ranking; default 0.01 (SimCLS)")
+    common("--form", "paper")
     parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     add("--ignore-equal", action="store_true",
         help="what equals an anchor's own positive in text is no negative of it; default off (paper)")
@@ -80,7 +90,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import check_rows, gather_rows, own_rows, similarity_lse
+from kernels import check_rows, gather_rows, nt_xent, own_rows, similarity_lse
 from kernels.training.encoders import build_encoder, describe_model, set_dropout
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
@@ -88,6 +98,7 @@ from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import SENTENCES, Table, describe_table, empty_cell, read_table
+from kernels.training.text_views import TextViews, anchors_of
 from kernels.training.tokens import say_equal, text_ids, tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -97,10 +108,16 @@ def load_data(path, args):
     """The Table of rows of sentences; fills the flags that the number of columns decides (MODES)."""
     header, table = read_table(path, empty_cell, roles=SENTENCES, columns=args.columns)
     columns = len(next(iter(table))[1])
-    usual = MODES[min(columns, 3)] | dict(views=max(columns, 2))
+    usual = MODES[min(columns, 3)] | dict(count=max(columns, 2))
     fill(args, usual | (SCRATCH if args.model == "scratch" else {}))
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
+    if args.objective == "nt-xent" and columns > 2 or args.objective == "ranking" and columns < 3:
+        wanted = "a text and its positive" if columns > 2 else "text, reference and candidates"
+        fail(f"--objective {args.objective}: {path} has {columns} columns, wanted {wanted}; see --columns")
+    if args.objective != "infonce" and (args.ignore_equal or args.hard_negative_weight):
+        fail(f"--objective {args.objective}: has no --ignore-equal and no --hard-negative-weight")
+    view_flags.check(args)
     say("simcse", f"{args.mode}: {describe_table(table, header)}")
     return table
 
@@ -110,7 +127,7 @@ def build_model(args, run):
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     unsupervised = args.mode == "unsupervised"
     model = build_encoder(args, run, "cls", "train-only" if unsupervised else "keep", auto,
-                          columns=1 if unsupervised else args.views)
+                          columns=1 if unsupervised else args.count)
     if args.dropout is not None:
         set_dropout(model.encoder, args.dropout, args.model)
     if model.lm is not None:
@@ -125,17 +142,34 @@ def build_model(args, run):
 def compute_loss(model, batch, rows, args, ids=None):
     """This rank's part of the contrastive loss of a batch of `rows` rows, and of the masked LM's if it is
     on. ids: of the texts of all keys of the global batch, with --ignore-equal."""
-    z1, *keys = model(batch).chunk(args.views)
-    keys = [gather_rows(z, rows) for z in keys]
-    keys[1:] = [torch.stack(keys[1:], 1)] if len(keys) > 2 else keys[1:]
-    flags = dict(temperature=args.temperature, hard_negative_weight=args.hard_negative_weight, impl=args.impl)
-    with half_products(z1, args):
-        loss = simcse_loss(z1, *keys, offset=own_rows(rows).start, ids=ids, **flags) * (len(z1) / rows)
+    z1, *keys = model(batch).chunk(args.count)
+    if args.views == ["spans"]:
+        keys = [torch.stack(keys).mean(0)]
+    if args.objective == "ranking":
+        scores = torch.stack([F.cosine_similarity(z1, z, dim=1) for z in keys], 1)
+        loss = ranking_loss(scores[:, 1:], scores[:, 0], args.margin, args.form)
+    else:
+        loss = contrast(z1, keys, rows, args, ids)
+    loss = loss * (len(z1) / (rows * args.anchors))
     values = {"loss": loss.detach()}
     if model.lm is not None:
-        mlm = masked_lm_loss(model, batch, args.impl)
+        mlm = masked_lm_loss(model, anchors_of(batch, len(z1)) if args.anchors > 1 else batch, args.impl)
         loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
     return loss, values
+
+
+def contrast(z1, keys, rows, args, ids):
+    """The mean loss of this rank's anchors against the keys of all ranks, with nt-xent of all anchors."""
+    gather = lambda z: gather_rows(z.unflatten(0, (-1, args.anchors)), rows).flatten(0, 1)
+    keys = [gather(z) for z in keys]
+    with half_products(z1, args):
+        if args.objective == "nt-xent":
+            views = (F.normalize(z, dim=1, eps=1e-8) for z in (gather(z1), *keys))
+            return nt_xent(*views, args.temperature, impl=args.impl)
+        keys[1:] = [torch.stack(keys[1:], 1)] if len(keys) > 2 else keys[1:]
+        flags = dict(temperature=args.temperature, hard_negative_weight=args.hard_negative_weight)
+        offset = own_rows(rows).start * args.anchors
+        return simcse_loss(z1, *keys, **flags, offset=offset, ids=ids, impl=args.impl)
 
 
 def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
@@ -183,6 +217,29 @@ def bits(ids):
     return ((ids.long()[..., None] >> torch.arange(BITS, device=ids.device) & 1) * 2 - 1).half()
 
 
+def ranking_loss(scores, reference, margin=0.01, form="paper"):
+    """SimCLS: candidates of a text, best first, are to score in this order, and below the reference.
+
+        Σ_i max(0, s_i − ref) + Σ_{i<j} max(0, s_j − s_i + (j − i) · margin), in the mean over texts
+
+    scores      (B, C) of the candidates of B texts, any float type
+    reference   (B,) of each text's reference, the same type
+    margin      of candidates that follow each other
+    form        "paper"; "code": the mean over candidates, and over the pairs of each distance j − i, for the
+                sum, so that distant pairs weigh more
+    returns     scalar
+    raises      ValueError naming the argument, what it was and what is wanted
+    source      Liu and Liu 2021, arXiv 2106.01890
+    """
+    check_rows(scores=(scores, "B C"), reference=(reference, "B"))
+    if form not in ("paper", "code"):
+        raise ValueError(f"form: {form!r}, wanted paper or code")
+    hinges = [F.relu(scores - reference[:, None])]
+    for apart in range(1, scores.shape[1]):
+        hinges.append(F.relu(scores[:, apart:] - scores[:, :-apart] + apart * margin))
+    return sum(hinge.sum(1).mean() if form == "paper" else hinge.mean() for hinge in hinges)
+
+
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -197,17 +254,20 @@ def main(argv=None, data=None):
     run = Run(args, __file__)
     model = build_model(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    total = args.steps or args.epochs * epoch_steps(len(table), args.batch_size, run.world)
+    views = TextViews(args, model, table)
+    total = args.steps or args.epochs * epoch_steps(len(views.kept), args.batch_size, run.world)
     run.begin(model, optimizer, total)
-    tokens = tokenise_table(table, model, run)
+    tokens = tokenise_table(table, model, run, whole=args.views == ["spans"])
     if args.ignore_equal:
         say_equal(tokens)
     held_out.before(model, run)
     model.train()
-    for step, rows in run.steps(total, len(tokens)):
+    for step, rows in run.steps(total, len(views.kept)):
         set_lr(optimizer, args.lr * (total - step + 1) / total)  # from step 1, which has all of it
-        batch = model.batch(*tokens.views(rows[own_rows(len(rows))], args.views))
+        batch = views.batch(tokens, rows[own_rows(len(rows))])
         ids = text_ids(tokens, rows).to(run.device) if args.ignore_equal else None
+        if args.adversarial:
+            batch = views.against(batch, compute_loss, len(rows), args, ids)
         loss, values = compute_loss(model, batch, len(rows), args, ids)
         optimizer.zero_grad()
         loss.backward()

@@ -182,4 +182,4 @@ def test_hard_negatives_and_equal_texts(columns, equal, tmp_path, bert):
     assert result.losses == [pytest.approx(wanted, abs=1e-4)]
     if equal:
         assert result.said["equal"].startswith(f"{int(same.any(1).sum())} of 12 rows have a ")
-    assert result.args.views == max(columns, 2) and ("equal" in result.said) == equal
+    assert result.args.count == max(columns, 2) and ("equal" in result.said) == equal

@@ -2,6 +2,7 @@
 have their length. Data of the other commands do not ship: the tests of each script run it."""
 import argparse
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -16,10 +17,14 @@ import torch
 import torch.nn.functional as F
 
 import kernels
+import simcse
+from running import metrics, small_bert
+from running import read as embed
 from simcse import simcse_loss
 
 ROOT = Path(__file__).resolve().parent.parent
-README, HOUSE, FIDELITY = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/fidelity.md"))
+README, HOUSE = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+FIDELITY, OTHERS = ROOT / "docs/fidelity.md", ROOT / "docs/others.md"
 DOCUMENTS = [README, HOUSE, *sorted(ROOT.glob("docs/*.md"))]
 PYTHON = r"(?:\S*python3? (?:-m )?|torchrun (?:--\S+ \d+ )*)"
 PROGRAM = re.compile(PYTHON + r"(kernels[\w.]+|\w+(?=\.py ))(?:\.py)? (.*)")
@@ -110,3 +115,31 @@ def test_links_and_lengths():
         assert all((path.parent / link).exists() for link in re.findall(r"\]\(([^):#]+)\)", prose)), path
         may = ("|", "python3 -m venv .venv && ")               # tables, and the two that have to be one line
         assert [line for line in text.splitlines() if len(line) > 110 and not line.startswith(may)] == []
+
+
+def test_cpc_of_other_papers():
+    """Bilinear scores of all times and sequences, a matrix for each step; the bound."""
+    names = {}
+    exec(next(block for language, block in read(OTHERS)[1] if language == "python"), names)
+    torch.manual_seed(0)
+    cpc, c, z = names["CPC"](5, 6, steps=2).double(), *(torch.randn(3, 8, d).double() for d in (5, 6))
+    losses, bounds = cpc(c, z)
+    for k, (W, loss, bound) in enumerate(zip(cpc.predict, losses, bounds), 1):
+        scores = torch.stack([torch.stack([z[b, t] @ W.weight @ c[i, j] for b in range(3) for t in range(k, 8)])
+                              for i in range(3) for j in range(8 - k)])
+        wanted = F.cross_entropy(scores, torch.arange(len(scores)))
+        assert torch.allclose(loss, wanted) and torch.allclose(bound, math.log(len(scores)) - wanted)
+
+
+def test_mrasp2_of_other_papers(tmp_path):
+    """The printed flags, on pairs: the source among all targets of the batch, by the mean over tokens."""
+    flags = next(flags for program, flags in commands(OTHERS) if "en-de.tsv" in flags)
+    rows = [("A man eats.", "Ein Mann isst."), ("It rains.", "Es regnet."), ("Two dogs.", "Zwei Hunde.")]
+    data = tmp_path / "en-de.tsv"
+    data.write_text("".join(f"{a}\t{b}\n" for a, b in rows))
+    bert = small_bert(tmp_path / "bert")
+    more = ["--batch-size", 3, "--steps", 1, "--max-length", 64, "--model", bert, "--out", tmp_path / "out"]
+    simcse.main([*shlex.split(flags.replace("en-de.tsv", str(data))), *map(str, more)])
+    source, target = [F.normalize(embed(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    wanted = F.cross_entropy(source @ target.T / 0.1, torch.arange(3)).item()
+    assert metrics(tmp_path / "out")[0]["loss"] == pytest.approx(wanted, abs=1e-4)

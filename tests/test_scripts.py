@@ -95,7 +95,9 @@ def test_loss_falls_when_one_batch_repeats(name, tmp_path):
     assert max(losses[-3:]) < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize("name, flags", [*((name, []) for name in SCRIPTS), ("simcse", ["--mlm-weight", 1])])
+@pytest.mark.parametrize("name, flags", [
+    *((name, []) for name in SCRIPTS), ("simcse", ["--mlm-weight", 1]),
+    ("simcse", ["--columns", 1, "--views", "token_cutoff", "delete"])])
 def test_resume_is_exact_and_evaluation_leaves_no_trace(name, flags, tmp_path, monkeypatch):
     """Step 6 begins the second epoch; step 4, which the interrupted run did after its evaluation, is done
     again. A run without any evaluation has the same losses, weights and random numbers."""

@@ -20,7 +20,7 @@ MODES = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
 @pytest.mark.parametrize("columns", MODES)
 def test_columns_decide_what_was_not_given(columns, tmp_path):
     """By the paper, for BERT-base. A small random model has others; what was given stays."""
-    file, names = tmp_path / "data.jsonl", "mode views batch_size lr epochs".split()
+    file, names = tmp_path / "data.jsonl", "mode count batch_size lr epochs".split()
     file.write_text(512 * (json.dumps(columns * ["A man eats."]) + "\n"))
     given = "--batch-size 7 --lr 0.5 --epochs 9".split()
     scratch = (32, 2e-3, 4)

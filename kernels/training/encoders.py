@@ -1,4 +1,5 @@
 """Transformers that read sentences: loaded, with pooling and head; layout.py has their folders."""
+import contextlib
 import math
 import re
 from collections import Counter
@@ -152,6 +153,7 @@ class SentenceEncoder(torch.nn.Module):
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # a decoder's
         self.longest, self.normalise, self.lower = longest_input(encoder, tokenizer), False, False
         self.prompts, self.scored = ("",), ""                  # before the texts of each column; of pairs
+        self.alter = None                                      # a context of text_views.TextViews
 
     def batch(self, *views):
         """[(places (n,), ids (n, L), mask (n, L))] of lists of token ids: one view behind the other, in
@@ -185,9 +187,10 @@ class SentenceEncoder(torch.nn.Module):
         module = self.encoder if self.chunk_size else None
         return in_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
-    def pool(self, ids, mask):
-        """(n, H) float32 embeddings of ids (n, L)."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+    def pool(self, ids, mask, *how):
+        """(n, H) float32 embeddings of ids (n, L); how: their views, where word embeddings change."""
+        changed = self.alter(mask, *how) if how else contextlib.nullcontext()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), changed:
             output = self.encoder(input_ids=ids, attention_mask=mask, **self.no_cache)
             return self.pool_states(output.last_hidden_state, mask, output.hidden_states)
 

@@ -68,7 +68,7 @@ def masked_lm_loss(model, batch, impl="auto"):
 
     def total(group):
         """(1, 2): the sum of a group's cross entropies, and of how many tokens."""
-        _, ids, mask = group
+        _, ids, mask, *_ = group
         masked, chosen = mask_tokens(ids, ~torch.isin(ids, special), model.tokenizer)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
             _, states = lm_states(model.lm, model.encoder, masked, mask, chosen)

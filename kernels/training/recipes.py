@@ -14,6 +14,7 @@ def say_recipe(args, recipes):
     """What the flags of args.recipe are in this run, which may have been given others."""
     if args.recipe:
         source, flags = recipes[args.recipe]
-        words = (f"--{name.replace('_', '-')} {getattr(args, name)}"
-                 + f" (not {value})" * (getattr(args, name) != value) for name, value in flags.items())
+        text = lambda value: " ".join(map(str, value)) if isinstance(value, list) else value
+        words = (f"--{name.replace('_', '-')} {text(getattr(args, name))}"
+                 + f" (not {text(value)})" * (getattr(args, name) != value) for name, value in flags.items())
         say("recipe", f"{args.recipe}, {source}: {', '.join(words)}")

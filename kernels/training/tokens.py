@@ -15,6 +15,7 @@ from .folder import sync
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers
 # of 768, from 25 to 400 alike); CUDA: an estimate.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
+WHOLE = 2**31 - 1                                              # tokens that no text has
 
 
 def tokenise(sentences, tokenizer, longest):
@@ -30,15 +31,15 @@ def tokenise(sentences, tokenizer, longest):
     return rows, cut
 
 
-def tokenise_table(table, model, run, name="tokens"):
+def tokenise_table(table, model, run, name="tokens", whole=False):
     """The Rows of all sentences of a table, as a model of SentenceEncoder's kind reads them, cut to
-    --max-length.
+    --max-length, or whole.
 
     Rank 0 writes them into --out, and every rank reads them there, row by row: neither they nor the text have
     to fit in memory. What a run before this one left, and no longer is as it was, is made anew.
     """
     columns, folder = len(next(iter(table))[1]), run.out / name
-    longest = min(run.args.max_length, model.longest)
+    longest = WHOLE if whole else min(run.args.max_length, model.longest)
     if run.rank == 0 and not is_whole(folder, columns * len(table)):
         if folder.is_dir():
             say(name, f"damaged in {run.out}: made anew")
@@ -50,7 +51,8 @@ def tokenise_table(table, model, run, name="tokens"):
         fail(f"--out {run.out}: what rank 0 writes is not there; name a folder that all machines share",
              every_rank=True)
     rows = Rows(folder, columns)
-    say(name, f"{rows.cut:,} of {columns * len(rows):,} sentences cut to {longest}")
+    if not whole:
+        say(name, f"{rows.cut:,} of {columns * len(rows):,} sentences cut to {longest}")
     return rows
 
 

@@ -1,0 +1,203 @@
+"""Views of a text beside dropout: what differs between two that are pulled together (simcse.py --views).
+
+of its words              crop, delete, synonym: the comparison of Gao et al. 2021 (SimCSE)
+of its word embeddings    feature_cutoff, token_cutoff, shuffle, embedding_dropout: Yan et al. 2021 (ConSERT);
+                          zeros without rescaling, as released; and noise along the gradient (--adversarial)
+of a document             spans: Giorgi et al. 2021 (DeCLUTR)
+
+Every random number comes from PyTorch's generator of the rank: --resume and --chunk-size repeat them.
+"""
+import itertools
+import random
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from .adversarial import changed, noise
+from .command import fail, say
+from .tokens import WHOLE, tokenise
+from .view_flags import EMBEDDINGS, WORDS
+from .wordnet import WordNet, tag_words
+
+SHORTEST = 32                                                  # tokens of a span (DeCLUTR)
+
+
+class TextViews:
+    """Makes the batches of a SentenceEncoder.
+
+    kept       the rows of the table that are used
+    """
+
+    def __init__(self, args, model, table):
+        self.args, self.model, self.views = args, model, list(zip(args.views, args.view_rates))
+        self.longest, self.kept = min(args.max_length, model.longest), range(len(table))
+        self.wordnet = WordNet(args.wordnet) if args.wordnet else None
+        model.alter = self.alter
+        if args.views == ["spans"]:
+            self.find_documents(table)
+
+    def batch(self, tokens, places):
+        """What the encoder takes of the rows at these places: groups of (places, ids, mask), and the view of
+        each text where word embeddings change."""
+        places, draw = [self.kept[i] for i in places], random.Random(int(torch.randint(2**62, ())))
+        if self.args.views == ["spans"]:
+            return self.model.batch(*self.spans([tokens[i][0] for i in places], draw))
+        views = [self.reworded(view, name, rate, draw) if name in WORDS else view
+                 for view, (name, rate) in zip(tokens.views(places, self.args.count), self.views)]
+        batch = self.model.batch(*views)
+        if self.args.adversarial or any(name in EMBEDDINGS for name, _ in self.views):
+            batch = [[*group, group[0] // len(places)] for group in batch]
+        return batch
+
+    # ── words ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def reworded(self, rows, name, rate, draw):
+        """Tokens of the texts, after at least one word of each was changed."""
+        texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        if name == "synonym":
+            tagged = tag_words(texts, None, self.wordnet)
+            texts = [self.with_synonyms(text, words, rate, draw) for text, words in zip(texts, tagged)]
+        else:
+            texts = [" ".join(without(text.split(), name, rate, draw)) for text in texts]
+        return tokenise(texts, self.model.tokenizer, self.longest)[0]
+
+    def with_synonyms(self, text, words, rate, draw):
+        left, new = share_of(words, rate), {}
+        for start, end, pos in draw.sample(words, len(words)):
+            options = self.wordnet.options("synonym", text[start:end].lower(), pos) if pos and left else []
+            if options:
+                new[start, end], left = draw.choice(options), left - 1
+        for start, end in sorted(new, reverse=True):
+            text = text[:start] + new[start, end] + text[end:]
+        return text
+
+    # ── word embeddings ─────────────────────────────────────────────────────────────────────────────────────
+
+    def alter(self, mask, view, step=0.0):
+        """A context in which the encoder's word embeddings (n, L, D) are their view's (n,), a step away."""
+        encoder, context, orders = self.model.encoder, ExitStack(), []
+
+        def change(x):
+            for number, (name, rate) in enumerate(self.views):
+                rows = (view == number).nonzero()[:, 0] if name in EMBEDDINGS else ()
+                if len(rows) and name == "shuffle":
+                    order = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
+                    order[rows] = drawn(mask[rows].bool()).argsort(dim=1, stable=True)
+                    orders.append(order)
+                    x = reordered(x, order)
+                elif len(rows):
+                    x = x.index_put((rows,), zeroed(x[rows], mask[rows].bool(), name, rate))
+            return x + step
+
+        def in_place(_, __, output):
+            for order in orders:                               # pooling may look for the first or last token
+                output.last_hidden_state = reordered(output.last_hidden_state, order.argsort(1))
+            return output
+
+        context.enter_context(changed(encoder.get_input_embeddings(), change))
+        context.callback(encoder.register_forward_hook(in_place).remove)
+        return context
+
+    def against(self, batch, loss_of, *rest):
+        """The batch with --adversarial noise on its first view, along the gradient of loss_of(model, batch,
+        *rest)[0]."""
+        width = self.model.encoder.get_input_embeddings().weight.shape[1]
+        steps = [torch.zeros(*group[1].shape, width, device=group[1].device, requires_grad=True)
+                 for group in batch]
+        loss_of(self.model, [[*group, step] for group, step in zip(batch, steps)], *rest)[0].backward()
+        size = self.args.adversarial
+        return [[places, ids, mask, view, noise(step.grad, mask * (view == 0)[:, None], size)]
+                for (places, ids, mask, view), step in zip(batch, steps)]
+
+    # ── documents ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def find_documents(self, table):
+        """Keeps documents with room for anchors, none beside another, in cells of --max-length tokens."""
+        added = self.model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
+        self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
+        need, lengths = 2 * self.args.anchors * self.longest, []
+        texts = (self.model.prompted(cells)[0] for _, cells in table)
+        while part := list(itertools.islice(texts, 1000)):
+            rows, _ = tokenise(part, self.model.tokenizer, WHOLE)
+            lengths += [len(row) - self.first - self.last for row in rows]
+        self.kept = [i for i, length in enumerate(lengths) if length >= need]
+        few = (f"{len(self.kept):,} of {len(table):,} documents have {need:,} tokens, "
+               f"2 · {self.args.anchors} · --max-length {self.longest}")
+        if len(self.kept) < self.args.batch_size:
+            fail(f"{table}: {few}, wanted at least --batch-size, which is {self.args.batch_size}")
+        say("spans", f"{few}; the others are left out")
+
+    def spans(self, documents, draw):
+        """[anchors, positives, positives, ...] of documents' tokens, --spans A P: A anchors of each document,
+        in a view each P positives that overlap or touch it."""
+        views = [[] for _ in range(self.args.count)]
+        for tokens in documents:
+            ends = tokens[: self.first], tokens[len(tokens) - self.last :]
+            tokens = tokens[self.first : len(tokens) - self.last]
+            cells = draw.sample(range(len(tokens) // self.longest - self.args.anchors + 1), self.args.anchors)
+            for cell in (cell + i for i, cell in enumerate(sorted(cells))):    # no two side by side
+                length = self.span_length(4, 2, draw)
+                start = cell * self.longest + draw.randint(0, self.longest - length)
+                cuts = [(start, length)]
+                for _ in views[1:]:
+                    size = self.span_length(2, 4, draw)
+                    least, most = max(0, start - size), min(start + length, len(tokens) - size)
+                    cuts.append((draw.randint(least, most), size))
+                for view, (at, size) in zip(views, cuts):
+                    room = self.longest - self.first - self.last               # of the encoder
+                    view.append(np.concatenate([ends[0], tokens[at : at + size][:room], ends[1]]))
+        return views
+
+    def span_length(self, a, b, draw):
+        least = min(SHORTEST, self.longest // 2)
+        return int(draw.betavariate(a, b) * (self.longest - least) + least)
+
+
+def anchors_of(batch, count):
+    """The first `count` texts of a batch, in its groups."""
+    groups = ((group, group[0] < count) for group in batch)
+    return [[x[first] for x in group] for group, first in groups if first.any()]
+
+
+def share_of(words, rate):
+    """How many of them are changed, one at the least."""
+    return max(1, int(len(words) * rate))
+
+
+def without(words, name, rate, draw):
+    """The words less a share of them: of a crop at the ends, else anywhere; one is left."""
+    kept = len(words) - share_of(words, rate)
+    if kept < 1:
+        return words
+    if name == "crop":
+        start = draw.randint(0, len(words) - kept)
+        return words[start : start + kept]
+    return [words[i] for i in sorted(draw.sample(range(len(words)), kept))]
+
+
+def drawn(may):
+    """A random number for each of those that may be, 2 for the others."""
+    return torch.rand(may.shape, device=may.device, dtype=torch.float64).masked_fill_(~may, 2)
+
+
+def some(may, counts):
+    """bool like may (n, C): in each row so many random ones of those that may be."""
+    return drawn(may).argsort(1).argsort(1) < counts
+
+
+def zeroed(x, mask, name, rate):
+    """Embeddings x (n, L, D) of tokens (n, L), a fixed number of random columns, rows or entries 0."""
+    n, _, d = x.shape
+    tokens = mask.sum(1, keepdim=True).double()
+    if name == "feature_cutoff":
+        return x.masked_fill(some(mask.new_ones(n, d), int(d * rate))[:, None, :], 0)
+    if name == "token_cutoff":
+        return x.masked_fill(some(mask, (tokens * rate).long())[:, :, None], 0)
+    entries = mask[:, :, None].expand_as(x).flatten(1)
+    return x.masked_fill(some(entries, (tokens * d * rate).long()).view_as(x), 0)
+
+
+def reordered(x, order):
+    """Rows of x (n, L, D), each in its order (n, L)."""
+    return x.gather(1, order[:, :, None].expand_as(x))
