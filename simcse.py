@@ -262,7 +262,7 @@ def main(argv=None, data=None):
         say_equal(tokens)
     held_out.before(model, run)
     model.train()
-    for step, rows in run.steps(total, len(views.kept)):
+    for step, rows in run.steps(total, views.kept):
         set_lr(optimizer, args.lr * (total - step + 1) / total)  # from step 1, which has all of it
         batch = views.batch(tokens, rows[own_rows(len(rows))])
         ids = text_ids(tokens, rows).to(run.device) if args.ignore_equal else None

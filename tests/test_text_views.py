@@ -13,6 +13,7 @@ from kernels.training import text_views
 from kernels.training.text_views import TextViews, anchors_of, some, zeroed
 from kernels.training.tokens import tokenise
 from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, in_processes, read, refuse, run, run_text
+from test_families import DECODERS, ENCODERS, small_model
 from test_losses import agree, cosine, points
 
 # ── word embeddings ─────────────────────────────────────────────────────────────────────────────────────────
@@ -88,6 +89,18 @@ def test_word_embeddings_of_one_view_change(name, bert):
     torch.testing.assert_close(first, plain, atol=1e-6, rtol=0)
     assert ((second - plain).norm(dim=1) > 0.01).all()
     assert not model.encoder._forward_hooks and not model.encoder.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
+def test_every_family(family, tmp_path):
+    """Both views change in training; a text without words that change stays as it is."""
+    views, model = make(small_model(family, tmp_path), ["shuffle", "token_cutoff"], "avg")
+    rows, _ = tokenise([row[0] for row in NLI[:5]], model.tokenizer, 64)
+    (places, ids, mask), = model.eval().batch(rows, rows)
+    torch.manual_seed(0)
+    plain, found = (model.pool(ids, mask, *how).detach() for how in ([], [places // 5]))
+    assert ((found - plain).norm(dim=1) > 1e-3 * plain.norm(dim=1)).all() and found.isfinite().all()
+    assert torch.equal(model.pool(ids, mask), plain)
 
 
 # ── words ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,6 +337,7 @@ def test_recipes_train(tmp_path):
     ("--views blur dropout", r"argument --views: invalid choice: 'blur' .*"),
     ("--views spans", r"--views spans: stands alone, and wants rows of one text, a document"),
     ("--columns 1 --views spans crop", r"--views spans: stands alone, .*"),
+    ("--columns 1 --views spans --ignore-equal", r"--ignore-equal: spans are no rows; leave it out"),
     ("--columns 1 --views spans --spans 0 2", r"--spans 0 2: wanted numbers above 0"),
     ("--columns 1 --views spans", r"good\.csv: 0 of 3 documents have 128 tokens, .*, which is 2"),
     ("--columns 1 --views spans --prompt x", r"--prompt: --views spans would change its words too"),

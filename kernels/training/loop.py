@@ -8,13 +8,14 @@ import torch.distributed as dist
 def batches(rows, size, seed, step=0, least=1):
     """The row numbers of the global batch of each step after `step`, endlessly, in an order that depends on
     the seed and the epoch alone. An epoch's last batch is short, and left out where it has fewer than `least`
-    rows."""
-    epoch, done = divmod(step, steps := epoch_steps(rows, size, least))
+    rows. rows: how many, or their numbers."""
+    rows = range(rows) if isinstance(rows, int) else rows
+    epoch, done = divmod(step, steps := epoch_steps(len(rows), size, least))
     while True:
         generator = torch.Generator().manual_seed(seed + 1_000_003 * epoch)
-        order = torch.randperm(rows, generator=generator)
+        order = torch.randperm(len(rows), generator=generator)
         for batch in order.split(size)[done:steps]:
-            yield batch.tolist()
+            yield [rows[i] for i in batch.tolist()]
         epoch, done = epoch + 1, 0
 
 

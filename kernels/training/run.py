@@ -114,13 +114,13 @@ class Run:
         """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
         writes metrics and state, and stops where it was asked to.
 
-        rows    how many there are to draw from; or the script's own order, a function of a step that gives
-                what loop.batches does from there on; None: no rows are given
+        rows    how many there are to draw from, or their numbers; or the script's own order, a function of a
+                step that gives what loop.batches does from there on; None: no rows are given
         least   an epoch's last batch is left out where it has fewer rows; default one for each rank
         """
         args = self.args
         self.order = rows if callable(rows) else lambda step: itertools.repeat(None)
-        if isinstance(rows, int):
+        if rows is not None and not callable(rows):
             self.order = lambda step: batches(rows, args.batch_size, args.seed, step, least or self.world)
         self.signals, self.total = [], total
         handle_signals(self.hear)

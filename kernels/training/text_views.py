@@ -13,9 +13,10 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from .adversarial import changed, noise
-from .command import fail, say
+from .command import fail, is_first_rank, say
 from .tokens import WHOLE, tokenise
 from .view_flags import EMBEDDINGS, WORDS
 from .wordnet import WordNet, tag_words
@@ -40,13 +41,15 @@ class TextViews:
     def batch(self, tokens, places):
         """What the encoder takes of the rows at these places: groups of (places, ids, mask), and the view of
         each text where word embeddings change."""
-        places, draw = [self.kept[i] for i in places], random.Random(int(torch.randint(2**62, ())))
-        if self.args.views == ["spans"]:
+        names = {name for name, _ in self.views}
+        if names & {"spans", *WORDS}:
+            draw = random.Random(int(torch.randint(2**62, ())))
+        if "spans" in names:
             return self.model.batch(*self.spans([tokens[i][0] for i in places], draw))
         views = [self.reworded(view, name, rate, draw) if name in WORDS else view
                  for view, (name, rate) in zip(tokens.views(places, self.args.count), self.views)]
         batch = self.model.batch(*views)
-        if self.args.adversarial or any(name in EMBEDDINGS for name, _ in self.views):
+        if self.args.adversarial or names & {*EMBEDDINGS}:
             batch = [[*group, group[0] // len(places)] for group in batch]
         return batch
 
@@ -79,6 +82,9 @@ class TextViews:
         encoder, context, orders = self.model.encoder, ExitStack(), []
 
         def change(x):
+            if x.shape[:2] != mask.shape:
+                fail(f"--views, --adversarial: {type(encoder).__name__} has no word embeddings that it reads "
+                     "once, a row a text; wanted a model like BERT", every_rank=True)
             for number, (name, rate) in enumerate(self.views):
                 rows = (view == number).nonzero()[:, 0] if name in EMBEDDINGS else ()
                 if len(rows) and name == "shuffle":
@@ -117,7 +123,8 @@ class TextViews:
         added = self.model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
         self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
         need, lengths = 2 * self.args.anchors * self.longest, []
-        texts = (self.model.prompted(cells)[0] for _, cells in table)
+        bar = tqdm(table, "documents", leave=False, delay=2, disable=not is_first_rank() or None)
+        texts = (self.model.prompted(cells)[0] for _, cells in bar)
         while part := list(itertools.islice(texts, 1000)):
             rows, _ = tokenise(part, self.model.tokenizer, WHOLE)
             lengths += [len(row) - self.first - self.last for row in rows]

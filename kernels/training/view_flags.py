@@ -22,7 +22,7 @@ def add_flags(parser):
         help=f"what changes a text, a name for each view: {', '.join(NAMES)}; default dropout alone (paper)")
     add("--view-rates", nargs="+", type=float, metavar="RATE",
         help="share that each view changes; default 0.2 of features, 0.15 of tokens, 0.2 of entries, 0.1 of "
-             "words")
+             "words, of which it is one at the least")
     add("--spans", nargs=2, type=int, default=[2, 2], metavar=("A", "P"),
         help="anchors of a document, positives of an anchor; default 2 2 (DeCLUTR)")
     parser.common("--adversarial", 0.0, "0: none; for rows with a positive (ConSERT)")
@@ -42,6 +42,8 @@ def check(args):
         fail("--views spans: stands alone, and wants rows of one text, a document")
     if min(args.spans) < 1:
         fail(f"--spans {' '.join(map(str, args.spans))}: wanted numbers above 0")
+    if spans and args.ignore_equal:
+        fail("--ignore-equal: spans are no rows; leave it out")
     if args.prompt and any(name in WORDS or name == "spans" for name in names):
         fail(f"--prompt: --views {' '.join(names)} would change its words too")
     args.views = names * count if names == ["dropout"] else names
