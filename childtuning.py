@@ -12,6 +12,12 @@ passes through the network twice, with different dropout (P1, P2), and the loss 
 
     CE1 + CE2 + α · ( KL(P1‖P2) + KL(P2‖P1) ) / 2         regression: squares of differences for CE and KL
 
+--supcon λ makes it (1 − λ) CE + λ SCL, a contrastive loss of what the classifier reads (Gunel et al., ICLR
+2021, arXiv 2011.01403). --ood FILE has texts of no class of the data: after each trial they are told from
+--dev's by maximum softmax, local outlier factor and Mahalanobis distance. --ood-epochs come first, for these
+(Zeng et al., ACL 2021, arXiv 2105.14289): ood_contrastive_loss alone, of each text and its adversarial view;
+optimizer and rate go on from there.
+
 Data: .csv .tsv .json .jsonl with one or two columns of text and one of labels: by header (sentence, or
 sentence1 and sentence2; label or score), by --text and --label, or all columns, the label last. Labels are
 any texts; numbers with a point are regression.
@@ -32,9 +38,9 @@ its last step does, as theirs: nothing is chosen within it. --out keeps the best
 
 --form code is the released code: Fisher information from the gradients of whole batches, each clipped to norm
 1 tensor by tensor, with dropout, for the weights named "layer" alone; no warm-up; and R-Drop's readme: the
-mean of both CE, and KL summed over the batch, so that α is comparable under one form only. Departures from
-both: processes share their draws (F) and Fisher information (D), where each had its own; a step whose
-gradient is not finite is skipped.
+mean of both CE, and KL summed over the batch, so that α is comparable under one form only; and the released
+ood_contrastive_loss. Departures from both: processes share their draws (F) and Fisher information (D), where
+each had its own; a step whose gradient is not finite is skipped; Zeng et al. had a GRU on frozen embeddings.
 """
 from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, is_first_rank, say
 
@@ -56,6 +62,10 @@ def make_parser():
     add("--fisher-clip", type=at_least(0), help="a tensor's largest norm; default 0: any (paper), code 1")
     add("--child", help="what D's weights have in their names; default all but the head (paper), code layer")
     add("--rdrop", type=at_least(0), help="α of R-Drop; default off; GLUE: 0.1 to 1 (its paper; form paper)")
+    add("--supcon", type=at_least(0), default=0.0, help="λ of SCL, up to 1; default 0; 0.1 to 1 (paper)")
+    add("--ood-epochs", type=at_least(0, int), default=0, help="that come first; default 0, released code 20")
+    common("--adversarial", 0.1, "0.1 (released code)")
+    common("--temperature", said="0.3 for --supcon, 0.1 for --ood-epochs (released code)")
     add("--warmup-share", type=at_least(0), help="of steps with a rising rate; default 0.1 (paper), code 0")
     common("--weight-decay", 0.01, "0.01, biases and norms 0 (released script)")
     add("--text", nargs="+", help="the columns of text, one or two; default see above")
@@ -65,6 +75,7 @@ def make_parser():
     parser.plain("--evaluate", "--data", "--dev")
     add("--contrast-set", nargs=2, metavar=("ORIGINAL", "EDITED"),
         help="test texts, and the same edited so that their labels change, row by row")
+    add("--ood", help="texts of other classes than --data's, to be told from --dev's; labels are not read")
     common("--model", "bert-large-cased")
     common("--out", "out/childtuning")
     common("--batch-size", 16, "16 (released script)")
@@ -94,11 +105,11 @@ import torch.nn.functional as F
 from tqdm import tqdm  # comes with transformers
 from transformers import AutoModelForSequenceClassification
 
-from kernels import check_rows, own_rows
+from kernels import check_rows, gather_rows, own_rows, sup_con_loss
 from kernels.training import labels
+from kernels.training.adversarial import adversarial_views
 from kernels.training.encoders import load_encoder, longest_input
-from kernels.training.folder import model_card, new_files, save_tokenizer
-from kernels.training.labels import classify, evaluate, find_columns, make_batch, tokenise_texts
+from kernels.training.labels import classify, classify_vectors, evaluate, make_batch, mask_of, tokenise_texts
 from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
 from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
@@ -112,7 +123,7 @@ def load_data(path, args):
 
     The first file, the training data, decides the task, the labels and the flags that were not given.
     """
-    table, texts, label = find_columns(path, args)
+    table, texts, label = labels.find_columns(path, args)
     rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
     for place, sentences, answer in rows:
         if fault := empty_cell((*sentences, answer)):
@@ -154,6 +165,10 @@ def decide_flags(labels, args):
     args.labels = sorted(labels, key=order) if args.task == "classification" else []
     if args.metric not in METRICS[args.task]:
         fail(f"--metric {args.metric}: this is {args.task}, wanted {', '.join(METRICS[args.task])}")
+    if args.task == "regression" and (args.supcon or args.ood_epochs):
+        fail("--supcon and --ood-epochs: this is regression, wanted classes")
+    if args.supcon > 1:
+        fail(f"--supcon {args.supcon}: wanted a share from 0 to 1")
     if not 0 < args.reserve_p <= 1:
         fail(f"--reserve-p {args.reserve_p}: wanted a share above 0, up to 1")
 
@@ -167,8 +182,6 @@ def build_model(args, run):
         head = dict(problem_type="single_label_classification", id2label=names, label2id=numbers)
     texts, auto = texts_of(args.data), AutoModelForSequenceClassification
     model, tokenizer = load_encoder(args.model, texts, auto, **head)
-    if tokenizer.pad_token is None:                            # GPT-2
-        tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     longest = longest_input(model.base_model, tokenizer)
@@ -190,12 +203,29 @@ def compute_loss(model, batch, rows, args):
     """This rank's part of the task's loss of a batch of `rows` rows, with --rdrop of two passes."""
     inputs, labels = batch
     share = len(labels) / rows
+    logits, vectors = zip(*(classify_vectors(model, inputs) for _ in range(1 if args.rdrop is None else 2)))
     if args.rdrop is None:
-        loss = task_loss(classify(model, inputs), labels)
+        loss = task_loss(*logits, labels)
     else:
         alpha = args.rdrop / (share if args.form == "code" else 1)  # a sum over rows is whole as it is
-        loss = rdrop_loss(classify(model, inputs), classify(model, inputs), labels, alpha, args.form)
+        loss = rdrop_loss(*logits, labels, alpha, args.form)
+    if args.supcon:
+        z = gather_rows(torch.stack(vectors, 1), rows)         # two passes are two views
+        contrast = supcon_loss(z, gather_rows(labels, rows), args.temperature or 0.3)
+        loss = (1 - args.supcon) * loss + args.supcon * contrast
     loss = loss * share
+    return loss, {"loss": loss.detach()}
+
+
+def compute_ood_loss(model, batch, rows, args):
+    """The same of --ood-epochs; the adversarial view's word embeddings go up the cross entropy's gradient."""
+    inputs, labels = batch
+    (logits, z), (_, z_adv) = adversarial_views(
+        model, lambda: classify_vectors(model, inputs), mask_of(inputs), args.adversarial,
+        lambda found: F.cross_entropy(found[0], labels, reduction="sum"))
+    gathered = [gather_rows(x, rows) for x in (z, z_adv, labels)]
+    loss = ood_contrastive_loss(*gathered, args.temperature or 0.1, args.form) * (len(labels) / rows)
+    loss = loss + 0 * logits.sum()  # the classifier's gradient: zeros, as they are summed over ranks
     return loss, {"loss": loss.detach()}
 
 
@@ -228,6 +258,46 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
         log1, log2 = logits1.log_softmax(1), logits2.log_softmax(1)
         apart = ((log1.exp() - log2.exp()) * (log1 - log2)).sum(1) / 2         # both KL in one sum
     return tasks + alpha * apart.mean() if form == "paper" else tasks / 2 + alpha * apart.sum()
+
+
+def supcon_loss(z, labels, temperature=0.3):
+    """SCL: mean of SupCon over those of raw vectors z (N, V, D), V views of N texts with integer labels (N,),
+    that have another of their label; 0 if none has.
+
+    source    Gunel et al. 2021, eq. 3, where it is a sum over views: their λ depends on the batch size
+    """
+    check_rows(z=(z, "N V D"), labels=(labels, "N", int))
+    _, group, sizes = labels.unique(return_inverse=True, return_counts=True)
+    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # the others add 0 to the mean
+    return sup_con_loss(F.normalize(z, dim=2), labels, temperature, temperature) / share.clamp(min=1 / len(z))
+
+
+def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper"):
+    """SupCon of N texts and their adversarial views.
+
+    z, z_adv     (N, D) raw vectors, float32 or float64; normalised here
+    labels       (N,) integers
+    form         "paper": the mean over all 2N views; "code": the mean over i of −1/|its class| Σ_{j of it}
+                 log( (e^{z_i·z_j/τ} [j ≠ i] + e^{z_i·z'_j/τ}) / Z_i ), Z_i the sum over all j, plus the same
+                 with z and z' swapped
+    raises       ValueError naming the argument, what it was and what is wanted
+    source       Zeng et al. 2021
+    """
+    check_rows(z=(z, "N D"), z_adv=(z_adv, "N D"), labels=(labels, "N", int))
+    if form not in ("paper", "code"):
+        raise ValueError(f"form: {form!r}, wanted paper or code")
+    if not temperature > 0:
+        raise ValueError(f"temperature: {temperature}, wanted a number above 0")
+    z, z_adv = F.normalize(z, dim=1), F.normalize(z_adv, dim=1)
+    if form == "paper":
+        return sup_con_loss(torch.stack([z, z_adv], 1), labels, temperature, temperature)
+    own, same, loss = torch.eye(len(z), device=z.device) > 0, labels[:, None] == labels, 0
+    for one, other in ((z, z_adv), (z_adv, z)):
+        across = one @ other.T / temperature
+        both = torch.where(own, across, torch.logaddexp(one @ one.T / temperature, across))
+        log = both - both.logsumexp(1, keepdim=True)
+        loss = loss - ((log * same).sum(1) / same.sum(1)).mean()
+    return loss
 
 
 class ChildTuningAdamW(torch.optim.Optimizer):
@@ -483,7 +553,7 @@ def make_optimizer(model, args, masks=None):
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def judge(model, dev, contrast, trial, run, total):
+def judge(model, dev, contrast, ood_rows, trial, run, total):
     """Evaluates, and saves the model: in the first trial the newest, then the last one of the best trial."""
     first, last = run.step <= total, run.step % total == 0
     scores, best = evaluate(model, dev, trial) if dev else {}, run.progress["best"]
@@ -492,7 +562,7 @@ def judge(model, dev, contrast, trial, run, total):
     run.values |= {f"dev_{name}": score for name, score in scores.items()}
     if run.values["best"]:
         run.progress["best"] = {"mode": trial.mode, "seed": trial.seed, **scores}
-        save(model, trial, run)
+        labels.save(model, trial, run)
     if last and contrast:
         scores |= labels.contrast_scores(model, *contrast)
     if last:
@@ -500,24 +570,8 @@ def judge(model, dev, contrast, trial, run, total):
     if scores:
         found = labels.mean_and_spread([scores])
         say("dev", f"step {run.step:,}, mode {trial.mode}, seed {trial.seed}: {found}")
-
-
-def save(model, trial, run):
-    """The classifier as transformers reads it."""
-    if run.rank:
-        return
-    with new_files(run) as aside:
-        model.save_pretrained(aside)
-        save_tokenizer(model.tokenizer, aside)
-        text = (f"{trial.task.capitalize()} of text, mode {trial.mode}. "
-                'A pair is {"text": ..., "text_pair": ...}.')
-        card = model_card(run, "text-classification", ["transformers"], text, load_line(run))
-        (aside / "README.md").write_text(card, encoding="utf-8")
-
-
-def load_line(run):
-    """How others load the folder."""
-    return f'pipeline("text-classification", "{run.args.out}")'
+    if last and ood_rows:
+        labels.judge_unseen(model, ood_rows, trial, run)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -548,12 +602,15 @@ def sum_up(trials, run):
         pairs = list(zip(run.progress["scores"], trials))
         for mode in args.mode:
             say(mode, labels.mean_and_spread([scores for scores, trial in pairs if trial.mode == mode]))
+            if args.ood and args.seeds > 1:
+                found = zip(run.progress["ood"], trials)
+                labels.say_unseen(f"mode {mode}, ", [unseen for unseen, trial in found if trial.mode == mode])
     if args.dev:
         chosen = f"{args.metric} {best[args.metric]:.2f} of mode {best['mode']}, seed {best['seed']}, "
     if run.progress["skipped"]:
         chosen += f"{run.progress['skipped']} steps skipped, "
     run.done(chosen)
-    say("load", load_line(run))
+    say("load", labels.load_line(run))
 
 
 @command
@@ -563,24 +620,25 @@ def main(argv=None):
         return labels.score(args, __file__, load_data)
     train = load_data(args.data, args)
     dev = load_data(args.dev, args) if args.dev else []
-    contrast = labels.load_contrast_set(args, load_data)
+    contrast, unseen = labels.load_contrast_set(args, load_data), labels.load_unseen(args)
     run = Run(args, __file__)
     trials = [argparse.Namespace(**vars(args) | dict(mode=mode, seed=seed))
               for mode in args.mode for seed in range(args.seed, args.seed + args.seeds)]
     model = build_model(args, run)  # for what it refuses, and for --resume: a new trial builds its own
-    parts = (tokenise_texts(part, model, args.max_length) for part in (train, dev, *contrast))
-    (rows, cut), (dev, _), *contrast = parts
-    contrast = [part for part, _ in contrast]
+    parts = (tokenise_texts(part, model, args.max_length) for part in (train, dev, unseen, *contrast))
+    (rows, cut), (dev, _), (unseen, _), *contrast = parts
+    contrast, ood_rows = [part for part, _ in contrast], unseen and [rows, dev, unseen]
     epoch = epoch_steps(len(rows), args.batch_size, run.world)
-    total = args.steps or args.epochs * epoch                  # of each trial
+    contrastive = args.ood_epochs * epoch                      # steps that come first
+    total = contrastive + (args.steps or args.epochs * epoch)  # of each trial
     warmup = math.ceil(args.warmup_share * total)
     args.eval_every = args.eval_every or epoch
     say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
     say("trials", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
-                  f"{total:,} steps each")
+                  f"{total:,} steps each" + f", the first {contrastive:,} contrastive" * (contrastive > 0))
     optimizer = make_optimizer(model, trials[0])
-    run.progress |= {"skipped": 0, "scores": []}
+    run.progress |= {"skipped": 0, "scores": []} | ({"ood": []} if args.ood else {})
     run.begin(model, optimizer, total * len(trials))
     values = {"loss": math.nan}                                # the last that were finite
     for step, batch in run.steps(total * len(trials), order_of(trials, total, len(rows), run.world)):
@@ -591,7 +649,8 @@ def main(argv=None):
         run.due = (at + 1) % args.eval_every == 0 or at + 1 == total
         set_lr(optimizer, warmup_linear(at, total, warmup, args.lr))
         own = [rows[i] for i in batch[own_rows(len(batch))]]
-        loss, now = compute_loss(model, make_batch(own, model), len(batch), args)
+        loss_of = compute_ood_loss if at < contrastive else compute_loss
+        loss, now = loss_of(model, make_batch(own, model), len(batch), args)
         optimizer.zero_grad()
         loss.backward()
         sum_gradients(model)
@@ -607,7 +666,7 @@ def main(argv=None):
                      seed=trial.seed, skipped=run.progress["skipped"])
             values = run.values
         if run.due:
-            judge(model, dev, contrast, trial, run, total)
+            judge(model, dev, contrast, ood_rows, trial, run, total)
     sum_up(trials, run)
 
 

@@ -129,6 +129,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import kernels
 from kernels import check_rows, choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
 from kernels.training import images
 from kernels.training import picture_encoders as nets
@@ -335,17 +336,8 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     source            Khosla et al. 2020, L^sup_out
     """
     check_rows(features=(features, "N V D"), labels=(labels, "N", int))
-    n, views, d = features.shape
-    z = F.normalize(features, dim=2).flatten(0, 1)
-    labels = torch.arange(n, device=z.device) if labels is None else labels
-    _, group = labels.repeat_interleave(views).unique(return_inverse=True)
-    wide = z.double() if z.dtype == torch.float64 else z.float()
-    sums = wide.new_zeros(len(z), d).index_add(0, group, wide)  # of each label: Σ_p u_i·u_p needs no matrix
-    positives = group.bincount(minlength=len(z))[group] - 1
-    similarity = ((wide * sums[group]).sum(1) - (wide * wide).sum(1)) / temperature
-    lse = similarity_lse(z, None, temperature, exclude="diagonal", impl=impl)
-    loss = torch.where(positives > 0, lse - similarity / positives.clamp(min=1), 0.0).mean()
-    return loss if base_temperature is None else loss * temperature / base_temperature
+    base = temperature if base_temperature is None else base_temperature
+    return kernels.sup_con_loss(F.normalize(features, dim=2), labels, temperature, base, impl=impl)
 
 
 def make_optimizer(model, rate, args):

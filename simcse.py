@@ -16,7 +16,7 @@ by a header of usual names (sent0 sent1 hard_neg, query positive negative_1 ...)
 Views beside dropout are a line of flags (--views, text_views.py has their papers), and so are other losses:
     --recipe consert        ConSERT: changed word embeddings, and NT-Xent over both views as one set
     --recipe declutr        DeCLUTR: rows are documents, views are spans of them
-    --objective ranking     SimCLS: columns text, reference, candidates, best first, are to score in this order
+    --objective ranking     SimCLS: columns text, reference, candidates, best first, to score in this order
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 

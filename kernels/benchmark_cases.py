@@ -9,8 +9,9 @@ import kernels
 
 TAU = 0.05
 # multiplications of the fewest products known, in N·M·D (one product of all pairs is 2); nt_xent's two views
-# are one set
-PRODUCTS = {"nt_xent": 4, "clip_loss": 6, "info_nce": 6, "queue_loss": 4, "linear_cross_entropy": 6}
+# are one set, and so are sup_con_loss's
+PRODUCTS = {"nt_xent": 4, "clip_loss": 6, "info_nce": 6, "queue_loss": 4, "linear_cross_entropy": 6,
+            "sigmoid_loss": 6, "sup_con_loss": 4}
 PEERS = {"memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy", "Liger": "liger-kernel",
          "siglip-kernel": "siglip-kernel", "Liger-scaled": "liger-kernel"}
 IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS]
@@ -49,6 +50,11 @@ def ours(loss, impl):
         return lambda q, k, targets: f(q, k[-len(q):], k[:-len(q)], TAU, impl=impl)
     if loss == "nt_xent":
         return lambda q, k, targets: f(q[:len(q) // 2], k[:len(q) // 2], TAU, impl=impl)
+    if loss == "sup_con_loss":  # labels of two things each
+        def of_views(q, k, targets):
+            z = views(q, k).unflatten(0, (2, -1)).transpose(0, 1)
+            return f(z, torch.arange(len(z), device=z.device) // 2, TAU, TAU, impl=impl)
+        return of_views
     return lambda q, k, targets: f(q, k, TAU, impl=impl)
 
 
@@ -76,11 +82,12 @@ def peer(loss, impl):
         from memeff import MemoryEfficientCLIPLoss
         f = MemoryEfficientCLIPLoss(temperature=TAU, normalized_inputs=True, stable=False)
         return lambda q, k, targets: f(q, k) if both else f(z := views(q, k), z.roll(len(z) // 2, 0))
-    elif impl == "siglip-kernel" and both:
+    elif impl == "siglip-kernel" and loss in ("clip_loss", "sigmoid_loss"):
         from siglip_kernel import fused_siglip_loss
-        scale, bias = torch.tensor(math.log(1 / TAU), device="cuda"), torch.tensor(-10.0, device="cuda")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        scale, bias = (torch.tensor(x, device=device) for x in (math.log(1 / TAU), -10.0))
         return lambda q, k, targets: fused_siglip_loss(q, k, scale, bias)
-    if one_sided is None or loss == "queue_loss":
+    if one_sided is None or loss in ("queue_loss", "sigmoid_loss", "sup_con_loss"):
         return None
     if both:
         return lambda q, k, targets: (one_sided(q, k, targets) + one_sided(k, q, targets)) / 2
@@ -90,7 +97,7 @@ def peer(loss, impl):
 
 
 def views(q, k):
-    """The one set of nt_xent: N points are two views of N / 2 things."""
+    """The one set of nt_xent and sup_con_loss: N points are two views of N / 2 things."""
     return torch.cat([q[:len(q) // 2], k[:len(q) // 2]])
 
 
@@ -101,4 +108,4 @@ def is_interpreted(impl):
 
 def is_marker(loss, impl):
     """Whether impl computes another loss from as many products: over one set only ours leave a row out."""
-    return impl == "siglip-kernel" or loss == "nt_xent" and impl in ("torch", *PEERS)
+    return impl == "siglip-kernel" and loss == "clip_loss" or loss == "nt_xent" and impl in ("torch", *PEERS)

@@ -29,11 +29,12 @@ def cast(q, k, temperature):
     return rows, rows if k is None else k.to(temperature.dtype)
 
 
-def strips(q, k, temperature, rule, upper=False, least=1):
+def strips(q, k, temperature, rule, upper=False, least=1, start=None):
     """Yield (rows, columns, s): slices and their logits, in one buffer; −inf where the rule leaves out.
 
     upper    of one set: only the columns from the strip's first row on
     least    columns that a strip has at the least
+    start    scalar tensor that is added to each logit; None: none
     """
     cuts = list(spans(len(q), len(k), rule, upper, least))
     largest = max((rows.stop - rows.start) * (at.stop - at.start) for rows, at in cuts)
@@ -41,7 +42,10 @@ def strips(q, k, temperature, rule, upper=False, least=1):
     for rows, at in cuts:
         shape = rows.stop - rows.start, at.stop - at.start
         s = buffer[:shape[0] * shape[1]].view(shape)
-        torch.mm(q[rows] / temperature, columns[:, at], out=s)
+        if start is None:
+            torch.mm(q[rows] / temperature, columns[:, at], out=s)
+        else:
+            s.copy_(start).addmm_(q[rows] / temperature, columns[:, at])
         leave_out(s, rule, rows, at, len(q), len(k))
         yield rows, at, s
 
@@ -119,26 +123,40 @@ def share(x, total):
 
 
 def similarity_lse(q, k, temperature, rule):
-    """(lse (N,), (2, N) tops and totals) in temperature's dtype."""
-    q, k = cast(q, k, temperature)
-    sums = q.new_empty(2, len(q))
-    for rows, _, s in strips(q, k, temperature, rule):
-        sums[0, rows], sums[1, rows] = exp_(s)
+    """(lse (N,), (2, N) tops and totals) in temperature's dtype; k None: one set under a symmetric rule."""
+    rows, columns = cast(q, k, temperature)
+    if k is None:
+        (sums,), *_ = sums_of_both(rows, rows, temperature, rule, one_set=True)
+        return sums[0] + sums[1].log(), sums
+    sums = rows.new_empty(2, len(q))
+    for at, _, s in strips(rows, columns, temperature, rule):
+        sums[0, at], sums[1, at] = exp_(s)
     return sums[0] + sums[1].log(), sums
 
 
 def similarity_lse_backward(q, k, temperature, rule, grad, sums, needs_q, needs_k, needs_temperature):
     """(dq (N, D), dk (M, D), dτ), or empty, for the gradient of each row's lse; k None: all of it is dq."""
     rows, columns = cast(q, k, temperature)
-    needs_q, needs_k = needs_q or needs_temperature, needs_k or k is None
-    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((rows, needs_q), (columns, needs_k)))
-    grad = share(grad, sums[1]) / temperature
-    for at, mine, s in strips(rows, columns, temperature, rule):
-        p = s.sub_(sums[0, at, None]).exp_()
-        add_gradients(dq, dk[mine], rows, columns[mine], p, at, grad[at], needs_q, needs_k)
-    dt = -torch.linalg.vecdot(rows, dq).sum() / temperature if needs_temperature else rows.new_empty(0)
-    dq, dk = (dq + dk, dk.new_empty(0, dk.shape[1])) if k is None else (dq, dk)
-    return dq.to(q.dtype), dk.to(q.dtype), dt
+    needs_q, grad, one_set = needs_q or needs_temperature, grad / temperature, k is None
+    needed = (rows, needs_q), (columns, needs_k and not one_set)
+    dq, dk = (torch.zeros_like(x if wanted else x[:0]) for x, wanted in needed)
+    if one_set:
+        again = strips(rows, rows, temperature, rule, upper=True)
+        add_two_sided(dq, dk, rows, rows, again, [grad], [sums], is_bounded(rows, sums), one_set)
+    else:
+        grad = share(grad, sums[1])
+        for at, mine, s in strips(rows, columns, temperature, rule):
+            p = s.sub_(sums[0, at, None]).exp_()
+            add_gradients(dq, dk[mine], rows, columns[mine], p, at, grad[at], needs_q, needs_k)
+    return dq.to(q.dtype), dk.to(q.dtype), gradient_of_temperature(rows, dq, temperature, needs_temperature,
+                                                                   one_set)
+
+
+def gradient_of_temperature(q, dq, temperature, needed, one_set=False):
+    """dτ or empty: s = q·k/τ, so −⟨q, dq⟩/τ; with one set every product is there twice."""
+    if not needed:
+        return q.new_empty(0)
+    return -torch.linalg.vecdot(q, dq).sum() / temperature / (2 if one_set else 1)
 
 
 def similarity_lse_fixed_keys(q, k, temperature, rule):
@@ -166,10 +184,7 @@ def softmax_loss(q, k, temperature, rule, weights, both, needs_q, needs_k, needs
     rows, columns = cast(q, k, temperature)
     take = two_sided if both or k is None else one_sided
     loss, dq, dk = take(rows, None if k is None else columns, temperature, rule, weights, needs_q, needs_k)
-    dt = rows.new_empty(0)
-    if needs_temperature:  # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
-        dt = -torch.linalg.vecdot(rows, dq).sum() / temperature / (2 if k is None else 1)
-    return loss, dq, dk, dt
+    return loss, dq, dk, gradient_of_temperature(rows, dq, temperature, needs_temperature, k is None)
 
 
 def one_sided(q, k, temperature, rule, weights, needs_q, needs_k):
@@ -207,43 +222,70 @@ def two_sided(q, k, temperature, rule, weights, needs_q, needs_k):
     k, needs_k = (q, False) if one_set else (k, needs_k)
     targets = positive_of(rule, len(q), q.device)
     positive = torch.empty_like(targets, dtype=q.dtype)
-    of_rows = torch.stack([torch.full_like(positive, torch.finfo(q.dtype).min), torch.zeros_like(positive)])
-    of_columns = of_rows if one_set else of_rows.clone()
-    # the CPU looks at a number for free: where no exp(s) can overflow or vanish, one serves rows and columns
-    bounded = not q.is_cuda and q.norm(dim=1).max() * k.norm(dim=1).max() / temperature.abs() < 69
-    one_strip = len(q) * len(k) <= SMALL
-    for rows, _, s in strips(q, k, temperature, Rule(), upper=one_set):
-        # of one set the inner columns are rows of this strip
-        first, inner = (rows.start, rows.stop - rows.start) if one_set else (0, 0)
-        logit, there = put_(s, targets[rows] - first, -torch.inf)
+
+    def take_out(rows, s):
+        logit, there = put_(s, targets[rows] - (rows.start if one_set else 0), -torch.inf)
         for at in (rows, targets[rows]) if one_set else (rows,):
             positive[at] = torch.where(there, logit, positive[at])
         if one_set:
             s.diagonal().fill_(-torch.inf)
+
+    sides, bounded, last = sums_of_both(q, k, temperature, Rule(), one_set, take_out)
+    gaps = [(top - positive) + total.log() for top, total in sides]
+    loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
+    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
+    if needs_q or needs_k:
+        slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
+        again = strips(q, k, temperature, rule, upper=one_set) if last is None else [last]
+        add_two_sided(dq, dk, q, k, again, slopes, sides, bounded, one_set, bounded and last is not None)
+        # the positives last: their coefficient is the largest
+        both = (slopes[0] + slopes[-1][targets])[:, None]
+        pairs = [(dq, k, both), (dk, q, both)]
+        if one_set:
+            half = len(q) // 2
+            pairs = [(dq[:half], q[half:], both[:half]), (dq[half:], q[:half], both[half:])]
+        for dx, y, coefficient in pairs:
+            if len(dx):
+                dx.addcmul_(y, coefficient, value=-1)
+    return loss, dq, dk
+
+
+def sums_of_both(q, k, temperature, rule, one_set, take_out=None):
+    """([(2, N) tops and totals of the rows, of the columns of two sets], whether all tops are 0, the only
+    strip (rows, None, s) or None) of strips that take_out(rows, s) has seen; s is exp(s) if tops are 0."""
+    lowest = torch.full_like(q[:, 0], torch.finfo(q.dtype).min)
+    of_rows = torch.stack([lowest, torch.zeros_like(lowest)])
+    of_columns = of_rows if one_set else of_rows.clone()
+    # the CPU looks at a number for free: where no exp(s) can overflow or vanish, one serves rows and columns
+    bounded = not q.is_cuda and bool(q.norm(dim=1).max() * k.norm(dim=1).max() / temperature.abs() < 69)
+    for rows, _, s in strips(q, k, temperature, rule, upper=one_set):
+        # of one set the inner columns are rows of this strip
+        first, inner = (rows.start, rows.stop - rows.start) if one_set else (0, 0)
+        if take_out:
+            take_out(rows, s)
         if bounded:
             s.exp_()
         for sums, x, axis in (of_rows[:, rows], s, 1), (of_columns[:, first + inner:], s[:, inner:], 0):
             top = x.new_zeros(()) if bounded else top_of(x, axis)
             e = x if bounded else (x - top.unsqueeze(axis)).exp_()
             take_in(sums, top, e.sum(axis))
-    sides = [of_rows] if one_set else [of_rows, of_columns]
-    gaps = [(top - positive) + total.log() for top, total in sides]
-    loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
-    dq, dk = (torch.zeros_like(x if needed else x[:0]) for x, needed in ((q, needs_q), (k, needs_k)))
-    if needs_q or needs_k:
-        slopes = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
-        again = [(rows, None, s)] if one_strip else strips(q, k, temperature, rule, upper=one_set)
-        add_two_sided(dq, dk, q, k, again, slopes, sides, targets, bounded, one_set, one_strip)
-    return loss, dq, dk
+    only = (rows, None, s) if len(q) * len(k) <= SMALL else None
+    return [of_rows] if one_set else [of_rows, of_columns], bounded, only
 
 
-def add_two_sided(dq, dk, q, k, again, slopes, sides, targets, bounded, one_set, one_strip):
-    """The second pass of two_sided: dq, dk take in the strips' weights; one strip still holds the first's."""
+def is_bounded(q, sums):
+    """Whether sums_of_both has found it so."""
+    return not q.is_cuda and not sums[0].any()
+
+
+def add_two_sided(dq, dk, q, k, again, slopes, sides, bounded, one_set, is_exp=False):
+    """dq, dk take in the weights slope_i p_ij + slope_j p_ji of each strip of logits s, or exp(s) if is_exp;
+    slopes hold 1/τ. One set: all of it is dq."""
     shares = [share(slope, total) for slope, (_, total) in zip(slopes, sides)]
     for rows, _, s in again:
         first = rows.start if one_set else 0
         if bounded:
-            w = s if one_strip else s.exp_()
+            w = s if is_exp else s.exp_()
             w.mul_(shares[0][rows, None] + shares[-1][first:])
         else:
             w = (s - sides[0][0, rows, None]).exp_().mul_(shares[0][rows, None])
@@ -258,15 +300,6 @@ def add_two_sided(dq, dk, q, k, again, slopes, sides, targets, bounded, one_set,
             dq[rows.stop:].addmm_(w[:, rows.stop - rows.start:].T, q[rows])
         elif len(dk):
             dk.addmm_(w.T, q[rows])
-    # the positives last: their coefficient is the largest
-    both = (slopes[0] + slopes[-1][targets])[:, None]
-    pairs = [(dq, k, both), (dk, q, both)]
-    if one_set:
-        half = len(q) // 2
-        pairs = [(dq[:half], q[half:], both[:half]), (dq[half:], q[:half], both[half:])]
-    for dx, y, coefficient in pairs:
-        if len(dx):
-            dx.addcmul_(y, coefficient, value=-1)
 
 
 def queue_loss(q, k, queue, temperature, rule):
@@ -276,6 +309,37 @@ def queue_loss(q, k, queue, temperature, rule):
     gap = (top - (q / temperature * k).sum(1)) + total.log()     # q/τ is rounded as in the queue's products
     slope = (gap.sigmoid() / len(q) / temperature)[:, None]
     return -F.logsigmoid(-gap).mean(), slope * (o - k), -slope * q
+
+
+def sigmoid_loss(q, k, temperature, bias, rule, needs_q, needs_k, needs_temperature, needs_bias):
+    """(loss, dq, dk, dτ, db), or empty: 1/N Σ softplus(−y (q·k/τ + b)), y +1 where the rule leaves out.
+
+    No weight needs another's logit: each strip is made once.
+    """
+    rows, columns = cast(q, k, temperature)
+    needs_q, n = needs_q or needs_temperature, len(q)
+    dq, dk = (torch.zeros_like(x if wanted else x[:0]) for x, wanted in ((rows, needs_q), (columns, needs_k)))
+    sums, targets = rows.new_zeros(2, n), positive_of(rule, n, q.device)      # Σ softplus(s), Σ σ(s) of each
+    positive, units = rows.new_empty(n), rows.new_full((n,), 1 / n) / temperature
+    for at, _, s in strips(rows, columns, temperature, Rule(), start=bias):
+        positive[at], _ = put_(s, targets[at], -torch.inf)
+        sums[0, at] = F.softplus(s, threshold=40).sum(1)                      # in float64 too, e⁻⁴⁰ is none
+        if needs_bias or needs_q or needs_k:
+            s.sigmoid_()
+        if needs_bias:
+            sums[1, at] = s.sum(1)
+        if needs_q or needs_k:
+            add_gradients(dq, dk, rows, columns, s, at, units[at], needs_q, needs_k)
+    slope = (-positive).sigmoid()
+    loss = (sums[0] - F.logsigmoid(positive)).sum() / n
+    # the positives last: their coefficient is the largest
+    at = slice(rule.offset, rule.offset + n)
+    for dx, y in (dq, columns[at]), (dk[at], rows):
+        if len(dx):
+            dx.addcmul_(y, (slope * units)[:, None], value=-1)
+    db = (sums[1] - slope).sum() / n if needs_bias else rows.new_empty(0)
+    dt = gradient_of_temperature(rows, dq, temperature, needs_temperature)
+    return loss, dq, dk, dt, db
 
 
 def similarity_topk(q, k, temperature, n, rule):

@@ -47,8 +47,8 @@ def of_parts(a):
     return Tiles(walked(*tiles, a.walk, 1, False), "mma", 1, a.height + a.width, a.RESIDENT)
 
 
-def of_weights(a):
-    tiles = a.tiles_x * (a.tiles_x + 1) // 2 if a.MIRROR else a.programs
+def of_block(a, mirrored=False):
+    tiles = a.tiles_x * (a.tiles_x + 1) // 2 if mirrored else a.programs
     return Tiles((1,) * tiles, "mma", 1, a.tiles_x * a.BLOCK_N + a.tiles_y * a.BLOCK_M, False)
 
 
@@ -63,8 +63,8 @@ def alike(a, tiles=1, *rest):
 
 
 TILES = {
-    "sums_kernel": of_sums, "parts_kernel": of_parts, "weights_kernel": of_weights,
-    "fixed_keys_kernel": of_fixed_keys,
+    "sums_kernel": of_sums, "parts_kernel": of_parts, "fixed_keys_kernel": of_fixed_keys,
+    "weights_kernel": lambda a: of_block(a, a.MIRROR), "sigmoid_kernel": of_block,
     "rows_kernel": lambda a: alike(a, a.M / a.BLOCK_M, "mma", 2, a.N + a.M, a.RESIDENT),
     "strip_kernel": lambda a: alike(a, 1, "mma", 1, a.height + a.M, False),
     "merge_kernel": lambda a: alike(a, a.tiles / a.HIGH, "loops"),

@@ -38,11 +38,26 @@ def queue_loss(q, k, queue, temperature):
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
+def sigmoid_loss(q, k, temperature, bias, offset):
+    """Minus the sum over all pairs of log σ(±logit), + where the column is i + offset, a row."""
+    logits = (q @ k.T).to(temperature.dtype) / temperature + bias
+    sign = -torch.ones_like(logits)
+    sign.diagonal(offset).fill_(1)
+    return -F.logsigmoid(sign * logits).sum() / len(q)
+
+
 def nt_xent(z1, z2, temperature):
     """SimCLR's algorithm 1: cross entropy over the 2N × 2N similarities, the diagonal at -inf."""
     z = torch.cat([z1, z2])
     logits = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(-torch.inf)
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
+
+
+def sup_con_loss(z, labels, temperature):
+    """Mean over rows of the mean −log softmax, over all others, of those of the same label; of none: 0."""
+    s = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(torch.finfo(temperature.dtype).min)
+    positive = (labels[:, None] == labels).fill_diagonal_(False)
+    return -(s.log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index, temperature):

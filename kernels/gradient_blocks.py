@@ -81,27 +81,17 @@ def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, nee
     if two_sided:
         blocks |= dict(maxnreg=255, num_warps=4 if q.element_size() == 2 else 8)
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
-    height, width = block_shape(q, k, one_set)
-    whole = lambda count, block: triton.cdiv(count, blocks[block]) * blocks[block]
-    buffer = torch.empty(whole(height, "BLOCK_N"), whole(width, "BLOCK_M"), dtype=q.dtype, device=q.device)
-    for i in range(0, len(q), height):
-        for j in range(i if one_set else 0, len(k), width):
-            at_i, at_j = slice(i, min(i + height, len(q))), slice(j, min(j + width, len(k)))
-            w = buffer[:at_i.stop - i, :at_j.stop - j]
-            tiles = triton.cdiv(len(w), blocks["BLOCK_N"]), triton.cdiv(w.shape[1], blocks["BLOCK_M"])
-            mirror = one_set and i == j and blocks["BLOCK_N"] == blocks["BLOCK_M"]
-            warps = dict(num_warps=8) if mirror else {}           # two tiles to store take registers
-            weights_kernel[tiles[0] * tiles[1],](
-                buffer, rows, columns, reference, padded(len(q)), padded(len(k)), i // blocks["BLOCK_N"],
-                j // blocks["BLOCK_M"], *tiles, buffer.stride(0), *pointers, *sizes,
-                SHIFT=shift, MIRROR=mirror, GROUP=GROUP, **rest | warps)
-            if len(sums_q):
-                add_product(sums_q[at_i], w, k[at_j])
-            if len(sums_k) or one_set and i != j:
-                add_product((sums_q if one_set else sums_k)[at_j], w.T, q[at_i])
+
+    def weigh(w, w_row, x, y, tiles_x, tiles_y):
+        mirror = one_set and x == y and blocks["BLOCK_N"] == blocks["BLOCK_M"]
+        warps = dict(num_warps=8) if mirror else {}               # two tiles to store take registers
+        weights_kernel[tiles_x * tiles_y,](
+            w, rows, columns, reference, padded(len(q)), padded(len(k)), x, y, tiles_x, tiles_y, w_row,
+            *pointers, *sizes, SHIFT=shift, MIRROR=mirror, GROUP=GROUP, **rest | warps)
+
+    add_blocks(sums_q, sums_k, q, k, blocks, weigh, one_set)
     *_, taken = pointers
     rest = rule.exclude, grad, unit, positives, dtype, shift
-    del buffer, w  # each makes room for the next
     dq, dk, dot = *(q.new_empty(0, q.shape[1], dtype=dtype) for _ in range(2)), None
     if len(sums_q):
         dq, dot = finished(sums_q, given_q, given_k, taken, rows, columns, *rest, needs_temperature)
@@ -109,6 +99,28 @@ def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, nee
     if len(sums_k):
         dk, _ = finished(sums_k, given_k, given_q, turned(taken), columns, rows, *rest, False)
     return dq, dk, dot
+
+
+def add_blocks(sums_q, sums_k, q, k, blocks, weigh, one_set=False):
+    """sums_q += W k and sums_k += Wᵀ q, of which either may be empty, with the blocks of W (N, M) that
+    weigh(w, w_row, first tiles x and y, tiles x and y) leaves in w, a buffer whose rows are w_row apart; None
+    where both are empty. One set: W is symmetric, and all of it goes to sums_q."""
+    height, width = block_shape(q, k, one_set)
+    whole = lambda count, block: triton.cdiv(count, blocks[block]) * blocks[block]
+    buffer, w_row = None, whole(width, "BLOCK_M")
+    if len(sums_q) or len(sums_k):
+        buffer = torch.empty(whole(height, "BLOCK_N"), w_row, dtype=q.dtype, device=q.device)
+    for i in range(0, len(q), height):
+        for j in range(i if one_set else 0, len(k), width):
+            at_i, at_j = slice(i, min(i + height, len(q))), slice(j, min(j + width, len(k)))
+            tiles = (triton.cdiv(at.stop - at.start, blocks[block])
+                     for at, block in ((at_i, "BLOCK_N"), (at_j, "BLOCK_M")))
+            weigh(buffer, w_row, i // blocks["BLOCK_N"], j // blocks["BLOCK_M"], *tiles)
+            w = None if buffer is None else buffer[:at_i.stop - i, :at_j.stop - j]
+            if len(sums_q):
+                add_product(sums_q[at_i], w, k[at_j])
+            if len(sums_k) or one_set and i != j:
+                add_product((sums_q if one_set else sums_k)[at_j], w.T, q[at_i])
 
 
 def finished(sums, x, y, rule, x_side, y_side, exclude, grad, unit, positives, dtype, shift, dot,

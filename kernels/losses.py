@@ -1,7 +1,7 @@
-"""Mean losses on top of similarity_lse: thin, for users who want one call.
+"""Mean losses: thin, for users who want one call.
 
-Rows are taken as given: for cosine similarities normalise first (F.normalize). In each loss the positive is
-taken out of the fused sum by rule and comes back as softplus(lse − positive), the same number with a far
+Rows are taken as given: for cosine similarities normalise first (F.normalize). In a softmax loss the positive
+is taken out of the fused sum by rule and comes back as softplus(lse − positive), the same number with a far
 better gradient.
 """
 import math
@@ -10,11 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from . import eager, operations
-from .checks import check_positives
+from .blockwise import add_rows
+from .checks import check_positives, check_rows
 from .dispatch import is_watched
 from .paths import choose_impl, keeps_keys
 from .rules import Rule, make_rule
-from .similarity import check_inputs, in_dtype, softmax_loss
+from .similarity import (
+    check_inputs,
+    check_temperature,
+    fused_lse,
+    in_dtype,
+    similarity_topk,
+    softmax_loss,
+)
 
 
 def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
@@ -67,16 +75,43 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
         needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
         return operations.call(operations.queue_loss, q, k, queue, temperature, *Rule(), impl, products,
                                *needs)[0]
-    rounded = (x.detach().to(products or x.dtype).to(temperature.dtype) for x in (q, k))
-    # rounded as the others' products, though its gradient is not; autocast would take vecdot in half
-    q_wide, k_wide = (x.to(y.dtype) + (y - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
-                      for x, y in zip((q, k), rounded))
     from .launch import octaves_of
-    positive = (q_wide * k_wide).sum(1)
+    positive = (as_multiplied(q, temperature, products) * as_multiplied(k, temperature, products)).sum(1)
     lse, (top, total) = operations.call(operations.lse, q, queue, temperature, *Rule(), impl, products)
     gap = (top - positive * octaves_of(temperature, q) + total.log2()) * math.log(2)
     # lse − positive/τ would have the rounding of large numbers that cancel; of lse only the gradient is left
     return -F.logsigmoid(-gap - (lse - lse.detach())).mean()
+
+
+def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, impl="auto"):
+    """1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), y = 1 where j = i + offset, else −1: SigLIP's loss.
+
+    q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
+    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    bias         finite float or a 0-dim tensor, which then gets its gradient. −log (M − 1) makes this
+                 noise-contrastive estimation with the batch as noise, M − 1 samples to a positive
+    offset       this rank's first row among the gathered keys
+    impl         see similarity_lse
+    returns      scalar, float32 (float64 for float64)
+    raises       ValueError naming the argument, what it was and what is wanted
+    source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
+    """
+    q, k, temperature, products = check_inputs(q, k, temperature)
+    bias = check_temperature(bias, temperature.dtype, q.device, "bias", above=-math.inf)
+    rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
+    check_positives(("q", q), ("k", k), offset)
+    if impl == "eager":
+        return eager.sigmoid_loss(*in_dtype(products, q, k), temperature, bias, offset)
+    inputs = q, k, temperature, bias
+    needs = [torch.is_grad_enabled() and x.requires_grad for x in inputs]
+    return operations.call(operations.sigmoid_loss, *inputs, *rule, impl, products, *needs)[0]
+
+
+def as_multiplied(x, temperature, products):
+    """x as wide as temperature, rounded as what the operations multiply, though its gradient is not; to be
+    multiplied and summed, as autocast would take vecdot in half."""
+    rounded = x.detach().to(products or x.dtype).to(temperature.dtype)
+    return x.to(rounded.dtype) + (rounded - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
 
 
 def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
@@ -95,6 +130,41 @@ def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
     if impl == "eager":
         return eager.nt_xent(*in_dtype(products, z1, z2), temperature)
     return softmax_loss(torch.cat([z1, z2]), None, temperature, Rule(exclude="pair"), impl, products)
+
+
+def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, impl="auto"):
+    """Mean over the N·V views of −1/|P(i)| Σ_{p∈P(i)} [ z_i·z_p/τ − log Σ_{j≠i} exp(z_i·z_j/τ) ] · τ/τ_base.
+
+    z                 (N, V, D) V views of N samples
+    labels            (N,) integers: P(i) is all other views of the same label; None: of the same sample
+    temperature       float > 0 or a 0-dim tensor, which then gets its gradient
+    base_temperature  float > 0; the released code's factor. The paper's loss has none: give temperature again
+    returns           scalar, float32 (float64 for float64); a view without positives adds 0 and counts
+    raises            ValueError naming the argument, what it was and what is wanted
+    source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
+    """
+    check_rows(z=(z, "N V D"), labels=(labels, "N", int))
+    n, views, d = z.shape
+    z, _, temperature, products = check_inputs(z.flatten(0, 1), None, temperature, names=("z", "z"))
+    scale = temperature / check_temperature(base_temperature, temperature.dtype, z.device, "base_temperature")
+    impl, labels = choose_impl(impl, z), torch.arange(n, device=z.device) if labels is None else labels
+    if impl == "eager":
+        z, = in_dtype(products, z)
+        return scale * eager.sup_con_loss(z, labels.repeat_interleave(views), temperature)
+    lse = fused_lse(z, None, temperature, Rule("diagonal"), impl, products)
+    # a label's place is its first one's among the sorted: no value is waited for
+    ordered = labels.sort().values
+    place, first, past = (torch.searchsorted(ordered, x, right=right)
+                          for x, right in ((labels, False), (ordered, False), (ordered, True)))
+    positives = (past - first) * views - 1
+    share = (positives > 0) / positives.clamp(min=1).to(lse.dtype)
+    # Σ_i Σ_p z_i·z_p of a label is |Σ_i z_i|² − Σ_i |z_i|²: no matrix, and a sum whose gradient is no sum
+    rows = as_multiplied(z, temperature, products).view(n, views, d)
+    sums = torch.zeros_like(rows[:, 0])
+    add_rows(sums, place, rows.sum(1))
+    near = (share * (sums * sums).sum(1)).sum() - (share[place] * (rows * rows).sum((1, 2))).sum()
+    lse = lse.view(n, views).where(positives[place, None] > 0, 0)
+    return scale * (lse.sum() - near / temperature) / (n * views)
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
@@ -135,3 +205,61 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
         total = softmax_loss(hidden, weight, temperature, rule, impl, products, weights=weights)
         loss = total / counts.sum().clamp(min=1)
     return loss if is_read else loss * torch.ones_like(loss).masked_fill(wrong.any(), torch.nan)
+
+
+def triplet_loss(anchor, positive, negative=None, margin=1.0):
+    """Mean over rows of max(0, |a_i − p_i| − |a_i − n_i| + margin), Euclidean: F.triplet_margin_loss.
+
+    anchor, positive    (N, D) any float type; the loss is in float32, or float64
+    negative            (N, D); None: the row of positive that is nearest to a_i, p_i itself left out (N ≥ 2);
+                        the (N, N) matrix of distances is never stored
+    margin              number > 0
+    returns             scalar
+    raises              ValueError naming the argument, what it was and what is wanted
+    source              Schroff et al. 2015 (FaceNet), eq. 2, of distances; nearest: Hermans et al. 2017
+    """
+    check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D"))
+    check_margin(margin)
+    anchor, positive, negative = widened(anchor, positive, negative)
+    if negative is None:
+        if len(positive) < 2:
+            raise ValueError("positive: 1 row, wanted at least 2 where no negative is given")
+        # −|a − p|²/2 = a·p − |p|²/2 − |a|²/2, of which the last is the same for all p
+        a, p = anchor.detach(), positive.detach()
+        with torch.autocast(a.device.type, enabled=False):
+            keys = torch.cat([p, -(p * p).sum(1, keepdim=True) / 2], 1)
+            _, nearest = similarity_topk(F.pad(a, (0, 1), value=1.0), keys, 1, exclude="diagonal")
+        negative = positive[nearest[:, 0]]
+    return F.triplet_margin_loss(anchor, positive, negative, margin)
+
+
+def margin_loss(x1, x2, same, margin=1.0):
+    """Mean over rows of ½ |x1 − x2|² where they are the same, else ½ max(0, margin − |x1 − x2|)².
+
+    x1, x2     (N, D) any float type; the loss is in float32, or float64. Where both are equal |x1 − x2| has
+               gradient 0
+    same       (N,) bool, or integers 0 and 1
+    margin     number > 0
+    returns    scalar
+    raises     ValueError naming the argument, what it was and what is wanted
+    source     Hadsell, Chopra, LeCun 2006, eq. 4
+    """
+    is_bool = isinstance(same, torch.Tensor) and same.dtype == torch.bool
+    check_rows(x1=(x1, "N D"), x2=(x2, "N D"), same=(same.int() if is_bool else same, "N", int))
+    check_margin(margin)
+    if same.is_cpu and not is_watched(same) and (wrong := (same != 0) & (same != 1)).any():
+        raise ValueError(f"same: found {same[wrong][0]}, wanted 0 or 1")
+    x1, x2 = widened(x1, x2)
+    distance = torch.linalg.vector_norm(x1 - x2, dim=1)
+    return torch.where(same != 0, distance, F.relu(margin - distance)).square().mean() / 2
+
+
+def check_margin(margin):
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 < margin < math.inf:
+        raise ValueError(f"margin: {margin!r}, wanted a number above 0")
+
+
+def widened(*rows):
+    """All in float64 where one is, else in float32; None as None."""
+    dtype = torch.float64 if any(x is not None and x.dtype == torch.float64 for x in rows) else torch.float32
+    return [x if x is None else x.to(dtype) for x in rows]

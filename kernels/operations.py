@@ -41,7 +41,7 @@ def lse(q, k, temperature, *rule):
     rule, impl, products, _ = unpack(rule)
     q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_lse(q, q if k is None else k, temperature, rule)
+        return blockwise.similarity_lse(q, k, temperature, rule)
     from . import lse_forward
     found = lse_forward.log_sums(q, k, temperature, rule)
     return found.lse, found.sums[0]
@@ -249,16 +249,19 @@ def _(q, k, queue, temperature, *rest):
     return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in shapes)
 
 
-@operation("queue_loss_backward",
-           "(Tensor q, Tensor k, Tensor temperature, Tensor grad, Tensor dq, Tensor dk, Tensor dt) "
-           "-> (Tensor, Tensor, Tensor)")
-def queue_loss_backward(q, k, temperature, grad, dq, dk, dt):
-    return scaled(dq, grad, q.dtype), scaled(dk, grad, q.dtype), grad * dt
+@operation("loss_backward",
+           "(Tensor q, Tensor k, Tensor temperature, Tensor? bias, Tensor grad, Tensor dq, Tensor dk, "
+           "Tensor dt, Tensor? db) -> (Tensor, Tensor, Tensor, Tensor)")
+def loss_backward(q, k, temperature, bias, grad, dq, dk, dt, db):
+    """grad times the gradients that forward took, rows' in the dtype of the rows."""
+    rows = (scaled(x, grad, q.dtype) for x in (dq, dk))
+    return *rows, grad * dt, dt.new_empty(0) if db is None else grad * db
 
 
-@queue_loss_backward.register_fake
-def _(q, k, temperature, grad, dq, dk, dt):
-    return torch.empty_like(dq, dtype=q.dtype), torch.empty_like(dk, dtype=q.dtype), torch.empty_like(dt)
+@loss_backward.register_fake
+def _(q, k, temperature, bias, grad, dq, dk, dt, db):
+    rows = (torch.empty_like(x, dtype=q.dtype) for x in (dq, dk))
+    return *rows, torch.empty_like(dt), dt.new_empty(0) if db is None else torch.empty_like(db)
 
 
 def save_queue_loss(ctx, inputs, output):
@@ -269,11 +272,48 @@ def save_queue_loss(ctx, inputs, output):
 
 def differentiate_queue_loss(ctx, grad, *_):
     q, k, temperature, dq, dk, dt = ctx.saved_tensors
-    dq, dk, dt = call(queue_loss_backward, q, k, temperature, grad, dq, dk, dt)
+    dq, dk, dt, _ = call(loss_backward, q, k, temperature, None, grad, dq, dk, dt, None)
     return *given(ctx.needs_input_grad[:4], (dq, dk, None, dt)), *[None] * (FIELDS + 3)
 
 
-differentiable(queue_loss, queue_loss_backward, save_queue_loss, differentiate_queue_loss)
+differentiable(queue_loss, loss_backward, save_queue_loss, differentiate_queue_loss)
+
+# ── each pair for itself ────────────────────────────────────────────────────────────────────────────────────
+
+
+@operation("sigmoid_loss", f"(Tensor q, Tensor k, Tensor temperature, Tensor bias, {RULE}, {NEEDS}, "
+           "bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+def sigmoid_loss(q, k, temperature, bias, *rest):
+    """(loss, dq, dk, dτ, db): the gradients, taken on the way, or empty."""
+    rule, impl, products, needs = unpack(rest)
+    dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
+    if impl == "blockwise":
+        return blockwise.sigmoid_loss(q, k, temperature, bias, rule, *needs)
+    from . import sigmoid
+    return sigmoid.sigmoid_loss(q, k, temperature, bias, rule, *needs, dtype)
+
+
+@sigmoid_loss.register_fake
+def _(q, k, temperature, bias, *rest):
+    _, impl, _, needs = unpack(rest)
+    dq, dk, dt = empty_gradients(q, k, temperature, *needs[:3])
+    waiting = gradient_dtype(q.dtype, temperature, impl)
+    db = dt.new_empty(() if needs[3] else 0)
+    return dt.new_empty(()), dq.to(waiting), dk.to(waiting), dt, db
+
+
+def save_sigmoid_loss(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def differentiate_sigmoid_loss(ctx, grad, *_):
+    q, k, temperature, bias, *gradients = ctx.saved_tensors
+    gradients = call(loss_backward, q, k, temperature, bias, grad, *gradients)
+    return *given(ctx.needs_input_grad[:4], gradients), *[None] * (FIELDS + 4)
+
+
+differentiable(sigmoid_loss, loss_backward, save_sigmoid_loss, differentiate_sigmoid_loss)
 
 # ── the nearest columns ─────────────────────────────────────────────────────────────────────────────────────
 

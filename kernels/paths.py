@@ -7,6 +7,7 @@
         or over one set
     similarity_lse                    lse_forward, gradient_rows        lse_forward, gradient_blocks
         keys without gradient         lse_fixed_keys (D ≤ 256)          lse_forward, gradient_blocks
+    sigmoid_loss                      sigmoid                           sigmoid
 
 The thresholds come from registers and arithmetic (tests/test_compile.py prints the first), not from a
 measurement yet.

@@ -136,18 +136,19 @@ def in_dtype(products, *rows):
     return rows if products is None else [x.to(products) for x in rows]
 
 
-def check_temperature(temperature, dtype, device):
+def check_temperature(temperature, dtype, device, name="temperature", above=0):
     """A 0-dim tensor. A given one is on the device, read there: a learned one costs no synchronisation."""
     if isinstance(temperature, Tensor):
         if temperature.dim() or not temperature.dtype.is_floating_point:
-            raise ValueError(f"temperature: found {temperature.dtype} of shape {tuple(temperature.shape)}, "
+            raise ValueError(f"{name}: found {temperature.dtype} of shape {tuple(temperature.shape)}, "
                              "wanted a number or a floating-point tensor of no dimensions")
         if temperature.device != device:
-            raise ValueError(f"temperature: on {temperature.device}, wanted {device}")
+            raise ValueError(f"{name}: on {temperature.device}, wanted {device}")
         return temperature.to(dtype)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         found = type(temperature).__name__
-        raise ValueError(f"temperature: found {found}, wanted a number or a 0-dim tensor")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature: {temperature}, wanted a number above 0")
+        raise ValueError(f"{name}: found {found}, wanted a number or a 0-dim tensor")
+    if not above < temperature < math.inf:
+        wanted = "a finite number" if above else f"a number above {above}"
+        raise ValueError(f"{name}: {temperature}, wanted {wanted}")
     return torch.full((), temperature, dtype=dtype)  # on the CPU: a kernel takes it as a number, unlaunched

@@ -248,13 +248,29 @@ def finish(dx, X, PARTNERS, X_SIDE, Y_SIDE, GRAD, unit, RULE, rows, d, N, M, fea
 
 
 @triton.jit
+def log1p(u):
+    """log(1 + u) of u ≥ 0: where 1 + u loses u, below 2⁻²⁴, the quotient gives it back (Kahan)."""
+    rounded = 1 + u
+    return tl.where(rounded == 1, u, tl.log(rounded) * u / tl.where(rounded == 1, 1.0, rounded - 1))
+
+
+@triton.jit
 def softplus(x):
     """(log(1 + exp(x)), σ(x)), to the last digits for every x."""
     u = tl.exp(-tl.abs(x))
-    # log(1 + u) loses u below 2⁻²⁴; the quotient gives it back (Kahan)
-    rounded = 1 + u
-    log1p = tl.where(rounded == 1, u, tl.log(rounded) * u / tl.where(rounded == 1, 1.0, rounded - 1))
-    return tl.maximum(x, 0.0) + log1p, tl.where(x > 0, 1.0, u) / rounded
+    return tl.maximum(x, 0.0) + log1p(u), tl.where(x > 0, 1.0, u) / (1 + u)
+
+
+@triton.jit
+def sum_of_softplus(x):
+    """(Σ log(1 + exp(x)), σ(x)) of a tile: a logarithm for every sixteen columns."""
+    u = tl.exp(-tl.abs(x))
+    sigma, v = tl.where(x > 0, 1.0, u) / (1 + u), u
+    for _ in tl.static_range(4):       # (1 + v)(1 + v') − 1 = v + v' + v v' < 2¹⁶, where no small v is lost
+        v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
+        v, other = tl.split(v)
+        v = tl.fma(v, other, v + other)
+    return tl.sum(tl.sum(tl.maximum(x, 0.0), 1) + tl.sum(log1p(v), 1), 0), sigma
 
 
 @triton.jit

@@ -90,6 +90,19 @@ def test_both_losses_of_liger(loss, tmp_path, monkeypatch, capsys):
         assert json.loads(capsys.readouterr().out)["error"] < 1e-3
 
 
+@pytest.mark.parametrize("loss", ["sigmoid_loss", "clip_loss"])
+def test_siglip_kernel_has_the_scale_and_bias_of_ours(loss, tmp_path, monkeypatch, capsys):
+    """Of another loss with as many products it is a marker, and has no error."""
+    def fused_siglip_loss(q, k, log_scale, bias):
+        match = 2 * torch.eye(len(q)) - 1
+        return -F.logsigmoid(match * (q @ k.T * log_scale.exp() + bias)).sum() / len(q)
+
+    monkeypatch.setitem(sys.modules, "siglip_kernel", SimpleNamespace(fused_siglip_loss=fused_siglip_loss))
+    benchmark.child(case(tmp_path, loss, "siglip-kernel"))
+    row = json.loads(capsys.readouterr().out)
+    assert row["ms"] > 0 and (row["error"] < 1e-3 if loss == "sigmoid_loss" else "error" not in row)
+
+
 @pytest.mark.parametrize("flags, wanted", [
     ("--from none.json", "--from none.json: No such file or directory"),
     ("--from README.md", "--from README.md: wanted a file that --json wrote"),

@@ -176,6 +176,9 @@ def test_arguments_are_refused():
     for w.grad, said in ((three, "no masks"), (three.to_sparse(), "sparse")):
         with pytest.raises(RuntimeError, match=said):
             ChildTuningAdamW([w], mode="D", reserve_p=0.5).step()
+    for options in (dict(z=draw(3, 2)), dict(labels=draw(3)), dict(temperature=0.0)):
+        with pytest.raises(ValueError, match=rf"^{min(options)}\b.*wanted"):
+            childtuning.supcon_loss(**dict(z=draw(3, 1, 2), labels=torch.arange(3)) | options)
     for options in (dict(reserve_p=0.0), dict(reserve_p=1.1), dict(batches=[]), dict(name_filter="h.0"),
                     dict(name_filter="frozen"), dict(batches=[dict(layer_W=draw(2, 3) * math.nan)])):
         with pytest.raises(ValueError, match=rf"^{min(options)}\b"):
@@ -193,12 +196,41 @@ def test_rdrop(form, classes, monkeypatch):
         labels, apart = draw(6, seed=5), (a - b) ** 2
         task = ((a[:, 0] - labels) ** 2 + (b[:, 0] - labels) ** 2).mean()
     wanted = task + 0.7 * apart.sum() / 6 if form == "paper" else task / 2 + 0.7 * apart.sum()
-    monkeypatch.setattr(childtuning, "classify", Mock(side_effect=[a[:4], b[:4], a[4:], b[4:]]))
-    parts = [childtuning.compute_loss(None, (None, labels[rows]), 6, Mock(rdrop=0.7, form=form))[0]
+    passes = [(logits, None) for logits in (a[:4], b[:4], a[4:], b[4:])]
+    monkeypatch.setattr(childtuning, "classify_vectors", Mock(side_effect=passes))
+    args = Mock(rdrop=0.7, supcon=0, form=form)
+    parts = [childtuning.compute_loss(None, (None, labels[rows]), 6, args)[0]
              for rows in (slice(4), slice(4, 6))]
     results = [(value, *torch.autograd.grad(value, leaves, retain_graph=True))
                for value in (rdrop_loss(a, b, labels, 0.7, form), sum(parts), wanted)]
     torch.testing.assert_close(results[:2], results[2:] * 2, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("views", [1, 2])
+@pytest.mark.parametrize("labels", [[0, 5, 0, 0, 5, 7], [0, 1, 2, 3, 4, 5], [3, 3, 3, 3, 3, 3]])
+def test_supcon(views, labels, monkeypatch):
+    """Value and gradients are those of the sums written out, over the views that have a positive alone; the
+    task's loss is mixed in, of two passes R-Drop's."""
+    z, labels = draw(6, views, 5).requires_grad_(), torch.tensor(labels)
+    rows = (z / z.square().sum(2, keepdim=True).sqrt()).flatten(0, 1)
+    kinds, losses = labels.repeat_interleave(views).tolist(), []
+    for i, u in enumerate(rows):
+        others = [j for j in range(len(rows)) if j != i]
+        total = sum((u @ rows[j] / 0.2).exp() for j in others)
+        near = [j for j in others if kinds[j] == kinds[i]]
+        if near:
+            losses.append(-sum(((u @ rows[j] / 0.2).exp() / total).log() for j in near) / len(near))
+    wanted = sum(losses, 0 * z.sum()) / max(1, len(losses))
+    logits = [draw(6, 8, seed=i).requires_grad_() for i in range(views)]
+    passes = [(logits[i], z[:, i]) for i in range(views)]
+    monkeypatch.setattr(childtuning, "classify_vectors", Mock(side_effect=passes))
+    args = Mock(rdrop=None if views == 1 else 0.7, supcon=0.4, temperature=0.2, form="paper")
+    mixed = childtuning.compute_loss(None, (None, labels), 6, args)[0]
+    task = rdrop_loss(*logits, labels, 0.7) if views == 2 else childtuning.task_loss(*logits, labels)
+    alone, mix = childtuning.supcon_loss(z, labels, 0.2), 0.6 * task + 0.4 * wanted
+    for value, same in ((alone, wanted), (mixed, mix)):
+        gradients = (torch.autograd.grad(x, z, retain_graph=True) for x in (value, same))
+        torch.testing.assert_close((value, *next(gradients)), (same, *next(gradients)), rtol=1e-9, atol=1e-12)
 
 
 def topics(folder, rows=36):
@@ -296,7 +328,7 @@ def test_nan_gradients_are_skipped_counted_and_said(tmp_path, monkeypatch):
 def test_several_processes_equal_one(tmp_path, bert):
     """D's sums over ranks and F's equal draws, of three that have unequal shares."""
     flags = [*topics(tmp_path), "--model", bert, "--mode", "D", "F", "--steps", 3, "--lr", 1e-3]
-    flags += ["--rdrop", 0.5, "--form", "code", "--fisher-batch-size", 5]
+    flags += ["--rdrop", 0.5, "--form", "code", "--fisher-batch-size", 5, "--supcon", 0.3]
     one = tune(tmp_path / "one", *flags)
     norms = in_processes(3, "childtuning", tmp_path / "three", flags)
     state = torch.load(tmp_path / "three" / "state.pt", weights_only=True)
@@ -368,6 +400,9 @@ def test_what_tacl_and_cline_wrote_is_fine_tuned(name, flags, tmp_path):
     ("A\tB\tC\tx\nA\tB\tC\ty\n", "", r"a\.tsv: columns column 1, column 2, column 3, column 4; wanted .*"),
     ("A\t1.5\nB\tx\n", "--task regression", r"a\.tsv line 2: label 'x', wanted a number below 1e18"),
     (GOOD, "--batch-size 5", r"a\.tsv: 4 rows, wanted at least --batch-size, which is 5"),
+    (GOOD, "--supcon 1.5", r"--supcon 1\.5: wanted a share from 0 to 1"),
+    (GOOD, "--supcon nan", r"argument --supcon: nan: wanted a number of at least 0"),
+    ("A\t1.5\nB\t2\n", "--supcon 0.5", "--supcon and --ood-epochs: this is regression, wanted classes"),
     (GOOD, "--reserve-p 0", r"--reserve-p 0\.0: wanted a share above 0, up to 1"),
     (GOOD, "--reserve-p nan", r"--reserve-p nan: wanted .*"),
     (GOOD, "--metric pearson", r"--metric pearson: this is classification, wanted accuracy, f1, matthews"),

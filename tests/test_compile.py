@@ -26,18 +26,19 @@ DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("
 # what fills registers or shared memory on some chip, and each kernel on each tensor core
 TIGHT = {
     ("bfloat16", "high"): ["sums 128 one set", "rows 256 within", "rows 128 one set", "rows 768 one side",
-                           "keys 128 within", "blocks 256 two sides", "one pass 256 one side"],
+                           "keys 128 within", "blocks 256 two sides", "one pass 256 one side", "sigmoid 256"],
     ("bfloat16", "highest"): ["rows 256 all", "keys 128 all", "top 64 of 256 all"],
-    ("float32", "high"): ["sums 256 one side", "one pass 256 one side", "one pass 256 targets"],
-    ("float32", "highest"): ["sums 128 one set", "blocks 256 all", "top 64 of 256 within"],
-    ("float16", "high"): ["sums 256 two sides"]}
+    ("float32", "high"): ["sums 256 one side", "one pass 256 one side", "one pass 256 targets",
+                          "sigmoid 256"],
+    ("float32", "highest"): ["sums 128 one set", "blocks 256 all", "top 64 of 256 within", "sigmoid 256"],
+    ("float16", "high"): ["sums 256 two sides", "sigmoid 256"]}
 
 
 def launches(name, precision):
     """(what is launched, function that does): everything that can be launched on rows of a dtype."""
     import torch
 
-    from kernels import gradient, lse_fixed_keys, lse_forward, one_pass, paths, reference, topk
+    from kernels import gradient, lse_fixed_keys, lse_forward, one_pass, paths, reference, sigmoid, topk
     from kernels.rules import make_rule
 
     def gradients(narrow, *arguments):
@@ -79,6 +80,9 @@ def launches(name, precision):
             continue
         diagonal, pair = make_rule(q, square, False, "diagonal"), make_rule(q, q, True, "pair")
         targets = make_rule(q, square, False)._replace(exclude="target", row_ids=ids[0])
+        for title, needed in (("", True), (", no gradient", False)) if d == 256 else ():
+            pairs = q, square, t, t, diagonal, *[needed] * 4, q.dtype
+            yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
         for title, other, rule, both, columns in (
                 ("one side", square, diagonal, False, None), ("targets", square, targets, False, None),
                 ("two sides", square, diagonal, True, rows), ("one set", None, pair, False, rows)):
@@ -172,7 +176,16 @@ def variants():
         launch_metadata, run = (staticmethod(lambda *arguments: None) for _ in range(2))
 
     triton.compiler.compile = lambda *arguments, **options: Made()
-    from kernels import clip_loss, info_nce, launch, linear_cross_entropy, nt_xent, queue_loss, similarity_lse
+    from kernels import (
+        clip_loss,
+        info_nce,
+        launch,
+        linear_cross_entropy,
+        nt_xent,
+        queue_loss,
+        sigmoid_loss,
+        similarity_lse,
+    )
     from kernels.cost_launches import absent
     launch.INTERPRETED, on = True, dict(impl="triton")
     driver.set_active(absent("sm_90"))
@@ -182,6 +195,7 @@ def variants():
         "clip_loss": lambda q, k: clip_loss(q, k, **on), "nt_xent": lambda q, k: nt_xent(q, k, **on),
         "queue_loss": lambda q, k: queue_loss(q, k, k.detach().new_zeros(500, k.shape[1]), **on),
         "linear": lambda q, k: linear_cross_entropy(q, k, ids(q), **on),
+        "sigmoid_loss": lambda q, k: sigmoid_loss(q[: len(q) // 3], k, offset=len(q) // 3, **on),
         "within": lambda q, k: similarity_lse(q, k, within=(ids(q), ids(k)), **on).sum()}
     for (name, loss), sizes in itertools.product(losses.items(), [(5, 16, 63, 64, 1000), (1025, 1040, 1102)]):
         for d, dtype in (128, torch.bfloat16), (768, torch.bfloat16), (768, torch.float32):

@@ -13,16 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # instructions of a warp and tile on sm_90 by the features of a row: what was counted and 5 %
 LIMITS = {"sums_kernel": {128: 386, 768: 1480}, "rows_kernel": {128: 461}, "weights_kernel": {768: 2400},
-          "strip_kernel": {768: 1775}, "fixed_keys_kernel": {128: 361}}
+          "strip_kernel": {768: 1775}, "fixed_keys_kernel": {128: 361}, "sigmoid_kernel": {768: 3346}}
 # 16 divides the rows, and does not
 CASES = [("nt_xent", [32768, 32768, 128]), ("nt_xent", [32772, 32772, 128]), ("nt_xent", [16384, 16384, 768]),
          ("nt_xent", [16388, 16388, 768]), ("info_nce", [8192, 8192, 768]), ("info_nce", [8201, 8201, 768]),
-         ("queue_loss", [4096, 65536, 128]), ("queue_loss", [4099, 65539, 128])]
+         ("queue_loss", [4096, 65536, 128]), ("queue_loss", [4099, 65539, 128]),
+         ("sigmoid_loss", [8192, 8192, 768]), ("sigmoid_loss", [8201, 8201, 768])]
 
 
 @pytest.fixture
 def cost(monkeypatch):
-    for module in ("gradient", "lse_fixed_keys", "lse_forward", "one_pass", "topk"):
+    for module in ("gradient", "lse_fixed_keys", "lse_forward", "one_pass", "sigmoid", "topk"):
         importlib.import_module(f"kernels.{module}")  # as the interpreter has them: other tests run them
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from kernels import cost

@@ -3,7 +3,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import clip_loss, info_nce, linear_cross_entropy, nt_xent, queue_loss, similarity_lse
+from kernels import (
+    clip_loss,
+    info_nce,
+    linear_cross_entropy,
+    nt_xent,
+    queue_loss,
+    sigmoid_loss,
+    similarity_lse,
+)
 from kernels.similarity import similarity_topk
 from test_kernels import DEVICE, LOSSES, differentiate, pairs, rows, set_in
 
@@ -28,7 +36,8 @@ def relative_errors(loss, impl, q, k, temperature):
 
 
 @fused
-@pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "queue_loss"])
+@pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "queue_loss",
+                                  "sigmoid_loss", "sup_con_loss"])
 def test_small_temperatures(impl, way, loss, monkeypatch):
     """A weight is as exact as eager's, however large the logits: their roundings are not a whole row's."""
     set_in(monkeypatch, way)
@@ -44,12 +53,13 @@ def test_small_temperatures(impl, way, loss, monkeypatch):
 def test_logits_beyond_1e20(impl, way, norm, monkeypatch):
     set_in(monkeypatch, way)
     q, k = (norm * rows(20, 8, torch.float32, seed) for seed in (72, 73))
-    for loss in (LOSSES[name] for name in ("nt_xent", "clip_loss", "info_nce")):
+    for loss in (LOSSES[name] for name in ("nt_xent", "clip_loss", "info_nce", "sigmoid_loss")):
         assert max(relative_errors(loss, impl, q, k, 1.0)[:3]) < 1e-5
 
 
 @fused
-@pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear"])
+@pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "sigmoid_loss",
+                                  "sup_con_loss"])
 def test_collapsed_rows(impl, way, loss, monkeypatch):
     """All weights of a row times one row, less its positive, is nothing but rounding, not the logits'."""
     set_in(monkeypatch, way)
@@ -70,7 +80,8 @@ OF_ROWS = {
     "fixed keys": lambda q, k, impl: similarity_lse(q, k.detach(), 0.2, impl=impl),
     "info_nce": lambda q, k, impl: info_nce(q, k, 0.2, impl=impl),
     "queue_loss": lambda q, k, impl: queue_loss(q, k, k.detach().flip(0), 0.2, impl=impl),
-    "linear": lambda q, k, impl: linear_cross_entropy(q, k, torch.arange(len(q), device=DEVICE), impl=impl)}
+    "linear": lambda q, k, impl: linear_cross_entropy(q, k, torch.arange(len(q), device=DEVICE), impl=impl),
+    "sigmoid_loss": lambda q, k, impl: sigmoid_loss(q, k, 0.2, -2.0, impl=impl)}
 
 
 @every_way
@@ -162,11 +173,12 @@ TRANSFORMS = {
 
 @every_impl
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss", "linear"])
+@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss", "linear", "sigmoid"])
 def test_transforms_name_eager(impl, transform, loss):
     q, k = rows(4, 8, torch.float32, 84), rows(12, 8, torch.float32, 85)
     f = lambda q: {"queue_loss": lambda: queue_loss(q, k[:4], k, 0.2, impl=impl),
-                   "linear": lambda: linear_cross_entropy(q, k, torch.arange(4, device=DEVICE), impl=impl)
+                   "linear": lambda: linear_cross_entropy(q, k, torch.arange(4, device=DEVICE), impl=impl),
+                   "sigmoid": lambda: sigmoid_loss(q, k, 0.2, impl=impl)
                    }.get(loss, lambda: LOSSES[loss](q, k[:4], 0.2, impl))()
     if impl == "eager":
         TRANSFORMS[transform](f, q)

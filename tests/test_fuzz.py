@@ -12,7 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, queue_loss
+from kernels import (
+    clip_loss,
+    info_nce,
+    linear_cross_entropy,
+    nt_xent,
+    paths,
+    queue_loss,
+    sigmoid_loss,
+    sup_con_loss,
+)
 from kernels.similarity import similarity_lse, similarity_topk
 from test_kernels import DEVICE, GPU, compare, set_in
 
@@ -95,13 +104,16 @@ def test_losses(seeds, monkeypatch):
                 "lse_forward.block_shape": lambda q, k, square, side=side: (side, side)})
         offset = pick.randint(0, m - n) if n <= m else 0
         targets = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-        half, few = n // 2 or 1, min(n, m)
+        half, few, bias = n // 2 or 1, min(n, m), pick.uniform(-12, 3)
         losses = {
             "info_nce": lambda q, k, t, impl: info_nce(q[:few], k, t, offset=offset, impl=impl),
             "clip_loss": lambda q, k, t, impl: clip_loss(q[:few], k[:few], t, impl=impl),
             "nt_xent": lambda q, k, t, impl: nt_xent(q[:half], q[-half:], t, impl=impl) + 0 * k.sum(),
             "queue_loss": lambda q, k, t, impl: queue_loss(q[:few], k[:few], k.detach(), t, impl=impl),
-            "linear": lambda q, k, t, impl: linear_cross_entropy(q, k, targets, temperature=t, impl=impl)}
+            "linear": lambda q, k, t, impl: linear_cross_entropy(q, k, targets, temperature=t, impl=impl),
+            "sigmoid_loss": lambda q, k, t, impl: sigmoid_loss(q[:few], k, t, bias, offset=offset, impl=impl),
+            "sup_con_loss": lambda q, k, t, impl: sup_con_loss(
+                torch.stack([q[:few], k[:few]], 1), targets[:few], t, temperature, impl=impl)}
         loss = pick.choice(list(losses))
         with named(seed, loss, impl, q, k, temperature):
             compare(losses[loss], q, k, temperature, impl, units=64, floor=1 / temperature / n)
@@ -139,7 +151,10 @@ EXTREME = {
     "linear": lambda q, k, t, impl: linear_cross_entropy(
         q, k, counted(q) * 3 % len(k), temperature=t, impl=impl),
     "ignoring": lambda q, k, t, impl: linear_cross_entropy(
-        q, k, counted(q) * 3 % len(k) * (counted(q) % 2), 0, temperature=t, impl=impl)}
+        q, k, counted(q) * 3 % len(k) * (counted(q) % 2), 0, temperature=t, impl=impl),
+    "sigmoid_loss": lambda q, k, t, impl: sigmoid_loss(q, k, t, -2.0, impl=impl) / len(k),
+    "sup_con_loss": lambda q, k, t, impl: sup_con_loss(
+        torch.stack([q, k], 1), counted(q) // 2, t, t, impl=impl)}
 KINDS = ["random", "trained", "equal", "nearly equal", "a row of zeros", "nan", "inf"]
 BLOCKS = {"lse_forward.block_shape": lambda q, k, square: (128, 128),
           "gradient_blocks.block_shape": lambda q, k, square: (128, 128),
@@ -166,7 +181,7 @@ def draw_extreme(seed):
         q, k = (F.normalize(x[:1] + apart * new(n), dim=1) for x in [(q, k)[end] for end in ends])
     largest = 2 if dtype == torch.float16 else 10
     norms = [10 ** pick.choice([0, pick.uniform(-largest, largest)]) for _ in range(2)]
-    if loss in ("one set", "nt_xent"):
+    if loss in ("one set", "nt_xent", "sup_con_loss"):
         norms[1] = norms[0]
     q, k = (x * norm for x, norm in zip((q, k), norms))
     wrong = {"a row of zeros": 0.0, "nan": torch.nan, "inf": pick.choice([torch.inf, -torch.inf])}

@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import blockwise, clip_loss, info_nce, linear_cross_entropy, nt_xent, paths, queue_loss
+from kernels import (
+    blockwise,
+    clip_loss,
+    info_nce,
+    linear_cross_entropy,
+    nt_xent,
+    paths,
+    queue_loss,
+    sigmoid_loss,
+    sup_con_loss,
+)
 from kernels.rules import make_rule
 from kernels.similarity import similarity_lse, similarity_topk
 
@@ -198,7 +208,10 @@ LOSSES = {
     "queue_loss": lambda q, k, t, impl: queue_loss(q, k, k.detach().roll(3, 0)[:-6].flip(1), t, impl=impl),
     "linear": lambda q, k, t, impl: linear_cross_entropy(
         q, k, torch.arange(len(q), device=DEVICE) * 3 % len(k), temperature=t, impl=impl),
-    "ignoring": ignoring}
+    "ignoring": ignoring,
+    "sigmoid_loss": lambda q, k, t, impl: sigmoid_loss(q[:-7], k, t, -4.0, offset=5, impl=impl),
+    "sup_con_loss": lambda q, k, t, impl: sup_con_loss(
+        torch.stack([q, k], 1), torch.arange(len(q), device=DEVICE) // 3, t, impl=impl)}
 SUMS = {
     "lse": lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", offset=7, impl=impl),
     "one_set": lambda q, k, t, impl: similarity_lse(q, None, t, exclude="diagonal", impl=impl) + 0 * k.sum(),
@@ -228,11 +241,11 @@ IN_BLOCKS = SUMS_IN_BLOCKS | {
 WAYS = {
     "sums without maximum": (BOUNDED, "clip_loss nt_xent", "clip_loss nt_xent"),
     "pointers": ({"launch.PLAYED": 8},
-                 "info_nce clip_loss queue_loss linear", "info_nce clip_loss queue_loss"),
-    "pointers, wide": ({"launch.PLAYED": 8} | WIDE, "", "clip_loss queue_loss"),
+                 "info_nce clip_loss queue_loss linear sigmoid_loss", "info_nce clip_loss queue_loss"),
+    "pointers, wide": ({"launch.PLAYED": 8} | WIDE, "", "clip_loss queue_loss sigmoid_loss"),
     "tiles of a B200": ({"launch.PLAYED": 10} | BOUNDED, "clip_loss nt_xent", "clip_loss nt_xent"),
-    "a number": ({"launch.is_number": lambda temperature, x: True},
-                 "info_nce clip_loss queue_loss", "info_nce clip_loss queue_loss"),
+    "a number": ({f"{module}.is_number": lambda number, x: True for module in ("launch", "sigmoid")},
+                 "info_nce clip_loss queue_loss sigmoid_loss", "info_nce clip_loss queue_loss sigmoid_loss"),
     "sums in blocks": (SUMS_IN_BLOCKS, "clip_loss nt_xent lse", "info_nce clip_loss nt_xent one_set"),
     "sums in blocks without maximum": (SUMS_IN_BLOCKS | BOUNDED, "clip_loss nt_xent", "clip_loss one_set"),
     "one pass": (WIDE, "", "info_nce offset clip_loss nt_xent lse one_set"),
@@ -241,8 +254,9 @@ WAYS = {
     "strips without maximum": (BOUNDED | {"one_pass.strip_height": lambda q, k: 128},
                                "info_nce offset linear ignoring", ""),
     "two passes": (TWO_PASSES | BOUNDED, "info_nce offset linear ignoring", "info_nce linear ignoring"),
-    "two passes in blocks": (TWO_PASSES | IN_BLOCKS, "info_nce clip_loss nt_xent linear lse one_set",
-                             "offset clip_loss nt_xent"),
+    "two passes in blocks": (TWO_PASSES | IN_BLOCKS,
+                             "info_nce clip_loss nt_xent linear lse one_set sigmoid_loss",
+                             "offset clip_loss nt_xent sigmoid_loss"),
     "the same without maximum": (TWO_PASSES | IN_BLOCKS | BOUNDED, "clip_loss nt_xent linear one_set",
                                  "clip_loss nt_xent")}
 
@@ -301,8 +315,19 @@ def test_many_strips(name, monkeypatch):
     lse = lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, 37, 53))
     compare(lse, q, k, impl="blockwise")
     if name == "all":
-        for loss in ("info_nce", "offset", "clip_loss", "nt_xent", "linear"):
+        for loss in ("info_nce", "offset", "clip_loss", "nt_xent", "linear", "sigmoid_loss", "sup_con_loss"):
             compare(LOSSES[loss], q, k[:37], impl="blockwise", units=32)
+
+
+@pytest.mark.parametrize("sums", ["one_set", "pair"])
+@pytest.mark.parametrize("temperature", [0.07, 0.01])
+def test_strips_of_one_set_start_on_the_diagonal(sums, temperature, monkeypatch):
+    """Half of the products, with one exponential for a pair where nothing overflows, and else with two."""
+    set_in(monkeypatch, {"blockwise.ROWS": 3, "blockwise.STRIP": 1, "blockwise.SMALL": 0})
+    q = rows(38, 12, torch.float64, 12)
+    compare(SUMS[sums], q, q, temperature, impl="blockwise", units=32)
+    found = blockwise.strips(q, q, torch.tensor(1.0), make_rule(q, q, True, "pair"), upper=True)
+    assert sum(s.numel() for _, _, s in found) == sum((38 - i) * min(3, 38 - i) for i in range(0, 38, 3))
 
 
 @pytest.mark.parametrize("keys", ["with gradient", "without"])
@@ -356,6 +381,10 @@ def test_blockwise_never_holds_the_matrix(monkeypatch):
             lse, sums = blockwise.similarity_lse(q, q, t, selected)
             one = torch.ones_like(lse)
             blockwise.similarity_lse_backward(q, q, t, selected, one, sums, True, True, True)
+            if exclude == "diagonal":
+                lse, sums = blockwise.similarity_lse(q, None, t, selected)
+                blockwise.similarity_lse_backward(q, None, t, selected, one, sums, True, True, True)
+                blockwise.sigmoid_loss(q, q, t, t, selected, True, True, True, True)
             for k, both in ((q, False), (q, True), (None, False)) if exclude == "diagonal" else ():
                 blockwise.softmax_loss(q, k, t, selected, None, both, True, True, True)
         assert seen.entries <= blockwise.STRIP < 400 * 400

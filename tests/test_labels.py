@@ -8,7 +8,14 @@ from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
 from kernels.training.command import Fault
-from kernels.training.labels import classify, confusion_scores, find_columns, make_batch, tokenise_texts
+from kernels.training.labels import (
+    classify,
+    classify_vectors,
+    confusion_scores,
+    find_columns,
+    make_batch,
+    tokenise_texts,
+)
 from running import DATA, run
 from test_tables import alarm  # noqa: F401
 
@@ -84,7 +91,8 @@ KINDS = {"bert": {}, "distilbert": {}, "roberta": dict(pad_token_id=0), "electra
 @pytest.mark.parametrize("task", ["texts", "pairs", "regression"])
 def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp_path, bert):
     """By the line that was printed. Its logits of single rows are ours of a padded batch (XLNet reads its
-    last token, so it pads left), its labels the file's, and our scores those of its answers."""
+    last token, so it pads left), its labels the file's, and our scores those of its answers. Its last layer
+    makes the logits of the vectors."""
     tokenizer = BertTokenizer.from_pretrained(bert, padding_side="left" if kind == "xlnet" else "right")
     tokenizer.save_pretrained(tmp_path / "model")
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SHAPE, **KINDS[kind])
@@ -100,6 +108,9 @@ def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp
     inputs, labels = make_batch(tokens, result.model)
     with torch.no_grad():
         ours = classify(result.model.eval(), inputs)
+        logits, vectors = classify_vectors(result.model, inputs)
+        last = [part for part in result.model.modules() if isinstance(part, torch.nn.Linear)][-1]
+        torch.testing.assert_close((logits, last(vectors)), (ours, ours), atol=1e-5, rtol=1e-5)
     assert cut == 0 and labels.tolist() == [2] * 30
     theirs = eval(result.said["load"], {"pipeline": pipeline})
     asked = [dict(zip(("text", "text_pair"), text)) for text in texts]

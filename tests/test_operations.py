@@ -1,4 +1,5 @@
 """What is asked of the operations beside numbers: tracing, few launches, one line for bad input."""
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,15 @@ from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import kernels
-from kernels import info_nce, linear_cross_entropy, nt_xent, queue_loss, similarity_lse, similarity_topk
+from kernels import (
+    info_nce,
+    linear_cross_entropy,
+    nt_xent,
+    queue_loss,
+    sigmoid_loss,
+    similarity_lse,
+    similarity_topk,
+)
 from kernels.rules import Rule, make_rule
 from test_kernels import DEVICE, GPU, LOSSES, both_impls, differentiate, rows, rule
 
@@ -40,11 +49,16 @@ def test_opcheck_losses(impl, dtype):
         library.opcheck(torch.ops.tencl.softmax_loss.default, (q, *case, impl, None, *needs))
     library.opcheck(torch.ops.tencl.similarity_lse.default, (q, None, t, *Rule("pair"), impl, None))
     library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, k.detach(), t, *Rule(), impl, None, *needs))
+    pairs = q, k, t, t.detach().clone().requires_grad_(), *Rule("diagonal"), impl, None
+    for needs in ([True] * 4, [False, True, False, False], [False] * 4):
+        still = [x.detach() if not needed else x for x, needed in zip(pairs, needs)]
+        library.opcheck(torch.ops.tencl.sigmoid_loss.default, (*still, *pairs[4:], *needs))
 
 
 @pytest.mark.parametrize("impl, loss", [
     ("eager", "nt_xent"), ("blockwise", "clip_loss"), ("blockwise", "linear"), ("triton", "nt_xent"),
-    ("triton", "linear")])
+    ("triton", "linear"), ("blockwise", "sup_con_loss"), ("blockwise", "sigmoid_loss"),
+    ("triton", "sigmoid_loss")])
 def test_compiles_in_one_graph(impl, loss):
     q, k, t = *(rows(37, 8, torch.float32, seed) for seed in (24, 25)), torch.tensor(0.2, device=DEVICE)
     f = lambda q, k, t: LOSSES[loss](q, k, t, impl)
@@ -56,7 +70,9 @@ def test_compiles_in_one_graph(impl, loss):
 
 @both_impls
 @pytest.mark.parametrize("f", [lambda q, impl: info_nce(q, q.detach(), 0.1, impl=impl),
-                               lambda q, impl: similarity_lse(q, None, 0.1, impl=impl).sum()])
+                               lambda q, impl: similarity_lse(q, None, 0.1, impl=impl).sum(),
+                               lambda q, impl: sigmoid_loss(q, q.detach(), 0.1, impl=impl),
+                               lambda q, impl: sigmoid_loss(q.detach(), q, 0.1, impl=impl)])
 def test_second_derivative_is_refused(impl, f):
     q = rows(5, 4, torch.float32, 28).requires_grad_()
     gradient, = torch.autograd.grad(f(q, impl), q, create_graph=True)
@@ -151,6 +167,13 @@ lse = similarity_lse
     (lambda: info_nce(Q, K, offset=-1), "offset -1"),
     (lambda: info_nce(Q, K, offset=0.5), "offset: 0.5, wanted an integer"),
     (lambda: info_nce(Q, K, symmetric=True), "symmetric: wanted as many rows in k as in q, found 5 and 4"),
+    (lambda: sigmoid_loss(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
+    (lambda: sigmoid_loss(Q, K, offset=2), r"k: 5 rows, wanted at least 4 \+ offset 2"),
+    (lambda: sigmoid_loss(Q, K, bias=math.inf), "bias: inf, wanted a finite number"),
+    (lambda: sigmoid_loss(Q, K, bias=math.nan), "bias: nan, wanted a finite number"),
+    (lambda: sigmoid_loss(Q, K, bias="no"), "bias: found str, wanted a number or a 0-dim tensor"),
+    (lambda: sigmoid_loss(Q, K, bias=torch.ones(2)), r"bias: found torch.float32 of shape \(2,\)"),
+    (lambda: sigmoid_loss(Q, K, 0), "temperature: 0, wanted a number above 0"),
     (lambda: nt_xent(Q, K), "z2: 5 rows, z1 has 4"),
     (lambda: linear_cross_entropy(Q, K, [0, 1, 2, 3]), "targets: found list, wanted an int64 tensor"),
     (lambda: linear_cross_entropy(Q, K, FIVE), r"targets: .* of shape \(5,\), wanted int64 \(4,\)"),
@@ -166,7 +189,7 @@ def test_bad_input_names_the_argument(call, message):
     lambda q: similarity_lse(q, impl="triton"), lambda q: similarity_lse(q, K, impl="triton"),
     lambda q: info_nce(q, K, impl="triton"), lambda q: nt_xent(q, q, impl="triton"),
     lambda q: linear_cross_entropy(q, K, FOUR, impl="triton"), lambda q: queue_loss(q, q, K, impl="triton"),
-    lambda q: similarity_topk(q, K, 1, impl="triton")])
+    lambda q: sigmoid_loss(q, K, impl="triton"), lambda q: similarity_topk(q, K, 1, impl="triton")])
 def test_triton_on_the_cpu_needs_the_interpreter(f, needs_gradient, monkeypatch):
     """Before anything is launched."""
     monkeypatch.setattr("kernels.launch.INTERPRETED", False)

@@ -125,8 +125,8 @@ def test_cpc_of_other_papers():
     cpc, c, z = names["CPC"](5, 6, steps=2).double(), *(torch.randn(3, 8, d).double() for d in (5, 6))
     losses, bounds = cpc(c, z)
     for k, (W, loss, bound) in enumerate(zip(cpc.predict, losses, bounds), 1):
-        scores = torch.stack([torch.stack([z[b, t] @ W.weight @ c[i, j] for b in range(3) for t in range(k, 8)])
-                              for i in range(3) for j in range(8 - k)])
+        features, contexts = z[:, k:].reshape(-1, 6), c[:, : 8 - k].reshape(-1, 5)
+        scores = torch.stack([features @ (W.weight @ context) for context in contexts])        # zᵀ W c
         wanted = F.cross_entropy(scores, torch.arange(len(scores)))
         assert torch.allclose(loss, wanted) and torch.allclose(bound, math.log(len(scores)) - wanted)
 

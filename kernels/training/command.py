@@ -174,7 +174,7 @@ class Flags(argparse.ArgumentParser):
             parsed.data = finetune
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
-        held_out = "dev", "test", "transfer", "cluster", "contrast_set"
+        held_out = "dev", "test", "transfer", "cluster", "contrast_set", "ood"
         for name in ("data", "model", "out", "finetune", "distill", *held_out):
             value = getattr(parsed, name, None)
             if value == "" or isinstance(value, list) and "" in value:

@@ -6,17 +6,18 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from . import ood
 from .command import fail, say
 from .encoders import load_encoder, longest_input
+from .folder import model_card, new_files, save_tokenizer
 from .run import Run
 from .sts import spearman
-from .tables import listed, plain, read_table
+from .tables import empty_cell, listed, plain, read_table
 
 
 def find_columns(path, args):
     """(rows of the table, places of its columns of text, place of its column of labels)"""
-    header, table = read_table(path, names=[*(args.text or []), *([args.label] if args.label else [])])
-    header = header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))]
+    header, table, _ = read_named(path, [*(args.text or []), *([args.label] if args.label else [])])
     names = [plain(name) for name in header]
     label = plain(args.label or next((name for name in ("label", "score") if name in names), names[-1]))
     others = [name for name in names if name not in (label, "")]
@@ -28,6 +29,12 @@ def find_columns(path, args):
     at = [names.index(name) for name in texts]
     args.text, args.label = [header[i] for i in at], header[names.index(label)]  # the same in --dev
     return table, at, names.index(label)
+
+
+def read_named(path, names):
+    """(a name of each column, the table, whether its first row has them); names as read_table takes them."""
+    header, table = read_table(path, names=names)
+    return header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))], table, bool(header)
 
 
 def tokenise_texts(rows, model, longest):
@@ -59,6 +66,31 @@ def classify(model, inputs):
         return model(**inputs).logits.float()
 
 
+def mask_of(inputs):
+    """(n, L), 0 for padding; FNet's tokenizer gives none."""
+    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+
+
+def classify_vectors(model, inputs):
+    """(n, labels) float32 logits, and (n, H) float32 vectors: what the last linear layer reads, in training
+    behind the model's own dropout."""
+    linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    linear, seen = [part for part in linear if part.out_features == model.config.num_labels], []
+    if not linear:
+        fail(f"{type(model).__name__} has no linear layer of {model.config.num_labels} labels, which reads a "
+             "text's vector; take another --model")
+    hook = linear[-1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        logits = classify(model, inputs)
+    finally:
+        hook.remove()
+    vectors, = seen
+    if vectors.dim() == 3:                                     # GPT-2's of all tokens: the last real one's
+        last = (torch.arange(1, vectors.shape[1] + 1, device=model.device) * mask_of(inputs)).argmax(1)
+        vectors = vectors[torch.arange(len(last), device=model.device), last]
+    return logits, vectors.float()
+
+
 def confusion_scores(truth, said, labels):
     """{"accuracy", "f1", "matthews"} of label numbers (n,), from 0 to 1 or −1 to 1.
 
@@ -76,14 +108,20 @@ def confusion_scores(truth, said, labels):
 
 
 @torch.no_grad()
-def predict(model, rows):
-    """(n, labels) float32 logits of the rows, in their order, without dropout."""
+def read(model, rows):
+    """((n, labels) logits, (n, H) vectors) of the rows, float32, in their order, without dropout."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))           # little padding
     parts = ([rows[i] for i in order[start : start + 128]] for start in range(0, len(rows), 128))
-    found = torch.cat([classify(model, make_batch(part, model)[0]) for part in parts]).cpu()
+    found = zip(*(classify_vectors(model, make_batch(part, model)[0]) for part in parts))
+    found = [torch.cat(x).cpu() for x in found]
     model.train()
-    return torch.empty_like(found).index_copy_(0, torch.tensor(order), found)
+    return [torch.empty_like(x).index_copy_(0, torch.tensor(order), x) for x in found]
+
+
+def predict(model, rows):
+    """(n, labels) float32 logits of the rows."""
+    return read(model, rows)[0]
 
 
 def evaluate(model, rows, args):
@@ -119,12 +157,61 @@ def contrast_scores(model, original, edited):
     return {name: 100 * part.double().mean().item() for name, part in parts.items()}
 
 
+def load_unseen(args):
+    """[(texts, 0)] of --ood: what stands in the columns of text that --data has; without it []."""
+    if args.ood is None:
+        return []
+    if not args.dev or args.task == "regression":
+        fail(f"--ood {args.ood}: {args.task} with{'' if args.dev else 'out'} --dev; wanted classification, "
+             "and texts of known classes by --dev")
+    header, table, named = read_named(args.ood, args.text)
+    names, wanted = [plain(name) for name in header], [plain(name) for name in args.text]
+    if not named and len(names) == len(wanted):                # texts alone
+        names = wanted
+    if not set(wanted) <= set(names):
+        fail(f"{args.ood}: columns {listed(header)}; wanted those of {args.data or args.dev}, "
+             f"{listed(args.text)}")
+    rows = [(place, tuple(cells[names.index(name)] for name in wanted)) for place, cells in table]
+    for place, texts in rows:
+        if fault := empty_cell(texts):
+            fail(f"{args.ood} {place}: {fault}")
+    say("data", f"{len(rows):,} texts of no known class from {args.ood}")
+    return [(texts, 0) for _, texts in rows]
+
+
+def unseen_scores(model, train, dev, unseen):
+    """{detector: {"AUROC", "FPR95", "F1"}} in percent, see module ood; without training rows of the maximum
+    softmax alone."""
+    found = [[x.to(model.device) for x in read(model, rows)] for rows in (dev, unseen, train) if rows]
+    if not all(x.isfinite().all() for part in found for x in part):
+        say("note", "--ood: logits or vectors hold NaN or infinity, which count as 0")
+        found = [[x.nan_to_num(0, 0, 0) for x in part] for part in found]
+    if not train:
+        return ood.detect(*found)
+    labels = torch.tensor([label for _, label in train], device=model.device)
+    return ood.detect(*found[:2], found[2][1], labels)
+
+
+def judge_unseen(model, rows, trial, run):
+    """unseen_scores at the end of a trial: said, kept for its table, and in its row of metrics."""
+    run.values["ood"] = found = unseen_scores(model, *rows)
+    run.progress["ood"].append(found)
+    say_unseen(f"mode {trial.mode}, seed {trial.seed}, ", [found])
+
+
+def say_unseen(what, runs):
+    """A line for each detector: its scores in a run, or mean ± deviation and best of several."""
+    for name in runs[0]:
+        say("ood", f"{what}{name}: {mean_and_spread([found[name] for found in runs])}")
+
+
 def mean_and_spread(runs):
     """One line: the scores of a run, or of several mean ± deviation and best."""
     columns = {metric: [scores[metric] for scores in runs] for metric in runs[0]}
     if len(runs) == 1:
         return ", ".join(f"{metric} {x[0]:.2f}" for metric, x in columns.items())
-    return "; ".join(f"{metric} {np.mean(x):.2f} ± {np.std(x, ddof=1):.2f}, best {max(x):.2f}"
+    best = {metric: min(x) if metric == "FPR95" else max(x) for metric, x in columns.items()}
+    return "; ".join(f"{metric} {np.mean(x):.2f} ± {np.std(x, ddof=1):.2f}, best {best[metric]:.2f}"
                      for metric, x in columns.items())
 
 
@@ -140,9 +227,35 @@ def score(args, script, load_data):
     args.labels = [] if regression else [config.id2label[i] for i in range(config.num_labels)]
     longest = min(args.max_length, longest_input(model.base_model, tokenizer))
     held_out = [load_data(path, args)] if path else []
+    unseen, contrast = load_unseen(args), load_contrast_set(args, load_data)
+    train = load_data(args.data, args) if unseen and args.data else []
     held_out = [tokenise_texts(rows, model.to(run.device), longest)[0]
-                for rows in held_out + load_contrast_set(args, load_data)]
+                for rows in (*held_out, *contrast, unseen, train)]
+    *held_out, unseen, train = held_out
     if path:
-        say("test", f"{mean_and_spread([evaluate(model, held_out.pop(0), args)])}  {path}")
-    if held_out:
-        say("test", f"{mean_and_spread([contrast_scores(model, *held_out)])}  {' '.join(args.contrast_set)}")
+        say("test", f"{mean_and_spread([evaluate(model, held_out[0], args)])}  {path}")
+    if contrast:
+        found = mean_and_spread([contrast_scores(model, *held_out[-2:])])
+        say("test", f"{found}  {' '.join(args.contrast_set)}")
+    if unseen:
+        if not train:
+            say("note", "--ood: local outlier factor and Mahalanobis want the training rows, in --data")
+        say_unseen("", [unseen_scores(model, train, held_out[0], unseen)])
+
+
+def save(model, trial, run):
+    """The classifier as transformers reads it."""
+    if run.rank:
+        return
+    with new_files(run) as aside:
+        model.save_pretrained(aside)
+        save_tokenizer(model.tokenizer, aside)
+        text = (f"{trial.task.capitalize()} of text, mode {trial.mode}. "
+                'A pair is {"text": ..., "text_pair": ...}.')
+        card = model_card(run, "text-classification", ["transformers"], text, load_line(run))
+        (aside / "README.md").write_text(card, encoding="utf-8")
+
+
+def load_line(run):
+    """How others load the folder."""
+    return f'pipeline("text-classification", "{run.args.out}")'

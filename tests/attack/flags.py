@@ -12,13 +12,23 @@ NUMBERS = ["x", "nan", "inf", "-1", "0", "1e30", "1" + "0" * 12, str(2**63), "",
            "٣", "1e400", "-0.0", "1e-320", "1.5"]
 NAMES = ["none/such", "", "a\nb", "\udcff", "b" * 5000, "-", "~", "/dev/null", "/proc/self/mem"]
 CHOICES = ["x", "", "CLS", "a\nb", "\x1b[2J", "b" * 5000, "\udcff", "paper,code"]
-BESIDE = {"--study": "--dev sts.tsv", "--contrast-set": "topics.tsv"}      # without which it is not read
+BESIDE = {"--study": "--dev sts.tsv", "--contrast-set": "topics.tsv",      # without which it is not read
+          "--ood": "--dev topics.tsv"}
 TOGETHER = {
     "simcse": """--evaluate --resume, --head keep new, --head keep train-only, --columns 1 1 1, --columns 9,
         --prompt a b c d, --pooling last --head keep, --resume --out none, --batch-size 1, --batch-size 25,
         --chunk-size 1 --mlm-weight 1, --da few.csv, --test --dev, -1, --, few.csv, --no-such 1, --lr=--lr,
         --lr, --lr 1e18 --steps 3, --evaluate --model scratch --dev sts.tsv,
-        --temperature 1e-4 --lr 1, --resume=x""",
+        --temperature 1e-4 --lr 1, --resume=x, --views blur, --views dropout, --views spans,
+        --columns 1 --views spans, --columns 1 --views spans --spans 99999999999 1, --spans 1, --spans 0 1,
+        --views crop delete shuffle, --columns 1 --views crop delete --view-rates 0.99 0,
+        --view-rates 0.5 0.5 0.5 --views token_cutoff feature_cutoff embedding_dropout, --view-rates nan 0 0,
+        --columns 1 --views token_cutoff embedding_dropout --view-rates 0.999 0.999, --wordnet few.csv,
+        --columns 1 --views synonym dropout --wordnet bert, --adversarial 1e18 --steps 3, --adversarial 0.1,
+        --columns 1 --adversarial 1, --objective ranking, --objective ranking --columns 1 2,
+        --objective ranking --margin 1e18 --lr 1e18 --steps 3, --objective nt-xent, --objective x,
+        --objective nt-xent --columns 1 2 --batch-size 1, --recipe nope, --recipe consert --steps 1,
+        --recipe declutr --columns 1, --objective nt-xent --ignore-equal --columns 1 2""",
     "simclr": """--dev few.txt, --crop 2, --width 100000000000, --profile --resume,
         --batch-size 24 --chunk-size 1, --batch-size 1 --head-layers 3, --evaluate --model resnet-18,
         --size 0, --size 100000, --size 1, --workers -1, --workers 0, --skip-damaged, --recipe nope,
@@ -51,7 +61,12 @@ TOGETHER = {
         --task regression, --child none --mode D, --rdrop 1 --form code, --text sentence sentence,
         --label none,
         --evaluate --model bert --dev topics.tsv, --fisher-samples 100000000000 --mode D,
-        --lr 1e18 --steps 3"""}
+        --lr 1e18 --steps 3, --supcon 2, --supcon 1 --rdrop 1, --supcon 1e-30, --supcon 1 --temperature 1e-4,
+        --supcon 1 --task regression, --ood-epochs 1 --task regression, --ood-epochs 1 --supcon 0.5,
+        --ood-epochs 1 --adversarial 1e18, --ood-epochs 1 --adversarial 0 --temperature 1e-4 --form code,
+        --ood topics.tsv, --ood none --dev topics.tsv, --ood few.txt --dev topics.tsv --seeds 2,
+        --ood few.csv --dev topics.tsv, --ood documents.txt --dev topics.tsv --evaluate --model bert,
+        --ood few.txt --dev topics.tsv --lr 1e18 --steps 3"""}
 
 
 def cases():

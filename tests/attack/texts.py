@@ -164,6 +164,7 @@ READERS = [*((script, "--data") for script in (*HEADERS, "tacl")), ("simcse", "-
            ("dclr", "--transfer"), ("selfguided", "--cluster"), ("ease", "--entity-vectors"),
            ("tacl", "--dev"),
            ("cline", "--wordnet"), ("childtuning", "--dev"), ("childtuning", "--contrast-set", "topics.tsv"),
+           ("childtuning", "--dev=topics.tsv", "--ood"),
            ("simcse", "--evaluate", "--test")]
 
 
