@@ -42,9 +42,11 @@ GRID = {
              "clip_loss": ["1024x1024x768", "65536x65536x768"],
              "info_nce": ["64x64x768", "1024x1024x768", "65536x65536x768"],
              "queue_loss": ["256x65536x128", "4096x65536x128"],
-             "linear_cross_entropy": ["8192x128256x4096"]},
+             "linear_cross_entropy": ["8192x128256x4096"],
+             "sigmoid_loss": ["65536x65536x768"], "sup_con_loss": ["65536x65536x768"]},
     "cpu": {"nt_xent": ["256x256x128", "4096x4096x128"], "clip_loss": ["4096x4096x768"],
-            "info_nce": ["256x256x128", "4096x4096x768", "16384x16384x768"], "queue_loss": ["256x65536x128"]}}
+            "info_nce": ["256x256x128", "4096x4096x768", "16384x16384x768"], "queue_loss": ["256x65536x128"],
+            "sigmoid_loss": ["16384x16384x768"], "sup_con_loss": ["16384x16384x768"]}}
 
 
 def measure(loss, size, dtype, impl, device, repeat, trained, peak, folder):

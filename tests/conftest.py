@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 multiprocessing.set_forkserver_preload(["simcse"])  # a test's processes are forks of one that imported all
-ON_THE_GPU = "test_kernels test_operations test_fuzz test_losses test_chunks test_compile".split()
+ON_THE_GPU = """test_kernels test_operations test_fuzz test_extremes test_losses test_pair_losses test_chunks
+    test_compile""".split()
 
 
 def pytest_configure(config):

@@ -7,6 +7,7 @@ import torch
 
 from kernels import margin_loss, sigmoid_loss, sup_con_loss, triplet_loss
 from running import Memory
+from test_kernels import DEVICE
 from test_losses import agree, both_impls, points
 
 softplus = lambda x: torch.logaddexp(x, torch.zeros_like(x))
@@ -51,7 +52,7 @@ def test_it_is_noise_contrastive_estimation():
 @pytest.mark.parametrize("impl, dtype", [("blockwise", torch.float64), ("triton", torch.float32)])
 def test_shares_of_ranks_are_the_whole(impl, dtype):
     """Gradients of keys, τ and b add up; numbers and tensors are the same to the bit."""
-    q, k, *scalars = (x.to(dtype) for x in (points(7, 6, 5), points(7, 6, 6), *numbers(0.2, -3.0)))
+    q, k, *scalars = (x.to(DEVICE, dtype) for x in (points(7, 6, 5), points(7, 6, 6), *numbers(0.2, -3.0)))
     found = []
     for cuts in ((0, 7), (0, 1, 3, 7)):
         x = [y.clone().requires_grad_() for y in (q, k, *scalars)]
@@ -67,7 +68,8 @@ def test_shares_of_ranks_are_the_whole(impl, dtype):
 @pytest.mark.parametrize("needed", range(16))
 def test_only_what_is_asked_for(impl, needed):
     """Any of the four gradients alone, and none of them."""
-    x = [points(5, 6, 7).float(), points(8, 6, 8).float(), torch.tensor(0.2), torch.tensor(-1.0)]
+    x = points(5, 6, 7).float(), points(8, 6, 8).float(), torch.tensor(0.2), torch.tensor(-1.0)
+    x = [y.to(DEVICE) for y in x]
     leaves = [y.clone().requires_grad_() for y in x]
     wanted = torch.autograd.grad(sigmoid_loss(*leaves, impl="eager"), leaves)
     asked = [y.requires_grad_(bool(needed >> i & 1)) for i, y in enumerate(x)]
@@ -84,7 +86,7 @@ def test_only_what_is_asked_for(impl, needed):
 @pytest.mark.parametrize("bias, scale", [(-18.0, 1e9), (30.0, 1.0)])
 def test_a_weight_of_float16_neither_vanishes_nor_overflows(bias, scale):
     """Of e⁻¹⁸, which float16 has not, and of 1, by the keys that are nobody's positive."""
-    q, k, found = points(40, 8, 9).half(), points(50, 8, 10).half(), []
+    q, k, found = points(40, 8, 9).to(DEVICE).half(), points(50, 8, 10).to(DEVICE).half(), []
     for impl, kind in (("eager", torch.float64), ("triton", torch.float16)):
         keys = k.to(kind).requires_grad_()
         gradient, = torch.autograd.grad(scale * sigmoid_loss(q.to(kind), keys, 4.0, bias, impl=impl), keys)
