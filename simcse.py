@@ -144,7 +144,7 @@ def compute_loss(model, batch, rows, args, ids=None):
     on. ids: of the texts of all keys of the global batch, with --ignore-equal."""
     z1, *keys = model(batch).chunk(args.count)
     if args.views == ["spans"]:
-        keys = [torch.stack(keys).mean(0)]
+        keys, batch = [torch.stack(keys).mean(0)], anchors_of(batch, len(z1))
     if args.objective == "ranking":
         scores = torch.stack([F.cosine_similarity(z1, z, dim=1) for z in keys], 1)
         loss = ranking_loss(scores[:, 1:], scores[:, 0], args.margin, args.form)
@@ -153,7 +153,7 @@ def compute_loss(model, batch, rows, args, ids=None):
     loss = loss * (len(z1) / (rows * args.anchors))
     values = {"loss": loss.detach()}
     if model.lm is not None:
-        mlm = masked_lm_loss(model, anchors_of(batch, len(z1)) if args.anchors > 1 else batch, args.impl)
+        mlm = masked_lm_loss(model, batch, args.impl)
         loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
     return loss, values
 

@@ -16,6 +16,8 @@ from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, in_processes, read, 
 from test_families import DECODERS, ENCODERS, small_model
 from test_losses import agree, cosine, points
 
+ONE = torch.ones(())
+
 # ── word embeddings ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -156,7 +158,7 @@ def test_spans(bert):
     assert views.kept == [1, 2, 3]
     places = np.arange(1000, 4000, dtype=np.int32)             # a document whose tokens are their places
     whole = np.concatenate([[model.tokenizer.cls_token_id], places, [model.tokenizer.sep_token_id]])
-    lengths = {0: [], 1: []}
+    lengths, before, behind = {0: [], 1: []}, [], []
     for seed in range(300):
         anchors, *positives = views.spans([whole], random.Random(seed))
         assert [len(view) for view in (anchors, *positives)] == [2] * 4
@@ -168,9 +170,12 @@ def test_spans(bert):
                 assert list(row[1:-1]) == list(range(row[1], row[1] + len(row) - 2))
                 assert row[1] <= anchor[-2] + 3 and row[-2] >= anchor[1] - 3   # up to two were cut off
                 lengths[view is not anchors].append(len(row) - 2)
+                before.append(row[1] < anchor[1])
+                behind.append(row[-2] > anchor[-2])
     for kind, mean in (0, 2 / 3), (1, 1 / 3):
         found = torch.tensor(lengths[kind]).double()
         assert found.min() >= 32 and abs(found.mean() - (32 + mean * 32 - 0.5)) < 0.7
+    assert 0.2 < np.mean(before) < 0.5 and 0.2 < np.mean(behind) < 0.5         # an anchor itself is neither
 
 
 def test_masked_lm_of_documents_reads_anchors_alone(bert):
@@ -238,15 +243,22 @@ def test_ranking_of_columns(form, tmp_path, bert):
     assert step["loss"] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_spans_are_averaged_and_others_of_a_document_are_negatives(tmp_path, bert, monkeypatch):
-    """Two anchors of a document, three positives each: NT-Xent over anchors and mean positives."""
+@pytest.mark.parametrize("anchors", [1, 2])
+def test_spans_are_averaged_and_others_of_a_document_are_negatives(anchors, tmp_path, bert, monkeypatch):
+    """Eight anchors, three positives each: NT-Xent over anchors and mean positives; the masked LM reads the
+    anchors."""
     spans = [[row[0] for row in SENTENCES[start : start + 8]] for start in (0, 8, 16, 24)]
     tokenizer = AutoTokenizer.from_pretrained(bert)
     cut = lambda self, documents, draw: [tokenise(view, tokenizer, 512)[0] for view in spans]
     monkeypatch.setattr(TextViews, "spans", cut)
-    flags = "--views spans --spans 2 3 --objective nt-xent --steps 1 --batch-size 4 --max-length 8".split()
-    result = run_text("simcse", tmp_path, [["abc " * 20]] * 5, "--model", bert, "--pooling", "avg", *flags)
-    assert result.said["spans"].startswith("5 of 5 documents have 32 tokens")
+    batches = []
+    monkeypatch.setattr(simcse, "masked_lm_loss", lambda model, batch, impl: batches.append(batch) or 0 * ONE)
+    flags = "--views spans --objective nt-xent --steps 1 --max-length 8 --pooling avg --mlm-weight 1".split()
+    flags += ["--spans", anchors, 3, "--batch-size", 8 // anchors]
+    result = run_text("simcse", tmp_path, [["abc " * 20]] * 9, "--model", bert, *flags)
+    assert result.said["spans"].startswith(f"9 of 9 documents have {16 * anchors} tokens")
+    seen = [ids[mask.bool()].tolist() for group in batches[0] for _, ids, mask in zip(*group)]
+    assert sorted(seen) == sorted([*ids] for ids in cut(None, None, None)[0])
     anchors, *positives = [read(bert, view, "avg").double() for view in spans]
     z = F.normalize(torch.cat([anchors, torch.stack(positives).mean(0)]), dim=1)
     logits = (z @ z.T / 0.05).fill_diagonal_(-torch.inf)
