@@ -25,6 +25,7 @@ def test_batches():
         assert sorted(sum(epoch, [])) == list(range(23))
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != order(6, seed=4)
     assert all(order(5, skip) == run[skip : skip + 5] for skip in range(13))
+    assert order(18, rows=[*range(100, 123)]) == [[100 + i for i in batch] for batch in run]
 
 
 @pytest.mark.parametrize("rows", [24, 25, 23])
