@@ -110,7 +110,9 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, impl="auto"):
 def as_multiplied(x, temperature, products):
     """x as wide as temperature, rounded as what the operations multiply, though its gradient is not; to be
     multiplied and summed, as autocast would take vecdot in half."""
-    rounded = x.detach().to(products or x.dtype).to(temperature.dtype)
+    if products is None:
+        return x.to(temperature.dtype)
+    rounded = x.detach().to(products).to(temperature.dtype)
     return x.to(rounded.dtype) + (rounded - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
 
 

@@ -309,7 +309,8 @@ def two_sided(q, k, temperature, rule, reference, loss):
     triangle = k is None
     k, n = q if triangle else k, len(q)
     sums = torch.zeros(1 if triangle else 2, 2, n, dtype=torch.float32, device=q.device)
-    totals, positive = sums[:, 1], sums.new_empty(n) if loss else None
+    # without a loss nobody reads them; but a branch that stores nothing is no branch, and spills
+    totals, positive = sums[:, 1], sums.new_empty(n) if loss or rule.exclude != "none" else None
     blocks = sums_sizes(q, rule)
     assert not triangle or blocks["BLOCK_M"] % blocks["BLOCK_N"] == 0, "columns end on the diagonal"
     pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)

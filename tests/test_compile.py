@@ -26,7 +26,8 @@ DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("
 # what fills registers or shared memory on some chip, and each kernel on each tensor core
 TIGHT = {
     ("bfloat16", "high"): ["sums 128 one set", "rows 256 within", "rows 128 one set", "rows 768 one side",
-                           "keys 128 within", "blocks 256 two sides", "one pass 256 one side", "sigmoid 256"],
+                           "keys 128 within", "blocks 256 two sides", "one pass 256 one side", "sigmoid 256",
+                           "sums 256 lse diagonal"],
     ("bfloat16", "highest"): ["rows 256 all", "keys 128 all", "top 64 of 256 all"],
     ("float32", "high"): ["sums 256 one side", "one pass 256 one side", "one pass 256 targets",
                           "sigmoid 256"],
@@ -80,6 +81,9 @@ def launches(name, precision):
             continue
         diagonal, pair = make_rule(q, square, False, "diagonal"), make_rule(q, q, True, "pair")
         targets = make_rule(q, square, False)._replace(exclude="target", row_ids=ids[0])
+        for title in ("none", "diagonal", "pair") if d != 64 or half else ():
+            of_one_set = make_rule(q, q, True, None if title == "none" else title)
+            yield f"sums {d} lse {title}", lambda: lse_forward.log_sums(q, None, t, of_one_set)
         for title, needed in (("", True), (", no gradient", False)) if d == 256 else ():
             pairs = q, square, t, t, diagonal, *[needed] * 4, q.dtype
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
