@@ -146,9 +146,10 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, imp
     source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
     """
     check_rows(z=(z, "N V D"), labels=(labels, "N", int))
-    n, views, d = z.shape
+    (n, views, d), is_base = z.shape, base_temperature is temperature          # then their gradients cancel
     z, _, temperature, products = check_inputs(z.flatten(0, 1), None, temperature, names=("z", "z"))
-    scale = temperature / check_temperature(base_temperature, temperature.dtype, z.device, "base_temperature")
+    base = check_temperature(base_temperature, temperature.dtype, z.device, "base_temperature")
+    scale = 1 if is_base else temperature / base
     impl, labels = choose_impl(impl, z), torch.arange(n, device=z.device) if labels is None else labels
     if impl == "eager":
         z, = in_dtype(products, z)

@@ -129,6 +129,16 @@ def test_sup_con_loss_of_large_logits_has_no_common_exponential():
           tolerance=1e-9)
 
 
+def test_one_tensor_for_both_temperatures_is_no_factor():
+    """Of nearly equal rows the loss hardly depends on τ: to the last digit of what does not cancel."""
+    z, t = points(1, 8, 24) + 1e-4 * points(40, 8, 25), torch.tensor(200.0, requires_grad=True)
+    z = torch.nn.functional.normalize(z, dim=1).view(20, 2, 8)
+    exact = t.detach().double().requires_grad_()
+    wanted, = torch.autograd.grad(sup_con_loss(z, None, exact, exact, impl="eager"), exact)
+    found, = torch.autograd.grad(sup_con_loss(z.float(), None, t, t), t)
+    assert abs(found - wanted) < 1e-6 / 200**2
+
+
 @pytest.mark.parametrize("loss", ["sigmoid", "sup_con"])
 def test_a_seventh_of_eagers_memory(loss):
     """Forward and backward, at 3,000 rows; more rows, fewer parts."""
