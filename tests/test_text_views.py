@@ -313,6 +313,19 @@ def test_noise_is_along_the_gradient(chunk, bert):
     assert loss(1) > loss(0.1) > loss(0) > loss(-0.1)
 
 
+def test_noise_moves_with_its_token(bert):
+    views, model = make(bert, ["shuffle", "dropout"])
+    rows, _ = tokenise([row[0] for row in NLI[:4]], model.tokenizer, 64)
+    (places, ids, mask), = model.batch(rows)
+    words = model.encoder.get_input_embeddings()
+    step = torch.randn(*ids.shape, 32) * mask[:, :, None]
+    with views.alter(mask, places // 4, step):
+        found = words(ids)
+    lengths = [(x.norm(dim=2) * mask).sort(1)[0] for x in (found, words(ids) + step)]
+    torch.testing.assert_close(*lengths)
+    assert not torch.equal(found, words(ids) + step)
+
+
 @pytest.mark.parametrize("flags", ["--views embedding_dropout shuffle shuffle", "--adversarial 0.5"])
 def test_chunks_are_the_whole_step(flags, tmp_path, monkeypatch):
     """What was drawn, and the noise, is there again when backward embeds anew."""

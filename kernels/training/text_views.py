@@ -78,13 +78,15 @@ class TextViews:
     # ── word embeddings ─────────────────────────────────────────────────────────────────────────────────────
 
     def alter(self, mask, view, step=0.0):
-        """A context in which the encoder's word embeddings (n, L, D) are their view's (n,), a step away."""
+        """A context in which the encoder's word embeddings (n, L, D) are a step away, and as their view has
+        them; view (n,)."""
         encoder, context, orders = self.model.encoder, ExitStack(), []
 
         def change(x):
             if x.shape[:2] != mask.shape:
                 fail(f"--views, --adversarial: {type(encoder).__name__} has no word embeddings that it reads "
                      "once, a row a text; wanted a model like BERT", every_rank=True)
+            x = x + step                                       # a token takes its own along
             for number, (name, rate) in enumerate(self.views):
                 rows = (view == number).nonzero()[:, 0] if name in EMBEDDINGS else ()
                 if len(rows) and name == "shuffle":
@@ -94,7 +96,7 @@ class TextViews:
                     x = reordered(x, order)
                 elif len(rows):
                     x = x.index_put((rows,), zeroed(x[rows], mask[rows].bool(), name, rate))
-            return x + step
+            return x
 
         def in_place(_, __, output):
             for order in orders:                               # pooling may look for the first or last token
