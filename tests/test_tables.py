@@ -286,9 +286,9 @@ def test_data_that_change_before_training(here, capfd, monkeypatch):
     """All later rows would be another's positives."""
     tokenise = simcse.tokenise_table
 
-    def late(*args):
+    def late(*args, **more):
         Path("good.csv").write_text(GOOD.replace("It runs.\n", "It runs.\nThe end.\n"))
-        return tokenise(*args)
+        return tokenise(*args, **more)
 
     monkeypatch.setattr(simcse, "tokenise_table", late)
     with pytest.raises(SystemExit) as end:
