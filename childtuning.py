@@ -62,7 +62,7 @@ def make_parser():
     add("--fisher-clip", type=at_least(0), help="a tensor's largest norm; default 0: any (paper), code 1")
     add("--child", help="what D's weights have in their names; default all but the head (paper), code layer")
     add("--rdrop", type=at_least(0), help="α of R-Drop; default off; GLUE: 0.1 to 1 (its paper; form paper)")
-    add("--supcon", type=at_least(0), default=0.0, help="λ of SCL, up to 1; default 0; 0.1 to 1 (paper)")
+    add("--supcon", type=at_least(0), default=0.0, help="λ, the share of SCL, up to 1; default 0: none")
     add("--ood-epochs", type=at_least(0, int), default=0, help="that come first; default 0, released code 20")
     common("--adversarial", 0.1, "0.1 (released code)")
     common("--temperature", said="0.3 for --supcon, 0.1 for --ood-epochs (released code)")
@@ -203,7 +203,8 @@ def compute_loss(model, batch, rows, args):
     """This rank's part of the task's loss of a batch of `rows` rows, with --rdrop of two passes."""
     inputs, labels = batch
     share = len(labels) / rows
-    logits, vectors = zip(*(classify_vectors(model, inputs) for _ in range(1 if args.rdrop is None else 2)))
+    read = classify_vectors if args.supcon else lambda *x: (classify(*x), None)
+    logits, vectors = zip(*(read(model, inputs) for _ in range(1 if args.rdrop is None else 2)))
     if args.rdrop is None:
         loss = task_loss(*logits, labels)
     else:

@@ -2,6 +2,7 @@
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -289,3 +290,16 @@ def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
                        "e.tsv": "label\tsentence\nx\tA\nx\t \n"}.items():
         Path(name).write_text(text)
     refuse("childtuning", capfd, wanted, *f"--data a.tsv --model scratch --batch-size 2 {flags}".split())
+
+
+def test_who_asks_for_no_vector_needs_no_linear_layer(tmp_path, monkeypatch):
+    """Training, Fisher information and scores by --dev read logits alone."""
+    monkeypatch.setattr(labels, "classify_vectors", None)
+    monkeypatch.setattr(childtuning, "classify_vectors", None)
+    data = ["--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv", "--model", "scratch"]
+    result = tune(tmp_path / "out", *data, "--steps", 1, "--fisher-samples", 2)
+    assert "dev_accuracy" in result.steps[0]
+    model = SimpleNamespace(modules=lambda: [], config=SimpleNamespace(num_labels=8))
+    monkeypatch.undo()
+    with pytest.raises(Fault, match="has no linear layer of 8 labels"):
+        labels.classify_vectors(model, {})

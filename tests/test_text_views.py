@@ -1,11 +1,13 @@
 """Views beyond dropout (--views), what is done with their similarities (--objective), and their recipes."""
 import random
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer
 
 import simcse
@@ -149,11 +151,15 @@ class Documents(list):
         return ((f"line {i + 1}", [text]) for i, text in enumerate(super().__iter__()))
 
 
-def test_spans(bert):
+def test_spans(bert, tmp_path):
     """Lengths of Beta(4, 2) and Beta(2, 4); anchors of a document in cells that are not neighbours; positives
     overlap or touch theirs; special tokens at the ends of each; short documents are counted."""
     documents = Documents(" ".join(random.Random(n).choices("abcdef", k=n)) for n in (255, 256, 700, 3000))
-    views, model = make(bert, ["spans"], anchors=2, spans=[2, 3], count=4, max_length=64, batch_size=3,
+    folder = shutil.copytree(bert, tmp_path / "padding")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_padding(length=20)                          # as sentence-transformers' MiniLM has
+    backend.save(str(folder / "tokenizer.json"))
+    views, model = make(folder, ["spans"], anchors=2, spans=[2, 3], count=4, max_length=64, batch_size=3,
                         table=documents, data=[["a"]])
     assert views.kept == [1, 2, 3]
     places = np.arange(1000, 4000, dtype=np.int32)             # a document whose tokens are their places

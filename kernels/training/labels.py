@@ -84,6 +84,9 @@ def classify_vectors(model, inputs):
         logits = classify(model, inputs)
     finally:
         hook.remove()
+    if len(seen) != 1:
+        fail(f"{type(model).__name__} does not read a text's vector by its last linear layer of "
+             f"{model.config.num_labels} labels; take another --model", every_rank=True)
     vectors, = seen
     if vectors.dim() == 3:                                     # GPT-2's of all tokens: the last real one's
         last = (torch.arange(1, vectors.shape[1] + 1, device=model.device) * mask_of(inputs)).argmax(1)
@@ -108,12 +111,12 @@ def confusion_scores(truth, said, labels):
 
 
 @torch.no_grad()
-def read(model, rows):
-    """((n, labels) logits, (n, H) vectors) of the rows, float32, in their order, without dropout."""
+def read(model, rows, forward):
+    """What forward(model, inputs) gives, a tuple of tensors, of all rows, in their order, without dropout."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))           # little padding
     parts = ([rows[i] for i in order[start : start + 128]] for start in range(0, len(rows), 128))
-    found = zip(*(classify_vectors(model, make_batch(part, model)[0]) for part in parts))
+    found = zip(*(forward(model, make_batch(part, model)[0]) for part in parts))
     found = [torch.cat(x).cpu() for x in found]
     model.train()
     return [torch.empty_like(x).index_copy_(0, torch.tensor(order), x) for x in found]
@@ -121,7 +124,7 @@ def read(model, rows):
 
 def predict(model, rows):
     """(n, labels) float32 logits of the rows."""
-    return read(model, rows)[0]
+    return read(model, rows, lambda *x: (classify(*x),))[0]
 
 
 def evaluate(model, rows, args):
@@ -182,7 +185,8 @@ def load_unseen(args):
 def unseen_scores(model, train, dev, unseen):
     """{detector: {"AUROC", "FPR95", "F1"}} in percent, see module ood; without training rows of the maximum
     softmax alone."""
-    found = [[x.to(model.device) for x in read(model, rows)] for rows in (dev, unseen, train) if rows]
+    found = [[x.to(model.device) for x in read(model, rows, classify_vectors)]
+             for rows in (dev, unseen, train) if rows]
     if not all(x.isfinite().all() for part in found for x in part):
         say("note", "--ood: logits or vectors hold NaN or infinity, which count as 0")
         found = [[x.nan_to_num(0, 0, 0) for x in part] for part in found]

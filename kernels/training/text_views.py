@@ -122,6 +122,7 @@ class TextViews:
 
     def find_documents(self, table):
         """Keeps documents with room for anchors, none beside another, in cells of --max-length tokens."""
+        self.model.tokenizer.backend_tokenizer.no_padding()    # a folder's own may have some
         added = self.model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
         self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
         need, lengths = 2 * self.args.anchors * self.longest, []
