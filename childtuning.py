@@ -42,7 +42,7 @@ mean of both CE, and KL summed over the batch, so that α is comparable under on
 ood_contrastive_loss. Departures from both: processes share their draws (F) and Fisher information (D), where
 each had its own; a step whose gradient is not finite is skipped; Zeng et al. had a GRU on frozen embeddings.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, is_first_rank, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, ratio, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -62,11 +62,11 @@ def make_parser():
     add("--fisher-clip", type=at_least(0), help="a tensor's largest norm; default 0: any (paper), code 1")
     add("--child", help="what D's weights have in their names; default all but the head (paper), code layer")
     add("--rdrop", type=at_least(0), help="α of R-Drop; default off; GLUE: 0.1 to 1 (its paper; form paper)")
-    add("--supcon", type=at_least(0), default=0.0, help="λ, the share of SCL, up to 1; default 0: none")
+    add("--supcon", type=ratio, default=0.0, help="λ, the share of SCL; default 0: none")
     add("--ood-epochs", type=at_least(0, int), default=0, help="that come first; default 0, released code 20")
     common("--adversarial", 0.1, "0.1 (released code)")
     common("--temperature", said="0.3 for --supcon, 0.1 for --ood-epochs (released code)")
-    add("--warmup-share", type=at_least(0), help="of steps with a rising rate; default 0.1 (paper), code 0")
+    add("--warmup-share", type=ratio, help="of steps with a rising rate; default 0.1 (paper), code 0")
     common("--weight-decay", 0.01, "0.01, biases and norms 0 (released script)")
     add("--text", nargs="+", help="the columns of text, one or two; default see above")
     add("--label", help="the column of labels; default see above")
@@ -102,7 +102,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tqdm import tqdm  # comes with transformers
 from transformers import AutoModelForSequenceClassification
 
 from kernels import check_rows, gather_rows, own_rows, sup_con_loss
@@ -167,8 +166,6 @@ def decide_flags(labels, args):
         fail(f"--metric {args.metric}: this is {args.task}, wanted {', '.join(METRICS[args.task])}")
     if args.task == "regression" and (args.supcon or args.ood_epochs):
         fail("--supcon and --ood-epochs: this is regression, wanted classes")
-    if args.supcon > 1:
-        fail(f"--supcon {args.supcon}: wanted a share from 0 to 1")
     if not 0 < args.reserve_p <= 1:
         fail(f"--reserve-p {args.reserve_p}: wanted a share above 0, up to 1")
 
@@ -226,7 +223,7 @@ def compute_ood_loss(model, batch, rows, args):
         lambda found: F.cross_entropy(found[0], labels, reduction="sum"))
     gathered = [gather_rows(x, rows) for x in (z, z_adv, labels)]
     loss = ood_contrastive_loss(*gathered, args.temperature or 0.1, args.form) * (len(labels) / rows)
-    loss = loss + 0 * logits.sum()  # the classifier's gradient: zeros, as they are summed over ranks
+    loss = loss + 0 * logits.sum()  # the classifier's gradient is zeros, as sum_gradients makes it of None
     return loss, {"loss": loss.detach()}
 
 
@@ -489,8 +486,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     fisher = {name: torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
               for name, w in weights.items()}
     used = left_out = 0
-    shown = None if is_first_rank() else True                  # a bar on a terminal only
-    for batch in tqdm(batches, "Fisher information", leave=False, disable=shown):
+    for batch in progress(batches, "Fisher information"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
         gradients = [gradient.to(fisher[name].dtype) for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
@@ -638,6 +634,8 @@ def main(argv=None):
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
     say("trials", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
                   f"{total:,} steps each" + f", the first {contrastive:,} contrastive" * (contrastive > 0))
+    loss_of, first = compute_ood_loss if contrastive else compute_loss, make_batch(rows[:1], model)
+    labels.try_out(args.model, lambda: loss_of(model, first, run.world, args))
     optimizer = make_optimizer(model, trials[0])
     run.progress |= {"skipped": 0, "scores": []} | ({"ood": []} if args.ood else {})
     run.begin(model, optimizer, total * len(trials))

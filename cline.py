@@ -33,7 +33,7 @@ the tokens of all GPUs. --form code brings back what else differs: the vector is
 logistic losses of mean products; RTD has three classes, a deeper head, and scores only words that could have
 been replaced; rates, batch, length and steps are those of its script, which starts from random weights.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, is_first_rank, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, ratio, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -45,8 +45,8 @@ def make_parser():
     common("--form", "paper")
     add("--wordnet", help="folder of a WordNet database (data.noun and so on), for texts")
     add("--tagger", help="a spaCy model, or lexicon: WordNet; default en_core_web_sm, without spaCy lexicon")
-    add("--synonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.4 (paper), code 0.5")
-    add("--antonym-rate", type=at_least(0), help="of a text's words, replaced; default 0.2 (paper), code 0.5")
+    add("--synonym-rate", type=ratio, help="of a text's words, replaced; default 0.4 (paper), code 0.5")
+    add("--antonym-rate", type=ratio, help="of a text's words, replaced; default 0.2 (paper), code 0.5")
     add("--save-triples", help="a .csv to write the texts to; --data reads it")
     add("--held-out", type=at_least(0, int), help="last rows, to evaluate on; default a 20th, at most 1000")
     common("--warmup-steps", said="a 60th (paper), code a 100th, scratch a 10th of all")
@@ -82,7 +82,6 @@ import difflib
 import os
 import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -90,7 +89,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers import AutoModelForMaskedLM
 
 from kernels import own_rows
@@ -164,8 +162,7 @@ def make_triples(texts, wordnet, args):
     """[(original, synonym text, antonym text, labels, labels)], labels as of replace_words."""
     tagger, draw, triples, words, replaced = load_tagger(args), random.Random(args.seed), [], 0, Counter()
     rates = dict(synonym=args.synonym_rate, antonym=args.antonym_rate)
-    bar = tqdm(texts, "triples", disable=not sys.stderr.isatty() or not is_first_rank(), leave=False)
-    for text, tagged in zip(bar, tag_words(texts, tagger, wordnet)):
+    for text, tagged in zip(progress(texts, "triples"), tag_words(texts, tagger, wordnet)):
         sides = (replace_words(text, tagged, KINDS[side], rates[side], wordnet, draw) for side in KINDS)
         new, labels = zip(*sides)
         triples.append((text, *new, *labels))

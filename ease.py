@@ -36,7 +36,7 @@ and the run fails; the best checkpoint is kept, there the last one. --form code 
 W with a bias and a tanh, w = 1, negatives from 8 rows instead of the batch, equal entities as negatives, hard
 negatives drawn once instead of each epoch.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,7 +104,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from kernels import check_rows, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
@@ -206,7 +205,7 @@ def load_vectors(path, titles):
     unpack = {".gz": gzip.open, ".bz2": bz2.open}.get(Path(path).suffix, open)
     try:
         with opened(path, unpack) as file:
-            bar = tqdm(pieces(file), "vectors", unit=" lines", leave=False, disable=None)
+            bar = progress(pieces(file), "vectors", unit=" lines")
             for line, text in enumerate(bar, 1):
                 if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):  # word2vec's header: rows, columns
                     continue

@@ -31,7 +31,7 @@ Expected, of the three commands:
 Departures from the released code: one GPU does; the blur is a plain Gaussian instead of Pillow's three boxes.
 The copy follows before the next keys are encoded, and the learning rate falls once an epoch, as there.
 """
-from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, say
+from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
 from kernels.training.recipes import Recipe, say_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -59,16 +59,16 @@ def make_parser():
     add("--v1", action="store_true", help="linear head, τ 0.07, other colours, no blur, rate in steps")
     add("--queue", type=at_least(1, int),
         help="K, keys that wait as negatives; default 65536, pictures up to 32 px 4096 (paper, demo)")
-    add("--momentum", type=at_least(0),
+    add("--momentum", type=ratio,
         help="m, of the key encoder; default 0.999, pictures up to 32 px 0.99 (paper, demo)")
     add("--symmetric", action="store_true", help="a view is query and key once; both losses add up (demo)")
     add("--bn-splits", type=at_least(1, int), default=8,
         help="parts of a batch with statistics of their own, over all GPUs; default 8 (paper)")
     add("--head-layers", type=int, choices=(1, 2), help="of the projection head; default 2, with --v1 1")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
-    add("--crop", type=at_least(0),
+    add("--crop", type=ratio,
         help="least share of a picture that a view shows; default 0.2, up to 32 px 0.08 (paper, demo)")
-    add("--blur", type=at_least(0),
+    add("--blur", type=ratio,
         help="share of blurred views; default 0.5, with --v1 and up to 32 px 0 (paper, demo)")
     common("--weight-decay", said="1e-4, to 32 px 5e-4 (paper, demo)")
     add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
@@ -131,8 +131,6 @@ def load_data(path, args):
     part = batch // args.bn_splits
     if args.chunk_size and args.chunk_size % part:
         fail(f"--chunk-size {args.chunk_size}: wanted a multiple of {part}, --batch-size / --bn-splits")
-    if args.momentum > 1:
-        fail(f"--momentum {args.momentum}: wanted a share from 0 to 1")
     say("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {pictures.describe()}")
     if args.queue > len(pictures):
         say("note", f"--queue {args.queue:,} is more than the pictures: "

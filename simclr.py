@@ -41,7 +41,7 @@ there are no selective kernels, no wider nets, and no labels in distillation.
 """
 from argparse import BooleanOptionalAction
 
-from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, say
+from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
 from kernels.training.recipes import Recipe, say_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,7 +74,7 @@ def make_parser():
     add("--supervised", action="store_true", help="SupCon over the labels, with its recipe")
     add("--finetune", metavar="DATA",
         help="train the encoder of --model, and a classifier, on labelled pictures (v2); no --data")
-    add("--labels", type=at_least(0), default=1.0, help="share of each class for --finetune; default 1")
+    add("--labels", type=ratio, default=1.0, help="share of each class for --finetune; default 1")
     add("--from-layer", type=at_least(0, int), default=0,
         help="of --model's head that a classifier stands on; default 0: none, --finetune 1 (v2)")
     add("--distill", metavar="TEACHER",
@@ -84,11 +84,11 @@ def make_parser():
     add("--head-norm", action=BooleanOptionalAction, help="batch norms in the head; default by --form")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
     add("--normalize", action=BooleanOptionalAction, default=True, help="of projections; default on (paper)")
-    add("--crop", type=at_least(0), default=0.08,
+    add("--crop", type=ratio, default=0.08,
         help="least share of a picture that a view shows; default 0.08 (paper)")
     add("--colour", type=at_least(0), help="strength of the colour jitter; default 1, to 32 px 0.5 (paper)")
-    add("--grey", type=at_least(0), default=0.2, help="share of grey views; default 0.2 (paper)")
-    add("--blur", type=at_least(0), help="share of blurred views; default 0.5, up to 32 px 0 (paper)")
+    add("--grey", type=ratio, default=0.2, help="share of grey views; default 0.2 (paper)")
+    add("--blur", type=ratio, help="share of blurred views; default 0.5, up to 32 px 0 (paper)")
     add("--optimizer", choices=("lars", "sgd", "adam"), default="lars", help="default lars (paper)")
     add("--lr-scaling", choices=("linear", "sqrt"), default="linear",
         help="--lr times batch / 256, or times √batch; default linear")
@@ -153,8 +153,8 @@ def check(args):
         fail(f"{' and '.join(modes)}: wanted one of them")
     if args.supervised and not args.normalize:
         fail("--no-normalize: SupCon's projections are unit vectors")
-    if not 0 < args.labels <= 1:
-        fail(f"--labels {args.labels}: wanted a share above 0, at most 1")
+    if not args.labels:
+        fail("--labels 0: wanted a share above 0")
     if args.labels < 1 and not args.finetune:
         fail("--labels: is a share for --finetune, which is not given")
     if args.from_layer and not (args.finetune or args.distill):

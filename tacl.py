@@ -29,7 +29,7 @@ output there too, with --form code ours does. In both forms the mean is over the
 batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the author
 agrees), and pairs come from a stream, anew in every round (there once, all in memory).
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, is_first_rank, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -79,7 +79,6 @@ from collections import Counter
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers import AutoModelForPreTraining
 
 from kernels import own_rows, similarity_lse, similarity_topk
@@ -99,7 +98,7 @@ def load_data(path, args):
     fill(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.max_length < 5:
         fail(f"--max-length {args.max_length}: wanted 5 or more: [CLS], both [SEP], a token of each sentence")
-    bar = tqdm(read_documents(path), path, leave=False, disable=not is_first_rank() or None)
+    bar = progress(read_documents(path), path)
     try:
         sizes = Counter(min(len(sentences), 2) for sentences, _ in bar)
     except OSError as error:
@@ -358,7 +357,7 @@ def evaluate(model, dev, args):
     model.eval()
     rows, sentences = dev
     weights, totals, layers, pairs = row_weights(rows), Counter(), [], []
-    for i in tqdm(range(0, len(rows), 32), "dev", leave=False, disable=not is_first_rank() or None):
+    for i in progress(range(0, len(rows), 32), "dev"):
         for part in make_batch(rows[i : i + 32], model, args):
             _, values = compute_loss(model, (part, *weights), args)
             totals.update({name: value.item() for name, value in values.items()})

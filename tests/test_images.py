@@ -167,7 +167,7 @@ X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-
     ("moco", X, "--queue 12 --symmetric", r"--queue 12 is no multiple of the 8 keys of a step; try 8"),
     ("moco", X, "--queue 8", r"--bn-splits 8 does not divide --batch-size, which is 4"),
     ("moco", X, f"{B} --chunk-size 3", r"--chunk-size 3: wanted a multiple of 2, --batch-size / --bn-splits"),
-    ("moco", X, f"{B} --momentum 1.5", r"--momentum 1\.5: wanted a share from 0 to 1"),
+    ("moco", X, f"{B} --momentum 1.5", r"argument --momentum: 1\.5: wanted a number from 0 to 1"),
     ("moco", X, f"{B} --model none/such", r"--model none/such: no such folder, and the hub does not give .*"),
     ("moco", X | {"m/a": b""}, f"{B} --model m", r"--model m: no config\.json in this folder, so .*"),
     ("moco", X | {"m/config.json": b"{"}, f"{B} --model m", r"--model m: \w+: .*"),

@@ -107,14 +107,21 @@ def test_the_adversarial_view(bert):
 
 
 def test_changed_is_opened_again():
-    """Within itself, behind an error; outside, the module is as it was."""
-    double, x = torch.nn.Identity(), torch.ones(2)
-    with pytest.raises(KeyError), changed(double, lambda out: 2 * out):
-        with changed(double, lambda out: out + 1):
-            assert double(x).tolist() == [3, 3]
-        assert double(x).tolist() == [2, 2]
-        raise KeyError
-    assert double(x) is x
+    """Behind an error; outside, the module is as it was. Who does not use it once is refused."""
+    words, x, mask = torch.nn.Identity(), torch.ones(2, 3, 1), torch.ones(2, 3)
+    model = SimpleNamespace(get_input_embeddings=lambda: words)
+    for change in (lambda x: x + 1, lambda x: 2 * x):
+        with pytest.raises(KeyError), changed(model, mask, change):
+            assert torch.equal(words(x), change(x))
+            raise KeyError
+        assert words(x) is x
+    for used in ([], [x, x], [x[:, :2]], [(x, x)]):
+        with pytest.raises(Fault, match="has no word embeddings"), changed(model, mask, lambda x: x):
+            for out in used:
+                words(out)
+    model.get_input_embeddings = Mock(side_effect=NotImplementedError)
+    with pytest.raises(Fault, match="has no word embeddings"), changed(model, mask, lambda x: x):
+        pass
 
 
 SHAPE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=30, pad_token_id=0)

@@ -129,7 +129,7 @@ def test_recipes(given, wanted, capsys):
 
 @pytest.mark.parametrize("given, wanted", [
     ("--from-layer 1", "--from-layer: is for --finetune or"), ("--labels 0.5", "--labels: is a share for"),
-    ("--finetune x --labels 0", "--labels 0.0: wanted a share"), ("--distill t --supervised", "wanted one"),
+    ("--finetune x --labels 0", "--labels 0: wanted a share"), ("--distill t --supervised", "wanted one"),
     ("--supervised --no-normalize", "--no-normalize: SupCon"), ("--distill t --profile", "--profile: times")])
 def test_flags_that_do_not_go_together(given, wanted):
     with pytest.raises(Fault, match=wanted):

@@ -362,8 +362,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("fault", ["\udcff,b", "A", 'A,"b', "A, "])
 def test_a_bar_leaves_no_trace_in_a_message(fault, here, monkeypatch):
     Path("a.csv").write_text(GOOD * 5000 + fault + "\n" + GOOD, errors="surrogateescape")
-    bar = functools.partial(files.tqdm, mininterval=0, miniters=1)
-    monkeypatch.setattr(files, "tqdm", lambda *args, delay, **more: bar(*args, **more))
+    bar = functools.partial(files.progress, mininterval=0, miniters=1)
+    monkeypatch.setattr(files, "progress", lambda *args, delay, **more: bar(*args, **more))
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     with pytest.raises(SystemExit):
         simcse.main([*SMALL, "--data", "a.csv"])

@@ -10,14 +10,31 @@ from .command import fail
 
 
 @contextlib.contextmanager
-def changed(module, change):
-    """While it is open, what the module returns is change(that): to add noise to
-    model.get_input_embeddings(), or to look. It may be opened again, as where backward embeds anew."""
-    hook = module.register_forward_hook(lambda _, given, out: change(out))
+def changed(model, mask, change):
+    """While it is open, the model's word embeddings (n, L, H) of texts with this mask (n, L), which it reads
+    once, are change(them). It may be opened again, as where backward embeds anew."""
+    seen = []
+
+    def refuse():
+        fail(f"{type(model).__name__} has no word embeddings that it reads once, a row a text; noise and "
+             "views of them want a model like BERT", every_rank=True)
+
+    def look(_, given, words):
+        seen.append(words)
+        if len(seen) > 1 or not torch.is_tensor(words) or words.shape[:2] != mask.shape:
+            refuse()                                           # T5 reads twice, XLNet column by column
+        return change(words)
+
+    try:
+        hook = model.get_input_embeddings().register_forward_hook(look)
+    except NotImplementedError:                                # CANINE hashes letters
+        refuse()
     try:
         yield
     finally:
         hook.remove()
+    if not seen:
+        refuse()
 
 
 def noise(gradient, mask, size):
@@ -37,13 +54,10 @@ def noise(gradient, mask, size):
 def adversarial_views(model, forward, mask, size, loss):
     """(found, the same of the adversarial view) of forward(), which runs the model once: its noise goes along
     the gradient of loss(found). Two passes forward, and one back that stays out of .grad."""
-    words, seen = model.get_input_embeddings(), []
-    with changed(words, lambda out: seen.append(out) or out):
+    words = []
+    with changed(model, mask, lambda x: words.append(x) or x):
         found = forward()
-    if [out.shape[:2] for out in seen] != [mask.shape]:        # T5 reads twice, XLNet column by column
-        fail(f"{type(model).__name__} has no word embeddings that it reads once, a row a text; adversarial "
-             "views want a model like BERT")
-    gradient, = torch.autograd.grad(loss(found), seen, retain_graph=True)
+    gradient, = torch.autograd.grad(loss(found), words, retain_graph=True)
     step = noise(gradient, mask, size)
-    with changed(words, lambda out: out + step):
+    with changed(model, mask, lambda x: x + step):
         return found, forward()

@@ -68,21 +68,31 @@ def is_first_rank():
     return os.environ.get("RANK", "0") == "0"
 
 
+def progress(items, name, **more):
+    """A bar of the first rank, on a terminal, that goes when all is done; without items it wants a total."""
+    from tqdm import tqdm  # comes with transformers
+    return tqdm(items, name, leave=False, disable=not is_first_rank() or None, **more)
+
+
 def clear_bar(stream):
     """What puts a message in the place of a progress bar."""
     return "\r\x1b[K" if stream.isatty() else ""
 
 
-def at_least(least, kind=float):
-    """An argparse type: a finite number from least up."""
+def at_least(least, kind=float, most=None):
+    """An argparse type: a finite number from least up, or to most."""
     def convert(text):
         value = kind(text)
-        if not least <= value < 2**63:  # no infinity, no NaN, no seed too long for PyTorch
-            limit = ", and below 2^63" if value >= 2**63 else ""
-            raise argparse.ArgumentTypeError(f"{text}: wanted a number of at least {least}{limit}")
+        if not least <= value < 2**63 or most is not None and value > most:    # no seed too long for PyTorch
+            wanted = f"of at least {least}" + ", and below 2^63" * (value >= 2**63)
+            wanted = wanted if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text}: wanted a number {wanted}")
         return value
     convert.__name__ = kind.__name__                           # argparse names it where the text is no number
     return convert
+
+
+ratio = at_least(0, most=1)
 
 
 POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")       # of encoders.py

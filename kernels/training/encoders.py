@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
 from kernels import embed_in_chunks
 
-from .command import Fault, afford, fail, is_first_rank, say
+from .command import Fault, afford, fail, progress, say
 from .folder import check_files
 from .layout import read_layout
 from .tables import texts_of
@@ -71,7 +70,7 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
         tokenizer.pad_token = tokenizer.eos_token
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto is AutoModel and any("pooler" in part for part in model.missing):
-        model.pooler = None                                    # it would be random
+        model.pooler = torch.nn.Identity()                     # it would be random; SqueezeBERT calls it
     lost = [part for part in model.missing if "pooler" not in part
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
@@ -126,8 +125,9 @@ def is_causal(encoder, named):
     ids, training = torch.tensor([[2, 3], [2, 4]]), encoder.training
     try:
         with torch.no_grad():
-            first, second = encoder.eval()(input_ids=ids, attention_mask=ids > 0).last_hidden_state[:, 0]
-    except Exception:                                          # T5 wants two texts, CLIP a picture
+            output = encoder.eval()(input_ids=ids, attention_mask=ids > 0)
+        _, (first, second) = output.hidden_states, output.last_hidden_state[:, 0]
+    except Exception:                # T5 wants two texts, BART has states of the second, CLIP wants a picture
         fail(f"{named}: {type(encoder).__name__} gives no states of a text's tokens; wanted a model like "
              "BERT or Qwen")
     encoder.train(training)
@@ -146,7 +146,7 @@ class SentenceEncoder(torch.nn.Module):
         super().__init__()
         self.has_pooler = hasattr(encoder, "pooler")           # BERT, RoBERTa: save can write the head there
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
-        self.encoder.pooler = None
+        self.encoder.pooler = torch.nn.Identity()
         self.tokenizer, self.pooling = tokenizer, pooling
         self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(run.args, "chunk_size", None)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
@@ -222,8 +222,7 @@ class SentenceEncoder(torch.nn.Module):
         """((M, H) embeddings of the different ones among N texts, at rest; the row of each of the N)"""
         distinct, training = sorted(set(texts), key=lambda text: (len(text), text)), self.training
         self.eval()
-        bar = tqdm(range(0, len(distinct), size), "reading", leave=False, delay=2,
-                   disable=not is_first_rank() or None)
+        bar = progress(range(0, len(distinct), size), "reading", delay=2)
         z = torch.cat([self.read(distinct[i : i + size]) for i in bar])
         self.train(training)
         places = {text: i for i, text in enumerate(distinct)}
@@ -231,8 +230,9 @@ class SentenceEncoder(torch.nn.Module):
 
     def restore(self, folder):
         """Puts the saved checkpoint back."""
-        weights = load_file(folder / "model.safetensors").items()
-        self.encoder.load_state_dict({name: x for name, x in weights if not name.startswith("pooler.")})
+        saved = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
+        saved.pooler = self.encoder.pooler
+        self.encoder.load_state_dict(saved.state_dict())       # whose names are others in the file, as GTE's
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
             linear.load_state_dict({name.removeprefix("linear."): x for name, x in load_file(file).items()})

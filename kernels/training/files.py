@@ -7,9 +7,7 @@ import re
 import stat
 import zlib
 
-from tqdm import tqdm
-
-from .command import Fault, fail, memory
+from .command import Fault, fail, memory, progress
 
 LONGEST = 2**24                                                # bytes of a line, letters of a cell
 
@@ -63,8 +61,8 @@ def read_lines(path, whole=False):
     packed = path.suffix.lower() == ".gz"
     with opened(path, gzip.open if packed else None) as file:
         size = None if packed else os.fstat(file.fileno()).st_size
-        with tqdm(total=size, desc=f"reading {' '.join(path.name.split())}", unit="B", unit_scale=True,
-                  leave=False, delay=1, disable=None) as bar:
+        name = f"reading {' '.join(path.name.split())}"
+        with progress(None, name, total=size, unit="B", unit_scale=True, delay=1) as bar:
             for text, size in decoded(file, path, whole):
                 bar.update(size)
                 yield text

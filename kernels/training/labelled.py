@@ -5,9 +5,8 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
-from .command import fail, is_first_rank
+from .command import fail, progress
 from .labels import find_columns
 from .tables import empty_cell
 
@@ -58,7 +57,7 @@ def transfer(model, train, test, seed):
     else:
         fold = folds(y, seed)
         parts = ((x[fold != i], y[fold != i], x[fold == i], y[fold == i]) for i in range(FOLDS))
-    bar = tqdm(parts, "transfer", leave=False, disable=not is_first_rank() or None)
+    bar = progress(parts, "transfer")
     for own, labels, held, wanted in bar:
         strength = best_strength(own, labels, len(names), seed)
         (fit,) = logistic_regression(own, labels, len(names), [strength])

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from . import ood
-from .command import fail, say
+from .command import Fault, fail, say
 from .encoders import load_encoder, longest_input
 from .folder import model_card, new_files, save_tokenizer
 from .run import Run
@@ -64,6 +64,16 @@ def classify(model, inputs):
     """(n, labels) float32 logits: one path for training, Fisher information and evaluation."""
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
         return model(**inputs).logits.float()
+
+
+def try_out(name, step):
+    """step() of a row: what a model makes of it is told in one line, before --out is begun."""
+    try:
+        step()
+    except Fault:
+        raise
+    except Exception as error:                                 # X-MOD wants a language
+        fail(f"--model {name}: {type(error).__name__}: {error}".splitlines()[0])
 
 
 def mask_of(inputs):

@@ -30,7 +30,7 @@ import re
 import time
 from pathlib import Path
 
-from .command import Flags, answer_early, at_least, command, fail, say
+from .command import Flags, answer_early, at_least, command, fail, progress, say
 
 BLOCK = 4096                                                   # rows that are searched at a time
 KINDS = (".csv", ".tsv", ".jsonl")
@@ -63,7 +63,6 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from kernels import similarity_topk
 from kernels.paths import TOPK_SLOTS
@@ -141,7 +140,7 @@ def read(model, texts, prompt):
     """(T, D) unit embeddings on the model's device, float32, with --precision bf16 HALF."""
     z, model.scored, kind = None, prompt, HALF if model.bf16 else torch.float32
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))    # alike in length; too long fails first
-    with tqdm(total=len(texts), desc="embedding", unit=" texts", leave=False, disable=None) as bar:
+    with progress(None, "embedding", total=len(texts), unit=" texts") as bar:
         for start in range(0, len(texts), BLOCK):
             places = order[start : start + BLOCK]
             part = F.normalize(model.read([texts[i] for i in places]), dim=1, eps=1e-8)
@@ -167,7 +166,7 @@ def mine(rows, q, k, args):
     (_, anchors), (pool, positives) = (rows[:, i].unique(return_inverse=True) for i in (0, 1))
     barred = (anchors[:, None] * stride + rows).unique()       # sorted pairs of anchor and text
     bars = (barred // stride).bincount()
-    with tqdm(total=len(rows), desc="searching", unit=" rows", leave=False, disable=None) as bar:
+    with progress(None, "searching", total=len(rows), unit=" rows") as bar:
         for anchor, own in zip(anchors.split(BLOCK), positives.split(BLOCK)):
             positive = (q[anchor].float() * k[own].float()).sum(1)
             most = upper_bound(positive, args)

@@ -10,9 +10,8 @@ from collections import deque
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from .command import Fault, fail, is_first_rank, say
+from .command import Fault, fail, progress, say
 from .files import open_plain
 from .views import resized, scaled
 from .workers import in_workers
@@ -132,8 +131,7 @@ class Files(Source):
             fail(f"{path}: reading it wants the package Pillow: pip install Pillow")
         rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // 32)), {}
         parts = ((list(map(self.path, part)),) for part in rows)
-        with tqdm(total=len(self), desc="checking pictures", unit="", leave=False, delay=1,
-                  disable=not is_first_rank() or None) as bar:
+        with progress(None, "checking pictures", total=len(self), unit="", delay=1) as bar:
             for part, found in zip(rows, in_workers(measure, parts, self.workers)):
                 for row, size in zip(part, found):
                     if isinstance(size, str):

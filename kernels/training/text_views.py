@@ -13,10 +13,9 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from .adversarial import changed, noise
-from .command import fail, is_first_rank, say
+from .command import fail, progress, say
 from .tokens import WHOLE, tokenise
 from .view_flags import EMBEDDINGS, WORDS
 from .wordnet import WordNet, tag_words
@@ -37,6 +36,9 @@ class TextViews:
         model.alter = self.alter
         if args.views == ["spans"]:
             self.find_documents(table)
+        if args.adversarial or {*args.views} & {*EMBEDDINGS}:  # what alter refuses, before --out is begun
+            ids, _ = tokenise(["a"], model.tokenizer, self.longest)
+            model([[*group, group[0]] for group in model.batch(ids)])
 
     def batch(self, tokens, places):
         """What the encoder takes of the rows at these places: groups of (places, ids, mask), and the view of
@@ -83,9 +85,6 @@ class TextViews:
         encoder, context, orders = self.model.encoder, ExitStack(), []
 
         def change(x):
-            if x.shape[:2] != mask.shape:
-                fail(f"--views, --adversarial: {type(encoder).__name__} has no word embeddings that it reads "
-                     "once, a row a text; wanted a model like BERT", every_rank=True)
             x = x + step                                       # a token takes its own along
             for number, (name, rate) in enumerate(self.views):
                 rows = (view == number).nonzero()[:, 0] if name in EMBEDDINGS else ()
@@ -103,7 +102,7 @@ class TextViews:
                 output.last_hidden_state = reordered(output.last_hidden_state, order.argsort(1))
             return output
 
-        context.enter_context(changed(encoder.get_input_embeddings(), change))
+        context.enter_context(changed(encoder, mask, change))
         context.callback(encoder.register_forward_hook(in_place).remove)
         return context
 
@@ -126,7 +125,7 @@ class TextViews:
         added = self.model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
         self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
         need, lengths = 2 * self.args.anchors * self.longest, []
-        bar = tqdm(table, "documents", leave=False, delay=2, disable=not is_first_rank() or None)
+        bar = progress(table, "documents", delay=2)
         texts = (self.model.prompted(cells)[0] for _, cells in bar)
         while part := list(itertools.islice(texts, 1000)):
             rows, _ = tokenise(part, self.model.tokenizer, WHOLE)
@@ -191,21 +190,20 @@ def drawn(may):
     return torch.rand(may.shape, device=may.device, dtype=torch.float64).masked_fill_(~may, 2)
 
 
-def some(may, counts):
-    """bool like may (n, C): in each row so many random ones of those that may be."""
-    return drawn(may).argsort(1).argsort(1) < counts
+def some(may, rate):
+    """bool like may (n, C): in each row this share, rounded down, of those that may be, at random."""
+    numbers, counts = drawn(may), (may.sum(1, keepdim=True).double() * rate).long()
+    return numbers < numbers.sort(1).values.gather(1, counts)
 
 
 def zeroed(x, mask, name, rate):
     """Embeddings x (n, L, D) of tokens (n, L), a fixed number of random columns, rows or entries 0."""
-    n, _, d = x.shape
-    tokens = mask.sum(1, keepdim=True).double()
+    may = mask[:, :, None]
     if name == "feature_cutoff":
-        return x.masked_fill(some(mask.new_ones(n, d), int(d * rate))[:, None, :], 0)
-    if name == "token_cutoff":
-        return x.masked_fill(some(mask, (tokens * rate).long())[:, :, None], 0)
-    entries = mask[:, :, None].expand_as(x).flatten(1)
-    return x.masked_fill(some(entries, (tokens * d * rate).long()).view_as(x), 0)
+        may = torch.ones_like(x[:, :1], dtype=torch.bool)
+    elif name == "embedding_dropout":
+        may = may.expand_as(x)
+    return x.masked_fill(some(may.flatten(1), rate).view(may.shape), 0)
 
 
 def reordered(x, order):
