@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, BertForSequenceClassification, T5Config, T5Model
+from transformers import BartConfig, BartModel, BertConfig, BertForSequenceClassification, T5Config, T5Model
 
 import simcse
 from kernels.training.encoders import build_encoder
@@ -150,7 +150,10 @@ def test_code_of_a_folder_is_never_run(here, bert, capfd):
                                               num_attention_heads=1, intermediate_size=8)),
      "a classifier, BertForSequenceClassification; wanted an encoder of sentences, such as it was made from"),
     (T5Model(T5Config(vocab_size=90, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)),
-     "T5Model gives no states of a text's tokens; wanted a model like BERT or Qwen")])
+     "T5Model gives no states of a text's tokens; wanted a model like BERT or Qwen"),
+    (BartModel(BartConfig(vocab_size=90, d_model=8, encoder_layers=1, decoder_layers=1, pad_token_id=0,
+                          encoder_attention_heads=1, decoder_attention_heads=1)),
+     "BartModel gives no states of a text's tokens; wanted a model like BERT or Qwen")])
 def test_what_is_no_encoder(model, wanted, here, bert, capfd):
     shutil.copytree(bert, "model")
     Path("model/model.safetensors").unlink()

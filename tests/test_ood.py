@@ -17,6 +17,7 @@ from kernels.training import labels, ood
 from kernels.training.adversarial import adversarial_views, changed, noise
 from kernels.training.command import Fault
 from running import DATA, equal, in_processes, metrics, refuse, run
+from test_families import ENCODERS, small_model
 
 tune = functools.partial(run, "childtuning")
 
@@ -229,7 +230,7 @@ def test_trials(tmp_path, monkeypatch, capsys):
         patch.setattr(childtuning, "compute_ood_loss", counts[0])
         patch.setattr(childtuning, "compute_loss", counts[1])
         whole = tune(tmp_path / "whole", *flags)
-    assert [count.call_count for count in counts] == [4 * 5, 4 * 3]
+    assert [count.call_count for count in counts] == [1 + 4 * 5, 4 * 3]            # one is tried out
     rates = [1e-3 * x for x in (0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25)]
     assert [step["lr"] for step in whole.steps[:8]] == pytest.approx(rates)
     found, best = whole.state["progress"]["ood"], whole.state["progress"]["best"]
@@ -297,6 +298,17 @@ def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
                        "e.tsv": "label\tsentence\nx\tA\nx\t \n"}.items():
         Path(name).write_text(text)
     refuse("childtuning", capfd, wanted, *f"--data a.tsv --model scratch --batch-size 2 {flags}".split())
+
+
+@pytest.mark.parametrize("family, more, flags, wanted", [
+    ("Longformer", dict(attention_window=[8] * 3), "--ood-epochs 1",
+     "LongformerForSequenceClassification has no word embeddings that it reads once, a row a text; .*"),
+    ("Xmod", {}, "", "--model model: ValueError: Input language unknown.*")])
+def test_what_a_model_lacks_is_told_first(family, more, flags, wanted, here, monkeypatch, capfd):
+    monkeypatch.setitem(ENCODERS, family, ENCODERS["Bert"] | more)
+    small_model(family, "model")
+    data = ["--data", DATA / "topics.tsv", "--model", "model", "--max-length", 30]
+    refuse("childtuning", capfd, wanted, *data, *flags.split())
 
 
 def test_who_asks_for_no_vector_needs_no_linear_layer(tmp_path, monkeypatch):

@@ -389,6 +389,15 @@ def test_flags_that_cannot_be(flags, wanted, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, *flags.split())
 
 
+@pytest.mark.parametrize("flags", ["--views dropout token_cutoff", "--adversarial 0.5"])
+def test_a_model_whose_words_do_not_change(flags, here, monkeypatch, capfd):
+    """Longformer reads more of them than there are, whole windows: refused before --out is begun."""
+    monkeypatch.setitem(ENCODERS, "Longformer", ENCODERS["Bert"] | dict(attention_window=[8] * 3))
+    small_model("Longformer", "model")
+    wanted = "LongformerModel has no word embeddings that it reads once, a row a text; .*"
+    refuse("simcse", capfd, wanted, *SMALL, "--model", "model", "--max-length", 40, *flags.split())
+
+
 def test_nt_xent_has_no_hard_negatives(here, capfd):
     flags = [*SMALL, "--data", DATA / "nli.csv", "--objective", "nt-xent"]
     refuse("simcse", capfd, r"--objective nt-xent: .* has 3 columns, wanted a text and its .*", *flags)
