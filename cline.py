@@ -273,7 +273,7 @@ def build_model(args, run):
         model.rtd = torch.nn.Sequential(linear, torch.nn.GELU(), norm, torch.nn.Linear(size, 3))
     for part in model.rtd.modules():
         if isinstance(part, torch.nn.Linear):
-            begin_linear(part, config.initializer_range)
+            begin_linear(part, config)
     model.log_variances = torch.nn.Parameter(torch.zeros(3))   # s of MLM, RTD, CTS
     return model.to(run.device)
 

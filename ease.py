@@ -319,7 +319,7 @@ def add_entities(model, titles, args):
         fail(f"--entity-map none: {args.entity_vectors} has {vectors.shape[1]} numbers a row, "
              f"embeddings have {width}; take linear")
     linear = torch.nn.Linear(vectors.shape[1], width, bias=args.entity_map == "tanh")
-    begin_linear(linear, model.encoder.config.initializer_range)
+    begin_linear(linear, model.encoder.config)
     tanh = torch.nn.Sequential(linear, torch.nn.Tanh())
     model.entity_map = {"linear": linear, "tanh": tanh, "none": torch.nn.Identity()}[args.entity_map]
     model.entities = EntityTable(vectors, min(len(titles), args.batch_size * (1 + args.hard_negatives)))

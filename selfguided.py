@@ -123,7 +123,7 @@ def build_model(args, run):
     afford(f"--width {args.width}", 16 * (model.width + args.width) * args.width)      # Adam's, too
     linears = [torch.nn.Linear(size, args.width) for size in (model.width, args.width)]
     for linear in linears:
-        begin_linear(linear, config.initializer_range)
+        begin_linear(linear, config)
     model.projection = torch.nn.Sequential(linears[0], torch.nn.GELU(), linears[1], torch.nn.GELU())
     embeddings = getattr(model.to(run.device).encoder, "embeddings", encoder.get_input_embeddings())
     frozen = embeddings.requires_grad_(False)

@@ -86,7 +86,7 @@ from kernels.training.documents import next_documents, read_documents, sentence_
 from kernels.training.encoders import load_encoder, longest_input
 from kernels.training.folder import model_card, new_files, save_tokenizer
 from kernels.training.loop import half_products, set_lr, sum_gradients
-from kernels.training.mlm import decoder_loss
+from kernels.training.mlm import decoder_loss, has_decoder
 from kernels.training.run import Run
 from kernels.training.tokens import pad
 
@@ -205,7 +205,7 @@ def load_pretraining(flag, name, args):
     texts = None if args.evaluate else ("\n".join(lines) for lines, _ in read_documents(args.data))
     model, tokenizer = load_encoder(name, texts, AutoModelForPreTraining, flag)
     like_bert = hasattr(model.base_model, "embeddings")
-    has_head = isinstance(model.get_output_embeddings(), torch.nn.Linear)
+    has_head = has_decoder(model)
     marks = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
     if not like_bert or not has_head or None in marks:
         fail(f"{flag} {name}: {type(model).__name__} is no masked language model like BERT or DistilBERT")

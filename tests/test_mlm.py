@@ -6,13 +6,27 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForMaskedLM, AutoTokenizer, DistilBertConfig, RobertaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DistilBertConfig,
+    RobertaConfig,
+)
 
 import simcse
 from kernels import blockwise
 from kernels.training import tokens
 from kernels.training.encoders import SentenceEncoder
-from kernels.training.mlm import decoder_loss, free_decoder, lm_states, mask_tokens, masked_lm_loss
+from kernels.training.mlm import (
+    decoder_loss,
+    free_decoder,
+    has_decoder,
+    lm_states,
+    mask_tokens,
+    masked_lm_loss,
+)
 from running import NLI, equal
 from test_losses import agree, points
 
@@ -44,6 +58,17 @@ def test_decoder_loss(impl, bias, monkeypatch):
     none = ours(hidden[:0].requires_grad_(), weight, biases)
     none.backward()
     assert none == 0 and none.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind, wanted", [("albert", True), ("mobilebert", False), ("t5", False)])
+def test_has_decoder(kind, wanted):
+    """MobileBERT multiplies by two tables, T5's reads a second text; random numbers and dropout stay."""
+    shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    config = AutoConfig.for_model(kind, vocab_size=40, embedding_size=8, intra_bottleneck_size=16, **shape)
+    auto = AutoModelForMaskedLM if kind != "t5" else AutoModelForSeq2SeqLM
+    lm, state = auto.from_config(config).train(), torch.get_rng_state()
+    assert has_decoder(lm) == wanted and (lm.training or not wanted)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("config", [

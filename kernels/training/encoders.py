@@ -16,6 +16,7 @@ from kernels import embed_in_chunks
 from .command import Fault, afford, fail, progress, say
 from .folder import check_files
 from .layout import read_layout
+from .mlm import has_decoder
 from .tables import texts_of
 from .tokens import grouped, pad, tokenise
 
@@ -70,7 +71,7 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
         tokenizer.pad_token = tokenizer.eos_token
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto is AutoModel and any("pooler" in part for part in model.missing):
-        model.pooler = torch.nn.Identity()                     # it would be random; SqueezeBERT calls it
+        model.pooler = torch.nn.Identity()                     # it would be random
     lost = [part for part in model.missing if "pooler" not in part
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
     what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
@@ -112,8 +113,9 @@ def longest_input(model, tokenizer):
     return min(tokenizer.model_max_length, positions - reserved if positions > 0 else math.inf)
 
 
-def begin_linear(linear, std):
-    """The linear layer, drawn as BERT draws its own."""
+def begin_linear(linear, config):
+    """The linear layer, drawn as BERT draws its own; XLM's kind has another name for the deviation."""
+    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))
     torch.nn.init.normal_(linear.weight, std=std)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
@@ -146,7 +148,8 @@ class SentenceEncoder(torch.nn.Module):
         super().__init__()
         self.has_pooler = hasattr(encoder, "pooler")           # BERT, RoBERTa: save can write the head there
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
-        self.encoder.pooler = torch.nn.Identity()
+        if getattr(encoder, "pooler", None) is not None:
+            encoder.pooler = torch.nn.Identity()               # SqueezeBERT's kind calls it in any case
         self.tokenizer, self.pooling = tokenizer, pooling
         self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(run.args, "chunk_size", None)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
@@ -231,7 +234,7 @@ class SentenceEncoder(torch.nn.Module):
     def restore(self, folder):
         """Puts the saved checkpoint back."""
         saved = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
-        saved.pooler = self.encoder.pooler
+        saved.pooler = getattr(self.encoder, "pooler", None)
         self.encoder.load_state_dict(saved.state_dict())       # whose names are others in the file, as GTE's
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
@@ -272,6 +275,8 @@ def build_encoder(args, run, pooling="cls", head=None, auto=AutoModel, columns=1
     head, origin, where = choose_head(args, layout, pooling, usual, pooler, encoder.config)
     model = SentenceEncoder(encoder, tokenizer, run, pooling, head, keep_head=where == "keep")
     model.lm, model.origin, model.layout = loaded if auto is not AutoModel else None, origin, layout
+    if model.lm is not None and not has_decoder(model.lm):
+        fail(f"{flag} {name}: {type(model.lm).__name__} is no masked language model like BERT or DistilBERT")
     model.pooler = (pooler,)                                   # in a tuple: no part of it
     fit_to_layout(model, layout, args, columns)
     if hasattr(args, "pooling"):
@@ -307,7 +312,7 @@ def choose_head(args, layout, pooling, usual, pooler, config):
 def new_head(config):
     """SimCSE's: a linear layer, drawn as BERT draws its own, and tanh."""
     linear = torch.nn.Linear(config.hidden_size, config.hidden_size)
-    return torch.nn.Sequential(begin_linear(linear, config.initializer_range), torch.nn.Tanh())
+    return torch.nn.Sequential(begin_linear(linear, config), torch.nn.Tanh())
 
 
 def fit_to_layout(model, layout, args, columns):
