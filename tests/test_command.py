@@ -2,11 +2,12 @@
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 import simcse
-from kernels.training.command import COMMON, Fault, Flags
+from kernels.training.command import COMMON, Fault, Flags, progress
 from running import ROOT, SMALL, refuse
 
 
@@ -58,6 +59,13 @@ def test_a_fault_is_an_exception_to_a_library():
         simcse.load_data("no-such-file.csv", simcse.make_parser().parse_args(["--data", "no-such-file.csv"]))
     with pytest.raises(Fault, match="unrecognized"):
         simcse.make_parser().parse_args(["--data", "x", "--frobnicate"])
+
+
+@pytest.mark.parametrize("rank, shown", [("0", True), ("1", False)])
+def test_one_bar_for_all_processes(rank, shown, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True, encoding="utf-8"))
+    assert progress(None, "reading", total=3).disable == (not shown)
 
 
 def test_defaults_are_told():

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, CanineTokenizer
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, CanineTokenizer, XLMConfig
 
 import simcse
 from kernels.training import tokens
 from kernels.training.command import POOLINGS, Fault
-from kernels.training.encoders import SentenceEncoder, load_encoder
+from kernels.training.encoders import SentenceEncoder, begin_linear, load_encoder
 from running import NLI, SENTENCES, SMALL, one_by_one, refuse, run_text
 
 CASES = [*((pooling, NLI) for pooling in POOLINGS), ("cls", SENTENCES)]
@@ -139,3 +139,9 @@ def test_in_a_process_of_its_own(here, finished):
             done = subprocess.run(command, env=environment, text=True, capture_output=True)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1) and wanted in done.stderr, done.stderr
     assert sorted(path.name for path in Path().iterdir()) == ["good.csv", "model"]
+
+
+@pytest.mark.parametrize("config", [BertConfig(initializer_range=0.3), XLMConfig(init_std=0.3)])
+def test_new_layers_are_drawn_as_the_model_says(config):
+    linear = begin_linear(torch.nn.Linear(300, 300), config)
+    assert linear.weight.std().item() == pytest.approx(0.3, rel=0.05) and linear.bias.eq(0).all()

@@ -136,3 +136,15 @@ def test_small_letters(folder_of, tmp_path):
     ("Llama", ["--max-length", "131"], "--max-length 131: .* reads at most 130 tokens")])
 def test_what_does_not_fit_an_encoder(family, flags, wanted, folder_of, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, "--model", folder_of(family), "--max-length", "60", *flags)
+
+
+def test_masked_language_models(folder_of, here, monkeypatch, capfd):
+    """ALBERT's encoder has no pooler in there, and no activation of one; MobileBERT's has no decoder."""
+    small = dict(Albert=dict(embedding_size=16), MobileBert=dict(embedding_size=16, intra_bottleneck_size=16))
+    for family, more in small.items():
+        monkeypatch.setitem(ENCODERS, family, SHAPE | more)
+    flags = [*SMALL, "--max-length", 60, "--mlm-weight", 1]
+    main(*flags, "--model", folder_of("Albert"), "--out", "out")
+    capfd.readouterr()
+    wanted = ".*MobileBert.*: MobileBertForMaskedLM is no masked language model like BERT or DistilBERT"
+    refuse("simcse", capfd, wanted, *flags, "--model", folder_of("MobileBert"))
