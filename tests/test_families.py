@@ -36,21 +36,24 @@ DECODERS = {name: DECODER for name in ("Qwen2", "Qwen3", "Llama", "Mistral", "Ge
 LETTERS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
 
 
-def small_model(family, folder):
-    """A folder with a random model of the family, one token a letter; a decoder pads on the left."""
+def small_tokenizer(decoder=False, **more):
+    """One token a letter; a decoder's pads on the left."""
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, "[UNK]"))
     splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("", "isolated")]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     marks = dict(unk_token="[UNK]", eos_token="[SEP]", pad_token="[PAD]")
-    if family in ENCODERS:
+    if not decoder:
         frame = dict(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
         tokenizer.post_processor = processors.TemplateProcessing(**frame)
         marks |= dict(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
-    if family == "Llama":                                      # whose own has none
-        del marks["pad_token"]
-    side = "right" if family in ENCODERS else "left"
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side=side, **marks)
-    fast.save_pretrained(folder)
+    side = "left" if decoder else "right"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side=side, **marks | more)
+
+
+def small_model(family, folder):
+    """A folder with a random model of the family; Llama's tokenizer has no padding."""
+    more = dict(pad_token=None) if family == "Llama" else {}
+    small_tokenizer(family not in ENCODERS, **more).save_pretrained(folder)
     shape = (ENCODERS | DECODERS)[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=len(LETTERS), **shape)

@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 import faults
 import flags
 import folders
+import kinds
 import pictures
 import pytest
 import texts
 from cases import outcome
 
-CASES = [case for part in (texts, pictures, flags, folders, faults) for case in part.cases()]
+CASES = [case for part in (texts, pictures, flags, folders, kinds, faults) for case in part.cases()]
 CATEGORIES = list(dict.fromkeys(case.category for case in CASES))
 
 
