@@ -144,10 +144,17 @@ def test_wrong_out(here, capfd, flags, wanted):
 HOLDS = r"--resume: out holds a damaged state\.pt, model, args\.json or metrics\.jsonl \(\w+\)"
 
 
+def one_bit(old):
+    """The last of a weight's mantissa is another."""
+    place = len(old) // 2 & -4
+    return old[:place] + bytes([old[place] ^ 1]) + old[place + 1 :]
+
+
 @pytest.mark.parametrize("file, change, flags, wanted", [
     ("state.pt", None, "", r"--out out: no state\.pt to resume from"),
     ("state.pt", lambda old: old[:5000], "", HOLDS),
     ("state.pt", lambda old: b"", "", HOLDS),
+    ("state.pt", one_bit, "", HOLDS),
     ("model.safetensors", lambda old: old[:-9], "", HOLDS),
     ("metrics.jsonl", lambda old: b"{\n", "", HOLDS),
     ("args.json", None, "", HOLDS),

@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import torch
@@ -256,6 +257,9 @@ class Run:
             was, now = json.loads((self.out / "args.json").read_text()), self.flags()
             changed = [name for name in was if name != "data" and spelt(now.get(name)) != spelt(was[name])]
             if there and not changed:
+                with zipfile.ZipFile(self.out / "state.pt") as file:           # torch.load reads no checksum
+                    if bad := file.testzip():
+                        raise zipfile.BadZipFile(bad)
                 state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
                 for file in self.out.rglob("*.safetensors"):   # would be missed at the end only
                     load_file(file)
