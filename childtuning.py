@@ -42,7 +42,7 @@ mean of both CE, and KL summed over the batch, so that α is comparable under on
 ood_contrastive_loss. Departures from both: processes share their draws (F) and Fisher information (D), where
 each had its own; a step whose gradient is not finite is skipped; Zeng et al. had a GRU on frozen embeddings.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, ratio, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, ratio, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -85,7 +85,7 @@ def make_parser():
     common("--max-length", 128, "128 (released script), of a pair in all")
     common("--seed", 42)
     common("--eval-every", said="an epoch")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 
@@ -110,7 +110,15 @@ from kernels.training.adversarial import adversarial_views
 from kernels.training.encoders import load_encoder, longest_input
 from kernels.training.labels import classify, classify_vectors, evaluate, make_batch, mask_of, tokenise_texts
 from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
-from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
+from kernels.training.loop import (
+    batches,
+    epoch_steps,
+    note_long_warmup,
+    set_lr,
+    sum_gradients,
+    warmup_linear,
+)
+from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import empty_cell, texts_of
 
@@ -486,7 +494,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     fisher = {name: torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
               for name, w in weights.items()}
     used = left_out = 0
-    for batch in progress(batches, "Fisher information"):
+    for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
         gradients = [gradient.to(fisher[name].dtype) for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
@@ -553,12 +561,12 @@ def make_optimizer(model, args, masks=None):
 def judge(model, dev, contrast, ood_rows, trial, run, total):
     """Evaluates, and saves the model: in the first trial the newest, then the last one of the best trial."""
     first, last = run.step <= total, run.step % total == 0
-    scores, best = evaluate(model, dev, trial) if dev else {}, run.progress["best"]
+    scores, best = evaluate(model, dev, trial) if dev else {}, run.progress["saved"]
     better = not dev or best is None or scores[trial.metric] > best[trial.metric]
-    run.values["best"] = first or last and better
+    run.values["saved"] = first or last and better
     run.values |= {f"dev_{name}": score for name, score in scores.items()}
-    if run.values["best"]:
-        run.progress["best"] = {"mode": trial.mode, "seed": trial.seed, **scores}
+    if run.values["saved"]:
+        run.progress["saved"] = {"mode": trial.mode, "seed": trial.seed, **scores}
         labels.save(model, trial, run)
     if last and contrast:
         scores |= labels.contrast_scores(model, *contrast)
@@ -584,17 +592,22 @@ def order_of(trials, total, rows, least):
     return after
 
 
-def begin_trial(trial, rows, run):
-    """(a new model, its optimizer, which in mode D has the model's child)"""
-    model = build_model(trial, run)
-    masks = find_child(model, rows, trial) if trial.mode == "D" and trial.reserve_p < 1 else None
+def begin_trial(trials, number, rows, run):
+    """(a new model, its optimizer, which in mode D has the model's child) of trials[number]"""
+    trial, masks = trials[number], None
+    with run.clock.apart() as taken:
+        model = build_model(trial, run)
+        if trial.mode == "D" and trial.reserve_p < 1:
+            masks = find_child(model, rows, trial)
+    if masks:
+        run.clock.later = taken[0] * sum(other.mode == "D" for other in trials[number + 1 :])
     torch.manual_seed(trial.seed + run.rank)  # ranks have equal weights and different dropout
     return model, make_optimizer(model, trial, masks)
 
 
 def sum_up(trials, run):
     """Says the scores of each mode, of the trial that is kept, and how to load it."""
-    args, best, chosen = run.args, run.progress["best"], ""
+    args, best, chosen = run.args, run.progress["saved"], ""
     if args.dev or args.contrast_set:
         pairs = list(zip(run.progress["scores"], trials))
         for mode in args.mode:
@@ -629,6 +642,7 @@ def main(argv=None):
     contrastive = args.ood_epochs * epoch                      # steps that come first
     total = contrastive + (args.steps or args.epochs * epoch)  # of each trial
     warmup = math.ceil(args.warmup_share * total)
+    note_long_warmup(warmup, total, "--warmup-share")
     args.eval_every = args.eval_every or epoch
     say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
@@ -643,7 +657,7 @@ def main(argv=None):
     for step, batch in run.steps(total * len(trials), order_of(trials, total, len(rows), run.world)):
         trial, at = trials[(step - 1) // total], (step - 1) % total
         if at == 0:
-            run.model, run.optimizer = model, optimizer = begin_trial(trial, rows, run)
+            run.model, run.optimizer = model, optimizer = begin_trial(trials, (step - 1) // total, rows, run)
             values = {"loss": math.nan}
         run.due = (at + 1) % args.eval_every == 0 or at + 1 == total
         set_lr(optimizer, warmup_linear(at, total, warmup, args.lr))

@@ -33,7 +33,7 @@ the tokens of all GPUs. --form code brings back what else differs: the vector is
 logistic losses of mean products; RTD has three classes, a deeper head, and scores only words that could have
 been replaced; rates, batch, length and steps are those of its script, which starts from random weights.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, ratio, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, ratio, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -62,7 +62,7 @@ def make_parser():
     common("--seed", 42)
     common("--eval-every", 1000, "1000 (released scripts)")
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 
@@ -94,8 +94,9 @@ from transformers import AutoModelForMaskedLM
 from kernels import own_rows
 from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
 from kernels.training.layout import load_line, save
-from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
+from kernels.training.loop import epoch_steps, note_long_warmup, set_lr, sum_gradients, warmup_linear
 from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
+from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import describe_table, empty_cell, plain, read_table
 from kernels.training.tokens import grouped, pad
@@ -162,7 +163,7 @@ def make_triples(texts, wordnet, args):
     """[(original, synonym text, antonym text, labels, labels)], labels as of replace_words."""
     tagger, draw, triples, words, replaced = load_tagger(args), random.Random(args.seed), [], 0, Counter()
     rates = dict(synonym=args.synonym_rate, antonym=args.antonym_rate)
-    for text, tagged in zip(progress(texts, "triples"), tag_words(texts, tagger, wordnet)):
+    for text, tagged in zip(progress(texts, "replacing words", " texts"), tag_words(texts, tagger, wordnet)):
         sides = (replace_words(text, tagged, KINDS[side], rates[side], wordnet, draw) for side in KINDS)
         new, labels = zip(*sides)
         triples.append((text, *new, *labels))
@@ -395,7 +396,8 @@ def sentence_probe(model, rows, args):
     margin, the mean of h·h_syn − h·h_ant; RTD's and CTS's losses."""
     model.eval()
     rows = sorted(rows, key=lambda row: len(row[0]))
-    parts = (encode(model, make_batch(rows[i : i + 64], model)) for i in range(0, len(rows), 64))
+    starts = progress(range(0, len(rows), 64), "held-out rows", " batches")
+    parts = (encode(model, make_batch(rows[i : i + 64], model)) for i in starts)
     vectors, logits, labels, *_ = zip(*parts)
     model.train()
     original, synonym, antonym = (torch.cat(views) for views in zip(*(z.chunk(3) for z in vectors)))
@@ -453,6 +455,7 @@ def main(argv=None):
     if args.epochs and not args.steps:
         total = args.epochs * epoch_steps(len(tokens), args.batch_size, run.world)
     warmup = total // args.warmup_part if args.warmup_steps is None else args.warmup_steps
+    note_long_warmup(warmup, total, "--warmup-steps")
     matrices, others = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
     groups = [dict(params=matrices, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, eps=args.eps, fused=True)
@@ -460,7 +463,7 @@ def main(argv=None):
     if run.rank == 0 and args.save_triples and not Path(args.save_triples).exists():
         save_triples(triples, args.save_triples)
     if held_out and run.step == 0:
-        run.progress["before"] = sentence_probe(model, held_out, args)
+        run.note_before(sentence_probe(model, held_out, args))
     if held_out:
         say("before", "hits {hits:.2f} %, margin {margin:.3f}".format(**run.progress["before"]))
     model.train()
@@ -477,7 +480,7 @@ def main(argv=None):
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
             judge(model, held_out, run, args)
-    before, best, rise = run.progress["before"], run.progress["best"], ""
+    before, best, rise = run.progress["before"], run.progress["saved"], ""
     if held_out:
         rise = "".join(f"{name} {before[name]:.3f} → {best[name]:.3f}, " for name in ("hits", "margin"))
     weights = torch.exp(-model.log_variances).tolist()

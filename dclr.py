@@ -68,7 +68,7 @@ def make_parser():
     common("--seed", 42)
     common("--eval-every", 125, "125 (released scripts)")
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 

@@ -36,7 +36,7 @@ and the run fails; the best checkpoint is kept, there the last one. --form code 
 W with a bias and a tanh, w = 1, negatives from 8 rows instead of the batch, equal entities as negatives, hard
 negatives drawn once instead of each epoch.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -79,7 +79,7 @@ def make_parser():
     common("--seed", 42)
     common("--eval-every", 125, "125 (paper)")
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 
@@ -109,7 +109,15 @@ from kernels import check_rows, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.files import opened, pieces
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
+from kernels.training.loop import (
+    epoch_steps,
+    half_products,
+    note_long_warmup,
+    set_lr,
+    sum_gradients,
+    warmup_linear,
+)
+from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import plain, read_table
@@ -399,6 +407,7 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     epoch = epoch_steps(len(sentences), args.batch_size, run.world)
     total = args.steps or args.epochs * epoch
+    note_long_warmup(args.warmup_steps, total, "--warmup-steps")
     rates = [warmup_linear(step, total, args.warmup_steps, args.lr) for step in range(total)]
     run.begin(model, optimizer, total)
     model.entities.schedule(rates, run.step)

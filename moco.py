@@ -88,7 +88,7 @@ def make_parser():
     common("--seed", 42)
     common("--eval-every", 1000)
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 

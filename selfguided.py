@@ -63,7 +63,7 @@ def make_parser():
     common("--seed", 1)
     common("--eval-every", 50, "50 (released script)")
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 

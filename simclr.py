@@ -113,7 +113,7 @@ def make_parser():
     common("--seed", 42)
     common("--eval-every", 1000)
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 
@@ -134,7 +134,15 @@ from kernels import check_rows, choose_impl, gather_rows, nt_xent, own_rows, sim
 from kernels.training import images
 from kernels.training import picture_encoders as nets
 from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
-from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
+from kernels.training.loop import (
+    batches,
+    epoch_steps,
+    half_products,
+    note_long_warmup,
+    set_lr,
+    sum_gradients,
+    warmup_cosine,
+)
 from kernels.training.picture_encoders import PictureEncoder, load_classifier, load_encoder
 from kernels.training.run import Run, peak_gb
 from kernels.training.views import Crops, blur, coin, grey, jitter
@@ -431,6 +439,7 @@ def main(argv=None):
     pictures.place(run.device)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, warmup = args.steps or args.epochs * epoch, round(args.warmup * epoch)
+    note_long_warmup(warmup, total, "--warmup")
     rate = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, rate, args)
     if args.profile:

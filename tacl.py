@@ -29,7 +29,7 @@ output there too, with --form code ours does. In both forms the mean is over the
 batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the author
 agrees), and pairs come from a stream, anew in every round (there once, all in memory).
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, progress, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -57,7 +57,7 @@ def make_parser():
     common("--seed", 42)
     common("--eval-every", 10_000, "10000 (released script)")
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 
@@ -87,6 +87,7 @@ from kernels.training.encoders import load_encoder, longest_input
 from kernels.training.folder import model_card, new_files, save_tokenizer
 from kernels.training.loop import half_products, set_lr, sum_gradients
 from kernels.training.mlm import decoder_loss, has_decoder
+from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tokens import pad
 
@@ -357,11 +358,11 @@ def evaluate(model, dev, args):
     model.eval()
     rows, sentences = dev
     weights, totals, layers, pairs = row_weights(rows), Counter(), [], []
-    for i in progress(range(0, len(rows), 32), "dev"):
+    for i in progress(range(0, len(rows), 32), "held-out pairs", " batches"):
         for part in make_batch(rows[i : i + 32], model, args):
             _, values = compute_loss(model, (part, *weights), args)
             totals.update({name: value.item() for name, value in values.items()})
-    for i in range(0, len(sentences), 64):
+    for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
         for ids, _, segments, real, inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
                 states = read(model.encoder, ids, segments, real).hidden_states
@@ -398,7 +399,7 @@ def save_student(model, run):
     if run.rank:
         return
     tokenizer = copy.deepcopy(model.tokenizer)  # the original may be at work in stream's thread
-    text = f"An encoder to fine-tune. {summary(run.progress['best'])}".strip()
+    text = f"An encoder to fine-tune. {summary(run.progress['saved'])}".strip()
     card = model_card(run, "feature-extraction", ["transformers"], text, load_line(run))
     with new_files(run) as aside:
         model.encoder.save_pretrained(aside)
@@ -427,7 +428,7 @@ def main(argv=None):
     run.progress["place"] = [0, 0, 0]                          # in the stream
     run.begin(model, optimizer, args.steps)
     if dev and run.step == 0:
-        run.progress["before"] = evaluate(model, dev, args)
+        run.note_before(evaluate(model, dev, args))
     if dev:
         say("before", summary(run.progress["before"]))
     model.train()
@@ -452,7 +453,7 @@ def main(argv=None):
         run.note(dict(values), lr=optimizer.param_groups[0]["lr"])
         if run.due and run.keeps(evaluate(model, dev, args) if dev else {}):   # the last one is kept (paper)
             save_student(model, run)
-    before, after, change = run.progress["before"], run.progress["best"], ""
+    before, after, change = run.progress["before"], run.progress["saved"], ""
     if dev:
         say("after", summary(after))
         top = [f"{before[x][-1]:.3f} → {after[x][-1]:.3f}" for x in ("similarity", "similarity_special")]

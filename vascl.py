@@ -67,7 +67,7 @@ def make_parser():
     common("--seed", 0)
     common("--eval-every", 500, "500 (released script)")
     common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--precision")
+    parser.plain("--resume", "--keep-state", "--log", "--precision")
     return parser
 
 

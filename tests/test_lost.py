@@ -28,7 +28,7 @@ STAGES = {"reading": "simcse.load_data", "reading the held-out data": "simcse.He
           "tokenising": "simcse.tokenise_table", "the first evaluation": "simcse.HeldOut.before",
           "a step": "simcse.sum_gradients", "an evaluation": "kernels.training.evaluation.save",
           "behind the last step": "simcse.HeldOut.after"}
-FIRST = "stopped  before the first step"
+FIRST = "stopped  before anything was saved"
 SAID = {"a step": "stopped  at step 1, saved; --resume continues",
         "an evaluation": "stopped  at step 2, saved; --resume continues",
         "behind the last step": "stopped  behind the last step; the checkpoint is whole"}
@@ -79,7 +79,7 @@ def test_a_signal_while_torch_is_imported(kind, tmp_path):
     (tmp_path / "torch.py").write_text(code)
     done = subprocess.run([sys.executable, ROOT / "simcse.py", "--data", "x.csv"], text=True, timeout=8,
                           env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "stopped  before the first step\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "stopped  before anything was saved\n", "")
 
 
 def test_nohup_is_obeyed():

@@ -286,7 +286,7 @@ def test_a_signal_while_pictures_are_checked(whom, tmp_path):
         assert wait(lambda: [*tmp_path.glob("busy-*")])
         began = time.time()
         (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
-        assert ended(process, tmp_path) == (130, "stopped  before the first step\n", "", True)
+        assert ended(process, tmp_path) == (130, "stopped  before anything was saved\n", "", True)
     assert time.time() - began < 10 and not (tmp_path / "out").exists()
 
 

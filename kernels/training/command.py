@@ -2,6 +2,7 @@
 import argparse
 import functools
 import inspect
+import json
 import os
 import re
 import signal
@@ -68,12 +69,6 @@ def is_first_rank():
     return os.environ.get("RANK", "0") == "0"
 
 
-def progress(items, name, **more):
-    """A bar of the first rank, on a terminal, that goes when all is done; without items it wants a total."""
-    from tqdm import tqdm  # comes with transformers
-    return tqdm(items, name, leave=False, disable=not is_first_rank() or None, **more)
-
-
 def clear_bar(stream):
     """What puts a message in the place of a progress bar."""
     return "\r\x1b[K" if stream.isatty() else ""
@@ -133,10 +128,13 @@ COMMON = {
     "--max-length": dict(type=at_least(3, int), help="tokens that a row's text keeps in training"),
     "--seed": dict(type=at_least(0, int), help="of weights, order and dropout"),
     "--eval-every": dict(type=at_least(1, int), help="steps between evaluations"),
-    "--resume": dict(action="store_true", help="continue the run in --out, with the same flags"),
-    "--keep-state": dict(choices=("always", "running", "never"), default="always",
-                         help="what --resume needs, three times the model; running: until the run is done; "
-                              "default always"),
+    "--resume": dict(action="store_true",
+                     help="continue the run in --out; flags that are not given are taken from its args.json"),
+    "--keep-state": dict(choices=("always", "running", "never"), default="running",
+                         help="when to keep state.pt (about 3x the model's size), which --resume needs; "
+                              "default running: until the run is done"),
+    "--log": dict(choices=("tensorboard", "wandb"),
+                  help="send the numbers of metrics.jsonl there too; needs the package of that name"),
     "--impl": dict(choices=("auto", "triton", "blockwise", "eager"), help="kernels"),
     "--precision": dict(choices=("bf16", "fp32"), help="encoder and loss; default bf16 on a GPU, else fp32"),
 }
@@ -173,6 +171,11 @@ class Flags(argparse.ArgumentParser):
         if named := [text for text in args or () if "\0" in text]:
             fail(f"{named[0]}: holds a NUL character, which no path or number does")
         parsed = super().parse_args(args, namespace)
+        given = sys.argv[1:] if args is None else list(args)
+        if getattr(parsed, "resume", False):
+            args = given = [*saved_command(parsed.out), *given]                # a flag given again wins
+            parsed = super().parse_args(args, namespace)
+        parsed.command = given
         implied = (name for name in self.implied if getattr(parsed, name))
         if name := getattr(parsed, "recipe", None) or next(implied, None):     # its values are the defaults
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
@@ -197,6 +200,20 @@ class Flags(argparse.ArgumentParser):
         fail(message)
 
 
+def saved_command(out):
+    """The flags that the run in --out was started with, as typed; [] if there is no such run."""
+    path = Path(out) / "args.json"
+    if not path.is_file():
+        return []
+    try:
+        command = json.loads(path.read_text(encoding="utf-8")).get("command", [])
+        if not all(type(word) is str and "\0" not in word for word in command):
+            raise TypeError("a flag is not a text")
+        return command
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        fail(f"--resume: {path} is damaged ({type(error).__name__}); start a new run in another folder")
+
+
 def answer_early(make_parser):
     """For the top of a script: --help, and flags that are wrong, without the seconds that torch takes to
     load; a signal in those seconds ends in a line too."""
@@ -213,7 +230,7 @@ def answer_early(make_parser):
         sys.exit(2)
 
 
-STOPPED, NOTHING = 130, "before the first step"                # exit code of whatever was stopped
+STOPPED, NOTHING = 130, "before anything was saved"            # exit code of whatever was stopped
 
 
 def handle_signals(handler):

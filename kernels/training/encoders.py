@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertT
 
 from kernels import embed_in_chunks
 
-from .command import Fault, afford, fail, progress, say
+from .command import Fault, afford, fail, say
 from .folder import check_files
 from .layout import read_layout
 from .mlm import has_decoder
+from .progress import progress
 from .tables import texts_of
 from .tokens import grouped, pad, tokenise
 
@@ -225,7 +226,7 @@ class SentenceEncoder(torch.nn.Module):
         """((M, H) embeddings of the different ones among N texts, at rest; the row of each of the N)"""
         distinct, training = sorted(set(texts), key=lambda text: (len(text), text)), self.training
         self.eval()
-        bar = progress(range(0, len(distinct), size), "reading", delay=2)
+        bar = progress(range(0, len(distinct), size), "embedding texts")
         z = torch.cat([self.read(distinct[i : i + size]) for i in bar])
         self.train(training)
         places = {text: i for i, text in enumerate(distinct)}

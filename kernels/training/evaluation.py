@@ -27,14 +27,16 @@ class HeldOut:
                 fail(f"--cluster {path}: two columns of text, wanted one")
 
     def before(self, model, run):
-        """The score before the first step."""
+        """The score before the first step; how long it takes tells how long the test sets will."""
         if self.dev and run.step == 0:
-            run.progress["before"] = evaluate(model, self.dev, self.args.impl)
+            with run.clock.apart() as taken:
+                run.note_before(evaluate(model, self.dev, self.args.impl))
+            run.clock.later = taken[0] * sum(map(len, self.tests.values())) / len(self.dev)
         if self.dev:
             say("before", f"dev Spearman {run.progress['before']['spearman']:.2f}")
 
     def judge(self, model, run):
-        """Evaluates, and saves the model where it is the best so far; without --dev the last is."""
+        """Evaluate, and save the model if it is the best so far; without --dev, always."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
         if run.keeps(scores, by="spearman"):
             save(model, run)
@@ -43,7 +45,7 @@ class HeldOut:
         """Reads the best checkpoint, tests it, and says how to load it."""
         model.restore(run.out)
         self.say_scores(model)
-        before, best = run.progress["before"], run.progress["best"]
+        before, best = run.progress["before"], run.progress["saved"]
         rise = ""
         if self.dev:
             rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "

@@ -7,7 +7,8 @@ import re
 import stat
 import zlib
 
-from .command import Fault, fail, memory, progress
+from .command import Fault, fail, memory
+from .progress import progress
 
 LONGEST = 2**24                                                # bytes of a line, letters of a cell
 
@@ -62,7 +63,7 @@ def read_lines(path, whole=False):
     with opened(path, gzip.open if packed else None) as file:
         size = None if packed else os.fstat(file.fileno()).st_size
         name = f"reading {' '.join(path.name.split())}"
-        with progress(None, name, total=size, unit="B", unit_scale=True, delay=1) as bar:
+        with progress(None, name, total=size, unit="B", unit_scale=True) as bar:
             for text, size in decoded(file, path, whole):
                 bar.update(size)
                 yield text

@@ -24,6 +24,10 @@ def check_out(out, resume, data):
     if existing != path or not any(path.iterdir()):
         return
     begun = next((name for name in ("state.pt", RUNNING) if (path / name).is_file()), None)
+    if not begun and (path / "args.json").is_file():
+        further = f"to train its model further, start a new run with --model {out} --out NEW"
+        fail(f"--out {out} holds a finished run: {further}" if resume else
+             f"--out {out} holds a finished run: name another folder, or {further}")
     if resume and not begun:
         fail(f"--out {out}: no state.pt to resume from")
     if not resume:
@@ -73,6 +77,28 @@ def write_code(out, script, flags):
     write_whole(out / "args.json", json.dumps(flags, indent=1))
 
 
+def changed_flags(was, now):
+    """Names of the flags of a run that --resume was given another value of."""
+    free = "data", "command"                                   # the fingerprint stands for the data
+    return [name for name in was if name not in free and spelt(now.get(name)) != spelt(was[name])]
+
+
+def spelt(flag):
+    """A flag's value such that two spellings of a path are one."""
+    if isinstance(flag, list):
+        return [spelt(value) for value in flag]
+    return os.path.realpath(flag) if isinstance(flag, str) and os.path.exists(flag) else flag
+
+
+def refuse_flag(name, was, now, out):
+    """Fails because a flag differs from that of the run in --out."""
+    what = "the content of --data, by its checksum," if name == "fingerprint" else name
+    hint = ""
+    if name in ("steps", "epochs"):                            # the learning rates depend on it from step 1
+        hint = f"; to train a model further, start a new run with --model {out} --out NEW"
+    fail(f"--resume: {what} was {was[name]} in {out}, now it is {now.get(name)}{hint}")
+
+
 def write_whole(path, text):
     """Written aside, then renamed: whoever reads it, after a kill too, finds the old text or the new one."""
     aside = path.with_name(path.name + ".tmp")
@@ -113,7 +139,7 @@ def save_tokenizer(tokenizer, folder):
 def model_card(run, kind, tags, text, load):
     """README.md of a folder. kind: of the hub's pipelines; tags: the libraries that read it, the first above
     all."""
-    best = run.progress["best"].items()
+    best = run.progress["saved"].items()
     scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
     card = f"""---
 library_name: {tags[0]}

@@ -13,6 +13,7 @@ from .command import afford, fail, say
 from .loop import batches, epoch_steps, set_lr
 from .picture_encoders import PictureEncoder, load_encoder
 from .picture_files import read_pictures
+from .progress import progress
 from .run import Run
 from .views import flip, middle
 
@@ -112,15 +113,19 @@ class Pictures:
         are fewer pictures than ranks, all."""
         shared = len(side) >= (dist.get_world_size() if dist.is_initialized() else 1)
         own = range(len(side))[own_rows(len(side)) if shared else slice(None)]
-        order = ((0, own[i : i + 256]) for i in range(0, len(own), 256))
+        starts = progress(range(0, len(own), 256), "evaluating", " batches")
+        order = ((0, own[i : i + 256]) for i in starts)
         found = model.read(self.views(side, order), logits)
         return gather_rows(found, len(side)) if shared else found
 
     def before(self, model, run):
-        """The score before the first step."""
+        """The score before the first step; how long it takes tells how long the linear probe will."""
         if self.test and not model.classes:
             if run.step == 0:
-                run.progress["before"] = evaluate(model, self, run.impl)
+                with run.clock.apart() as taken:
+                    run.note_before(evaluate(model, self, run.impl))
+                share = len(self.train) / (len(self.train) + len(self.test))
+                run.clock.later = taken[0] * share * run.args.probe_epochs
             say("before", f"kNN {run.progress['before']['knn']:.2f} %")
 
     def judge(self, model, run):
@@ -132,7 +137,7 @@ class Pictures:
     def after(self, model, run, linear_probe):
         """Reads the checkpoint, trains a linear layer on its features, and says how to load it."""
         model.restore(run.out)
-        rise, best = "", run.progress["best"]
+        rise, best = "", run.progress["saved"]
         if self.test and model.classes:
             rise = f"top-1 {best['top1']:.2f} %, "
         elif self.test:
@@ -218,7 +223,7 @@ def train_probe(model, pictures, run, *, batch, rate, std=0.0, nesterov=False):
     total, crops = run.args.probe_epochs * epoch, pictures.crops._replace(least=0.08)
     order = lambda: zip(range(total), batches(len(pictures), batch, run.args.seed, least=batch))
     views = pictures.views(pictures.train, ((step // epoch, rows) for step, rows in order()), crops)
-    for (step, rows), x in zip(order(), views):
+    for (step, rows), x in progress(zip(order(), views), "linear probe", " steps", total=total):
         set_lr(optimizer, rate(step, total))
         with torch.no_grad():
             h = model.features(x)

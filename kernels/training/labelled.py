@@ -6,8 +6,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .command import fail, progress
+from .command import fail
 from .labels import find_columns
+from .progress import progress
 from .tables import empty_cell
 
 FOLDS, STARTS = 10, 5
@@ -57,7 +58,7 @@ def transfer(model, train, test, seed):
     else:
         fold = folds(y, seed)
         parts = ((x[fold != i], y[fold != i], x[fold == i], y[fold == i]) for i in range(FOLDS))
-    bar = progress(parts, "transfer")
+    bar = progress(parts, "logistic regression", " folds", total=1 if test else FOLDS)
     for own, labels, held, wanted in bar:
         strength = best_strength(own, labels, len(names), seed)
         (fit,) = logistic_regression(own, labels, len(names), [strength])
@@ -133,7 +134,8 @@ def cluster(model, data, seed):
     load_labelled's rows, k the number of labels, from STARTS different starts."""
     rows, y, names = data
     x = features(model, rows)
-    found = [k_means(x - x.mean(0), len(names), seed + i).cpu().numpy() for i in range(STARTS)]
+    starts = progress(range(STARTS), "k-means", " starts")
+    found = [k_means(x - x.mean(0), len(names), seed + i).cpu().numpy() for i in starts]
     return [(100 * v_measure(table), 100 * matched(table) / table.sum())
             for table in (contingency(y.numpy(), said, len(names)) for said in found)]
 

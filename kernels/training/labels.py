@@ -10,6 +10,7 @@ from . import ood
 from .command import Fault, fail, say
 from .encoders import load_encoder, longest_input
 from .folder import model_card, new_files, save_tokenizer
+from .progress import progress
 from .run import Run
 from .sts import spearman
 from .tables import empty_cell, listed, plain, read_table
@@ -43,7 +44,8 @@ def tokenise_texts(rows, model, longest):
     done, cut = [], 0
     takes = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in takes]
-    for start in range(0, len(rows), 10_000):  # a million at once would hold tens of gigabytes
+    parts = range(0, len(rows), 10_000)                        # a million at once would hold tens of gigabytes
+    for start in progress(parts, "tokenising", " x 10,000 rows"):
         texts, labels = zip(*rows[start : start + 10_000])
         encoded = model.tokenizer(*map(list, zip(*texts)), truncation=True, max_length=longest)
         done += [({name: np.array(encoded[name][i], np.int32) for name in names}, label)
@@ -125,7 +127,8 @@ def read(model, rows, forward):
     """What forward(model, inputs) gives, a tuple of tensors, of all rows, in their order, without dropout."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))           # little padding
-    parts = ([rows[i] for i in order[start : start + 128]] for start in range(0, len(rows), 128))
+    starts = progress(range(0, len(rows), 128), "evaluating", " batches")
+    parts = ([rows[i] for i in order[start : start + 128]] for start in starts)
     found = zip(*(forward(model, make_batch(part, model)[0]) for part in parts))
     found = [torch.cat(x).cpu() for x in found]
     model.train()

@@ -30,7 +30,7 @@ import re
 import time
 from pathlib import Path
 
-from .command import Flags, answer_early, at_least, command, fail, progress, say
+from .command import Flags, answer_early, at_least, command, fail, say
 
 BLOCK = 4096                                                   # rows that are searched at a time
 KINDS = (".csv", ".tsv", ".jsonl")
@@ -70,6 +70,7 @@ from kernels.paths import TOPK_SLOTS
 from .columns import SENTENCES
 from .encoders import build_encoder, describe_model
 from .loop import HALF
+from .progress import progress
 from .run import Run
 from .tables import describe_table, empty_cell, read_table
 

@@ -11,8 +11,9 @@ from collections import deque
 import numpy as np
 import torch
 
-from .command import Fault, fail, progress, say
+from .command import Fault, fail, say
 from .files import open_plain
+from .progress import progress
 from .views import resized, scaled
 from .workers import in_workers
 
@@ -131,7 +132,7 @@ class Files(Source):
             fail(f"{path}: reading it wants the package Pillow: pip install Pillow")
         rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // 32)), {}
         parts = ((list(map(self.path, part)),) for part in rows)
-        with progress(None, "checking pictures", total=len(self), unit="", delay=1) as bar:
+        with progress(None, "checking pictures", total=len(self)) as bar:
             for part, found in zip(rows, in_workers(measure, parts, self.workers)):
                 for row, size in zip(part, found):
                     if isinstance(size, str):

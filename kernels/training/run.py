@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -33,8 +32,8 @@ from kernels import choose_impl, similarity_lse
 from . import folder
 from .command import STOPPED, clear_bar, fail, handle_signals, has_checkpoint, put, say
 from .loop import batches
-
-SCORES = "dev_spearman", "dev_knn", "dev_top1"                 # of an evaluation, what a line has room for
+from .progress import Clock, peak_gb, step_line
+from .trackers import open_tracker
 
 
 class Run:
@@ -47,6 +46,7 @@ class Run:
     step       the step at work, from 1; before the first the one that --resume goes on from, else 0
     due        whether an evaluation is due at this step
     progress   what state.pt keeps beside weights and optimizer; a script may put more into it
+    clock      times training and evaluations; a script may say how long other work to come will take
     """
 
     def __init__(self, args, script):
@@ -57,7 +57,8 @@ class Run:
         args.precision = args.precision or ("bf16" if gpu else "fp32")
         self.bf16, self.step, self.due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
-        self.progress = {"step": 0, "before": None, "best": None}
+        self.progress = {"step": 0, "before": None, "saved": None}
+        self.clock, self.tracker = Clock(), open_tracker(args)
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -104,10 +105,11 @@ class Run:
             folder.write_whole(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
                 folder.write_code(self.out, self.script, self.flags())
+            self.tracker.begin(self.out, self.flags(), self.progress)
 
     def flags(self):
-        """What --resume wants to be as it was."""
-        free = "resume", "out", "keep_state", "workers"
+        """What --resume wants to be as it was, and the command, from which --resume takes flags."""
+        free = "resume", "out", "keep_state", "workers", "log"
         kept = {name: value for name, value in vars(self.args).items() if name not in free}
         return kept | dict(data=str(self.args.data), world=self.world, fingerprint=self.fingerprint)
 
@@ -125,19 +127,22 @@ class Run:
             self.order = lambda step: batches(rows, args.batch_size, args.seed, step, least or self.world)
         self.signals, self.total = [], total
         handle_signals(self.hear)
-        self.began = self.step, time.perf_counter()
+        self.clock.start(self.step)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)  # the step of such a loss
         for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
             self.step, self.values = step, None
             self.due = step % args.eval_every == 0 or step == total
             yield step, batch
+            if self.due and self.values:
+                self.clock.evaluated(self.clock.seconds() - self.noted)
             stop = self.asked_to_stop()
             if self.values and (self.due or stop or step % (1 + total // 40) == 0):
                 self.refuse_bad_loss()
                 self.report()
             if self.due or stop:
-                self.progress["step"] = step
+                self.progress["step"], began = step, self.clock.seconds()
                 self.save_state()
+                self.clock.evaluated(self.clock.seconds() - began, count=0)
             if stop:
                 kept = "saved; --resume continues" if args.keep_state != "never" else "--keep-state never"
                 say("stopped", f"at step {step}, {kept}")
@@ -145,6 +150,12 @@ class Run:
         heard, self.signals = self.signals, [None]             # what is still to come stops at once
         if heard:
             self.hear(heard[0], None)
+
+    def note_before(self, scores):
+        """Take the scores before the first step: row 0 of metrics.jsonl."""
+        self.progress["before"] = scores
+        if self.rank == 0:
+            self.write_metrics({"step": 0, **{f"dev_{name}": value for name, value in scores.items()}})
 
     def note(self, values, **more):
         """Takes the numbers of this step, "loss" among them. Tensors are this rank's parts of sums over
@@ -155,15 +166,17 @@ class Run:
             self.first_bad = torch.where(bad, self.step, self.first_bad)
         if self.due:
             self.refuse_bad_loss()
+        self.noted = self.clock.seconds()
 
     def keeps(self, scores, by=None):
-        """Takes the scores of an evaluation; whether the model is to be saved: the best so far, without `by`
-        the last."""
-        best = self.progress["best"]
-        better = not scores or by is None or best is None or scores[by] > best[by]
-        self.values |= {f"dev_{name}": value for name, value in scores.items()} | {"best": better}
+        """Take the scores of an evaluation; return whether to save the model: if scores[by] is the best so
+        far, and without `by` always, so that the last checkpoint is kept."""
+        saved = self.progress["saved"]
+        better = not scores or by is None or saved is None or scores[by] > saved[by]
+        word = "saved" if by is None else "best"
+        self.values |= {f"dev_{name}": value for name, value in scores.items()} | {word: better}
         if better:
-            self.progress["best"] = {"step": self.step, **scores}
+            self.progress["saved"] = {"step": self.step, **scores}
         return better
 
     def done(self, text):
@@ -171,7 +184,7 @@ class Run:
             (self.out / folder.RUNNING).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
             (self.out / "state.pt").unlink(missing_ok=True)
-        minutes, seconds = divmod(round(time.perf_counter() - self.began[1]), 60)
+        minutes, seconds = divmod(round(self.clock.seconds()), 60)
         say("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
     def hear(self, number, _):
@@ -217,19 +230,17 @@ class Run:
                     dist.all_reduce(values[name])
                 values[name] = values[name].item()
         if self.rank == 0:
-            seconds = time.perf_counter() - self.began[1]
-            folder.check_lock(self.out, self.lock)
-            with open(self.out / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": step, **values, "seconds": round(seconds, 3)}) + "\n")
-                folder.sync(file)
-            pace, done = seconds / (step - self.began[0]), 16 * step // total
-            left, speed = round(pace * (total - step)), self.args.batch_size / pace
-            line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {values['loss']:.4f}  "
-                    f"lr {values['lr']:.1e}  {speed:,.0f} rows/s  left {left // 60}:{left % 60:02}")
-            for score in (values[name] for name in SCORES if name in values):
-                line += f"  dev {score:.2f}{' best' if values['best'] else ''}"
-            bar = sys.stdout.isatty() and "best" not in values
-            put(clear_bar(sys.stdout) + line, end="" if bar else "\n")
+            row = {"step": step, **values, "seconds": round(self.clock.seconds(), 3)}
+            self.write_metrics(row)
+            line, evaluated = step_line(self.clock, row, total, self.args), {"best", "saved"} & values.keys()
+            put(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
+
+    def write_metrics(self, row):
+        folder.check_lock(self.out, self.lock)
+        with open(self.out / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+            folder.sync(file)
+        self.tracker.log(row)
 
     def save_state(self):
         """All that the next step depends on, the random numbers of every rank included: written aside, then
@@ -255,7 +266,7 @@ class Run:
         folder.check_files(self.out, f"--out {self.out}")
         try:
             was, now = json.loads((self.out / "args.json").read_text()), self.flags()
-            changed = [name for name in was if name != "data" and spelt(now.get(name)) != spelt(was[name])]
+            changed = folder.changed_flags(was, now)
             if there and not changed:
                 with zipfile.ZipFile(self.out / "state.pt") as file:           # torch.load reads no checksum
                     if bad := file.testzip():
@@ -275,25 +286,7 @@ class Run:
         except Exception as error:                             # a damaged file has many ways to fail
             fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
                  f"({type(error).__name__})")
-        for name in changed[:1]:
-            what = "the content of --data, by its checksum," if name == "fingerprint" else name
-            fail(f"--resume: {what} was {was[name]} in {self.out}, now it is {now.get(name)}")
+        if changed:
+            folder.refuse_flag(changed[0], was, now, self.out)
         has_checkpoint(there)
         return rows
-
-
-def spelt(flag):
-    """A flag's value such that two spellings of a path are one."""
-    if isinstance(flag, list):
-        return [spelt(value) for value in flag]
-    return os.path.realpath(flag) if isinstance(flag, str) and os.path.exists(flag) else flag
-
-
-def peak_gb(device):
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    try:
-        import resource
-    except ImportError:                                        # Windows
-        return math.nan
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from .command import fail, is_first_rank, say
 from .encoders import build_encoder, describe_model, in_order
+from .progress import progress
 from .run import Run
 from .sts import load_sts, spearman
 from .tokens import tokenise
@@ -46,7 +47,8 @@ def score_layers(model, encoder, pairs, poolings):
     rows, _ = tokenise([model.spelt(model.scored + x) for x in distinct], model.tokenizer, model.longest)
     layers, training = range(encoder.config.num_hidden_layers + 1), encoder.training
     encoder.eval()
-    batches = (model.batch(rows[i : i + 32]) for i in range(0, len(rows), 32))
+    starts = progress(range(0, len(rows), 32), "studying layers", " batches")
+    batches = (model.batch(rows[i : i + 32]) for i in starts)
     z = torch.cat([pool_layers(model, encoder, batch, layers, poolings).cpu() for batch in batches])
     encoder.train(training)
     places = {text: i for i, text in enumerate(distinct)}

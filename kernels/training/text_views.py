@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from .adversarial import changed, noise
-from .command import fail, progress, say
+from .command import fail, say
+from .progress import progress
 from .tokens import WHOLE, tokenise
 from .view_flags import EMBEDDINGS, WORDS
 from .wordnet import WordNet, tag_words
@@ -125,7 +126,7 @@ class TextViews:
         added = self.model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
         self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
         need, lengths = 2 * self.args.anchors * self.longest, []
-        bar = progress(table, "documents", delay=2)
+        bar = progress(table, "documents")
         texts = (self.model.prompted(cells)[0] for _, cells in bar)
         while part := list(itertools.islice(texts, 1000)):
             rows, _ = tokenise(part, self.model.tokenizer, WHOLE)

@@ -1,5 +1,5 @@
 """The flags of text_views.py, and the recipes of its papers: known before torch is loaded."""
-from .command import fail
+from .command import fail, say
 from .recipes import Recipe, say_recipe
 
 # name: the share of it that is changed where --view-rates does not say
@@ -36,6 +36,9 @@ def check(args):
     args.anchors    vectors of a row in a view: 1, or as many spans as a document gives
     """
     say_recipe(args, RECIPES)
+    if args.recipe and args.model == "scratch" and args.lr == RECIPES[args.recipe].flags["lr"]:
+        say("note", f"--recipe {args.recipe} has the learning rate of a pretrained encoder, {args.lr:g}: "
+                    "--model scratch hardly learns with it; add --lr 2e-3")
     spans, names, rates = "spans" in args.views, args.views, args.view_rates
     count, args.anchors = 1 if spans else args.count, args.spans[0] if spans else 1
     if spans and (len(names) > 1 or args.mode != "unsupervised"):

@@ -1,0 +1,111 @@
+"""Progress of long work: a bar on a terminal, lines in a log, and the time that is left."""
+import contextlib
+import math
+import sys
+import time
+
+from .command import is_first_rank, say
+
+QUIET = 2                                                      # seconds without a bar or a line
+SCORES = "dev_spearman", "dev_knn", "dev_top1"                 # of an evaluation, what a line has room for
+KNOWN = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left"
+UNSCORES = "dev_spearman", "dev_knn", "dev_top1"                 # of an evaluation, what a line has room for
+KNOWN = "{desc}: {n_fmt}{unit} so far, {elapsed}"
+
+
+def progress(items, name, unit="", **more):
+    """Iterate over items and show how far the work is, once it takes more than two seconds.
+
+    items   an iterable, or None: then call update(n) of what this returns, and give a total
+    name    what the bar or the line calls the work
+    more    arguments of tqdm, for example total=
+    """
+    from tqdm import tqdm  # comes with transformers
+    if not sys.stderr.isatty():
+        total = more.get("total", len(items) if hasattr(items, "__len__") else None)
+        more |= dict(file=Log(), bar_format=UNKNOWN if total is None else KNOWN, mininterval=QUIET)
+    return tqdm(items, name, leave=False, disable=not is_first_rank(), unit=unit, delay=QUIET, **more)
+
+
+class Log:
+    """The file that tqdm writes to where there is no terminal: one line after two seconds, then ever fewer."""
+
+    def __init__(self):
+        self.began, self.wait = time.monotonic(), QUIET
+
+    def write(self, text):
+        seconds = time.monotonic() - self.began
+        if text.strip() and seconds >= self.wait:
+            self.wait = seconds + max(10, seconds / 4)
+            say("working", text.strip())
+
+    def flush(self):
+        pass
+
+
+class Clock:
+    """Times a run. Evaluations and other work inside the loop do not count as training.
+
+    later   expected seconds of work beside steps and evaluations, for example of a linear probe
+    """
+
+    def __init__(self):
+        self.began, self.first, self.later = time.perf_counter(), 0, 0.0
+        self.evaluations, self.evaluating, self.elsewhere = 0, 0.0, 0.0
+
+    def start(self, step):
+        """Start timing: the loop begins after this step."""
+        self.began, self.first, self.elsewhere = time.perf_counter(), step, 0.0
+
+    def seconds(self):
+        return time.perf_counter() - self.began
+
+    def evaluated(self, seconds, count=1):
+        """Add the seconds of an evaluation; with count=0 of work that belongs to the last one."""
+        self.evaluations += count
+        self.evaluating += seconds
+
+    @contextlib.contextmanager
+    def apart(self):
+        """Work within the block is neither training nor evaluation; gives a list that its seconds join."""
+        began, taken = self.seconds(), []
+        yield taken
+        taken.append(self.seconds() - began)
+        self.elsewhere += taken[0]
+
+    def pace(self, step):
+        """Seconds per training step."""
+        return (self.seconds() - self.evaluating - self.elsewhere) / (step - self.first)
+
+    def left(self, step, total, every):
+        """Expected seconds until the run is done, with an evaluation every so many steps and at the end."""
+        evaluations = total // every - step // every
+        if total % every and step < total:
+            evaluations += 1
+        mean = self.evaluating / max(1, self.evaluations)
+        return self.pace(step) * (total - step) + mean * evaluations + self.later
+
+
+def step_line(clock, row, total, args):
+    """The line of a step: a bar, the numbers of its row of metrics, the speed of training and the time that
+    is left."""
+    step, done = row["step"], 16 * row["step"] // total
+    left, speed = round(clock.left(step, total, args.eval_every)), args.batch_size / clock.pace(step)
+    line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {row['loss']:.4f}  "
+            f"lr {row['lr']:.1e}  {speed:,.0f} rows/s  left {left // 60}:{left % 60:02}")
+    kept = [word for word in ("best", "saved") if row.get(word)]
+    for score in (row[name] for name in SCORES if name in row):
+        line += " ".join([f"  dev {score:.2f}", *kept])
+    return line
+
+
+def peak_gb(device):
+    """The most memory that was in use: of the GPU, else of this process."""
+    if device.type == "cuda":
+        import torch
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:                                        # Windows
+        return math.nan
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,60 @@
+"""--log: send the rows of metrics.jsonl to TensorBoard or Weights & Biases as well."""
+from .command import fail
+
+
+class Tracker:
+    """Logs nothing. `begin` is called once by the first rank, then `log` for each row of metrics.jsonl."""
+
+    def begin(self, out, flags, progress):
+        pass
+
+    def log(self, row):
+        pass
+
+
+class TensorBoard(Tracker):
+    def __init__(self):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer_type = SummaryWriter
+
+    def begin(self, out, flags, progress):
+        # rows after the checkpoint are logged again by --resume
+        self.writer = self.writer_type(out / "tensorboard", purge_step=progress["step"] + 1)
+
+    def log(self, row):
+        for name, value in numbers(row).items():
+            self.writer.add_scalar(name, value, row["step"])
+        self.writer.flush()
+
+
+class WandB(Tracker):
+    def __init__(self):
+        import wandb
+        self.wandb = wandb
+
+    def begin(self, out, flags, progress):
+        run_id = progress.setdefault("wandb", self.wandb.util.generate_id())   # --resume continues this run
+        try:
+            self.run = self.wandb.init(name=out.name, id=run_id, config=flags, resume="allow")
+        except Exception as error:                             # not logged in, no network
+            fail(f"--log wandb: {type(error).__name__}: {error}".splitlines()[0])
+
+    def log(self, row):
+        self.run.log(numbers(row), step=row["step"])
+
+
+def numbers(row):
+    """The numbers of a row of metrics, without its step."""
+    return {name: value for name, value in row.items() if type(value) in (int, float) and name != "step"}
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def open_tracker(args):
+    """The Tracker that --log names; a missing package is one clear line."""
+    name = getattr(args, "log", None)
+    try:
+        return TRACKERS.get(name, Tracker)()
+    except ImportError:
+        fail(f"--log {name}: the package {name} is not installed; pip install {name}, or leave --log out")
