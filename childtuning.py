@@ -71,7 +71,8 @@ def make_parser():
     add("--text", nargs="+", help="the columns of text, one or two; default see above")
     add("--label", help="the column of labels; default see above")
     add("--task", choices=tuple(METRICS), help="default by the labels, see above")
-    add("--metric", choices=sum(METRICS.values(), ()), help="compares trials; default accuracy or spearman")
+    add("--metric", choices=sum(METRICS.values(), ()),
+        help="compares trials; f1: of label 1 if labels are 0 and 1, else macro; default accuracy or spearman")
     parser.plain("--evaluate", "--data", "--dev")
     add("--contrast-set", nargs=2, metavar=("ORIGINAL", "EDITED"),
         help="test texts, and the same edited so that their labels change, row by row")
@@ -110,14 +111,7 @@ from kernels.training.adversarial import adversarial_views
 from kernels.training.encoders import load_encoder, longest_input
 from kernels.training.labels import classify, classify_vectors, evaluate, make_batch, mask_of, tokenise_texts
 from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
-from kernels.training.loop import (
-    batches,
-    epoch_steps,
-    note_long_warmup,
-    set_lr,
-    sum_gradients,
-    warmup_linear,
-)
+from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import empty_cell, texts_of
@@ -573,7 +567,7 @@ def judge(model, dev, contrast, ood_rows, trial, run, total):
     if last:
         run.progress["scores"].append(scores)
     if scores:
-        found = labels.mean_and_spread([scores])
+        found = labels.mean_and_spread([scores], trial.labels)
         say("dev", f"step {run.step:,}, mode {trial.mode}, seed {trial.seed}: {found}")
     if last and ood_rows:
         labels.judge_unseen(model, ood_rows, trial, run)
@@ -595,12 +589,10 @@ def order_of(trials, total, rows, least):
 def begin_trial(trials, number, rows, run):
     """(a new model, its optimizer, which in mode D has the model's child) of trials[number]"""
     trial, masks = trials[number], None
-    with run.clock.apart() as taken:
-        model = build_model(trial, run)
-        if trial.mode == "D" and trial.reserve_p < 1:
+    model = build_model(trial, run)
+    if trial.mode == "D" and trial.reserve_p < 1:
+        with run.clock.apart(again=sum(other.mode == "D" for other in trials[number + 1 :])):
             masks = find_child(model, rows, trial)
-    if masks:
-        run.clock.later = taken[0] * sum(other.mode == "D" for other in trials[number + 1 :])
     torch.manual_seed(trial.seed + run.rank)  # ranks have equal weights and different dropout
     return model, make_optimizer(model, trial, masks)
 
@@ -609,14 +601,10 @@ def sum_up(trials, run):
     """Says the scores of each mode, of the trial that is kept, and how to load it."""
     args, best, chosen = run.args, run.progress["saved"], ""
     if args.dev or args.contrast_set:
-        pairs = list(zip(run.progress["scores"], trials))
-        for mode in args.mode:
-            say(mode, labels.mean_and_spread([scores for scores, trial in pairs if trial.mode == mode]))
-            if args.ood and args.seeds > 1:
-                found = zip(run.progress["ood"], trials)
-                labels.say_unseen(f"mode {mode}, ", [unseen for unseen, trial in found if trial.mode == mode])
+        labels.say_modes(trials, run)
     if args.dev:
-        chosen = f"{args.metric} {best[args.metric]:.2f} of mode {best['mode']}, seed {best['seed']}, "
+        metric = labels.metric_name(args.metric, args.labels)
+        chosen = f"{metric} {best[args.metric]:.2f} of mode {best['mode']}, seed {best['seed']}, "
     if run.progress["skipped"]:
         chosen += f"{run.progress['skipped']} steps skipped, "
     run.done(chosen)
@@ -642,7 +630,6 @@ def main(argv=None):
     contrastive = args.ood_epochs * epoch                      # steps that come first
     total = contrastive + (args.steps or args.epochs * epoch)  # of each trial
     warmup = math.ceil(args.warmup_share * total)
-    note_long_warmup(warmup, total, "--warmup-share")
     args.eval_every = args.eval_every or epoch
     say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")

@@ -94,7 +94,7 @@ from transformers import AutoModelForMaskedLM
 from kernels import own_rows
 from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
 from kernels.training.layout import load_line, save
-from kernels.training.loop import epoch_steps, note_long_warmup, set_lr, sum_gradients, warmup_linear
+from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
 from kernels.training.progress import progress
 from kernels.training.run import Run
@@ -455,11 +455,10 @@ def main(argv=None):
     if args.epochs and not args.steps:
         total = args.epochs * epoch_steps(len(tokens), args.batch_size, run.world)
     warmup = total // args.warmup_part if args.warmup_steps is None else args.warmup_steps
-    note_long_warmup(warmup, total, "--warmup-steps")
     matrices, others = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
     groups = [dict(params=matrices, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, eps=args.eps, fused=True)
-    run.begin(model, optimizer, total)
+    run.begin(model, optimizer, total, warmup)
     if run.rank == 0 and args.save_triples and not Path(args.save_triples).exists():
         save_triples(triples, args.save_triples)
     if held_out and run.step == 0:

@@ -109,14 +109,7 @@ from kernels import check_rows, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.files import opened, pieces
-from kernels.training.loop import (
-    epoch_steps,
-    half_products,
-    note_long_warmup,
-    set_lr,
-    sum_gradients,
-    warmup_linear,
-)
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
@@ -133,7 +126,7 @@ COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "ent
 def load_data(path, args):
     """([(place, (sentence,))], what link_entities makes of each, titles of all entities); fills the flags
     that were not given (PAPER, CODE, SCRATCH)."""
-    header, table = read_table(path, lists=True)
+    header, table = read_table(path, lists="join")
     names = [plain(name) for name in header or []]
     at = {kind: names.index(plain(name)) for name, kind in COLUMNS.items() if plain(name) in names}
     if "text" not in at or "entity" not in at:
@@ -407,9 +400,8 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     epoch = epoch_steps(len(sentences), args.batch_size, run.world)
     total = args.steps or args.epochs * epoch
-    note_long_warmup(args.warmup_steps, total, "--warmup-steps")
     rates = [warmup_linear(step, total, args.warmup_steps, args.lr) for step in range(total)]
-    run.begin(model, optimizer, total)
+    run.begin(model, optimizer, total, args.warmup_steps)
     model.entities.schedule(rates, run.step)
     tokens = tokenise_table(sentences, model, run)
     held_out.before(model, run)

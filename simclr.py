@@ -134,15 +134,7 @@ from kernels import check_rows, choose_impl, gather_rows, nt_xent, own_rows, sim
 from kernels.training import images
 from kernels.training import picture_encoders as nets
 from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
-from kernels.training.loop import (
-    batches,
-    epoch_steps,
-    half_products,
-    note_long_warmup,
-    set_lr,
-    sum_gradients,
-    warmup_cosine,
-)
+from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
 from kernels.training.picture_encoders import PictureEncoder, load_classifier, load_encoder
 from kernels.training.run import Run, peak_gb
 from kernels.training.views import Crops, blur, coin, grey, jitter
@@ -439,12 +431,11 @@ def main(argv=None):
     pictures.place(run.device)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, warmup = args.steps or args.epochs * epoch, round(args.warmup * epoch)
-    note_long_warmup(warmup, total, "--warmup")
     rate = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, rate, args)
     if args.profile:
         return profile(model, optimizer, pictures, run)
-    run.begin(model, optimizer, total)
+    run.begin(model, optimizer, total, warmup)
     pictures.before(model, run)
     pictures.start(run, total, args.crop, 1 if model.classes else 2)
     model.train()

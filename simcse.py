@@ -97,7 +97,7 @@ from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradie
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import SENTENCES, Table, describe_table, empty_cell, read_table
+from kernels.training.tables import RANKING, SENTENCES, Table, describe_table, empty_cell, read_table
 from kernels.training.text_views import TextViews, anchors_of
 from kernels.training.tokens import say_equal, text_ids, tokenise_table
 
@@ -106,7 +106,8 @@ from kernels.training.tokens import say_equal, text_ids, tokenise_table
 
 def load_data(path, args):
     """The Table of rows of sentences; fills the flags that the number of columns decides (MODES)."""
-    header, table = read_table(path, empty_cell, roles=SENTENCES, columns=args.columns)
+    roles = RANKING if args.objective == "ranking" else SENTENCES
+    header, table = read_table(path, empty_cell, roles=roles, columns=args.columns)
     columns = len(next(iter(table))[1])
     usual = MODES[min(columns, 3)] | dict(count=max(columns, 2))
     fill(args, usual | (SCRATCH if args.model == "scratch" else {}))

@@ -4,12 +4,11 @@
     python -m kernels.pictures out/first --save first.png
     python -m kernels.pictures out/first out/vascl out/dclr --save three.png         a line for each folder
 
-An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read, and, for what
-was measured before the first step, state.pt if it is there. Runs with alignment and uniformity (simcse,
-selfguided, ease, vascl, dclr) get Wang and Isola's plane, tacl's get the similarity of a sentence's tokens in
-each layer, selfguided's with --study the score of each layer; a FILE.json of --study is an OUT too.
-childtuning.py writes several runs to one folder: each is a line, and those of one mode have one
-colour. Wants matplotlib. The kernels' own time and memory is drawn by python -m kernels.benchmark --plot.
+An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read. Runs with
+alignment and uniformity (simcse, selfguided, ease, vascl, dclr) get Wang and Isola's plane, tacl's get the
+similarity of a sentence's tokens in each layer, selfguided's with --study the score of each layer; a
+FILE.json of --study is an OUT too. childtuning.py writes several runs to one folder: each is a line, and those
+of one mode have one colour. Wants matplotlib. The kernels' own time and memory is drawn by python -m kernels.benchmark --plot.
 """
 import argparse
 import functools
@@ -17,8 +16,6 @@ import itertools
 import json
 import sys
 from pathlib import Path
-
-import torch
 
 # what chooses the best checkpoint or is the paper's aim, where args.json names no metric; the first that a
 # run has
@@ -44,21 +41,18 @@ def read_runs(folder, name):
     for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))
-            rows[-1]["step"] - rows[-1]["loss"]                # numbers: a text subtracts nothing
+            rows[-1]["step"] - (rows[-1]["loss"] if rows[-1]["step"] else 0)   # numbers: a text fails here
         except (ValueError, KeyError, TypeError):
             wanted = f"wanted a JSON object with step and loss, found {line[:40]!r}"
             fail(f"{path} line {number}: damaged; {wanted}")
     if not rows:
         fail(f"{path}: empty; the run has reported no step yet")
-    before = read_before(path.parent / "state.pt")
     runs, done = [], 0
     for (mode, _), group in itertools.groupby(rows, lambda row: (row.get("mode"), row.get("seed"))):
         group = list(group)  # childtuning's steps run on
         moved = [row | {"step": row["step"] - done} for row in group]
         runs.append((f"{name} {mode}" if mode else name, metric, moved))
         done = group[-1]["step"]
-    if before:
-        runs[0][2].insert(0, {"step": 0} | {f"dev_{key}": value for key, value in before.items()})
     if (study := path.parent / "study.json").is_file():
         runs[-1][2][-1]["study"] = read_study(study)
     return runs
@@ -74,17 +68,6 @@ def read_study(path):
         fail(f"{path}: {error.strerror}; wanted what --study of selfguided.py wrote")
     except (ValueError, KeyError, TypeError, AttributeError):
         fail(f"{path}: damaged; wanted what --study of selfguided.py wrote")
-
-
-def read_before(path):
-    """The scores before the first step, or None; the weights beside them stay on the disk."""
-    try:
-        return torch.load(path, mmap=True, map_location="cpu", weights_only=True)["progress"].get("before")
-    except FileNotFoundError:
-        return None
-    except Exception as error:                                 # a damaged file has many ways to fail
-        kind = type(error).__name__
-        fail(f"{path}: damaged ({kind}); without this file the picture begins at the first evaluation")
 
 
 def columns(rows, *keys):

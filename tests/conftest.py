@@ -52,12 +52,12 @@ def here(tmp_path, monkeypatch):
 def finished(tmp_path_factory):
     """The --out of a run of simcse.py on it: good for --model and for --resume."""
     import simcse
-    from running import GOOD, SMALL
+    from running import GOOD, KEPT
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("good.csv").write_text(GOOD)
-        simcse.main([*SMALL, "--out", "out"])
+        simcse.main([*KEPT, "--out", "out"])
     return folder / "out"
 
 

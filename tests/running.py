@@ -24,6 +24,7 @@ DATA = ROOT / "tests" / "data"
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
 GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"          # good.csv of `here`
 SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
+KEPT = [*SMALL, "--keep-state", "always"]
 ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # of 12 rows, whole
 SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
 
@@ -45,6 +46,7 @@ def run(name, out, *flags):
     gradient."""
     script, made, norms = importlib.import_module(name), [], []
     start, add_up = script.Run, script.sum_gradients
+    keep = [] if "--keep-state" in flags else ["--keep-state", "always"]       # for `state`
 
     def measured(model):
         add_up(model)
@@ -54,7 +56,7 @@ def run(name, out, *flags):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as lines:
         patch.setattr(script, "Run", lambda *args: made.append(start(*args)) or made[0])
         patch.setattr(script, "sum_gradients", measured)
-        script.main([*map(str, flags), "--out", str(out)])
+        script.main([*map(str, flags), "--out", str(out), *keep])
     said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
     steps, state = metrics(out), torch.load(out / "state.pt", weights_only=True)
     losses = [step["loss"] for step in steps]
@@ -71,7 +73,8 @@ def run_text(name, folder, rows, *flags):
 
 
 def metrics(out):
-    return [json.loads(line) for line in open(out / "metrics.jsonl")]
+    """Rows of steps, without the scores before the first step."""
+    return [row for row in map(json.loads, open(out / "metrics.jsonl")) if row["step"]]
 
 
 def equal(a, b):

@@ -261,7 +261,7 @@ def test_trials(tmp_path, monkeypatch):
     for mode, mine in (("D", scores[:2]), ("F", scores[2:])):
         table = f"accuracy {np.mean(mine):.2f} ± {statistics.stdev(mine):.2f}, best {max(mine):.2f};"
         assert whole.said[mode].startswith(table)
-    best = whole.state["progress"]["best"]
+    best = whole.state["progress"]["saved"]
     assert (best["mode"], best["seed"], best["accuracy"]) == (*trials[scores.index(max(scores))], max(scores))
     for stop in (4, 10, 19):
         with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
@@ -320,7 +320,7 @@ def test_nan_gradients_are_skipped_counted_and_said(tmp_path, monkeypatch):
     assert result.losses[2] == result.losses[1] and "2 steps skipped" in result.said["done"]
     assert [i for i, loss in enumerate(result.losses) if math.isnan(loss)] == [3]
     assert [step["skipped"] for step in result.steps] == [0, 0, 1, 2, 2, 2]
-    assert [step["best"] for step in result.steps] == [True, True, True, False, False, True]
+    assert [step["saved"] for step in result.steps] == [True, True, True, False, False, True]
     assert {state["step"].item() for state in result.state["optimizer"]["state"].values()} == {2.0}
 
 

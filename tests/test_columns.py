@@ -1,5 +1,6 @@
 """Columns mean what they are called: names and roles of a header, --columns, and what is refused."""
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import vascl
 from kernels.training.command import Fault
 from kernels.training.labels import find_columns
 from kernels.training.sts import load_sts
-from kernels.training.tables import SENTENCES, empty_cell, read_table
+from kernels.training.tables import RANKING, SENTENCES, empty_cell, read_table
 from running import NLI, ONE_BATCH, read, run_text
 from test_tables import alarm  # noqa: F401
 
@@ -64,14 +65,18 @@ FOREIGN = "columns not known as anchor, positive or negative: "
 
 
 @pytest.mark.parametrize("head, columns, fault", [
-    ("sentence1,sentence2,score", None, FOREIGN + "score; name those to read: --columns sentence1 sentence2"),
-    ("premise,hypothesis", None, FOREIGN + "hypothesis; name those to read: --columns premise"),
-    ("Foo bar,Baz", None, FOREIGN + "Foo bar, Baz; name those to read: --columns 'Foo bar' Baz; "
-                                    "if that row is data, number them: --columns 1 2"),
-    ("query,anchor", None, "2 columns are anchor: query, anchor; name those to read: .*"),
-    ("positive,negative", None, "no anchor among columns positive, negative; name those to read: .*"),
-    ("anchor,negative", None, "no positive among columns anchor, negative; name those to read: .*"),
-    (",anchor,positive", None, "the first name of the header is empty, .*index=False; .* anchor positive"),
+    ("sentence1,sentence2,score", None, FOREIGN + r"score; name those to read: --columns sentence1 sentence2 "
+                                                  r"\(anchor sentence1, positive sentence2\)"),
+    ("premise,hypothesis,id", None, FOREIGN + r"hypothesis, id; name those to read: --columns premise "
+                                              r"hypothesis \(anchor premise, positive hypothesis\)"),
+    ("Reply,Question,negative", None, FOREIGN + r"Reply; name those to read: --columns Question Reply negative "
+                                                r"\(anchor Question, positive Reply, negative negative\)"),
+    ("Foo bar,Baz", None, FOREIGN + r"Foo bar, Baz; name those to read: --columns 'Foo bar' Baz "
+                                    r"\(anchor Foo bar, positive Baz\); if that row is data, write a header .*"),
+    ("query,anchor", None, "2 columns are anchor: query, anchor; name those to read by --columns, in .*"),
+    ("positive,negative", None, "no anchor among columns positive, negative; name those .*, in the order .*"),
+    ("anchor,negative", None, "no positive among columns anchor, negative; name those .*, in the order .*"),
+    (",anchor,positive", None, "the first name of the header is empty, .*index=False; .* anchor positive .*"),
     ("anchor,positive", "Foo", "--columns Foo: wanted one of anchor, positive, or a number from 1 to 2"),
     ("anchor,positive", "1|3", "--columns 3: wanted one of anchor, positive, or a number from 1 to 2")])
 def test_headers_that_are_refused(head, columns, fault, tmp_path):
@@ -87,10 +92,10 @@ TWICE = r"data\.csv: --columns sentence: two columns are called so; wanted one o
 
 
 @pytest.mark.parametrize("head, columns, fault", [
-    ("sentence,sentence", None, r"data\.csv: 2 columns are anchor: sentence, sentence; number those to read: "
-                                "--columns 1 2"),
+    ("sentence,sentence", None, r"data\.csv: 2 columns are anchor: sentence, sentence; name those to read by "
+                                "--columns, in the order anchor, positive, negative"),
     ("sentence,sentence", "sentence", TWICE), ("Sentence,sentence", "sentence|sentence", TWICE),
-    ("query,id,id", None, rf"data\.csv: {FOREIGN}id, id; name those to read: --columns query"),
+    ("query,id,id", None, rf"data\.csv: {FOREIGN}id, id; name those to read: --columns query \(.*\)"),
     ("query,answer", "\u00b2", ".*: --columns '\u00b2': wanted one of query, answer, or a number from 1 .*"),
     ("query,answer", "9" * 5000, ".*: --columns 9{40}: wanted one of query, answer, or a number from 1 .*")])
 def test_names_that_are_no_help(head, columns, fault, tmp_path):
@@ -109,17 +114,51 @@ def test_a_doubled_name_is_told_where_all_columns_are_read(tmp_path):
 
 def test_a_message_about_names_has_its_end(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{f"{'long ' * 20}{i}": "A b." for i in range(99)}] * 2))
-    with pytest.raises(Fault, match=r"^.{1,500} \.\.\.; number those to read: --columns 1 2 3 4 5 6 7 8 9$"):
+    with pytest.raises(Fault, match=r"^.{1,500} \.\.\.; number those to read: --columns 1 2 3 4 5 6 7 8 9 \(.*\)$"):
         read_roles(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("content, columns", [
     ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # rows below look just like it
-    ("Foo,Bar\n" + "A man eats.,He eats.\n" * 5, "1|2"), ("Well,Good\n" + "A man eats.,Good\n" * 5, None),
+    ("Well,Good\n" + "A man eats.,Good\n" * 5, None),
     ("A man eats.,He eats.\n", None)])
 def test_first_rows_that_are_data(content, columns, tmp_path):
     (tmp_path / "a.csv").write_text(content)
     assert read_roles(tmp_path / "a.csv", columns)[1] == [line.split(",") for line in content.splitlines()]
+
+
+@pytest.mark.parametrize("columns", [None, "1|2", "Frage|Antwort"])
+def test_a_header_is_recognised_with_and_without_columns(columns, tmp_path, capsys):
+    """By the same rule, and a header of names that nobody knows is printed."""
+    (tmp_path / "a.csv").write_text("Frage,Antwort\n" + "A man eats.,He eats.\n" * 5)
+    note = r"note +.*a\.csv: its first row is taken as a header: anchor Frage, positive Antwort; if .*\n"
+    if columns is None:
+        with pytest.raises(Fault, match="not known as .*; if that row is data, write a header above it$"):
+            read_roles(tmp_path / "a.csv")
+    else:
+        header, rows = read_roles(tmp_path / "a.csv", columns)
+        assert header == ["anchor Frage", "positive Antwort"] and rows == [["A man eats.", "He eats."]] * 5
+        named = columns.startswith("Frage")                    # who names the columns knows the header
+        assert bool(re.fullmatch(note, capsys.readouterr().out)) != named
+
+
+def test_rankings_have_the_columns_that_help_names(tmp_path):
+    """text, reference and candidates by a header, or a list of candidates in .jsonl."""
+    header = "text,reference,cand1,cand2"
+    assert header.replace(",cand1,cand2", ", candidates").replace(",", ", ", 1) in simcse.__doc__
+    (tmp_path / "a.csv").write_text(header + "\n" + "\n".join(",".join(row) for row in [["a", "b", "c", "d"]] * 3))
+    wanted = ["text text", "reference reference", "candidate cand1", "candidate cand2"]
+    found, table = read_table(tmp_path / "a.csv", empty_cell, roles=RANKING)
+    assert found == wanted and [cells for _, cells in table] == [["a", "b", "c", "d"]] * 3
+    row = {"candidates": ["c", "d"], "text": "a", "reference": "b"}
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(row)] * 3))
+    found, table = read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING)
+    assert found == wanted[:2] + ["candidate candidates"] and [x for _, x in table] == [["a", "b", "c", "d"]] * 3
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [row, row | {"candidates": ["c"]}])))
+    with pytest.raises(Fault, match="line 2: 3 texts, wanted 4 as in the first row: its lists differ in length"):
+        read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"query": "a", "pos": ["b"], "neg": ["c", "d"]}) + "\n")
+    assert read_roles(tmp_path / "a.jsonl")[1] == [["a", "b", "c", "d"]]
 
 
 def test_a_column_of_numbers_is_no_text(tmp_path):

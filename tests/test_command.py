@@ -7,7 +7,8 @@ from unittest.mock import Mock
 import pytest
 
 import simcse
-from kernels.training.command import COMMON, Fault, Flags, progress
+from kernels.training.command import COMMON, Fault, Flags
+from kernels.training.progress import progress
 from running import ROOT, SMALL, refuse
 
 

@@ -1,9 +1,13 @@
 """Encoders of every family: three steps of training, saved, and read back by ourselves, by the definitions,
 and by sentence-transformers where it is installed."""
+import contextlib
 import functools
 import importlib.util
+import io
 import itertools
+import logging
 import re
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,13 +98,37 @@ def test_a_score_is_read_back(family, pooling, head, folder_of, tmp_path, capsys
     assert ("its head" in model) == (head == "keep")
     assert sorted(path.name for path in tmp_path.rglob("*")) == before         # nothing is written
     one, two, scores = zip(*load_sts(sts))
-    z1, z2 = (by_definition(tmp_path / "out", pooling, prompts[1:2], texts) for texts in (one, two))
+    with silent_libraries():
+        z1, z2 = (by_definition(tmp_path / "out", pooling, prompts[1:2], texts) for texts in (one, two))
     cosine = torch.cosine_similarity(z1.double(), z2.double()).numpy()
     assert 100 * spearman(cosine, scores) == pytest.approx(float(best), abs=0.02)
     if importlib.util.find_spec("sentence_transformers"):
         from sentence_transformers import SentenceTransformer
-        theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(one, convert_to_tensor=True)
+        with silent_libraries():
+            theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+        theirs = theirs.encode(one, convert_to_tensor=True)
         torch.testing.assert_close(theirs, z1, atol=1e-4, rtol=0)
+
+
+@contextlib.contextmanager
+def silent_libraries():
+    """Fails if transformers or sentence-transformers reports anything, for example missing weights. That
+    encode() puts the prompt of --prompt before a text may be said."""
+    said, level = io.StringIO(), transformers.logging.get_verbosity()
+    handler, loggers = logging.StreamHandler(said), [logging.getLogger("transformers"),
+                                                     logging.getLogger("sentence_transformers")]
+    transformers.logging.set_verbosity_warning()
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(said), warnings.catch_warnings(record=True) as warned:
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        for logger in loggers:
+            logger.removeHandler(handler)
+    lines = [line for line in said.getvalue().splitlines() if not line.startswith("Default prompt name is")]
+    assert lines == [] and [str(warning.message) for warning in warned] == []
 
 
 def by_definition(folder, pooling, prompts, texts):

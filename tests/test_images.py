@@ -344,7 +344,7 @@ def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkey
     result = run(name, tmp_path / "out", *own, "--crop", 1, "--lr", 1, "--probe-epochs", 60, *flags.split())
     first = result.losses[4 if name == "moco" else 0]          # MoCo's first steps fill the queue
     assert result.losses[-1] < first - least
-    assert [*result.steps[-1]][:5] == ["step", "loss", "lr", "dev_knn", "best"]
+    assert [*result.steps[-1]][:5] == ["step", "loss", "lr", "dev_knn", "saved"]
     assert "dev_knn" not in result.steps[-2] and result.steps[-1]["dev_knn"] > 90
     assert float(re.search(r"linear ([\d.]+) %", result.said["done"])[1]) > 90
     state = dict(result.model.encoder.state_dict())
@@ -411,7 +411,7 @@ def all_cases(rank, port, data, out):
         if name == "simclr":
             nn.BatchNorm2d.forward = lambda norm, x: x * norm.weight[:, None, None]
         flags = [data if flag == "DATA" else flag for flag in flags.split()]
-        flags = ["--data", data, *FLAGS, *OWN[name], *flags, "--steps", 3]
+        flags = ["--data", data, *FLAGS, *OWN[name], *flags, "--steps", 3, "--keep-state", "always"]
         SCRIPTS[name].main([*map(str, flags), "--out", str(out / f"{case}{rank // 3}")])
 
 

@@ -21,7 +21,7 @@ import simcse
 from kernels.training import folder
 from kernels.training.command import Fault, command, fail, handle_signals, put
 from kernels.training.tokens import tokenise_table
-from running import DATA, GOOD, ROOT, SMALL, equal, metrics, refuse, run
+from running import DATA, GOOD, KEPT, ROOT, SMALL, equal, metrics, refuse, run
 
 STAGES = {"reading": "simcse.load_data", "reading the held-out data": "simcse.HeldOut",
           "loading": "simcse.build_model", "copying code": "kernels.training.folder.write_code",
@@ -32,7 +32,7 @@ FIRST = "stopped  before anything was saved"
 SAID = {"a step": "stopped  at step 1, saved; --resume continues",
         "an evaluation": "stopped  at step 2, saved; --resume continues",
         "behind the last step": "stopped  behind the last step; the checkpoint is whole"}
-FLAGS = [*map(str, SMALL), "--steps", "3", "--eval-every", "2"]
+FLAGS = [*KEPT, "--steps", "3", "--eval-every", "2"]
 
 
 def same_result(one, two):
@@ -111,8 +111,9 @@ def test_a_run_that_is_done_is_not_begun_again(here, capfd):
     for keep in ("running", "never"):
         simcse.main([*FLAGS, "--out", keep, "--keep-state", keep])
         capfd.readouterr()
-        wanted = rf"--out {keep}: no state\.pt to resume from"
+        wanted = rf"--out {keep} holds a finished run: .* start a new run with --model {keep} --out NEW"
         refuse("simcse", capfd, wanted, *FLAGS, "--out", keep, "--resume")
+        refuse("simcse", capfd, wanted.replace("run: ", "run: name another folder, or "), *FLAGS, "--out", keep)
 
 
 def test_metrics_survive_a_kill_within_resume(here, finished, monkeypatch):
@@ -122,9 +123,9 @@ def test_metrics_survive_a_kill_within_resume(here, finished, monkeypatch):
     before = Path(finished, "metrics.jsonl").read_text()
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
-        simcse.main([*SMALL, "--out", "out", "--resume"])
+        simcse.main([*KEPT, "--out", "out", "--resume"])
     assert Path("out/metrics.jsonl").read_text().startswith(before)
-    simcse.main([*SMALL, "--out", "out", "--resume"])
+    simcse.main([*KEPT, "--out", "out", "--resume"])
     assert Path("out/metrics.jsonl").read_text() == before
 
 

@@ -233,7 +233,7 @@ def test_trials(tmp_path, monkeypatch, capsys):
     assert [count.call_count for count in counts] == [1 + 4 * 5, 4 * 3]            # one is tried out
     rates = [1e-3 * x for x in (0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25)]
     assert [step["lr"] for step in whole.steps[:8]] == pytest.approx(rates)
-    found, best = whole.state["progress"]["ood"], whole.state["progress"]["best"]
+    found, best = whole.state["progress"]["ood"], whole.state["progress"]["saved"]
     assert found == [step["ood"] for step in whole.steps[7::8]] and len(found) == 4
     assert [*found[0]] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
     shares = [trial["Mahalanobis"]["FPR95"] for trial in found[2:]]

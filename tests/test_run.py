@@ -151,7 +151,7 @@ def one_bit(old):
 
 
 @pytest.mark.parametrize("file, change, flags, wanted", [
-    ("state.pt", None, "", r"--out out: no state\.pt to resume from"),
+    ("state.pt", None, "", "--out out holds a finished run: .*"),
     ("state.pt", lambda old: old[:5000], "", HOLDS),
     ("state.pt", lambda old: b"", "", HOLDS),
     ("state.pt", one_bit, "", HOLDS),

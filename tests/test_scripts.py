@@ -73,7 +73,7 @@ def test_every_script_is_one_file_beside_kernels(tmp_path):
     assert done.stdout.count("\ndone ") == done.stdout.count("\nload ") == 10
     for name in (*SCRIPTS, *others):
         out = home / "out" / name
-        wanted = ["README.md", "args.json", "config.json", "model.safetensors", "state.pt"]
+        wanted = ["README.md", "args.json", "config.json", "model.safetensors"]
         wanted += ["modules.json", "1_Pooling/config.json", "tokenizer.json"] * (name in SCRIPTS)
         assert [file for file in wanted if not (out / file).is_file()] == []
         assert [step["step"] for step in metrics(out)] == [1, 2]

@@ -362,8 +362,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("fault", ["\udcff,b", "A", 'A,"b', "A, "])
 def test_a_bar_leaves_no_trace_in_a_message(fault, here, monkeypatch):
     Path("a.csv").write_text(GOOD * 5000 + fault + "\n" + GOOD, errors="surrogateescape")
-    bar = functools.partial(files.progress, mininterval=0, miniters=1)
-    monkeypatch.setattr(files, "progress", lambda *args, delay, **more: bar(*args, **more))
+    monkeypatch.setattr("kernels.training.progress.QUIET", 0)
+    monkeypatch.setattr(files, "progress", functools.partial(files.progress, mininterval=0, miniters=1))
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     with pytest.raises(SystemExit):
         simcse.main([*SMALL, "--data", "a.csv"])
@@ -389,7 +389,7 @@ def test_documents_are_not_packed():
 def test_lists_are_cells(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "A", "others": ["b", "c d"]}\n{"text": "B", "others": []}\n')
-    header, table = read_table(path, lists=True)
+    header, table = read_table(path, lists="join")
     assert header == ["text", "others"] and [cells for _, cells in table] == [["A", "b|c d"], ["B", ""]]
     assert re.fullmatch(r"line \d", next(iter(table))[0])
 

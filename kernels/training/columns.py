@@ -4,10 +4,15 @@ import shlex
 from collections import Counter
 from typing import NamedTuple
 
-# Names as plain leaves them. Any of a negative may have a number behind it.
+# Names as plain leaves them. A number may follow those of a role that REPEATED has.
 SENTENCES = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
              "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
              "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
+RANKING = {"text": SENTENCES["anchor"] + "document source article".split(),
+           "reference": SENTENCES["positive"] + "reference summary target".split(),
+           "candidate": SENTENCES["negative"] + "candidate candidates cand".split()}
+REPEATED = "negative", "candidate"
+NO_TEXT = "score similarity label goldlabel id idx index genre subset".split()
 OTHERS = """hypothesis score similarity label goldlabel id idx index genre subset
             entity positiveentity negativeentity entitytype page article originentity
             original synonym antonym synonymwords antonymwords""".split()
@@ -20,11 +25,13 @@ class Header(NamedTuple):
     said    what a person is told of them: the header, or what each column is taken for; None: no header
     places  which columns are read, in this order; None: all
     fault   why they cannot be read, or None
+    guessed whether the header was recognised by its looks alone, not by a name that is known
     """
     headed: bool
     said: list | None
     places: list | None = None
     fault: str | None = None
+    guessed: bool = False
 
 
 def any_names(rows, keys, names=()):
@@ -34,26 +41,27 @@ def any_names(rows, keys, names=()):
     if keys is None:
         different = len(set(rows[0])) == len(rows[0])
         small = different and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in rows[0])
-        headed = bool(rows[0]) and (
-            small or has_all(rows[0], names) or is_known(rows[0]) or looks_like_names(rows))
+        known = has_all(rows[0], names) or is_known(rows[0])
+        headed = bool(rows[0]) and (small or known or looks_like_names(rows))
         header = [name.strip() for name in rows[0]] if headed else []
     doubled, fault = twice(map(plain, header)), None
     if doubled:
         fault = f"two columns of one name, {doubled}, in {listed(header)}"
     elif headed and not header[0] and not has_all(header, names):
         fault = INDEX
-    return Header(headed, header or None, None, fault)
+    return Header(headed, header or None, None, fault, headed and not known)
 
 
 def by_role(rows, keys, roles=SENTENCES, columns=None):
     """The Header of columns in the order of their roles {role: [names]}: by --columns, by the names of a
     header, or as they stand where there is none. rows, keys as in any_names."""
-    named = [name for name in columns or [] if not is_number(name)]
-    headed = keys is None and bool(rows[0]) and (
-        has_all(rows[0], named) or is_known(rows[0]) or not columns and looks_like_names(rows))
+    named, headed, known = [name for name in columns or [] if not is_number(name)], False, True
+    if keys is None and rows[0]:
+        known = has_all(rows[0], named) or is_known(rows[0], roles)
+        headed = known or looks_like_names(rows)
     header = keys or (headed and [name.strip() for name in rows[0]]) or []
     if columns:
-        return chosen(rows, keys is None, headed, header, list(roles), columns)
+        return chosen(rows, keys is None, headed, header, list(roles), columns)._replace(guessed=not known)
     if not header:
         columns = list(zip(*(row for row in rows if isinstance(row, list))))
         numbers = [i for i, column in enumerate(columns, 1) if len(columns) > 1 and all(
@@ -65,14 +73,40 @@ def by_role(rows, keys, roles=SENTENCES, columns=None):
     places = sorted((i for i in range(len(header)) if found[i]), key=lambda i: order.index(found[i]))
     said, fault = [f"{found[i]} {header[i]}" for i in places], fault_of(header, found, order)
     if fault:
-        example = (places or [i for i, name in enumerate(header) if name] or [0])[:9]
-        known, how = [header[i] for i in example], "name"
-        if twice(map(plain, known)) or not all(0 < len(name) <= 40 for name in known):
-            known, how = [str(i + 1) for i in example], "number"
-        fault += f"; {how} those to read: --columns {shlex.join(known)}"
-        if headed and not is_known(rows[0]):
-            fault += f"; if that row is data, number them: --columns {' '.join('123'[: len(header)])}"
-    return Header(headed, said, places or None, fault)
+        fault += f"; {suggestion(header, found, order, rows[headed:])}"
+        if not known:
+            fault += "; if that row is data, write a header above it"
+    return Header(headed, said, places or None, fault, not known)
+
+
+def suggestion(header, found, order, rows):
+    """Which --columns to give where the names of a header do not say it: those that hold text, each with the
+    role that it would get. A column whose name is known keeps its role."""
+    unknown = [i for i, role in enumerate(found) if role is None and holds_text(i, header, rows)]
+    places = []
+    for role in order[:-1]:
+        own = [i for i, name in enumerate(found) if name == role]
+        places += own or unknown[:1]
+        if not own:
+            unknown = unknown[1:]
+    places = (places + [i for i, role in enumerate(found) if role == order[-1]] + unknown)[:9]
+    roles = [order[min(i, len(order) - 1)] for i in range(len(places))]
+    if not places or any(found[i] not in (None, role) for i, role in zip(places, roles)):
+        return f"name those to read by --columns, in the order {', '.join(order)}"
+    names, how = [header[i] for i in places], "name"
+    if twice(map(plain, names)) or not all(0 < len(name) <= 40 for name in names):
+        names, how = [str(i + 1) for i in places], "number"
+    column = "column " if how == "number" else ""
+    each = ", ".join(f"{role} {column}{name}" for role, name in zip(roles, names))
+    return f"{how} those to read: --columns {shlex.join(names)} ({each})"
+
+
+def holds_text(place, header, rows):
+    """Whether a column is text by its name and by the first rows below: some letters in most of its cells."""
+    cells = [[*row.values()] if isinstance(row, dict) else row for row in rows]
+    cells = [row[place] for row in cells if isinstance(row, list) and place < len(row)]
+    texts = [cell for cell in cells if isinstance(cell, str) and re.search(r"[^\W\d_]", cell)]
+    return plain(header[place]) not in ("", *NO_TEXT) and 2 * len(texts) > len(cells)
 
 
 def chosen(rows, may_have, headed, header, roles, columns):
@@ -100,7 +134,7 @@ INDEX = "the first name of the header is empty, as of pandas' index; write the f
 
 def fault_of(header, found, order):
     """Why columns of these roles, None where there is none, are not rows to train on."""
-    one_each = [role for role in found if role and role != "negative"]
+    one_each = [role for role in found if role and role not in REPEATED]
     double = [role for role in order if one_each.count(role) > 1]
     unknown = [name for name, role in zip(header, found) if role is None]
     if not header[0]:
@@ -139,7 +173,7 @@ def plain(name):
 def role_of(name, roles):
     name = plain(name)
     return next((role for role, names in roles.items()
-                 if name in names or role == "negative" and name.rstrip("0123456789") in names), None)
+                 if name in names or role in REPEATED and name.rstrip("0123456789") in names), None)
 
 
 def is_name(cell):
@@ -156,10 +190,10 @@ def has_all(row, names):
     return bool(names) and {plain(cell) for cell in row} >= {plain(name) for name in names}
 
 
-def is_known(row):
+def is_known(row, roles=SENTENCES):
     """Whether a row has two names that everyone uses for columns, or has one cell and that is one."""
     row = without_index(row)
-    known = sum(plain(cell) in OTHERS or role_of(cell, SENTENCES) is not None for cell in row)
+    known = sum(plain(cell) in OTHERS or role_of(cell, roles) is not None for cell in row)
     return known >= min(2, len(row)) > 0
 
 

@@ -149,6 +149,7 @@ class SentenceEncoder(torch.nn.Module):
         super().__init__()
         self.has_pooler = hasattr(encoder, "pooler")           # BERT, RoBERTa: save can write the head there
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
+        self.unused_pooler = (getattr(encoder, "pooler", None),)       # in a tuple: not trained, but saved
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = torch.nn.Identity()               # SqueezeBERT's kind calls it in any case
         self.tokenizer, self.pooling = tokenizer, pooling

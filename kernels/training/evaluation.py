@@ -29,9 +29,8 @@ class HeldOut:
     def before(self, model, run):
         """The score before the first step; how long it takes tells how long the test sets will."""
         if self.dev and run.step == 0:
-            with run.clock.apart() as taken:
+            with run.clock.apart(again=sum(map(len, self.tests.values())) / len(self.dev)):
                 run.note_before(evaluate(model, self.dev, self.args.impl))
-            run.clock.later = taken[0] * sum(map(len, self.tests.values())) / len(self.dev)
         if self.dev:
             say("before", f"dev Spearman {run.progress['before']['spearman']:.2f}")
 
@@ -63,8 +62,8 @@ class HeldOut:
             if scores:
                 say(label, f"{np.mean(scores):.2f}  mean")
 
-    def of_pairs(self, model):
-        for path, pairs in self.tests.items():
+    def of_pairs(self, model, files=None):
+        for path, pairs in (files or self.tests).items():
             scores = evaluate(model, pairs, self.args.impl)
             more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
             yield scores["spearman"], f"  {''.join(more)}{path}"
@@ -109,12 +108,13 @@ def load_parts(path):
 
 def score(args, script, pooling="cls"):
     """--evaluate of sentence encoders: the files of --dev and the other flags through --model."""
-    args.test = [args.dev] * bool(args.dev) + args.test
-    if not args.test + args.transfer + args.cluster:
+    if not (args.dev or args.test or args.transfer or args.cluster):
         fail("--evaluate: nothing to evaluate; name files of scored pairs by --dev or --test, of labels by "
              "--transfer or --cluster")
-    args.dev = None
     held_out, run = HeldOut(args), Run(args, script)
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     say("model", describe_model(model, args))
+    if args.dev:
+        (score, text), = held_out.of_pairs(model, {args.dev: held_out.dev})
+        say("dev", f"{score:.2f}{text}")
     held_out.say_scores(model)

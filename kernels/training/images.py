@@ -21,16 +21,19 @@ from .views import flip, middle
 class Pictures:
     """The pictures of --data, and those that a model is judged by: of --dev, or a test set in --data.
 
-    train, test   Arrays or Files; test is None where either side has no labels
+    train, test   Arrays or Files; test is None where either side has no labels. Both are the pictures of
+                  --dev if there is no --data, which a classifier does without
     crops         views.Crops: how a script draws views
     size, small   of a view's sides, in pixels; whether it is at most 32: the papers have other settings there
     classes       names of the labels, in the order of their numbers
     """
 
     def __init__(self, args, crops):
-        self.path, self.crops, self.seed = args.data, crops, args.seed
-        self.train, test = read_pictures(args.data, args.workers, args.skip_damaged)
+        self.path, self.crops, self.seed = args.data or args.dev, crops, args.seed
+        self.train, test = read_pictures(self.path, args.workers, args.skip_damaged)
         if args.dev:
+            test = self.train
+        if args.dev and args.data:
             test, _ = read_pictures(args.dev, args.workers, args.skip_damaged)
         self.size = args.size or self.train.usual_size(nets.read_size(args.model))
         self.small = self.size <= nets.SMALL
@@ -48,7 +51,8 @@ class Pictures:
         """Labels become numbers from 0 on without a gap, of one name on both sides the same: each has a
         column where pictures vote, and a row of weights."""
         numbers = {}
-        for side in (self.train, self.test):
+        sides = [self.train] if self.test is self.train else [self.train, self.test]
+        for side in sides:
             if side and side.labels is not None:
                 found, at = side.labels.unique(return_inverse=True)
                 named = [side.names.get(label, str(label)) for label in found.tolist()]
@@ -122,10 +126,9 @@ class Pictures:
         """The score before the first step; how long it takes tells how long the linear probe will."""
         if self.test and not model.classes:
             if run.step == 0:
-                with run.clock.apart() as taken:
-                    run.note_before(evaluate(model, self, run.impl))
                 share = len(self.train) / (len(self.train) + len(self.test))
-                run.clock.later = taken[0] * share * run.args.probe_epochs
+                with run.clock.apart(again=share * run.args.probe_epochs):
+                    run.note_before(evaluate(model, self, run.impl))
             say("before", f"kNN {run.progress['before']['knn']:.2f} %")
 
     def judge(self, model, run):
@@ -183,9 +186,11 @@ def accuracy(model, pictures):
 
 
 def score(args, script, crops, linear_probe):
-    """--evaluate of picture encoders: kNN and linear probe of --model on --data, and its classifier."""
-    if not args.data:
-        fail("--evaluate: nothing to evaluate; name pictures with labels, and a test set, by --data")
+    """--evaluate of picture encoders: kNN and linear probe of --model on --data, and its classifier, which
+    needs no --data."""
+    if not args.data and nets.load_head(args.model)[1] is None:
+        fail(f"--evaluate: --model {args.model} has no classifier: kNN and the linear probe also need labelled "
+             "training pictures, by --data")
     if args.model in nets.RESNETS:
         fail(f"--model {args.model}: a new model has learnt nothing; name a folder or one of the hub")
     pictures = Pictures(args, crops)
@@ -196,13 +201,15 @@ def score(args, script, crops, linear_probe):
     encoder, (head, classes) = load_encoder(args.model, pictures.small), nets.load_head(args.model)
     model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model)).to(run.device)
     pictures.place(run.device)
-    found = f"kNN {evaluate(model, pictures, run.impl)['knn']:.2f} %"
-    if args.probe_epochs:
-        found += f", linear {linear_probe(model, pictures, run):.2f} %"
+    found = []
+    if args.data:
+        found.append(f"kNN {evaluate(model, pictures, run.impl)['knn']:.2f} %")
+    if args.data and args.probe_epochs:
+        found.append(f"linear {linear_probe(model, pictures, run):.2f} %")
     if classes:
         model.classes = classes
-        found += f", classifier {accuracy(model, pictures):.2f} %"
-    say("test", f"{found}  {args.model}")
+        found.append(f"classifier {accuracy(model, pictures):.2f} %")
+    say("test", f"{', '.join(found)}  {args.model}")
 
 
 def train_probe(model, pictures, run, *, batch, rate, std=0.0, nesterov=False):

@@ -222,12 +222,29 @@ def say_unseen(what, runs):
         say("ood", f"{what}{name}: {mean_and_spread([found[name] for found in runs])}")
 
 
-def mean_and_spread(runs):
+def metric_name(metric, labels=()):
+    """A metric as it is printed: which f1 it is depends on the labels, see confusion_scores."""
+    if metric != "f1":
+        return metric
+    return "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"
+
+
+def say_modes(trials, run):
+    """A line for each mode: the scores of its trials, and those on texts of unseen classes."""
+    args = run.args
+    for mode in args.mode:
+        own = [i for i, trial in enumerate(trials) if trial.mode == mode]
+        say(mode, mean_and_spread([run.progress["scores"][i] for i in own], args.labels))
+        if args.ood and args.seeds > 1:
+            say_unseen(f"mode {mode}, ", [run.progress["ood"][i] for i in own])
+
+
+def mean_and_spread(runs, labels=()):
     """One line: the scores of a run, or of several mean ± deviation and best."""
-    columns = {metric: [scores[metric] for scores in runs] for metric in runs[0]}
+    columns = {metric_name(metric, labels): [scores[metric] for scores in runs] for metric in runs[0]}
     if len(runs) == 1:
         return ", ".join(f"{metric} {x[0]:.2f}" for metric, x in columns.items())
-    best = {metric: min(x) if metric == "FPR95" else max(x) for metric, x in columns.items()}
+    best = {name: min(x) if name == "FPR95" else max(x) for name, x in columns.items()}
     return "; ".join(f"{metric} {np.mean(x):.2f} ± {np.std(x, ddof=1):.2f}, best {best[metric]:.2f}"
                      for metric, x in columns.items())
 
@@ -250,7 +267,7 @@ def score(args, script, load_data):
                 for rows in (*held_out, *contrast, unseen, train)]
     *held_out, unseen, train = held_out
     if path:
-        say("test", f"{mean_and_spread([evaluate(model, held_out[0], args)])}  {path}")
+        say("test", f"{mean_and_spread([evaluate(model, held_out[0], args)], args.labels)}  {path}")
     if contrast:
         found = mean_and_spread([contrast_scores(model, *held_out[-2:])])
         say("test", f"{found}  {' '.join(args.contrast_set)}")

@@ -161,6 +161,8 @@ def save(model, run):
     encoder, width = model.encoder, model.encoder.config.hidden_size
     head = list(model.head) if model.keep_head else []
     weights = encoder.state_dict()
+    if model.has_pooler:
+        weights |= unused_pooler(model)
     if pooler_of(model):  # plain transformers finds the head as its pooler_output
         weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
     with new_files(run) as aside:
@@ -219,6 +221,22 @@ def prompts_of(model):
     return dict(prompts=prompts, default_prompt_name=default)
 
 
+def unused_pooler(model):
+    """{name: tensor} of the pooler that transformers expects in this kind of encoder, though no embedding
+    uses it: the one that was loaded, else a new one. Without it transformers would report missing weights."""
+    pooler, = model.unused_pooler
+    if pooler is None or not any(True for _ in pooler.parameters()):
+        with torch.device("meta"):
+            pooler = type(model.encoder)(model.encoder.config).pooler
+        if pooler is None:
+            return {}
+        pooler = pooler.to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):                # the run's random numbers stay as they are
+            torch.manual_seed(0)
+            pooler.apply(model.encoder._init_weights)
+    return {f"pooler.{name}": tensor for name, tensor in pooler.state_dict().items()}
+
+
 def pooler_of(model):
     """Whether the head takes the place of the pooler."""
     head = model.head if model.keep_head and model.has_pooler else []
@@ -227,6 +245,5 @@ def pooler_of(model):
 
 
 def load_line(model, run):
-    """How others load the folder; a BERT saved without head must not get a random pooler."""
-    bare = ", add_pooling_layer=False" if model.has_pooler and not pooler_of(model) else ""
-    return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}"{bare})'
+    """How others load the folder."""
+    return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}")'

@@ -4,8 +4,6 @@ import math
 import torch
 import torch.distributed as dist
 
-from .command import say
-
 
 def batches(rows, size, seed, step=0, least=1):
     """The row numbers of the global batch of each step after `step`, endlessly, in an order that depends on
@@ -35,13 +33,6 @@ def warmup_cosine(step, total, warmup, lr):
     if step < warmup:
         return lr * step / warmup
     return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
-
-
-def note_long_warmup(warmup, total, flag):
-    """Say in one line that a run of `total` steps ends before its warm-up does; flag sets the warm-up."""
-    if warmup >= total:
-        say("note", f"the learning rate rises for {warmup:,} steps, but the run has only {total:,}: it never "
-                    f"reaches --lr; lower {flag}, or train longer (--epochs, --steps)")
 
 
 def set_lr(optimizer, lr):

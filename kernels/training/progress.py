@@ -9,8 +9,7 @@ from .command import is_first_rank, say
 QUIET = 2                                                      # seconds without a bar or a line
 SCORES = "dev_spearman", "dev_knn", "dev_top1"                 # of an evaluation, what a line has room for
 KNOWN = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left"
-UNSCORES = "dev_spearman", "dev_knn", "dev_top1"                 # of an evaluation, what a line has room for
-KNOWN = "{desc}: {n_fmt}{unit} so far, {elapsed}"
+UNKNOWN = "{desc}: {n_fmt}{unit} so far, {elapsed}"
 
 
 def progress(items, name, unit="", **more):
@@ -46,7 +45,7 @@ class Log:
 class Clock:
     """Times a run. Evaluations and other work inside the loop do not count as training.
 
-    later   expected seconds of work beside steps and evaluations, for example of a linear probe
+    later   expected seconds of work beside steps and evaluations, for example of test sets
     """
 
     def __init__(self):
@@ -66,12 +65,13 @@ class Clock:
         self.evaluating += seconds
 
     @contextlib.contextmanager
-    def apart(self):
-        """Work within the block is neither training nor evaluation; gives a list that its seconds join."""
-        began, taken = self.seconds(), []
-        yield taken
-        taken.append(self.seconds() - began)
-        self.elsewhere += taken[0]
+    def apart(self, again=0.0):
+        """Work within the block is neither training nor evaluation; it will be done again so many times."""
+        began = self.seconds()
+        yield
+        seconds = self.seconds() - began
+        self.elsewhere += seconds
+        self.later = again * seconds
 
     def pace(self, step):
         """Seconds per training step."""

@@ -84,8 +84,11 @@ class Run:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
 
-    def begin(self, model, optimizer, total):
-        """Starts a folder with the flags and the code that runs, or continues the run that is there."""
+    def begin(self, model, optimizer, total, warmup=0):
+        """Starts a folder with the flags and the code that runs, or continues the run that is there.
+
+        total, warmup   steps of the run, and how many of them the learning rate rises for
+        """
         self.model, self.optimizer, args = model, optimizer, self.args
         if os.path.isfile(str(args.data)) and folder.fingerprint(args.data) != self.fingerprint:
             fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
@@ -94,6 +97,10 @@ class Run:
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
         say("run", f"seed {args.seed}, {self.world} × {self.device.type}, {args.precision}, "
                    f"{kernels}{total:,} steps of {args.batch_size}, writing {args.out}")
+        if warmup >= total:
+            flag = "--warmup-steps" if hasattr(args, "warmup_steps") else "--warmup"
+            say("note", f"the learning rate rises for {warmup:,} steps, but the run has {total:,}: it never "
+                        f"reaches --lr; lower {flag}, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
         rows, begun = [], any((self.out / name).is_file() for name in ("state.pt", "args.json"))
         if begun:

@@ -9,8 +9,9 @@ import re
 import sys
 from pathlib import Path
 
-from .columns import SENTENCES, any_names, by_role, listed, plain, twice  # noqa: F401 - for others, too
-from .command import Fault, fail
+from .columns import RANKING, SENTENCES  # noqa: F401 - for others, too
+from .columns import any_names, by_role, listed, plain, twice
+from .command import Fault, fail, say
 from .files import LONGEST, opened, read_lines, stamp, unchanged
 
 KINDS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
@@ -27,9 +28,11 @@ class Table:
     path    of the file; or a sequence of rows that are in memory: each a text, a list of texts, or a dict
             of texts by column
     header  what tells by the first rows which columns are read, a function of module columns
+    lists   what a list of texts in a cell of JSON becomes: "join" one text, with | between them; "spread" as
+            many columns; None: it is a fault
     """
 
-    def __init__(self, path, lists=False, length=None, header=any_names):
+    def __init__(self, path, lists=None, length=None, header=any_names):
         if isinstance(path, Table):
             path = path.path or path.rows
         in_file = isinstance(path, (str, os.PathLike))
@@ -71,9 +74,9 @@ class Table:
         return self.path and Path(self.path.name.lower().removesuffix(".gz")).suffix
 
 
-def read_table(path, check=None, lists=False, *, roles=None, columns=None, names=()):
+def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=()):
     """(header or None, Table) of a data file, or of a Table. check(cells) says what is wrong with a row, or
-    nothing; all wrong rows are counted. With lists, a list of texts in JSON is one cell, joined by |.
+    nothing; all wrong rows are counted. lists: see Table.
 
     roles    {role: [names]}: columns come in this order, and the header says what is taken for what
     columns  those that are read instead, by name or number (--columns)
@@ -81,14 +84,14 @@ def read_table(path, check=None, lists=False, *, roles=None, columns=None, names
     """
     reader = functools.partial(any_names, names=names)
     if roles:
-        reader = functools.partial(by_role, roles=roles, columns=columns)
+        reader, lists = functools.partial(by_role, roles=roles, columns=columns), "spread"
     table, header, unclear, length, wrong, more = Table(path, lists, header=reader), None, None, 0, [], 0
     if table.path and table.kind not in KINDS and not os.path.isdir(path):
         fail(f"{path}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}; .gz may follow")
     table.was = table.path and stamp(path)
     for place, cells, fault in table.judged():
         if place is None:
-            header, unclear = cells, fault
+            header, unclear, guessed = cells.said, fault, cells.guessed
         elif fault := fault or check and check(cells):
             more += bool(wrong)
             wrong += [f"{place}: {fault}"[:300]] * (more < 7)
@@ -104,14 +107,20 @@ def read_table(path, check=None, lists=False, *, roles=None, columns=None, names
         fail(f"{path}: no rows")
     if unclear:
         fail(f"{path}: {unclear}")
+    if guessed and header:
+        say("note", f"{path}: its first row is taken as a header: {listed(header)}; if it is data, write a "
+                    "header above it")
     table.length = length
     return header, table
 
 
 def describe_table(table, header):
     """600 rows (anchor sent0, positive sent1, negative hard_neg) from nli.csv"""
-    columns = f" ({', '.join(header)})" if header else f" of {len(next(iter(table))[1])} columns (no header)"
-    return f"{len(table):,} rows{columns} from {table}"
+    if header:
+        return f"{len(table):,} rows ({', '.join(header)}) from {table}"
+    count = len(next(iter(table))[1])
+    columns = "one column" if count == 1 else f"{count} columns"
+    return f"{len(table):,} rows of {columns} (no header) from {table}"
 
 
 def as_utf8(text):
@@ -126,14 +135,13 @@ def empty_cell(cells):
 
 def texts_of(path, most=100_000):
     """Yields the text of each row, its cells a line each, of as many rows as a vocabulary is made of."""
-    rows = itertools.islice(Table(path, lists=True), most)
+    rows = itertools.islice(Table(path, lists="join"), most)
     rows = (cells for _, cells in rows if isinstance(cells, list))
     return (as_utf8("\n".join(map(str, cells))) for cells in rows)
 
 
 def read_cells(table):
-    """Yields (place, cells, what is wrong with them) of a table; first, its place None, what the header says
-    of the columns."""
+    """Yields (place, cells, what is wrong with them) of a table; first, its place None, the Header."""
     rows, place, quoting = read_rows(table), "line 0", table.kind == ".tsv"
     from_text = table.kind in (".txt", ".csv", ".tsv")
     try:
@@ -143,17 +151,19 @@ def read_cells(table):
             known.append(row)
         keys = list(known[0]) if known and isinstance(known[0], dict) else []
         may_be_header = table.kind in (".csv", ".tsv") and known
-        headed, said, places, unclear = table.header(known, None if may_be_header else keys)
+        header = table.header(known, None if may_be_header else keys)
+        headed, places, unclear = header.headed, header.places, header.fault
         if quoting and known and all(map(is_quoted, itertools.chain(*known))):
             unclear = f"all cells are {QUOTED}"
         if odd := odd_letter(keys):
             unclear = f"a name of a column holds {odd}"
-        yield None, said, unclear
+        yield None, header, unclear
+        spread = None                                          # columns of a row, those of its lists included
         width = len(keys) or next((len(row) for row in known if row and isinstance(row, list)), 1)
         for place, row in itertools.chain(first[headed:], rows):
             if keys and isinstance(row, dict):
                 row = [row.pop(name, "") for name in keys] + list(row.values())
-            if table.lists and isinstance(row, list):
+            if table.lists == "join" and isinstance(row, list):
                 row = ["|".join(cell) if is_texts(cell) else cell for cell in row]
             fault = None
             if isinstance(row, Exception):
@@ -164,6 +174,11 @@ def read_cells(table):
                 fault = f"a cell holds {odd}"
             elif isinstance(row, list) and places:
                 row = [row[i] for i in places]
+            if fault is None and table.lists == "spread" and isinstance(row, list):
+                row = [text for cell in row for text in (cell if is_texts(cell) else [cell])]
+                spread = spread or len(row)
+                if len(row) != spread:
+                    fault = f"{len(row)} texts, wanted {spread} as in the first row: its lists differ in length"
             if fault is None and not (isinstance(row, list) and set(map(type, row)) == {str}):
                 if not isinstance(row, list) or not all(map(is_cell, row)):
                     fault = f"wanted a row of texts, found {spell(row)[:60]!r}"

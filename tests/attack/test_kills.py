@@ -27,7 +27,7 @@ MORE = {"childtuning": ["--dev", "topics.tsv", "--mode", "F", "D", "--fisher-sam
 @pytest.mark.parametrize("name", SCRIPTS if ALL else ["simcse", "moco"])
 def test_a_kill_loses_nothing(name, tmp_path):
     draw, here = random.Random(name), Furniture.copy(tmp_path / "work")
-    flags = [*MORE.get(name, []), "--steps", 4 + 2 * KILLS, "--eval-every", 1]
+    flags = [*MORE.get(name, []), "--steps", 4 + 2 * KILLS, "--eval-every", 1, "--keep-state", "always"]
     began = time.time()
     whole = start(name, [*flags, "--out", "whole"], here, tmp_path / "whole")
     wait_until((here / "whole" / "state.pt").exists)
