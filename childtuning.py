@@ -72,7 +72,7 @@ def make_parser():
     add("--label", help="the column of labels; default see above")
     add("--task", choices=tuple(METRICS), help="default by the labels, see above")
     add("--metric", choices=sum(METRICS.values(), ()),
-        help="compares trials; f1: of label 1 if labels are 0 and 1, else macro; default accuracy or spearman")
+        help="compares trials; f1 of label 1 for labels 0, 1, else macro f1; default accuracy or spearman")
     parser.plain("--evaluate", "--data", "--dev")
     add("--contrast-set", nargs=2, metavar=("ORIGINAL", "EDITED"),
         help="test texts, and the same edited so that their labels change, row by row")

@@ -16,7 +16,7 @@ by a header of usual names (sent0 sent1 hard_neg, query positive negative_1 ...)
 Views beside dropout are a line of flags (--views, text_views.py has their papers), and so are other losses:
     --recipe consert        ConSERT: changed word embeddings, and NT-Xent over both views as one set
     --recipe declutr        DeCLUTR: rows are documents, views are spans of them
-    --objective ranking     SimCLS: columns text, reference, candidates, best first, to score in this order
+    --objective ranking     SimCLS: columns text, reference, candidates (cand1, cand2 ...), best first
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -30,8 +30,7 @@ to seed. The defaults are BERT-base's: unsupervised RoBERTa-base takes --batch-s
 512 and 3e-5; other large models --lr 1e-5.
 
 Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is
-the one of the global batch, there 1/world of it. Evaluation every 125 steps is the released scripts'; the
-paper says 250.
+the one of the global batch, there 1/world of it. --eval-every is the released scripts', the paper has 250.
 """
 from kernels.training import view_flags
 from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say

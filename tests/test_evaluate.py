@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import simcse
 from running import DATA, SENTENCES, refuse, run
 
 PICTURES = np.load(DATA / "shapes.npz")
@@ -26,12 +27,22 @@ def evaluate(name, capsys, *flags):
 def test_scored_pairs(name, here, bert, capsys):
     """Files one by one, and their mean. A folder says its pooling; where there is none a flag does."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
-    flags = ["--dev", "one.tsv", "--test", DATA / "sts.tsv"]
+    flags = ["--test", "one.tsv", DATA / "sts.tsv"]
     last = evaluate(name, capsys, "--model", bert, "--pooling", "avg", *flags)
-    alone = (["--model", bert, "--pooling", "avg", "--test", file] for file in flags[1::2])
+    alone = (["--model", bert, "--pooling", "avg", "--test", file] for file in flags[1:])
     files = [evaluate(name, capsys, *flags) for flags in alone]
     mean = np.mean([float(line.split()[1]) for line in files])
     assert last.startswith("test ") and float(last.split()[1]) == pytest.approx(mean, abs=0.006)
+
+
+def test_dev_is_no_test_set(here, bert, capsys):
+    """It has a line of its own, and the mean is that of the test sets."""
+    Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
+    simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--dev", "one.tsv", "--test",
+                 str(DATA / "sts.tsv")])
+    model, dev, test, mean = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (dev[0], dev[-1], test[0], test[-1]) == ("dev", "one.tsv", "test", str(DATA / "sts.tsv"))
+    assert mean == ["test", test[1], "mean"] and dev[1] != test[1]
 
 
 @pytest.mark.parametrize("name, flags", [
@@ -100,7 +111,7 @@ NOTHING = "--evaluate: nothing to evaluate; name .*"
     ("simcse", [], NOTHING), ("tacl", [], NOTHING), ("simclr", [], NOTHING),
     ("simcse", ["--data", "good.csv"], "--evaluate: nothing to evaluate; name files of scored pairs .*"),
     ("simcse", [*STS, "--model", "scratch"], "--model scratch: a new model has learnt nothing; .*"),
-    ("moco", ["--dev", "good.csv"], "--evaluate: nothing to evaluate; name pictures .*"),
+    ("moco", ["--dev", "good.csv"], "--evaluate: --model resnet-50 has no classifier: .*, by --data"),
     ("moco", ["--data", "x.npy"], "--model resnet-50: a new model has learnt nothing; .*"),
     ("simclr", ["--data", "x.npy", "--model", "y"], "--evaluate: wanted labels on both sides.*"),
     ("childtuning", ["--dev", "good.csv", "--model", "encoder"], "--model encoder: no classifier, .*")])
