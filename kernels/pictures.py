@@ -7,8 +7,9 @@
 An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read. Runs with
 alignment and uniformity (simcse, selfguided, ease, vascl, dclr) get Wang and Isola's plane, tacl's get the
 similarity of a sentence's tokens in each layer, selfguided's with --study the score of each layer; a
-FILE.json of --study is an OUT too. childtuning.py writes several runs to one folder: each is a line, and those
-of one mode have one colour. Wants matplotlib. The kernels' own time and memory is drawn by python -m kernels.benchmark --plot.
+FILE.json of --study is an OUT too. childtuning.py writes several runs to one folder: each is a line, those of
+one mode have one colour. Wants matplotlib. The kernels' own time and memory is drawn by
+python -m kernels.benchmark --plot.
 """
 import argparse
 import functools

@@ -344,6 +344,7 @@ def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkey
     result = run(name, tmp_path / "out", *own, "--crop", 1, "--lr", 1, "--probe-epochs", 60, *flags.split())
     first = result.losses[4 if name == "moco" else 0]          # MoCo's first steps fill the queue
     assert result.losses[-1] < first - least
+    assert result.said["30/30"].endswith(" saved")             # the last is kept, whether best or not
     assert [*result.steps[-1]][:5] == ["step", "loss", "lr", "dev_knn", "saved"]
     assert "dev_knn" not in result.steps[-2] and result.steps[-1]["dev_knn"] > 90
     assert float(re.search(r"linear ([\d.]+) %", result.said["done"])[1]) > 90

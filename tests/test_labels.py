@@ -14,6 +14,7 @@ from kernels.training.labels import (
     confusion_scores,
     find_columns,
     make_batch,
+    mean_and_spread,
     tokenise_texts,
 )
 from running import DATA, run
@@ -131,3 +132,9 @@ def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp
     assert [len(row["input_ids"]) for row, _ in tokens] == [min(n, 40) for n in lengths]
     assert 0 < cut == sum(n > 40 for n in lengths)
     assert '"truncation": null' in (tmp_path / "out" / "tokenizer.json").read_text()
+
+
+def test_which_f1_it_is_is_said():
+    scores = [{"accuracy": 75.0, "f1": 50.0}]
+    assert mean_and_spread(scores, ["0", "1"]) == "accuracy 75.00, f1 of label 1 50.00"
+    assert mean_and_spread(scores, ["a", "b"]) == "accuracy 75.00, macro f1 50.00"

@@ -2,6 +2,7 @@
 signals, attack/ has kills."""
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -10,10 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import simcse
 from kernels.training.command import command, fail, say
-from running import DATA, ROOT, SMALL, free_port, refuse, run, start
+from running import DATA, KEPT, ROOT, SMALL, equal, free_port, refuse, run, start
 
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 8]
 PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
@@ -127,6 +129,18 @@ def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
     assert capsys.readouterr() == ("\r\x1b[Kstopped  at step 3\n", "\r\x1b[Ktest_run.py: no\n")
 
 
+@pytest.mark.parametrize("name, flags, wanted", [
+    ("ease", ["--data", DATA / "entities.tsv", "--warmup-steps", 500, "--batch-size", 8],
+     "the learning rate rises for 500 steps, but the run has 2: .*; lower --warmup-steps, or train longer .*"),
+    ("simclr", [*PICTURES[2:], "--model", "resnet-small", "--warmup", 2],
+     "the learning rate rises for 74 steps, but the run has 2: .*; lower --warmup, or train longer .*"),
+    ("simcse", ["--data", DATA / "sentences.txt", "--recipe", "consert", "--batch-size", 8],
+     "--recipe consert has the learning rate of a pretrained encoder, 5e-07: .*; add --lr 2e-3")])
+def test_a_schedule_that_trains_nothing_is_said(name, flags, wanted, tmp_path):
+    scratch = [] if "--model" in flags else ["--model", "scratch"]
+    assert re.fullmatch(wanted, run(name, tmp_path / "out", *flags, *scratch, "--steps", 2).said["note"])
+
+
 # ── folders ──
 
 
@@ -139,6 +153,24 @@ def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
 def test_wrong_out(here, capfd, flags, wanted):
     Path("nothing").symlink_to("gone")
     refuse("simcse", capfd, wanted, *SMALL, *flags.split())
+
+
+def test_resume_takes_flags_from_the_folder(here, monkeypatch, capfd):
+    """--resume and --out are enough; a flag given again must be as it was, but for those that may change."""
+    flags = [*KEPT, "--steps", "3", "--lr", "1e-3", "--prompt", "a: ", "b: "]
+    simcse.main([*flags, "--out", "whole"])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        patch.setattr("simcse.sum_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
+        simcse.main([*flags, "--out", "out"])
+    for more in ([], ["--keep-state", "running"]):             # the second one has nothing left to do
+        simcse.main(["--resume", "--out", "out", *more])
+    one, two = (load_file(f"{out}/model.safetensors") for out in ("whole", "out"))
+    assert equal(one, two) and not Path("out/state.pt").exists()
+    capfd.readouterr()
+    wanted = "--resume: steps was 3 in whole, now it is 9; to train a model further, .* --model whole --out NEW"
+    refuse("simcse", capfd, wanted, "--resume", "--out", "whole", "--steps", "9")
+    wanted = "--out out holds a finished run: .* start a new run with --model out --out NEW"
+    refuse("simcse", capfd, wanted, "--resume", "--out", "out")
 
 
 HOLDS = r"--resume: out holds a damaged state\.pt, model, args\.json or metrics\.jsonl \(\w+\)"

@@ -1,6 +1,7 @@
 """SimCLR's own: losses against sums of single terms, LARS, heads, recipes, and what v2 adds."""
 import contextlib
 import io
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -195,6 +196,9 @@ def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as lines:
         simclr.main([*map(str, scored)])
     assert f"classifier {result.steps[-1]['dev_top1']:.2f} %" in lines.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as lines:   # a classifier needs no pictures to train on
+        simclr.main(["--evaluate", "--dev", str(first / "x.npz"), "--model", str(tmp_path / "out")])
+    assert re.search(r"\ntest     classifier [\d.]+ %  .*out\n$", lines.getvalue())
     if layer == 1:                                             # what it knows goes into another net
         given = ["--distill", tmp_path / "out", "--data", first / "x.npz", *SMALL, "--lr", 0.1, "--warmup", 0]
         student = run("simclr", tmp_path / "student", *given, "--steps", 40, "--temperature", 0.7)

@@ -189,8 +189,8 @@ def score(args, script, crops, linear_probe):
     """--evaluate of picture encoders: kNN and linear probe of --model on --data, and its classifier, which
     needs no --data."""
     if not args.data and nets.load_head(args.model)[1] is None:
-        fail(f"--evaluate: --model {args.model} has no classifier: kNN and the linear probe also need labelled "
-             "training pictures, by --data")
+        fail(f"--evaluate: --model {args.model} has no classifier: kNN and the linear probe also need "
+             "labelled training pictures, by --data")
     if args.model in nets.RESNETS:
         fail(f"--model {args.model}: a new model has learnt nothing; name a folder or one of the hub")
     pictures = Pictures(args, crops)
