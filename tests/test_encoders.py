@@ -75,7 +75,7 @@ def test_others_load_the_folder(library, pooling, data, tmp_path, bert):
         model = eval(auto_model, {"AutoModel": AutoModel})
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
         headed = pooling == "cls" and data is NLI
-        if not headed:                                         # the pooler that was loaded, never a random one
+        if not headed:                                         # the pooler that was loaded, no random one
             pretrained = AutoModel.from_pretrained(bert).pooler.dense.weight
             assert torch.equal(model.pooler.dense.weight, pretrained)
         theirs = one_by_one(model, tokenizer, sentences, "pooler" if headed else pooling)

@@ -113,7 +113,8 @@ def test_a_run_that_is_done_is_not_begun_again(here, capfd):
         capfd.readouterr()
         wanted = rf"--out {keep} holds a finished run: .* start a new run with --model {keep} --out NEW"
         refuse("simcse", capfd, wanted, *FLAGS, "--out", keep, "--resume")
-        refuse("simcse", capfd, wanted.replace("run: ", "run: name another folder, or "), *FLAGS, "--out", keep)
+        wanted = wanted.replace("run: ", "run: name another folder, or ")
+        refuse("simcse", capfd, wanted, *FLAGS, "--out", keep)
 
 
 def test_metrics_survive_a_kill_within_resume(here, finished, monkeypatch):

@@ -38,7 +38,7 @@ def test_work_of_more_than_two_seconds_is_told_in_a_log(monkeypatch, capsys):
     assert list(progress(iter("ab"), "replacing words", " texts")) == ["a", "b"]
     said, errors = capsys.readouterr()
     first, second = said.splitlines()[0], said.splitlines()[-1]
-    assert first.startswith("working  linear probe: ") and " of 3 steps, " in first and first.endswith(" left")
+    assert first.startswith("working  linear probe: ") and first.endswith(" left") and " of 3 steps, " in first
     assert second.startswith("working  replacing words: ") and " texts so far, " in second and not errors
     monkeypatch.setattr(module, "QUIET", 60)
     assert list(progress(range(3), "linear probe")) == [0, 1, 2] and capsys.readouterr().out == ""
@@ -104,7 +104,8 @@ def test_trackers_get_the_numbers_of_metrics(name, here, monkeypatch):
     first = told[0]
     simcse.main([*flags, "--resume"])
     if name == "wandb":
-        assert (first["name"], first["resume"], first["id"], told[-1]["id"]) == ("out", "allow", "run0", "run0")
+        assert (first["name"], first["resume"]) == ("out", "allow")
+        assert first["id"] == told[-1]["id"] == "run0"
         assert first["config"]["batch_size"] == 2
     else:
         assert (first, told[-1]) == (("out/tensorboard", 1), ("out/tensorboard", 2))

@@ -44,7 +44,7 @@ def tokenise_texts(rows, model, longest):
     done, cut = [], 0
     takes = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in takes]
-    parts = range(0, len(rows), 10_000)                        # a million at once would hold tens of gigabytes
+    parts = range(0, len(rows), 10_000)  # a million at once would hold tens of gigabytes
     for start in progress(parts, "tokenising", " x 10,000 rows"):
         texts, labels = zip(*rows[start : start + 10_000])
         encoded = model.tokenizer(*map(list, zip(*texts)), truncation=True, max_length=longest)

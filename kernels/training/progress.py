@@ -27,7 +27,7 @@ def progress(items, name, unit="", **more):
 
 
 class Log:
-    """The file that tqdm writes to where there is no terminal: one line after two seconds, then ever fewer."""
+    """What tqdm writes to where there is no terminal: one line after two seconds, then fewer and fewer."""
 
     def __init__(self):
         self.began, self.wait = time.monotonic(), QUIET

@@ -178,7 +178,7 @@ def read_cells(table):
                 row = [text for cell in row for text in (cell if is_texts(cell) else [cell])]
                 spread = spread or len(row)
                 if len(row) != spread:
-                    fault = f"{len(row)} texts, wanted {spread} as in the first row: its lists differ in length"
+                    fault = f"{len(row)} texts, wanted {spread} as in the first row; make its lists as long"
             if fault is None and not (isinstance(row, list) and set(map(type, row)) == {str}):
                 if not isinstance(row, list) or not all(map(is_cell, row)):
                     fault = f"wanted a row of texts, found {spell(row)[:60]!r}"

@@ -342,7 +342,8 @@ def is_right(folder):
         rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     except (OSError, ValueError, SafetensorError):
         return False
-    return bool(weights) and bool(rows) and all(math.isfinite(row["loss"]) for row in rows if row["step"]) and all(
+    rows = [row for row in rows if row["step"]]                # step 0 has scores alone
+    return bool(weights) and bool(rows) and all(math.isfinite(row["loss"]) for row in rows) and all(
         x.isfinite().all() for tensors in weights for x in tensors.values())
 
 
