@@ -15,6 +15,7 @@ embed_in_chunks        the embeddings of a batch whose activations do not fit, w
 gather_rows            the rows of all processes, with exact gradients; own_rows says which are whose
 check_rows             refuses tensors that do not fit each other; check_unit, rows that are not of length 1
 
+Similarities are dot products of rows as given: pass unit rows (F.normalize), or normalize=True for cosines.
 What compares all pairs takes impl="auto" | "triton" | "blockwise" | "eager": Triton on CUDA, plain PyTorch
 over blocks of rows elsewhere (any device, float64 too), and the textbook formula with the matrix stored,
 which is the oracle and the baseline.

@@ -1,8 +1,10 @@
 """Mean losses: thin, for users who want one call.
 
-Rows are taken as given: for cosine similarities normalise first (F.normalize). In a softmax loss the positive
-is taken out of the fused sum by rule and comes back as softplus(lse − positive), the same number with a far
-better gradient.
+Rows are used as given. For cosine similarities pass unit rows (F.normalize), or normalize=True. Raw rows of a
+large length often give a loss of 0.0, and no loss checks for them: reading lengths would wait for the GPU.
+
+In a softmax loss the positive is taken out of the fused sum by rule and comes back as softplus(lse −
+positive), the same number with a far better gradient.
 """
 import math
 
@@ -20,18 +22,23 @@ from .similarity import (
     check_temperature,
     fused_lse,
     in_dtype,
+    normalized,
     similarity_topk,
     softmax_loss,
+    unit_rows,
 )
 
 
-def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
+def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, normalize=False, impl="auto"):
     """Mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
+
+    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
     symmetric    mean of this and of the same with queries and keys swapped (M = N)
     offset       this rank's first row among the gathered keys
+    normalize    True: divides the rows of q and k by their lengths first; see similarity_lse
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
     raises       ValueError naming the argument, what it was and what is wanted
@@ -42,22 +49,31 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, impl="auto"):
     check_positives(("q", q), ("k", k), offset)
     if symmetric and (len(q) != len(k)):
         raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
+    if normalize:
+        q, k, products = normalized(q, k, products)
     if impl == "eager":
         return eager.info_nce(*in_dtype(products, q, k), temperature, offset, symmetric)
     return softmax_loss(q, k, temperature, rule, impl, products, both=symmetric)
 
 
-def clip_loss(image, text, temperature=0.07, *, impl="auto"):
-    """Symmetric info_nce over (N, D) images and (N, D) texts, scalar; source: Radford et al. 2021, fig. 3."""
-    return info_nce(image, text, temperature, symmetric=True, impl=impl)
+def clip_loss(image, text, temperature=0.07, *, normalize=False, impl="auto"):
+    """Symmetric info_nce over (N, D) images and (N, D) texts, scalar; source: Radford et al. 2021, fig. 3.
+
+    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
+    """
+    return info_nce(image, text, temperature, symmetric=True, normalize=normalize, impl=impl)
 
 
-def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
+def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """Mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ): MoCo's loss.
+
+    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     q, k         (N, D) queries and their positives, row by row; other rows of k are no negatives
     queue        (K, D) negatives of every row; never gets a gradient, which makes this cheaper than two sides
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    normalize    True: divides the rows of q, k and queue by their lengths first; see similarity_lse. That of
+                 the queue costs O(K·D) in each call: a queue that is filled with unit rows saves it
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
     raises       ValueError naming the argument, what it was and what is wanted
@@ -69,6 +85,9 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     impl = choose_impl(impl, q)
     if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, q has {len(q)}")
+    if normalize:
+        q, k, products = normalized(q, k, products)
+        queue = unit_rows(queue)
     if impl == "eager":
         return eager.queue_loss(*in_dtype(products, q, k, queue), temperature)
     if keeps_keys(q, impl, products):
@@ -83,14 +102,17 @@ def queue_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     return -F.logsigmoid(-gap - (lse - lse.detach())).mean()
 
 
-def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, impl="auto"):
+def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False, impl="auto"):
     """1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), y = 1 where j = i + offset, else −1: SigLIP's loss.
+
+    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
     bias         finite float or a 0-dim tensor, which then gets its gradient. −log (M − 1) makes this
                  noise-contrastive estimation with the batch as noise, M − 1 samples to a positive
     offset       this rank's first row among the gathered keys
+    normalize    True: divides the rows of q and k by their lengths first; see similarity_lse
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
     raises       ValueError naming the argument, what it was and what is wanted
@@ -100,6 +122,8 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, impl="auto"):
     bias = check_temperature(bias, temperature.dtype, q.device, "bias", above=-math.inf)
     rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
     check_positives(("q", q), ("k", k), offset)
+    if normalize:
+        q, k, products = normalized(q, k, products)
     if impl == "eager":
         return eager.sigmoid_loss(*in_dtype(products, q, k), temperature, bias, offset)
     inputs = q, k, temperature, bias
@@ -116,11 +140,14 @@ def as_multiplied(x, temperature, products):
     return x.to(rounded.dtype) + (rounded - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
 
 
-def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
+def nt_xent(z1, z2, temperature=0.5, *, normalize=False, impl="auto"):
     """Mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ), i' the other view of i.
+
+    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     z1, z2       (N, D) the two views, row i of one belonging to row i of the other
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    normalize    True: divides the rows of z1 and z2 by their lengths first; see similarity_lse
     returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
     raises       ValueError naming the argument, what it was and what is wanted
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
@@ -129,18 +156,24 @@ def nt_xent(z1, z2, temperature=0.5, *, impl="auto"):
     impl = choose_impl(impl, z1)
     if len(z1) != len(z2):
         raise ValueError(f"z2: {len(z2)} rows, z1 has {len(z1)}")
+    if normalize:
+        z1, z2, products = normalized(z1, z2, products)
     if impl == "eager":
         return eager.nt_xent(*in_dtype(products, z1, z2), temperature)
     return softmax_loss(torch.cat([z1, z2]), None, temperature, Rule(exclude="pair"), impl, products)
 
 
-def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, impl="auto"):
+def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, normalize=False, impl="auto"):
     """Mean over the N·V views of −1/|P(i)| Σ_{p∈P(i)} [ z_i·z_p/τ − log Σ_{j≠i} exp(z_i·z_j/τ) ] · τ/τ_base.
+
+    Views are used as given: pass unit vectors (F.normalize(z, dim=-1)), or normalize=True, unless you want
+    raw dot products.
 
     z                 (N, V, D) V views of N samples
     labels            (N,) integers: P(i) is all other views of the same label; None: of the same sample
     temperature       float > 0 or a 0-dim tensor, which then gets its gradient
     base_temperature  float > 0; the released code's factor. The paper's loss has none: give temperature again
+    normalize         True: divides each view, a vector of D, by its length first; see similarity_lse
     returns           scalar, float32 (float64 for float64); a view without positives adds 0 and counts
     raises            ValueError naming the argument, what it was and what is wanted
     source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
@@ -151,6 +184,8 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, imp
     base = check_temperature(base_temperature, temperature.dtype, z.device, "base_temperature")
     scale = 1 if is_base else temperature / base
     impl, labels = choose_impl(impl, z), torch.arange(n, device=z.device) if labels is None else labels
+    if normalize:
+        z, _, products = normalized(z, z, products)
     if impl == "eager":
         z, = in_dtype(products, z)
         return scale * eager.sup_con_loss(z, labels.repeat_interleave(views), temperature)
@@ -172,6 +207,8 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, imp
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
     """Mean cross entropy of the logits hidden·weightᵀ, which are never stored.
+
+    Rows of any length, used as given: their products are the logits of a linear layer, not cosines.
 
     hidden        (N, D) float64 | float32 | float16 | bfloat16
     weight        (V, D) same dtype and device: one row a class
@@ -213,6 +250,9 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
 def triplet_loss(anchor, positive, negative=None, margin=1.0):
     """Mean over rows of max(0, |a_i − p_i| − |a_i − n_i| + margin), Euclidean: F.triplet_margin_loss.
 
+    Rows of any length, used as given. The margin is a distance: FaceNet's is one between unit rows
+    (F.normalize).
+
     anchor, positive    (N, D) any float type; the loss is in float32, or float64
     negative            (N, D); None: the row of positive that is nearest to a_i, p_i itself left out (N ≥ 2);
                         the (N, N) matrix of distances is never stored
@@ -238,6 +278,8 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0):
 
 def margin_loss(x1, x2, same, margin=1.0):
     """Mean over rows of ½ |x1 − x2|² where they are the same, else ½ max(0, margin − |x1 − x2|)².
+
+    Rows of any length, used as given: the distance is Euclidean, and the margin is one.
 
     x1, x2     (N, D) any float type; the loss is in float32, or float64. Where both are equal |x1 − x2| has
                gradient 0

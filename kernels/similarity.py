@@ -5,6 +5,7 @@ Every softmax loss over similarities is a log-sum-exp, the only quadratic part, 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import eager, operations  # operations registers torch.ops.tencl
@@ -15,8 +16,11 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0,
-                   impl="auto"):
+                   normalize=False, impl="auto"):
     """log Σ_j exp(q_i·k_j / τ) for each row i; the (N, M) matrix is never stored.
+
+    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
+    Their lengths are not checked, as reading them would wait for the GPU.
 
     q            (N, D) float64 | float32 | float16 | bfloat16, any strides (float64: blockwise and eager)
     k            (M, D) same dtype and device as q; None: the rows of q against each other
@@ -29,6 +33,11 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  blockwise on the CPU
     similar      (f_q (N, E), f_k (M, E), phi): columns with f_q_i·f_k_j ≥ phi are left out; no gradient for f
     offset       this rank's first row among the gathered columns
+    normalize    True: divides the rows of q and k by their lengths first, as F.normalize does in float32
+                 (float64 for float64); similar's features stay as they are. The products are still those of
+                 the rows' dtype. A zero row has cosine 0 with every row. As in F.normalize, a length below
+                 1e-12 counts as 1e-12, so the gradient of a zero row is about 1e12 (infinite in float16),
+                 and a row longer than 1.8e19, whose length float32 cannot hold, becomes a zero row
     impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; no column left:
                  -inf, gradient 0
@@ -47,6 +56,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     q, k, temperature, products = check_inputs(q, k, temperature)
     rule = make_rule(q, k, one_set, exclude, within, similar, offset)
     impl = choose_impl(impl, q)
+    if normalize:
+        q, k, products = normalized(q, k, products)
     if impl == "eager":
         return eager.similarity_lse(*in_dtype(products, q, k), temperature, rule)
     return fused_lse(q, None if one_set and is_symmetric(rule) else k, temperature, rule, impl, products)
@@ -63,13 +74,16 @@ def fused_lse(q, k, temperature, rule, impl, products):
 
 
 @torch.no_grad()
-def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=0, impl="auto"):
+def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=0, normalize=False,
+                    impl="auto"):
     """The n columns of largest q_i·k_j for each row i, largest first; the (N, M) matrix is never stored.
+
+    Rows are used as given: pass unit rows (F.normalize), or normalize=True, to find the nearest by cosine.
 
     q, k         as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
                  unless exclude="diagonal")
     n            1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
-    exclude, within, similar, offset    as in similarity_lse
+    exclude, within, similar, offset, normalize    as in similarity_lse
     returns      (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
                  a row with fewer than n columns ends in (-inf, -1); equal products in any order. One that is
                  NaN, of a row or a column with a NaN, counts as the largest and is given as NaN
@@ -82,6 +96,8 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     if not isinstance(n, int) or not 1 <= n <= len(k):
         raise ValueError(f"n: {n}, wanted an integer from 1 to the {len(k)} rows of k")
     impl = choose_impl(impl, q)
+    if normalize:
+        q, k, products = normalized(q, k, products)
     if impl == "eager":
         return eager.similarity_topk(*in_dtype(products, q, k), one, n, rule)
     if n > TOPK_SLOTS:
@@ -129,6 +145,22 @@ def check_inputs(q, k, temperature, names=("q", "k")):
         raise ValueError(f"{names[1]}: {k.shape[1]} features a row, {names[0]} has {q.shape[1]}")
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q, k, check_temperature(temperature, accumulate, q.device), products
+
+
+def normalized(q, k, products):
+    """(q, k, dtype of products) for normalize=True: unit rows in float32, or float64.
+
+    The operations cast them for the products, as under autocast. So half rows are still multiplied in their
+    own dtype, while the gradient that goes through the division by the lengths is float32.
+    """
+    if products is None and q.dtype.itemsize == 2:
+        products = q.dtype
+    unit_q = unit_rows(q)
+    return unit_q, unit_q if k is q else unit_rows(k), products
+
+
+def unit_rows(x):
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
 
 
 def in_dtype(products, *rows):

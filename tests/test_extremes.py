@@ -79,6 +79,7 @@ OF_ROWS = {
     "lse": lambda q, k, impl: similarity_lse(q, k, 0.2, impl=impl),
     "fixed keys": lambda q, k, impl: similarity_lse(q, k.detach(), 0.2, impl=impl),
     "info_nce": lambda q, k, impl: info_nce(q, k, 0.2, impl=impl),
+    "normalize": lambda q, k, impl: similarity_lse(3 * q, 2 * k, 0.2, normalize=True, impl=impl),
     "queue_loss": lambda q, k, impl: queue_loss(q, k, k.detach().flip(0), 0.2, impl=impl),
     "linear": lambda q, k, impl: linear_cross_entropy(q, k, torch.arange(len(q), device=DEVICE), impl=impl),
     "sigmoid_loss": lambda q, k, impl: sigmoid_loss(q, k, 0.2, -2.0, impl=impl)}

@@ -105,17 +105,19 @@ def test_losses(seeds, monkeypatch):
         offset = pick.randint(0, m - n) if n <= m else 0
         targets = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         half, few, bias = n // 2 or 1, min(n, m), pick.uniform(-12, 3)
+        how = {"normalize": pick.random() < 0.3}
         losses = {
-            "info_nce": lambda q, k, t, impl: info_nce(q[:few], k, t, offset=offset, impl=impl),
-            "clip_loss": lambda q, k, t, impl: clip_loss(q[:few], k[:few], t, impl=impl),
-            "nt_xent": lambda q, k, t, impl: nt_xent(q[:half], q[-half:], t, impl=impl) + 0 * k.sum(),
-            "queue_loss": lambda q, k, t, impl: queue_loss(q[:few], k[:few], k.detach(), t, impl=impl),
+            "info_nce": lambda q, k, t, impl: info_nce(q[:few], k, t, offset=offset, impl=impl, **how),
+            "clip_loss": lambda q, k, t, impl: clip_loss(q[:few], k[:few], t, impl=impl, **how),
+            "nt_xent": lambda q, k, t, impl: nt_xent(q[:half], q[-half:], t, impl=impl, **how) + 0 * k.sum(),
+            "queue_loss": lambda q, k, t, impl: queue_loss(q[:few], k[:few], k.detach(), t, impl=impl, **how),
             "linear": lambda q, k, t, impl: linear_cross_entropy(q, k, targets, temperature=t, impl=impl),
-            "sigmoid_loss": lambda q, k, t, impl: sigmoid_loss(q[:few], k, t, bias, offset=offset, impl=impl),
+            "sigmoid_loss": lambda q, k, t, impl: sigmoid_loss(
+                q[:few], k, t, bias, offset=offset, impl=impl, **how),
             "sup_con_loss": lambda q, k, t, impl: sup_con_loss(
-                torch.stack([q[:few], k[:few]], 1), targets[:few], t, temperature, impl=impl)}
+                torch.stack([q[:few], k[:few]], 1), targets[:few], t, temperature, impl=impl, **how)}
         loss = pick.choice(list(losses))
-        with named(seed, loss, impl, q, k, temperature):
+        with named(seed, f"{loss}, {how}", impl, q, k, temperature):
             compare(losses[loss], q, k, temperature, impl, units=64, floor=1 / temperature / n)
         monkeypatch.undo()
 

@@ -190,7 +190,7 @@ def test_same_input_same_bits(impl):
     assert all(torch.equal(a, b) for a, b in zip(differentiate(lse, q, k, t), differentiate(lse, q, k, t)))
 
 
-# ── losses, and every way through the kernels ───────────────────────────────────────────────────────────────
+# ── losses ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ignoring(q, k, t, impl):
@@ -201,21 +201,27 @@ def ignoring(q, k, t, impl):
 
 
 LOSSES = {
-    "info_nce": lambda q, k, t, impl: info_nce(q, k, t, impl=impl),
-    "offset": lambda q, k, t, impl: info_nce(q[:-7], k, t, offset=5, impl=impl),
-    "clip_loss": lambda q, k, t, impl: clip_loss(q, k, t, impl=impl),
-    "nt_xent": lambda q, k, t, impl: nt_xent(q, k, t, impl=impl),
-    "queue_loss": lambda q, k, t, impl: queue_loss(q, k, k.detach().roll(3, 0)[:-6].flip(1), t, impl=impl),
+    "info_nce": lambda q, k, t, impl, **how: info_nce(q, k, t, impl=impl, **how),
+    "offset": lambda q, k, t, impl, **how: info_nce(q[:-7], k, t, offset=5, impl=impl, **how),
+    "clip_loss": lambda q, k, t, impl, **how: clip_loss(q, k, t, impl=impl, **how),
+    "nt_xent": lambda q, k, t, impl, **how: nt_xent(q, k, t, impl=impl, **how),
+    "queue_loss": lambda q, k, t, impl, **how: queue_loss(
+        q, k, k.detach().roll(3, 0)[:-6].flip(1), t, impl=impl, **how),
     "linear": lambda q, k, t, impl: linear_cross_entropy(
         q, k, torch.arange(len(q), device=DEVICE) * 3 % len(k), temperature=t, impl=impl),
     "ignoring": ignoring,
-    "sigmoid_loss": lambda q, k, t, impl: sigmoid_loss(q[:-7], k, t, -4.0, offset=5, impl=impl),
-    "sup_con_loss": lambda q, k, t, impl: sup_con_loss(
-        torch.stack([q, k], 1), torch.arange(len(q), device=DEVICE) // 3, t, impl=impl)}
+    "sigmoid_loss": lambda q, k, t, impl, **how: sigmoid_loss(
+        q[:-7], k, t, -4.0, offset=5, impl=impl, **how),
+    "sup_con_loss": lambda q, k, t, impl, **how: sup_con_loss(
+        torch.stack([q, k], 1), torch.arange(len(q), device=DEVICE) // 3, t, impl=impl, **how)}
 SUMS = {
-    "lse": lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", offset=7, impl=impl),
-    "one_set": lambda q, k, t, impl: similarity_lse(q, None, t, exclude="diagonal", impl=impl) + 0 * k.sum(),
-    "pair": lambda q, k, t, impl: similarity_lse(q, None, t, exclude="pair", impl=impl) + 0 * k.sum()}
+    "lse": lambda q, k, t, impl, **how: similarity_lse(
+        q, k, t, exclude="diagonal", offset=7, impl=impl, **how),
+    "one_set": lambda q, k, t, impl, **how: similarity_lse(
+        q, None, t, exclude="diagonal", impl=impl, **how) + 0 * k.sum(),
+    "pair": lambda q, k, t, impl, **how: similarity_lse(
+        q, None, t, exclude="pair", impl=impl, **how) + 0 * k.sum()}
+NORMALIZES = [name for name in LOSSES | SUMS if name not in ("linear", "ignoring")]
 
 
 @pytest.mark.parametrize("loss", LOSSES | SUMS)
@@ -229,6 +235,98 @@ def test_clip_loss_is_the_symmetric_info_nce(impl):
     q, k = pairs(9, 8, torch.float32)
     assert clip_loss(q, k, 0.1, impl=impl) == info_nce(q, k, 0.1, symmetric=True, impl=impl)
 
+
+# ── normalize=True ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def raw_rows(dtype):
+    """20 pairs of rows, of lengths from 0.02 to 50."""
+    lengths = torch.logspace(-1.7, 1.7, 20, dtype=torch.float64, device=DEVICE)[:, None]
+    q, k = pairs(20, 24, torch.float64)
+    return (q * lengths).to(dtype), (k * lengths.roll(7, 0)).to(dtype)
+
+
+def unit(x):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.normalize(x.to(wide), dim=1).to(x.dtype)
+
+
+@pytest.mark.parametrize("loss", NORMALIZES)
+@pytest.mark.parametrize("impl, dtype", [
+    ("eager", torch.float64), ("eager", torch.float16), ("blockwise", torch.float32),
+    ("blockwise", torch.bfloat16), ("triton", HALF[-1])], ids=str)
+def test_normalize(loss, impl, dtype):
+    """Value and gradients are those of F.normalize's rows in float64."""
+    f, (q, k) = (LOSSES | SUMS)[loss], raw_rows(dtype)
+    t = torch.tensor(0.07, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
+    on_unit_rows = lambda q, k, t: f(unit(q), unit(k), t, "eager")
+    exact = differentiate(on_unit_rows, q.double(), k.double(), t.double())
+    ours = differentiate(lambda q, k, t: f(q, k, t, impl, normalize=True), q, k, t)
+    assert_close(ours, exact, differentiate(on_unit_rows, q, k, t), dtype, 1 / 0.07, 32, 1 / 0.07 / 20)
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
+def test_normalize_of_neighbours(impl):
+    q, k = raw_rows(torch.float32)
+    for keys in (k, None):
+        values, columns = similarity_topk(q, keys, 3, normalize=True, impl=impl)
+        wanted, nearest = similarity_topk(unit(q), None if keys is None else unit(k), 3, impl=impl)
+        assert torch.equal(values, wanted) and torch.equal(columns, nearest)
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
+def test_normalize_takes_any_length(impl):
+    """Rows of zeros have cosine 0, and F.normalize's gradient. float16 has no room for the squares."""
+    q, k = raw_rows(torch.float32)
+    q[3], k[5] = 0, 0
+    assert not similarity_topk(q[3:4], k, 2, normalize=True, impl=impl)[0].any()
+    f = lambda q, k: info_nce(q, k, 0.07, normalize=True, impl=impl)
+    exact = differentiate(lambda q, k: info_nce(unit(q), unit(k), 0.07, impl="eager"), q.double(), k.double())
+    for a, b in zip(differentiate(f, q, k), exact):
+        assert b.isfinite().all() and b.abs().max() < 1e13
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for length in (1e5, 1e-4):                                 # of 24 numbers up to 65504, and from 6e-8
+        x, y = ((length * unit(x)).half() for x in pairs(20, 24, torch.float64))
+        exact = info_nce(unit(x.double()), unit(y.double()), 0.07).item()
+        assert f(x, y).item() == pytest.approx(exact, rel=0.01)
+
+
+@both_impls
+def test_normalize_divides_a_float32_gradient_by_the_lengths(impl):
+    """Those of the unit rows, about 1e-8, would be 0 in float16; of rows of length 1e-3 they are 1e-5."""
+    f = lambda q, k, impl: 1e-6 * info_nce(q, k, 0.3, normalize=True, impl=impl)
+    q, k = ((1e-3 * unit(x)).half() for x in pairs(20, 24, torch.float64))
+    found = differentiate(lambda q, k: f(q, k, impl), q, k)
+    exact = differentiate(lambda q, k: f(q, k, "eager"), q.double(), k.double())
+    for a, b in zip(found[1:], exact[1:]):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
+def test_normalize_gives_a_queue_no_gradient(impl):
+    q, k = (x.requires_grad_() for x in raw_rows(torch.float32))
+    queue = (2 * rows(30, 24, torch.float32, 90)).requires_grad_()
+    queue_loss(q, k, queue, normalize=True, impl=impl).backward()
+    assert queue.grad is None and q.grad.any() and k.grad.any()
+
+
+@pytest.mark.parametrize("impl, loss", [
+    *itertools.product(["eager", "blockwise"], NORMALIZES), ("triton", "info_nce"), ("triton", "queue_loss")])
+def test_normalize_under_autocast(impl, loss):
+    """As of rows that F.normalize made in float32, to the bit; one side may have autocast's dtype."""
+    f, (q, k) = (LOSSES | SUMS)[loss], raw_rows(torch.float32)
+    half = lambda x: x.half().float()
+    with torch.autocast(DEVICE, torch.float16):
+        ours = differentiate(lambda q, k: f(q, k, 0.07, impl, normalize=True), q, k)
+        wanted = differentiate(lambda q, k: f(unit(q), unit(k), 0.07, impl), q, k)
+        mixed = f(q, k.half(), 0.07, impl, normalize=True)
+        both = f(q.half(), k.half(), 0.07, impl, normalize=True)
+        assert torch.equal(mixed, f(unit(q), unit(half(k)), 0.07, impl))
+        assert torch.equal(both, f(unit(half(q)), unit(half(k)), 0.07, impl))
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted))
+
+
+# ── every way through the kernels ───────────────────────────────────────────────────────────────────────────
 
 WIDE = {"paths.WIDEST": 0, "paths.FEW": 0}
 TWO_PASSES = WIDE | {"operations.in_one_pass": lambda *x: False}
