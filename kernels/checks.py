@@ -46,6 +46,21 @@ def check_positives(q, k, offset):
     if offset < 0 or len(q) + offset > len(k):
         wanted = f"{len(q)} + offset {offset}: one positive for each row of {name_q}"
         raise ValueError(f"{name_k}: {len(k)} rows, wanted at least {wanted}")
+    check_gathered(q, k, offset, name_k)
+
+
+def check_gathered(q, k, offset, name="k"):
+    """ValueError where offset is 0, but k is a result of gather_rows and this rank's rows start further down.
+
+    What was computed from such a result, by F.normalize for one, is not known to be gathered. All rows as
+    queries, on every rank, need no offset.
+    """
+    if torch.compiler.is_compiling() or offset != 0:
+        return
+    start, stop = getattr(k, "own_rows", (0, 0))
+    if start > 0 and len(q) == stop - start:
+        raise ValueError(f"offset: 0, but {name} has the rows of all processes, and this one's start at "
+                         f"{start}; wanted offset=own_rows({len(k)}).start")
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Embeddings of a batch whose activations do not fit, with exact gradients.
 
     z = torch.cat([embed(chunk) for chunk in chunks])        keeps all chunks' activations until backward
-    z = embed_in_chunks(embed, chunks)                       keeps those of one chunk
+    z = embed_in_chunks(embed, chunks, module)               keeps those of one chunk
 
 The loss sees the weights θ through the embeddings alone, L(z_1(θ), ..., z_C(θ)), so
 
@@ -25,16 +25,37 @@ def embed_in_chunks(embed, chunks, module):
     """torch.cat of embed(chunk) over the chunks, holding the activations of one chunk at a time.
 
     embed    callable, chunk → (n, D) tensor on the module's device; backward repeats its dropout exactly
-    chunks   list of what embed takes; no gradient goes to them
+    chunks   list of what embed takes, as tensor.split(size) is; no gradient goes to them
     module   whose parameters embed uses: they get the gradients that they would get without this function.
              Batch norms inside normalise by each chunk's own statistics, as as many GPUs would without
              synchronisation, and count them once. None: plain torch.cat, which keeps all activations
     returns  (Σ n, D)
+    raises   ValueError naming the argument, what it was and what is wanted
     source   Gao et al. 2021, section 3.2
     """
+    if isinstance(chunks, torch.Tensor):
+        raise ValueError(f"chunks: found one tensor {tuple(chunks.shape)}, whose rows would be the chunks; "
+                         "wanted a list of chunks: tensor.split(size)")
+    if not isinstance(module, (torch.nn.Module, type(None))):
+        raise ValueError(f"module: found {type(module).__name__}, wanted the torch.nn.Module that embed uses")
+    chunks = list(chunks)
+    if not chunks:
+        raise ValueError("chunks: found none, wanted at least one")
     if module is None or not torch.is_grad_enabled() or len(chunks) == 1:
-        return torch.cat([embed(chunk) for chunk in chunks])
-    return Chunks.apply(embed, chunks, module, next(p for p in module.parameters() if p.requires_grad))
+        return torch.cat([embed_rows(embed, chunk) for chunk in chunks])
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("module: no parameter requires a gradient; for a module at rest give module=None")
+    return Chunks.apply(embed, chunks, module, trained[0])
+
+
+def embed_rows(embed, chunk):
+    """embed(chunk); a list of single rows would become one long vector."""
+    z = embed(chunk)
+    if not isinstance(z, torch.Tensor) or z.dim() < 2:
+        found = f"a tensor {tuple(z.shape)}" if isinstance(z, torch.Tensor) else type(z).__name__
+        raise ValueError(f"embed: found {found} for a chunk, wanted a tensor (rows of the chunk, D)")
+    return z
 
 
 class Chunks(torch.autograd.Function):
@@ -48,7 +69,7 @@ class Chunks(torch.autograd.Function):
         ctx.autocast = torch.is_autocast_enabled(ctx.device.type), torch.get_autocast_dtype(ctx.device.type)
         for chunk in chunks:
             ctx.random.append(random_state(ctx.device))
-            parts.append(embed(chunk))
+            parts.append(embed_rows(embed, chunk))
         ctx.sizes = [len(part) for part in parts]
         return torch.cat(parts)
 

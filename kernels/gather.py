@@ -15,6 +15,8 @@ one rank's keys at a time instead of K, and send them forward twice and their gr
 here: it saves 8·M·D bytes a rank, 0.4 GB at M = 65,536 and D = 768, where the encoder's activations are in
 the tens, and gives each kernel 1/world of the columns. So there is none.
 """
+from numbers import Integral
+
 import torch
 import torch.distributed as dist
 
@@ -22,10 +24,16 @@ import torch.distributed as dist
 def own_rows(rows, rank=None, world=None):
     """The slice of a batch of `rows` rows that is this process's, or that of `rank` of `world`.
 
-    Shares differ by one row at most.
+    rows     integer ≥ 0; shares differ by one row at most
+    raises   ValueError naming the argument, what it was and what is wanted
     """
-    if rank is None:
+    if isinstance(rows, bool) or not isinstance(rows, (Integral, torch.SymInt)) or rows < 0:
+        found = rows if isinstance(rows, (int, float)) else type(rows).__name__
+        raise ValueError(f"rows: found {found}, wanted the number of rows of the whole batch: len(batch)")
+    if rank is None and world is None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank is None or world is None or not 0 <= rank < world:
+        raise ValueError(f"rank, world: found {rank} and {world}, wanted 0 ≤ rank < world, or neither")
     return slice(rows * rank // world, rows * (rank + 1) // world)
 
 
@@ -34,13 +42,24 @@ def gather_rows(x, rows):
 
     x        (n, ...) this rank's rows, any type: n as own_rows(rows) has it
     rows     of the whole batch; shares differ by one row at most, and all send as many as the largest
-    returns  (rows, ...)
+    returns  (rows, ...). A loss of this rank's queries against it takes offset=own_rows(rows).start
+    raises   ValueError where n is not this rank's share of rows. Ranks do not compare their n: where one
+             alone raises, the others wait for it until torchrun or the group's time limit ends them
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not isinstance(x, torch.Tensor) or x.dim() == 0:
+        found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"x: found {found}, wanted a tensor of this process's rows, (n, ...)")
+    own, world = own_rows(rows), dist.get_world_size() if dist.is_initialized() else 1
+    if len(x) != own.stop - own.start:
+        found = f"of {rows} over {world} processes, {own.stop - own.start} are this one's, x has {len(x)}"
+        raise ValueError(f"rows: {found}; wanted the rows of all processes, split by own_rows(rows)")
     if world == 1:
         return x
     shares = [own_rows(rows, rank, world) for rank in range(world)]
-    return GatherRows.apply(x, [share.stop - share.start for share in shares])
+    gathered = GatherRows.apply(x, [share.stop - share.start for share in shares])
+    if not torch.compiler.is_compiling():
+        gathered.own_rows = own.start, own.stop                # check_gathered reads it
+    return gathered
 
 
 class GatherRows(torch.autograd.Function):

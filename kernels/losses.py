@@ -37,7 +37,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, normalize=Fal
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
     symmetric    mean of this and of the same with queries and keys swapped (M = N)
-    offset       this rank's first row among the gathered keys
+    offset       this rank's first row among the gathered keys, own_rows(rows).start; 0 in one process
     normalize    True: divides the rows of q and k by their lengths first; see similarity_lse
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
@@ -111,7 +111,7 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     temperature  float > 0 or a 0-dim tensor, which then gets its gradient
     bias         finite float or a 0-dim tensor, which then gets its gradient. −log (M − 1) makes this
                  noise-contrastive estimation with the batch as noise, M − 1 samples to a positive
-    offset       this rank's first row among the gathered keys
+    offset       this rank's first row among the gathered keys, own_rows(rows).start; 0 in one process
     normalize    True: divides the rows of q and k by their lengths first; see similarity_lse
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)

@@ -4,6 +4,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_gathered
+
 
 class Rule(NamedTuple):
     """A checked rule, in the order in which the operations take it.
@@ -62,6 +64,8 @@ def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
             found = f"found {len(q)} rows" if one_set else "found a k"
             raise ValueError('exclude: "pair" wants one set (k=None) of an even number of rows, the two '
                              f"views stacked; {found}")
+        if exclude == "diagonal":
+            check_gathered(q, k, offset)
         return Rule(exclude or "none", None, None, *rest)
     return Rule("ids", *check_ids("exclude", exclude, q, k), *rest)
 

@@ -32,7 +32,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  (packed sequences) the cost follows the pairs that are kept: in Triton for half types, in
                  blockwise on the CPU
     similar      (f_q (N, E), f_k (M, E), phi): columns with f_q_i·f_k_j ≥ phi are left out; no gradient for f
-    offset       this rank's first row among the gathered columns
+    offset       this rank's first row among the gathered columns, own_rows(rows).start; 0 in one process
     normalize    True: divides the rows of q and k by their lengths first, as F.normalize does in float32
                  (float64 for float64); similar's features stay as they are. The products are still those of
                  the rows' dtype. A zero row has cosine 0 with every row. As in F.normalize, a length below

@@ -7,7 +7,7 @@ from childtuning import rdrop_loss, task_loss
 from cline import contrastive_loss, replaced_token_loss, total_loss
 from dclr import dclr_loss, instance_weights, noise_negatives
 from ease import ease_loss
-from kernels import check_rows
+from kernels import check_rows, embed_in_chunks, gather_rows, own_rows
 from moco import enqueue, moco_loss
 from selfguided import selfguided_loss
 from simclr import simclr_loss, sup_con_loss
@@ -18,6 +18,8 @@ from vascl import nearest_neighbours, neighbourhood_loss, virtual_augmentation
 Z, WIDE, HARD = torch.randn(8, 6), torch.randn(8, 7), torch.randn(8, 3, 6)
 LABELS, UNIT, TOKENS = torch.arange(8), F.normalize(torch.randn(5, 6), dim=1), torch.ones(8, 3)
 augment = lambda e, near: virtual_augmentation(e, torch.tanh, near, Z, 1.0, 0.05)
+NET, CUT = torch.nn.Linear(6, 3), Z.split(4)
+AT_REST = torch.nn.Linear(6, 3).requires_grad_(False)
 neighbourhood = lambda perturbed, near: neighbourhood_loss(Z, perturbed, torch.tanh, near, 0.05)
 dclr = lambda z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **how: dclr_loss(z1, z2, noise, f1, f2, 0.9, **how)
 
@@ -79,7 +81,24 @@ dclr = lambda z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **how: dclr_loss(z1, z2, noise, f
     (lambda: task_loss(Z, LABELS / 8), r"logits: found \(8, 6\), wanted \(N, 1\)"),
     (lambda: task_loss(Z[:, :1], Z[:, :1]), r"labels: found \(8, 1\), wanted \(8,\)"),
     (lambda: rdrop_loss(Z, Z[:4], LABELS, 1.0), r"logits2: found \(4, 6\), wanted \(8, 6\)"),
-    (lambda: rdrop_loss(Z, Z, LABELS, 1.0, "papr"), "form: 'papr', wanted paper or code")])
+    (lambda: rdrop_loss(Z, Z, LABELS, 1.0, "papr"), "form: 'papr', wanted paper or code"),
+    (lambda: gather_rows(Z, 9), "rows: of 9 over 1 processes, 9 are this one's, x has 8; wanted"),
+    (lambda: gather_rows(Z, 4), "rows: of 4 over 1 processes, 4 are this one's, x has 8"),
+    (lambda: gather_rows(Z, -8), "rows: found -8, wanted the number of rows of the whole batch"),
+    (lambda: gather_rows(Z, Z), "rows: found Tensor, wanted the number of rows"),
+    (lambda: gather_rows([1, 2], 2), r"x: found list, wanted a tensor of this process's rows, \(n, ...\)"),
+    (lambda: gather_rows(Z.sum(), 1), "x: found a tensor without dimensions, wanted"),
+    (lambda: own_rows(8.0), "rows: found 8.0, wanted the number of rows"),
+    (lambda: own_rows(8, 2, 2), "rank, world: found 2 and 2, wanted 0 ≤ rank < world, or neither"),
+    (lambda: own_rows(8, 1), "rank, world: found 1 and None"),
+    (lambda: embed_in_chunks(NET, Z, NET), r"chunks: found one tensor \(8, 6\), .* tensor.split\(size\)"),
+    (lambda: embed_in_chunks(NET, Z, None), "chunks: found one tensor"),
+    (lambda: embed_in_chunks(NET, [], NET), "chunks: found none, wanted at least one"),
+    (lambda: embed_in_chunks(NET, CUT, NET.weight), "module: found Parameter, wanted the torch.nn.Module"),
+    (lambda: embed_in_chunks(NET, CUT, AT_REST), "module: no parameter requires a gradient"),
+    (lambda: embed_in_chunks(NET, list(Z), NET), r"embed: found a tensor \(3,\) for a chunk, wanted"),
+    (lambda: embed_in_chunks(NET, list(Z), None), r"embed: found a tensor \(3,\) for a chunk"),
+    (lambda: embed_in_chunks(len, CUT, NET), "embed: found int for a chunk, wanted a tensor")])
 def test_what_does_not_fit_is_named(call, wanted):
     with pytest.raises(ValueError, match=wanted) as error:
         call()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from kernels import own_rows
+from kernels import check_rows, gather_rows, info_nce, own_rows, sigmoid_loss, similarity_lse
 from kernels.training import loop
 from kernels.training.loop import batches, epoch_steps, sum_gradients, warmup_cosine, warmup_linear
 from running import free_port
@@ -60,9 +60,29 @@ def summed(rank, world, port, bucket, out):
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     model = some_gradients(rank)
     sum_gradients(model)
+    check_gathering(rank)
     if rank == 0:
         torch.save([weight.grad for weight in model], out)
     dist.destroy_process_group()
+
+
+def check_gathering(rank):
+    """Of three ranks with 2, 3 and 3 of 8 rows."""
+    z, own = torch.eye(8), own_rows(8)
+    for wrong in (len(z[own]), 5, 12):
+        with pytest.raises(ValueError, match=f"rows: of {wrong} over 3 .*, . are this one's, x has [23]; "):
+            gather_rows(z[own], wrong)
+    keys = gather_rows(z[own], 8)
+    assert torch.equal(keys, z)
+    checked = lambda q, k, **offset: check_rows(*offset.values(), q=(q, "N D"), k=(k, "M D"))
+    diagonal = lambda q, k, **offset: similarity_lse(q, k, exclude="diagonal", **offset)
+    for loss in (info_nce, sigmoid_loss, diagonal, checked):
+        loss(z[own], keys, offset=own.start)
+        loss(z, keys)                                          # the whole loss, on every rank
+        if rank:
+            with pytest.raises(ValueError, match=rf"k has .* start at {own.start}; .*own_rows\(8\)\.start"):
+                loss(z[own], keys)
+    similarity_lse(z[own], keys)                               # leaves no row out: needs no offset
 
 
 def some_gradients(rank):
