@@ -21,10 +21,12 @@ over blocks of rows elsewhere (any device, float64 too), and the textbook formul
 which is the oracle and the baseline.
 """
 import importlib
+from importlib.machinery import PathFinder
 
-# A folder named `kernels` beside a script hides the PyPI package of that name from transformers, and some of
-# its 5.x releases parse the version of whatever they find: without this line `import transformers` crashes.
-__version__ = "0.1.0"
+from . import hf_kernels
+
+VERSION = "0.1.0"
+FOLDER = __path__[:]
 
 HOMES = {"checks": ["check_rows", "check_unit"], "chunks": ["embed_in_chunks"],
          "gather": ["gather_rows", "own_rows"], "paths": ["choose_impl"],
@@ -35,13 +37,13 @@ __all__ = [name for names in HOMES.values() for name in names]
 
 
 def __getattr__(name):
-    """Loads a function, or a module, when it is first asked for: a script answers --help before torch is
-    loaded."""
-    home = next((home for home, names in HOMES.items() if name in names), name)
-    try:
-        module = importlib.import_module(f".{home}", __name__)
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{home}":
-            raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    return module if home == name else getattr(module, name)
+    """Load a function or a module when it is first asked for, so that --help need not wait for torch. A name
+    that is not ours is looked up in Hugging Face's package of the same name, if that is installed."""
+    if name == "__version__":  # transformers reads it: 0.1.0 is too old for it, as if nothing was installed
+        return hf_kernels.version() or VERSION
+    for home, names in HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{home}", __name__), name)
+    if PathFinder.find_spec(f"{__name__}.{name}", FOLDER):
+        return importlib.import_module(f".{name}", __name__)
+    return hf_kernels.attribute(__name__, name)

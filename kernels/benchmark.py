@@ -32,6 +32,7 @@ import time
 import torch
 
 import kernels
+from kernels import hf_kernels
 from kernels.benchmark_cases import IMPLS, PEERS, PRODUCTS, function, is_interpreted, is_marker, ours, rows
 from kernels.benchmark_report import COLUMNS, cells, markdown, plot
 from kernels.pictures import fail
@@ -47,6 +48,11 @@ GRID = {
     "cpu": {"nt_xent": ["256x256x128", "4096x4096x128"], "clip_loss": ["4096x4096x768"],
             "info_nce": ["256x256x128", "4096x4096x768", "16384x16384x768"], "queue_loss": ["256x65536x128"],
             "sigmoid_loss": ["16384x16384x768"], "sup_con_loss": ["16384x16384x768"]}}
+
+
+def __getattr__(name):
+    """Hugging Face's package has a module of this name, and its own files import `Benchmark` from it."""
+    return hf_kernels.attribute("kernels.benchmark", name)
 
 
 def measure(loss, size, dtype, impl, device, repeat, trained, peak, folder):
@@ -194,7 +200,7 @@ def run(case, limit):
 
 def about(device):
     """What the rows were made with."""
-    versions = {"torch": torch.__version__, "triton": None, "kernels": kernels.__version__,
+    versions = {"torch": torch.__version__, "triton": None, "kernels": kernels.VERSION,
                 "python": platform.python_version()}
     for package in ("triton", *PEERS.values()):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -21,6 +21,7 @@ import simcse
 from running import metrics, small_bert
 from running import read as embed
 from simcse import simcse_loss
+from test_coexist import install_for_transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 README, HOUSE = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -81,14 +82,20 @@ def run(tmp_path_factory):
     (home / "tests").symlink_to(ROOT / "tests")
     block = next(block for _, block in read(README)[1] if block.startswith("mkdir")).strip()
     block = block.replace("../.venv/bin/python", sys.executable) + " --steps 1 --out ../out/first"
-    said = subprocess.run(["bash", "-ec", block], cwd=home, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                          check=True, stdout=subprocess.PIPE, encoding="utf-8").stdout
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(install_for_transformers(home / "site"))}
+    said = subprocess.run(["bash", "-ec", block], cwd=home, env=env, check=True, stdout=subprocess.PIPE,
+                          encoding="utf-8").stdout
     return home, said.replace("../", "").splitlines()
 
 
 def test_a_run_says_what_readme_shows(run):
     shown = set(re.findall("^(?:simcse|model|tokens|load) .*", read(README)[1][0][1], re.M))
     assert len(shown) == 4 and shown <= set(run[1])
+
+
+def test_both_packages_called_kernels_were_used(run):
+    """The script imported ours, and transformers a name that it wants of Hugging Face's."""
+    assert "get_kernel" in (run[0] / "site/kernels/__init__.py.used").read_text().split()
 
 
 def test_python_runs(run, monkeypatch):

@@ -1,0 +1,134 @@
+"""With another package called `kernels` installed, as Hugging Face's is. Here it is a made-up one."""
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from transformers.utils import import_utils
+
+from kernels import benchmark, hf_kernels
+from running import ROOT
+
+INSTALLED = {
+    "kernels-9.1.dist-info/METADATA": "Metadata-Version: 2.1\nName: kernels\nVersion: 9.1\n",
+    "kernels/__init__.py": """
+        import os, sys
+        sys.loads = getattr(sys, "loads", 0) + 1
+        import kernels.device
+        if os.environ.pop("BROKEN", None):
+            import missing_dependency
+        from kernels.rules import RULE
+        from . import rules, device
+        from .layer import layer, Layer
+        """,
+    "kernels/device.py": "class Device: pass",
+    "kernels/rules.py": "RULE = 'theirs'",                     # ours has a module of this name
+    "kernels/layer/__init__.py": "from .mode import Mode\nfrom .layer import Layer\nlayer = 'a function'",
+    "kernels/layer/mode.py": "from kernels.device import Device\nclass Mode(Device): pass",
+    "kernels/layer/layer.py": "from ..device import Device\nclass Layer(Device): pass",
+    "kernels/late.py": "from kernels import Layer, __version__\nimport kernels\nkernels.layer.upper()"}
+
+
+@pytest.fixture
+def site(tmp_path):
+    for name, text in INSTALLED.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("\n        ", "\n"))
+    return tmp_path
+
+
+def run(code, site, **variables):
+    """Run the code in a process whose sys.path has our folder first, and then `site`."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", **variables}
+    command = [sys.executable, "-S", "-c", code]               # -S: nothing else that is installed is seen
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_and_submodules(site):
+    run("""if True:
+        import sys, pickle, inspect, types, kernels, kernels.training.recipes
+        sys.modules["kernels.rules"] = kernels.rules = types.ModuleType("kernels.rules")      # ours, loaded
+        before = {name: module for name, module in sys.modules.items() if name.startswith("kernels")}
+        assert not hasattr(kernels, "__wrapped__") and inspect.unwrap(kernels) is kernels and dir(kernels)
+        assert kernels.__version__ == "9.1" and not hasattr(sys, "loads")      # nothing is loaded so far
+
+        from kernels import Layer, device
+        from kernels.layer.mode import Mode
+        import kernels.device, kernels.layer, kernels.late
+        assert sys.loads == 1 and kernels.Layer is Layer and Layer.__module__ == "kernels.layer.layer"
+        assert issubclass(Mode, device.Device) and issubclass(Layer, kernels.device.Device)
+        assert pickle.loads(pickle.dumps(Layer())).__class__ is Layer
+        assert kernels.layer == "a function" and sys.modules["kernels.layer"].Mode is Mode
+
+        assert kernels.RULE == "theirs" and kernels.rules is before["kernels.rules"]
+        assert all(sys.modules[name] is module for name, module in before.items())
+        files = [getattr(module, "__file__", None) for module in sys.modules.values()]
+        files = [file for file in files if file and "kernels" in file]
+        assert len(files) == len(set(files)) == 10, files
+
+        for name in ("nothing", "__nothing__"):
+            assert not hasattr(kernels, name)
+            try:
+                exec(f"from kernels import {name}")
+            except ImportError as error:
+                assert "cannot import name" in str(error)
+        """, site=site)
+
+
+def test_a_package_that_cannot_be_loaded(site):
+    run("""if True:
+        import sys, kernels
+        for _ in range(2):
+            try:
+                from kernels.device import Device
+            except ModuleNotFoundError as error:
+                assert error.name == "missing_dependency" and "kernels.device" not in sys.modules
+        assert sys.loads == 2 and kernels.device.Device is Device and kernels.Layer.__mro__[1] is Device
+        assert type(kernels.device.__spec__.loader).__name__ == "SourceFileLoader"
+        assert "kernels.rules" not in sys.modules                              # the next import finds ours
+        """, site=site, BROKEN="once")
+
+
+def test_nothing_installed(tmp_path):
+    """A second copy of our folder on sys.path, or another folder of this name, is no installed package."""
+    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
+    run("""if True:
+        import sys, kernels
+        sys.path[:0] = ["", ".", "tests", sys.path[-1]]
+        assert kernels.__version__ == kernels.VERSION and not hasattr(kernels, "CUDAProperties")
+        for line in ("import kernels.layer", "from kernels import get_kernel", "from kernels.layer import x"):
+            try:
+                exec(line)
+            except ImportError as error:
+                assert "kernels" in str(error)
+            else:
+                raise AssertionError(line)
+        """, site=tmp_path)
+
+
+def test_benchmark_has_names_of_both(monkeypatch):
+    """kernels.benchmark is the one submodule of 0.17 that ours has too. Its other files import from it."""
+    theirs = SimpleNamespace(benchmark=SimpleNamespace(Benchmark="a class", measure="theirs"))
+    monkeypatch.setattr(hf_kernels, "package", theirs)
+    assert benchmark.Benchmark == "a class" and benchmark.measure != "theirs"
+    assert not hasattr(benchmark, "nothing")
+
+
+def install_for_transformers(folder):
+    """Write a package that transformers takes for the real one. It has every name, and notes what is used."""
+    version = getattr(import_utils, "KERNELS_MIN_VERSION", "0.17.2")
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "kernels-1.dist-info").mkdir()
+    (folder / "kernels-1.dist-info/METADATA").write_text(f"Name: kernels\nVersion: {version}\n")
+    (folder / "kernels/__init__.py").write_text("""
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    with open(__file__ + ".used", "a") as file:
+        print(name, file=file)
+    return lambda *_: lambda decorated: decorated
+""")
+    return folder
