@@ -19,11 +19,13 @@ Similarities are dot products of rows as given: pass unit rows (F.normalize), or
 What compares all pairs takes impl="auto" | "triton" | "blockwise" | "eager": Triton on CUDA, plain PyTorch
 over blocks of rows elsewhere (any device, float64 too), and the textbook formula with the matrix stored,
 which is the oracle and the baseline.
+
+The first use of a function raises ImportError if torch or triton is older than versions.py says.
 """
 import importlib
 from importlib.machinery import PathFinder
 
-from . import hf_kernels
+from . import hf_kernels, versions
 
 VERSION = "0.1.0"
 FOLDER = __path__[:]
@@ -43,6 +45,9 @@ def __getattr__(name):
         return hf_kernels.version() or VERSION
     for home, names in HOMES.items():
         if name in names:
+            problem = versions.problem("python", "torch", "triton")
+            if problem:
+                raise ImportError(f"kernels: {problem}")
             return getattr(importlib.import_module(f".{home}", __name__), name)
     if PathFinder.find_spec(f"{__name__}.{name}", FOLDER):
         return importlib.import_module(f".{name}", __name__)

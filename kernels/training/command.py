@@ -10,6 +10,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from .. import versions
+
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")    # one line means one
 for name in ("stdin", "stdout", "stderr"):                     # closed: the next file would get its number
     if getattr(sys, name) is None:
@@ -215,14 +217,16 @@ def saved_command(out):
 
 
 def answer_early(make_parser):
-    """For the top of a script: --help, and flags that are wrong, without the seconds that torch takes to
-    load; a signal in those seconds ends in a line too."""
+    """For the top of a script: --help, wrong flags and packages that are too old are answered without the
+    seconds that torch takes to load; a signal in those seconds ends in a line too."""
     def leave(*_):
         say("stopped", NOTHING)
         os._exit(STOPPED)                                      # an exception would be an import's
 
     handle_signals(leave)
     try:
+        if problem := versions.problem(*versions.OLDEST):
+            fail(problem)
         make_parser().parse_args()
     except Fault as fault:
         if is_first_rank():
