@@ -67,7 +67,7 @@ def test_names_and_submodules(site):
         assert all(sys.modules[name] is module for name, module in before.items())
         files = [getattr(module, "__file__", None) for module in sys.modules.values()]
         files = [file for file in files if file and "kernels" in file]
-        assert len(files) == len(set(files)) == 10, files
+        assert len(files) == len(set(files)) >= 10, files
 
         for name in ("nothing", "__nothing__"):
             assert not hasattr(kernels, name)
