@@ -12,7 +12,7 @@ from pathlib import Path
 # The interpreter multiplies by NumPy. Its Haswell and Zen kernels round a product and its transpose in two
 # ways, which no GPU does: tests of extreme logits would fail on AMD CPUs. NumPy reads this when imported.
 if platform.machine() == "x86_64":
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
+    os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
 import pytest
 import torch
