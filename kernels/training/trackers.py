@@ -1,4 +1,6 @@
 """--log: send the rows of metrics.jsonl to TensorBoard or Weights & Biases as well."""
+import uuid
+
 from .command import fail
 
 
@@ -33,7 +35,7 @@ class WandB(Tracker):
         self.wandb = wandb
 
     def begin(self, out, flags, progress):
-        run_id = progress.setdefault("wandb", self.wandb.util.generate_id())   # --resume continues this run
+        run_id = progress.setdefault("wandb", uuid.uuid4().hex)    # --resume continues this run
         try:
             self.run = self.wandb.init(name=out.name, id=run_id, config=flags, resume="allow")
         except Exception as error:                             # not logged in, no network
