@@ -204,7 +204,8 @@ def furnish(here):
         said, flags = here.with_name(out), ["--out", out, "--keep-state", "always"]
         assert end(start(script, flags, here, said)) == 0, Path(f"{said}.err").read_text()
     flags = json.loads((here / "half" / "args.json").read_text())
-    (here / "half" / "args.json").write_text(json.dumps(flags | {"steps": 2}))     # of which it has done one
+    longer = {"steps": 2, "command": [*flags["command"], "--steps", "2"]}          # it has done one of them
+    (here / "half" / "args.json").write_text(json.dumps(flags | longer))
     shutil.copytree(here / "half", here / "twin")
     return here
 

@@ -166,6 +166,7 @@ OUTS = {"few.csv": None, "few.csv/out": None, "bert": None, "half": None, ".": N
         "bare": lambda here: os.mkdir(here / "bare", 0o500),
         "bare/x": lambda here: os.mkdir(here / "bare", 0o500)}
 HALF = ["--steps", "2", "--resume", "--out", "half"]
+COMMAND, NUMBER = b'"command": [', b'"command": 7, "x": ['
 FILES = ["state.pt", "args.json", "metrics.jsonl", "model.safetensors", "tokens/ids", "tokens/ends"]
 DAMAGES = {"empty": lambda old: b"", "truncated": lambda old: old[: len(old) // 2],
            "zeroed": lambda old: bytes(len(old)),
@@ -179,7 +180,20 @@ def state(**more):
     return make
 
 
+def command(*words):
+    """args.json says that the run was started with these words too."""
+    def make(here):
+        path = here / "half/args.json"
+        flags = json.loads(path.read_text())
+        path.write_text(json.dumps(flags | {"command": [*flags["command"], *words]}))
+    return make
+
+
 RESUMED = {
+    "a command of numbers": command(1), "NUL in the command": command("--data", "few.csv\0"),
+    "no such flag in the command": command("--no-such"), "another --lr in the command": command("--lr", "1"),
+    "no file in the command": command("--dev", "none.tsv"),
+    "the command is a number": change("half/args.json", lambda old: old.replace(COMMAND, NUMBER)),
     **{f"{file} {name}": change(f"half/{file}", how)
        for file, (name, how) in itertools.product(FILES, DAMAGES.items())},
     **{f"{file} missing": put(f"half/{file}") for file in FILES},
@@ -204,6 +218,7 @@ def of_outs():
     yield out("--resume: another script", "vascl", HALF, None, "one line")
     other = change("few.csv", lambda old: old[:200] + old[200:].replace(b"a", b"e", 1))
     yield out("--resume: other data", "simcse", HALF, other, "one line")
+    yield out("--resume: alone", "simcse", HALF[2:], None, "accepted", like=[*HALF[:-1], "twin"])
     yield out("--resume: whole", "simcse", HALF, None, "accepted", like=[*HALF[:-1], "twin"])
 
 

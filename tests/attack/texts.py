@@ -94,6 +94,11 @@ def of_data():
     for text in ('{"a": 1}', "3", '["a b", "c d", "e f"]', '[{"text": "a", "text": "b"}]',
                  '[["a"], {"text": "b"}]'):
         yield case(f"json: {text}", "dclr", ["--data=bad.json"], put("bad.json", text))
+    for cells in ('["a b"]', "[]", '[["a b"]]', "[1]", '[""]', '["a b", "c d"]', '"a b"'):
+        rows = [json.dumps({"query": row[0], "pos": [row[1]], "neg": [row[2]]}) for row in FEW]
+        rows.append(f'{{"query": "a b", "pos": ["c d"], "neg": {cells}}}')
+        put_rows = put("bad.jsonl", "\n".join(rows))
+        yield case(f"jsonl: negatives {cells}", "simcse", ["--data=bad.jsonl"], put_rows)
     for text in CSV:
         yield case(f"csv: {text!r:.30}", next(scripts), ["--data=bad.csv"], put("bad.csv", text))
     good = gzip.compress(written("csv", "simcse"), mtime=0)
