@@ -51,10 +51,10 @@ def test_what_is_left_has_the_evaluations_and_what_follows(time):
     clock, line = Clock(), {"loss": 1.0, "lr": 0.1, "dev_knn": 20.0, "saved": True}
     args = SimpleNamespace(eval_every=4, batch_size=6)
     clock.start(0)
-    with clock.apart():
+    with clock.apart(evaluation=True):
         time.seconds += 7
     time.seconds += 2
-    assert clock.left(1, 10, 4) == 18                          # nobody knows yet how long evaluations take
+    assert clock.left(1, 10, 4) == 18 + 3 * 7                  # as the one before the first step
     with clock.apart(again=10):
         time.seconds += 3
     time.seconds += 6

@@ -162,8 +162,10 @@ def test_resume_takes_flags_from_the_folder(here, monkeypatch, capfd):
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr("simcse.sum_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
         simcse.main([*flags, "--out", "out"])
+    os.rename("out", "moved")
     for more in ([], ["--keep-state", "running"]):             # the second one has nothing left to do
-        simcse.main(["--resume", "--out", "out", *more])
+        simcse.main(["--resume", "--out", "moved", *more])
+    os.rename("moved", "out")
     one, two = (load_file(f"{out}/model.safetensors") for out in ("whole", "out"))
     assert equal(one, two) and not Path("out/state.pt").exists()
     capfd.readouterr()

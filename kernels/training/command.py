@@ -175,7 +175,8 @@ class Flags(argparse.ArgumentParser):
         parsed = super().parse_args(args, namespace)
         given = sys.argv[1:] if args is None else list(args)
         if getattr(parsed, "resume", False):
-            args = given = [*saved_command(parsed.out), *given]                # a flag given again wins
+            given = [*saved_command(parsed.out), *given]       # a flag that is given again wins
+            args = [*given, "--out", parsed.out]               # a folder may have moved since
             parsed = super().parse_args(args, namespace)
         parsed.command = given
         implied = (name for name in self.implied if getattr(parsed, name))

@@ -29,7 +29,8 @@ class HeldOut:
     def before(self, model, run):
         """The score before the first step; how long it takes tells how long the test sets will."""
         if self.dev and run.step == 0:
-            with run.clock.apart(again=sum(map(len, self.tests.values())) / len(self.dev)):
+            tests = sum(map(len, self.tests.values()))
+            with run.clock.apart(again=tests / len(self.dev), evaluation=True):
                 run.note_before(evaluate(model, self.dev, self.args.impl))
         if self.dev:
             say("before", f"dev Spearman {run.progress['before']['spearman']:.2f}")

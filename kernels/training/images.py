@@ -127,7 +127,7 @@ class Pictures:
         if self.test and not model.classes:
             if run.step == 0:
                 share = len(self.train) / (len(self.train) + len(self.test))
-                with run.clock.apart(again=share * run.args.probe_epochs):
+                with run.clock.apart(again=share * run.args.probe_epochs, evaluation=True):
                     run.note_before(evaluate(model, self, run.impl))
             say("before", f"kNN {run.progress['before']['knn']:.2f} %")
 

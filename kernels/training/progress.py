@@ -51,6 +51,7 @@ class Clock:
     def __init__(self):
         self.began, self.first, self.later = time.perf_counter(), 0, 0.0
         self.evaluations, self.evaluating, self.elsewhere = 0, 0.0, 0.0
+        self.expected = 0.0                                    # seconds of an evaluation, before there is one
 
     def start(self, step):
         """Start timing: the loop begins after this step."""
@@ -65,13 +66,16 @@ class Clock:
         self.evaluating += seconds
 
     @contextlib.contextmanager
-    def apart(self, again=0.0):
-        """Work within the block is neither training nor evaluation; it will be done again so many times."""
+    def apart(self, again=0.0, evaluation=False):
+        """Work within the block is not training; it will be done again so many times, besides evaluations if
+        it is an evaluation."""
         began = self.seconds()
         yield
         seconds = self.seconds() - began
         self.elsewhere += seconds
         self.later = again * seconds
+        if evaluation:
+            self.expected = seconds
 
     def pace(self, step):
         """Seconds per training step."""
@@ -82,7 +86,7 @@ class Clock:
         evaluations = total // every - step // every
         if total % every and step < total:
             evaluations += 1
-        mean = self.evaluating / max(1, self.evaluations)
+        mean = self.evaluating / self.evaluations if self.evaluations else self.expected
         return self.pace(step) * (total - step) + mean * evaluations + self.later
 
 
