@@ -50,13 +50,14 @@ def extremes(X, count, BLOCK: tl.constexpr):
 
 
 @kernel
-def reference_kernel(REFERENCE, X_VECTOR, Y_VECTOR, RULE, N, M, BLOCK: tl.constexpr):
+def reference_kernel(REFERENCE, X_VECTOR, Y_VECTOR, RULE, N, M, OF_NORMS: tl.constexpr,
+                     BLOCK: tl.constexpr):
     """REFERENCE = r of norms under a RULE; of tops, without one, what all of them are or infinity."""
     low, high = extremes(X_VECTOR, N, BLOCK)
     low_y, high_y = low, high
     if Y_VECTOR is not None:
         low_y, high_y = extremes(Y_VECTOR, M, BLOCK)
-    if RULE is not None:
+    if OF_NORMS:                   # Triton 3.6 cannot compare a tuple with None
         r = tl.maximum(high * high_y * tl.abs(octaves(RULE)) * ROUNDED - TOP, 0.0)
     else:
         r = tl.where((low == high) & (low_y == high) & (high_y == high), high, float("inf"))
@@ -91,7 +92,8 @@ def common_top(rows, columns, n, m):
 
 def of_vectors(x, y, n, m, rule):
     reference = torch.empty((), dtype=torch.float32, device=x.device)
-    reference_kernel[1,](reference, x, y, rule, n, m, BLOCK=4096, num_warps=8, enable_fp_fusion=True)
+    reference_kernel[1,](reference, x, y, rule, n, m, OF_NORMS=rule is not None, BLOCK=4096, num_warps=8,
+                         enable_fp_fusion=True)
     return reference
 
 
