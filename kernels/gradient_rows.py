@@ -15,11 +15,15 @@ its rows have in common with; the cost follows the number of kept pairs.
 import torch
 import triton
 import triton.language as tl
+from torch.torch_version import TorchVersion
 
 from .launch import arguments, capability, ranges, tile
 from .reference import padded
 from .rules import swapped
 from .tiles import factors, finish, in_range, kept, kernel, load, octaves, product, touched, weights
+
+# before 3.7 Triton fails on sm_90 to overlap loads with a loop that has two products and a branch between
+PIPELINES = TorchVersion(triton.__version__) >= (3, 7)
 
 
 @kernel
@@ -77,6 +81,8 @@ def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, nee
     """See gradient.gradients: (dq, dk, shares of ⟨q, dq⟩ or None)."""
     def of(x, y, rule, x_side, y_side, dot):
         blocks = block_sizes(x, rule) | (dict(maxnreg=255) if dot else {})
+        if reference is not None and blocks["RESIDENT"] and capability(x) == 9 and not PIPELINES:
+            blocks["num_stages"] = 1
         grid = triton.cdiv(len(x), blocks["BLOCK_N"]), triton.cdiv(x.shape[1], blocks["BLOCK_D"])
         dx = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
