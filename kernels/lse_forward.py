@@ -221,7 +221,8 @@ def merge_kernel(SUMS, LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, RULE, REFEREN
             if REFERENCE is None:
                 part = tl.load(place, mask=mask, other=float("-inf"))
             else:
-                part = tl.load(place, mask=mask & (folded == 0), other=tl.where(folded, 0.0, float("-inf")))
+                unread = tl.where(folded, 0.0, float("-inf"))
+                part = tl.load(place, mask=tl.where(folded, False, mask), other=unread)
             new = tl.maximum(top, tl.max(part, 0))
             of_part = tl.load(place + tiles * count, mask=mask, other=0.0)
             of_part *= tl.exp2(part - finite(new)[None, :])
