@@ -379,7 +379,8 @@ def total_loss(losses, log_variances):
     raises          ValueError where their numbers differ
     source          kandorm/CLINE
     """
-    return sum(torch.exp(-s) * loss + s.clamp(min=0) for loss, s in zip(losses, log_variances, strict=True))
+    floored = [s.where(s >= 0, 0) for s in log_variances]      # since torch 2.15 clamp's slope at 0 is 0
+    return sum(torch.exp(-s) * loss + f for loss, s, f in zip(losses, log_variances, floored, strict=True))
 
 
 def check_form(form):
