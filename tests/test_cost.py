@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# instructions of a warp and tile on sm_90 by the features of a row: what was counted and 5 %
+# instructions of a warp and tile on sm_90 by the features of a row: what Triton 3.7 has, and 5 %
 LIMITS = {"sums_kernel": {128: 386, 768: 1480}, "rows_kernel": {128: 461}, "weights_kernel": {768: 2400},
           "strip_kernel": {768: 1775}, "fixed_keys_kernel": {128: 361}, "sigmoid_kernel": {768: 3346}}
 # 16 divides the rows, and does not
@@ -34,11 +35,11 @@ def test_instructions_of_tiles():
     """In a process of its own: here Triton is the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True)
-    seen = Counter()
+    seen, slack = Counter(), 1 if version("triton").startswith("3.7") else 1.2
     for loss, size, kernel, instructions in map(json.loads, done.stdout.splitlines()):
         if limit := LIMITS.get(kernel, {}).get(size[2]):
             seen[kernel, size[2], size[0] % 16 == 0] += 1
-            assert 100 < instructions <= limit, (loss, size, kernel)
+            assert 100 < instructions <= slack * limit, (loss, size, kernel)
     assert set(seen) == {(*tile, even) for tile in [(kernel, d) for kernel, limits in LIMITS.items()
                                                     for d in limits] for even in (True, False)}
 
