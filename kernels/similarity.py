@@ -44,9 +44,10 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     raises       ValueError naming the argument, what it was and what is wanted; RuntimeError for a second
                  derivative, forward mode and torch.func, of which impl="eager" has all
     precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in
-                 float32. Gradients are as exact as eager's for logits of any size: a row's largest logit and
-                 the sum beside it stay two numbers. A query with a NaN spoils no other's gradient. Under
-                 torch.autocast float32 rows are multiplied in its dtype, and their gradients stay in float32
+                 float32. Gradients are as exact as eager's for logits of any size (in Triton up to 1e9): a
+                 row's largest logit and the sum beside it stay two numbers. A query with a NaN spoils no
+                 other's gradient. Under torch.autocast float32 rows are multiplied in its dtype, and their
+                 gradients stay in float32
     memory       beside inputs and gradients at most float32 copies of them, O((N + M)·D), and 160 MiB, or
                  544 MiB where a loss takes its gradient in one pass (kernels.paths.BUFFER and STRIP, bytes,
                  may be set lower; blockwise: 64 MiB, or 32 rows of logits where those are more); eager O(N·M)

@@ -209,7 +209,7 @@ def test_saved_encoders_load_as_they_were(size, tmp_path):
     assert re.fullmatch(words, result.said["moco"])
     try:
         processor = AutoImageProcessor.from_pretrained(out)
-    except ImportError:                    # some versions of transformers, such as 5.17, want torchvision here
+    except ImportError:                    # some versions of transformers (5.17) want torchvision here
         processor = ConvNextImageProcessor.from_pretrained(out)
     prepared = processor([*pictures], return_tensors="pt")
     given = {"AutoModel": AutoModel}
