@@ -110,9 +110,8 @@ def launches(loss, size, dtype, chip):
     q, k = (new(rows, d, dtype=getattr(torch, dtype)) for rows in (n, m + n * queue))
     targets = new(n, dtype=torch.int64)
     precision = torch.get_float32_matmul_precision()
-    active = "_active" if hasattr(driver, "_active") else "active"      # the latter in Triton 3.4
     with ExitStack() as stack:
-        for change in ((driver, active, absent(chip)), (absent(chip), "record", record),
+        for change in ((driver, "_active", absent(chip)), (absent(chip), "record", record),
                        (launch, "INTERPRETED", True), (launch, "PLAYED", int(chip[3:-1])),
                        (torch, "is_autocast_enabled", lambda *device: False),
                        (dispatch, "is_in_torch_dispatch_mode", lambda: False),
