@@ -4,7 +4,7 @@ import importlib.util
 import platform
 import re
 
-OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.4", "transformers": "5.0", "numpy": "1.26"}
+OLDEST = {"python": "3.10", "torch": "2.9", "triton": "3.5", "transformers": "5.6", "numpy": "1.23"}
 OPTIONAL = {"triton"}                                          # macOS and Windows have none
 
 
