@@ -490,7 +490,8 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     used = left_out = 0
     for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
-        gradients = [gradient.to(fisher[name].dtype) for name, gradient in zip(trained, gradients)]
+        gradients = [gradient.detach().to(fisher[name].dtype)      # zeros of torch 2.8 require a gradient
+                     for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
         if not torch.stack(norms).isfinite().all():
             left_out += 1
