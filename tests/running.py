@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
@@ -75,6 +76,12 @@ def run_text(name, folder, rows, *flags):
 def metrics(out):
     """Rows of steps, without the scores before the first step."""
     return [row for row in map(json.loads, open(out / "metrics.jsonl")) if row["step"]]
+
+
+def saved_weights(out):
+    """Of the encoder in a folder, without the pooler that no embedding uses."""
+    weights = load_file(out / "model.safetensors")
+    return {name: x for name, x in weights.items() if not name.startswith("pooler.")}
 
 
 def equal(a, b):

@@ -289,7 +289,6 @@ def test_resume_is_exact_and_evaluation_leaves_no_trace(form, tmp_path, bert, mo
     words = AutoTokenizer.from_pretrained(tmp_path / "whole")("The dog ate.", return_tensors="pt")
     hidden, output = result.model.eval().encoder(**words).last_hidden_state, encoder(**words)
     torch.testing.assert_close(output.last_hidden_state, hidden)
-    assert (encoder.pooler is None) == (form == "paper")
     if form == "code":
         torch.testing.assert_close(output.pooler_output, result.model.head(hidden[:, 0]))
 

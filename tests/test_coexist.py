@@ -129,6 +129,6 @@ def __getattr__(name):
         raise AttributeError(name)
     with open(__file__ + ".used", "a") as file:
         print(name, file=file)
-    return lambda *_: lambda decorated: decorated
+    return lambda *_, **more: lambda decorated: decorated
 """)
     return folder

@@ -10,13 +10,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 import ease
 from ease import EntityTable, draw_entities, ease_loss, load_data, load_vectors, warmup_linear
 from kernels.training.loop import batches
 from kernels.training.tokens import tokenise
-from running import DATA, ONE_BATCH, SMALL, equal, one_by_one, refuse, run
+from running import DATA, ONE_BATCH, SMALL, equal, one_by_one, refuse, run, saved_weights
 from test_losses import agree, by_way, cosine, every_way, points
 
 HEAD, *ROWS = [line.split("\t") for line in (DATA / "entities.tsv").read_text(encoding="utf-8").splitlines()]
@@ -174,7 +173,7 @@ def test_training(form, epochs, tmp_path, bert, monkeypatch):
     assert [600 * step["lr"] for step in result.steps] == pytest.approx([0, 6, 5, 4, 3, 2, 1])
     moved = (table.vectors - torch.tensor([0.5, -0.5, 0.25])).abs().amax(1) > 1e-4
     assert table.last.max() == 7 and moved[table.last > 2].all() and not moved[table.last == 0].any()
-    assert equal(load_file(tmp_path / "out" / "model.safetensors"), dict(encoder.state_dict()))
+    assert equal(saved_weights(tmp_path / "out"), dict(encoder.state_dict()))
 
 GOOD = "text,entity,negative_entity\nA cat,Cat,Dog|Sun\nA dog,Dog,Cat|Sun\nThe sun,Sun,Cat|Dog\n"
 FILE = "ENTITY/Cat\t1 2 3\nENTITY/Dog\t4 5 6\n"

@@ -18,7 +18,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
-from running import DATA, ROOT, SENTENCES, equal, in_processes, metrics, one_by_one, run, run_text
+from running import (
+    DATA,
+    ROOT,
+    SENTENCES,
+    equal,
+    in_processes,
+    metrics,
+    one_by_one,
+    run,
+    run_text,
+    saved_weights,
+)
 
 TEXT = ["--model", "scratch", "--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv"]
 SCRIPTS = {
@@ -188,7 +199,7 @@ def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
     result = run("simcse", tmp_path / "out", *flags)
     assert [step["best"] for step in result.steps] == [True, True, False, False]
     assert [i for i, weights in enumerate(seen) if equal(dict(seen[2]), dict(weights))] == [2, 5]
-    assert equal(dict(seen[2]), load_file(tmp_path / "out" / "model.safetensors"))
+    assert equal(dict(seen[2]), saved_weights(tmp_path / "out"))
     assert "9.00 → 3.00 at step 2," in result.said["done"]
 
 
@@ -205,7 +216,7 @@ def test_others_load_the_encoder_alone(name, form, tmp_path, bert):
     ours = result.model.eval().read(sentences).detach()
     model = eval(result.said["load"].split("  or  ")[1], {"AutoModel": AutoModel})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert model.pooler is None and not (tmp_path / "out" / "2_Dense").exists()
+    assert not (tmp_path / "out" / "2_Dense").exists()
     theirs = one_by_one(model, tokenizer, sentences, result.model.pooling)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
 

@@ -208,7 +208,7 @@ def test_study(tmp_path, bert, capsys):
     assert layer == 3
     for pooling, found in ("cls", rows[-1][0]), ("avg", rows[-1][1]):
         selfguided.main(["--evaluate", "--model", str(bert), "--dev", str(sts), "--pooling", pooling])
-        said = re.search(r"^test +([\d.-]+)", capsys.readouterr().out, re.M)
+        said = re.search(r"^dev +([\d.-]+)", capsys.readouterr().out, re.M)
         assert float(said[1]) == pytest.approx(found, abs=0.01)
     assert {path.name for path in tmp_path.iterdir()} == {"study.json", "sts.tsv"}
 

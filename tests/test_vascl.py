@@ -131,7 +131,7 @@ def test_distinct_rows_at_two_constant_rates(tmp_path):
     """9 of 12 rows: the third batch of an epoch is one sentence, without negatives and neighbours."""
     flags = ["--model", "scratch", "--batch-size", 4, "--neighbours", 3, "--epochs", 2, "--lr", 1e-3]
     result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags, "--head-lr", 1e-2)
-    assert "12 rows of 1 columns" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
+    assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
     assert ["neighbourhood" in step for step in result.steps] == [True, True, False] * 2
     assert result.losses[2::3] == [0, 0] and {step["lr"] for step in result.steps} == {1e-3}
     groups = result.run.optimizer.param_groups
