@@ -129,6 +129,9 @@ def __getattr__(name):
         raise AttributeError(name)
     with open(__file__ + ".used", "a") as file:
         print(name, file=file)
-    return lambda *_, **more: lambda decorated: decorated
+    if name.startswith("use_kernel"):
+        return lambda *_, **more: lambda decorated: decorated
+    modes = {"INFERENCE": 1, "TRAINING": 2, "TORCH_COMPILE": 4}
+    return type(name, (), {"__init__": lambda *_, **more: None, **modes})
 """)
     return folder
