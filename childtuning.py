@@ -490,7 +490,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     used = left_out = 0
     for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
-        gradients = [gradient.detach().to(fisher[name].dtype)      # zeros of torch 2.8 require a gradient
+        gradients = [gradient.detach().to(fisher[name].dtype)      # zeros of torch 2.9 require a gradient
                      for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
         if not torch.stack(norms).isfinite().all():

@@ -122,9 +122,10 @@ def test_a_message_about_names_has_its_end(tmp_path):
     ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # rows below look just like it
     ("Well,Good\n" + "A man eats.,Good\n" * 5, None),
     ("A man eats.,He eats.\n", None)])
-def test_first_rows_that_are_data(content, columns, tmp_path):
+def test_first_rows_that_are_data(content, columns, tmp_path, capsys):
     (tmp_path / "a.csv").write_text(content)
     assert read_roles(tmp_path / "a.csv", columns)[1] == [line.split(",") for line in content.splitlines()]
+    assert capsys.readouterr().out == ""                       # no note about a header
 
 
 @pytest.mark.parametrize("columns", [None, "1|2", "Frage|Antwort"])

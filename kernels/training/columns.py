@@ -61,7 +61,8 @@ def by_role(rows, keys, roles=SENTENCES, columns=None):
         headed = known or looks_like_names(rows)
     header = keys or (headed and [name.strip() for name in rows[0]]) or []
     if columns:
-        return chosen(rows, keys is None, headed, header, list(roles), columns)._replace(guessed=not known)
+        found = chosen(rows, keys is None, headed, header, list(roles), columns)
+        return found._replace(guessed=headed and not known)
     if not header:
         columns = list(zip(*(row for row in rows if isinstance(row, list))))
         numbers = [i for i, column in enumerate(columns, 1) if len(columns) > 1 and all(
