@@ -121,10 +121,12 @@ def test_a_message_about_names_has_its_end(tmp_path):
 @pytest.mark.parametrize("content, columns", [
     ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # rows below look just like it
     ("Well,Good\n" + "A man eats.,Good\n" * 5, None),
-    ("A man eats.,He eats.\n", None)])
+    ("Well,Good\n" + "A man eats.,Good\n" * 5, "1|2"),
+    ("A man eats.,He eats.\n", None), ("A man eats.,He eats.\n", "2|1")])
 def test_first_rows_that_are_data(content, columns, tmp_path, capsys):
     (tmp_path / "a.csv").write_text(content)
-    assert read_roles(tmp_path / "a.csv", columns)[1] == [line.split(",") for line in content.splitlines()]
+    rows = [line.split(",")[:: -1 if columns == "2|1" else 1] for line in content.splitlines()]
+    assert read_roles(tmp_path / "a.csv", columns)[1] == rows
     assert capsys.readouterr().out == ""                       # no note about a header
 
 
