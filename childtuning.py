@@ -108,7 +108,7 @@ from transformers import AutoModelForSequenceClassification
 from kernels import check_rows, gather_rows, own_rows, sup_con_loss
 from kernels.training import labels
 from kernels.training.adversarial import adversarial_views
-from kernels.training.encoders import load_encoder, longest_input
+from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.labels import classify, classify_vectors, evaluate, make_batch, mask_of, tokenise_texts
 from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
 from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear

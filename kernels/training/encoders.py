@@ -1,117 +1,22 @@
 """Transformers that read sentences: loaded, with pooling and head; layout.py has their folders."""
 import contextlib
-import math
 import re
-from collections import Counter
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tokenizers.normalizers import BertNormalizer
-from tokenizers.pre_tokenizers import BertPreTokenizer
-from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertTokenizer
+from transformers import AutoModel
 
 from kernels import embed_in_chunks
 
-from .command import Fault, afford, fail, say
-from .folder import check_files
+from .command import fail, say
 from .layout import read_layout
 from .mlm import has_decoder
+from .pretrained import blaming, load_encoder, longest_input
 from .progress import progress
 from .tables import texts_of
 from .tokens import grouped, pad, tokenise
-
-
-def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="", **config):
-    """(model, tokenizer) of a folder or a hub name; "scratch" is a small random BERT with word pieces of the
-    texts.
-
-    auto        which of transformers' models: with a head for masked tokens, for labels, ...
-    subfolder   where it lies in there
-    config      more of the model's configuration
-    The model has `missing`, the names of its weights that the checkpoint lacks: they are random.
-    """
-    if name == "scratch" and texts is not None:
-        tokenizer = scratch_tokenizer(texts)
-        shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
-        model = auto.from_config(BertConfig(vocab_size=len(tokenizer), **shape, **config))
-        model.missing = []
-        return model, tokenizer
-    local = Path(name).is_dir()
-    if name == "scratch" and not local:
-        fail(f"{flag} scratch: a new model has learnt nothing; name a folder or one of the hub")
-    if local and not Path(name, subfolder, "config.json").is_file():
-        fail(f"{flag} {name}: no config.json in this folder, so it is no transformers model")
-    if local:
-        check_files(name, f"{flag} {name}")
-    else:
-        say("hub", f"{name} is fetched, unless it is in the cache")
-    try:
-        source = dict(subfolder=subfolder, trust_remote_code=False)
-        config = AutoConfig.from_pretrained(name, **source, **config)
-        afford_model(f"{flag} {name}", config, auto)
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-        model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                           ignore_mismatched_sizes=True, config=config, **source)
-    except Fault:
-        raise
-    except Exception as error:  # whatever the network or a damaged file makes of it
-        if "custom code" in str(error):
-            fail(f"{flag} {name}: wants to run Python that lies in it, which is never done; "
-                 "wanted an architecture of transformers")
-        if "Unrecognized configuration class" in str(error):
-            fail(f"{flag} {name}: transformers has no {auto.__name__} of its kind; take another model")
-        if local:
-            fail(f"{flag} {name}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
-        fail(f"{flag} {name}: no such folder, and the hub does not give it; name a local folder"
-             + (", or take scratch" if texts is not None else ""))
-    if not tokenizer.is_fast:
-        kind = type(tokenizer).__name__
-        fail(f"{flag} {name}: {kind} is a slow tokenizer; wanted one with a tokenizer.json")
-    if tokenizer.pad_token is None:                            # GPT-2, Llama
-        tokenizer.pad_token = tokenizer.eos_token
-    model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
-    if auto is AutoModel and any("pooler" in part for part in model.missing):
-        model.pooler = torch.nn.Identity()                     # it would be random
-    lost = [part for part in model.missing if "pooler" not in part
-            and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
-    what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
-    if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
-        fail(f"{flag} {name}: {what} are missing or do not fit its config.json")
-    if bad := next((part for part, weight in model.named_parameters() if not weight.isfinite().all()), None):
-        fail(f"{flag} {name}: {bad} holds NaN or infinity; wanted a checkpoint of a training that went well")
-    return model, tokenizer
-
-
-LAYER = 100_000                                                # bytes that Python takes for one, and more
-
-
-def afford_model(named, config, auto):
-    """Refuses a config whose model no memory would hold, before it is built."""
-    layers = getattr(config, "num_hidden_layers", 0)
-    afford(f"{named}: its config.json with {layers:,} layers", layers * LAYER)
-    with torch.device("meta"):                                 # shapes alone
-        size = sum(weight.numel() for weight in auto.from_config(config).parameters())
-    afford(f"{named}: its config.json with {size:,} weights", 4 * size)
-
-
-def scratch_tokenizer(texts):
-    """BERT's, with the letters and the most frequent words of the texts."""
-    words, normalise, split = Counter(), BertNormalizer().normalize_str, BertPreTokenizer().pre_tokenize_str
-    for text in texts:
-        words.update(word for word, _ in split(normalise(text)))
-    letters = sorted(set("".join(words)))  # tokenizers' own trainer breaks ties anew in every process
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
-    pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]
-    return BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, model_max_length=512)
-
-
-def longest_input(model, tokenizer):
-    """Tokens that an encoder reads at most; RoBERTa's kind has fewer positions than places for them."""
-    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
-    reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1
-    positions = getattr(model.config, "max_position_embeddings", -1)  # XLNet and T5 have no limit
-    return min(tokenizer.model_max_length, positions - reserved if positions > 0 else math.inf)
+from .tokens import grouped, pad, tokenise
 
 
 def begin_linear(linear, config):
@@ -265,25 +170,58 @@ def build_encoder(args, run, pooling="cls", head=None, auto=AutoModel, columns=1
     loaded, tokenizer = load_encoder(name, texts, auto, flag, layout.subfolder if layout else "")
     if not local and name != "scratch":                        # a hub that does not answer is asked once
         layout = read_layout(name, flag)
-    encoder = loaded.base_model
-    refuse_classifier(encoder, f"{flag} {name}")
-    usual = "last" if is_causal(encoder, f"{flag} {name}") else pooling
+    with blaming(f"{flag} {name}"):
+        return assemble(loaded, tokenizer, layout, args, run, f"{flag} {name}", (pooling, head, columns))
+
+
+def assemble(lm, tokenizer, layout, args, run, named, usual):
+    """The SentenceEncoder of what build_encoder has read; usual: its pooling, head and columns."""
+    encoder, (pooling, head, columns) = lm.base_model, usual
+    refuse_classifier(encoder, named)
+    usual = "last" if is_causal(encoder, named) else pooling
     pooling = getattr(args, "pooling", None) or (layout.pooling if layout else usual)
     if usual == "last" and pooling.startswith("cls"):
-        fail(f"--pooling {pooling}: the first token of {name}, a decoder, sees no other; take last or avg")
+        fail(f"--pooling {pooling}: the first token of {args.model}, a decoder, sees no other; "
+             "take last or avg")
     pooler = getattr(getattr(encoder, "pooler", None), "dense", None)
     pooler = pooler and torch.nn.Sequential(pooler, torch.nn.Tanh())
-    usual = head if pooling == "cls" and not reading else None
+    usual = head if pooling == "cls" and not getattr(args, "evaluate", False) else None
     head, origin, where = choose_head(args, layout, pooling, usual, pooler, encoder.config)
+    check_widths(head, encoder.config.hidden_size, named)
     model = SentenceEncoder(encoder, tokenizer, run, pooling, head, keep_head=where == "keep")
-    model.lm, model.origin, model.layout = loaded if auto is not AutoModel else None, origin, layout
+    model.lm, model.origin, model.layout = None if lm is encoder else lm, origin, layout
     if model.lm is not None and not has_decoder(model.lm):
-        fail(f"{flag} {name}: {type(model.lm).__name__} is no masked language model like BERT or DistilBERT")
+        fail(f"{named}: {type(model.lm).__name__} is no masked language model like BERT or DistilBERT")
     model.pooler = (pooler,)                                   # in a tuple: no part of it
     fit_to_layout(model, layout, args, columns)
     if hasattr(args, "pooling"):
         args.pooling = pooling
+    try_out(model, named)
     return model
+
+
+@torch.no_grad()
+def try_out(model, named):
+    """Embeds two texts of 5 and 3 tokens, before --out is begun."""
+    special = model.tokenizer.all_special_ids
+    word = next((i for i in range(len(model.tokenizer)) if i not in special), 0)
+    training, mask = model.training, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    z = model.eval().pool(torch.full_like(mask, word), mask)
+    model.train(training)
+    if z.shape != (2, model.width if model.keep_head else model.encoder.config.hidden_size):
+        fail(f"{named}: embeds two texts as {tuple(z.shape)}; wanted a vector for each")
+    if not z.isfinite().all():
+        fail(f"{named}: embeds a text as NaN or infinity; wanted a checkpoint of a training that went well")
+
+
+def check_widths(head, width, named):
+    """Refuses a head whose layers do not fit behind an encoder of this width, or each other."""
+    for linear in head or ():
+        if isinstance(linear, torch.nn.Linear):
+            if linear.in_features != width:
+                fail(f"{named}: a dense layer behind it reads {linear.in_features} numbers, where there are "
+                     f"{width}; wanted the layers of this encoder")
+            width = linear.out_features
 
 
 def refuse_classifier(encoder, named):
@@ -338,6 +276,11 @@ def fit_to_layout(model, layout, args, columns):
             fail(f"--max-length {args.max_length}: {args.model} reads at most {reads} tokens")
         differs.append(f"texts of up to {model.longest} tokens")
         model.longest = args.max_length
+    reads = model.longest if getattr(args, "evaluate", False) else args.max_length
+    for prompt, ids in zip(model.prompts, tokenise(model.prompts, model.tokenizer, reads)[0]):
+        if prompt and len(ids) == reads:
+            fail(f"the prompt {prompt[:40]!r} of {len(prompt):,} letters leaves no room for a text: "
+                 f"{reads} tokens are read, see --prompt and --max-length")
     if differs:
         say("note", f"{args.model} was saved with {', '.join(differs)}; the flags win")
 

@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import gzip
+import json
 import os
 import re
 import stat
@@ -101,3 +102,15 @@ def decoded(file, path, whole=False):
 def pieces(file, most=LONGEST):
     """Yields the lines of an open file, as bytes; a longer one in several parts."""
     return iter(functools.partial(file.readline, most), b"")
+
+
+def read_settings(path):
+    """The value of a .json of settings, which is read whole: no larger than LONGEST. Raises ValueError."""
+    with open_plain(path) as file:
+        text = file.read(LONGEST + 1)
+    try:
+        if len(text) > LONGEST:
+            raise ValueError(f"over {LONGEST >> 20} MB")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is not a valid JSON file of settings: {error}") from error

@@ -8,8 +8,8 @@ from transformers import AutoModelForSequenceClassification
 
 from . import ood
 from .command import Fault, fail, say
-from .encoders import load_encoder, longest_input
 from .folder import model_card, new_files, save_tokenizer
+from .pretrained import load_encoder, longest_input
 from .progress import progress
 from .run import Run
 from .sts import spearman

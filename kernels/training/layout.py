@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
 from .command import Fault, fail
+from .files import read_settings
 from .folder import model_card, new_files, save_tokenizer
 
 MODES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-transformers' names, and ours
@@ -53,7 +54,7 @@ def find(name, file):
 
 def read_json(name, file):
     path = find(name, file)
-    return json.loads(path.read_text(encoding="utf-8")) if path else {}
+    return read_settings(path) if path else {}
 
 
 def read_layout(name, flag="--model"):
@@ -102,11 +103,23 @@ def read_modules(name, modules):
     layout.head = torch.nn.Sequential(*layers) if layers else None
     config = read_json(name, "config_sentence_transformers.json")
     prompts = config.get("prompts") or {}
+    for kind, prompt in prompts.items():
+        check_prompt(f"config_sentence_transformers.json: prompt {kind!r}", prompt)
     layout.scored = prompts.get(config.get("default_prompt_name"), "")
     anchor = prompts.get("query", layout.scored)
     others = next((prompts[kind] for kind in ("document", "passage", "corpus") if kind in prompts), anchor)
     layout.prompts = (anchor,) if others == anchor else (anchor, others)
     return layout
+
+
+def check_prompt(named, prompt):
+    """Refuses what cannot stand before a text."""
+    if not isinstance(prompt, str) or len(prompt) > LONGEST_PROMPT or re.search("[\ud800-\udfff\0]", prompt):
+        length = f" of {len(prompt):,} letters" if isinstance(prompt, str) else ""
+        fail(f"{named} is {prompt!r:.60}{length}; wanted a text of at most {LONGEST_PROMPT:,} letters")
+
+
+LONGEST_PROMPT = 10_000
 
 
 def read_pooling(path, settings):
@@ -149,8 +162,13 @@ def read_dense(name, path, settings):
         weights = load_file(file)
     else:
         weights = torch.load(find(name, f"{path}/pytorch_model.bin"), "cpu", weights_only=True)
-    linear = torch.nn.Linear(settings["in_features"], settings["out_features"], settings.get("bias", True))
-    linear.load_state_dict({part.removeprefix("linear."): x.float() for part, x in weights.items()})
+    with torch.device("meta"):                                 # however wide it says it is
+        sizes = settings["in_features"], settings["out_features"]
+        linear = torch.nn.Linear(*sizes, bias=settings.get("bias", True))
+    weights = {part.removeprefix("linear."): x.float().contiguous() for part, x in weights.items()}
+    if bad := next((part for part, x in weights.items() if not x.isfinite().all()), None):
+        fail(f"{path}: {bad} holds NaN or infinity")
+    linear.load_state_dict(weights, assign=True)
     return [linear, ACTIVATIONS[kind]()]
 
 

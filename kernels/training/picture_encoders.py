@@ -1,19 +1,21 @@
 """Encoders of pictures: made, loaded, saved with their heads as transformers reads them."""
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, ResNetConfig, ResNetModel
+from transformers import AutoModel, ResNetConfig, ResNetModel
 
 from kernels import embed_in_chunks
 
-from .command import Fault, afford, fail, say
-from .folder import check_files, model_card, new_files
+from .command import fail
+from .folder import model_card, new_files
 from .layout import read_json
+from .pretrained import blaming, check_size, no_code, own_memory, read_config, refuse_nan
 
 SMALL = 32                                                     # pixels, up to which nets have the small stem
 CENTRE = 0.875                                                 # of a larger picture's side is what is judged
@@ -49,35 +51,32 @@ def load_encoder(name, small=False, flag="--model"):
     if name in RESNETS:
         return (SmallPictureResNet if small else ResNetModel)(ResNetConfig(**RESNETS[name]))
     local, named = Path(name).is_dir(), f"{flag} {name}"
-    if not local:
-        say("hub", f"{name} is fetched, unless it is in the cache")
-    elif not Path(name, "config.json").is_file():
-        fail(f"{named}: no config.json in this folder, so it is no transformers model")
-    else:
-        check_files(name, named)
-    try:
-        saved = read_json(name, "config.json")
-        if not saved:                                          # a hub that does not answer is asked once
-            raise OSError("config.json is empty")
-        code, prepared = saved.pop("auto_map", None), read_json(name, "preprocessor_config.json")
+    with blaming(named):
+        prepared = read_json(name, "preprocessor_config.json") if local else {}
+        saved = read_json(name, "config.json") if local else {}
+        code = saved.get("auto_map")
         if prepared.get("auto_map") or code and code != OLD_CODE:
             fail(f"{named}: wants to run Python that lies in it, which is never done; "
                  "wanted an architecture of transformers")
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        vars(config).pop("auto_map", None)
-        check_config(named, config, name if local else None)
-        kind = SmallPictureResNet if code or saved.get("small_stem") is True else AutoModel
-        settings = dict(config=config, dtype=torch.float32, ignore_mismatched_sizes=True)
-        encoder, info = kind.from_pretrained(name, **settings, trust_remote_code=False,
-                                             output_loading_info=True)
-    except Fault:
-        raise
-    except Exception as error:  # whatever the network or a damaged file makes of it
-        if local:
-            fail(f"{named}: {type(error).__name__}: {str(error).strip()}".splitlines()[0])
-        fail(f"{named}: no such folder, and the hub does not give it; name a local folder, or take resnet-18")
+    config = read_config(named, name, otherwise=", or take resnet-18")
+    with blaming(named):
+        if not hasattr(config, "hidden_sizes"):
+            fail(f"{named}: {config.model_type} is no image encoder like ResNet")
+        if (channels := getattr(config, "num_channels", 3)) != 3:
+            fail(f"{named}: reads pictures of {channels} channels, wanted 3")
+        if (least := min([*config.hidden_sizes, *(getattr(config, "depths", None) or ())])) < 1:
+            fail(f"{named}: config.json has {least} layers or channels, wanted at least 1")
+        kind = SmallPictureResNet if code or getattr(config, "small_stem", False) is True else AutoModel
+        build = kind if kind is SmallPictureResNet else partial(kind.from_config, trust_remote_code=False)
+        check_size(named, config, lambda: build(config), Path(name) if local else None)
+        with no_code():
+            encoder, info = kind.from_pretrained(
+                name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
+                trust_remote_code=False, output_loading_info=True)
+        own_memory(encoder)
     if lost := [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]:
         fail(f"{named}: {len(lost)} weights, such as {min(lost)}, are missing or do not fit its config.json")
+    refuse_nan(named, encoder)
     if config.model_type != "resnet" and pooled_width(encoder) != config.hidden_sizes[-1]:
         fail(f"{named}: {config.model_type} is no image encoder like ResNet")
     return encoder
@@ -90,24 +89,6 @@ def pooled_width(encoder):
             return encoder(torch.zeros(1, 3, 224, 224)).pooler_output.flatten(1).shape[1]
     except Exception:                                          # Segformer has none, CLIP wants a text too
         return None
-
-
-def check_config(named, config, folder):
-    """Refuses what is no encoder of pictures, or, before it is built, larger than the weights beside it."""
-    if not hasattr(config, "hidden_sizes"):
-        fail(f"{named}: {config.model_type} is no image encoder like ResNet")
-    if (channels := getattr(config, "num_channels", 3)) != 3:
-        fail(f"{named}: reads pictures of {channels} channels, wanted 3")
-    sizes = config.hidden_sizes
-    depths = getattr(config, "depths", None) or [1] * len(sizes)
-    least = sum(depth * (500 + size * size) for depth, size in zip(depths, sizes))         # names and weights
-    least += 27 * getattr(config, "embedding_size", 0)
-    files = Path(folder).glob("*") if folder else []
-    there = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".bin"))
-    if min(*depths, *sizes) < 1 or folder and least > there:
-        fail(f"{named}: config.json has {sum(depths):,} layers of up to {max(sizes):,} channels, at least "
-             f"{least:,} bytes, its weights are {there:,}; wanted the config.json of these weights")
-    afford(f"{named}: its config.json", least)
 
 
 def read_statistics(name):

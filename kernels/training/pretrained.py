@@ -1,0 +1,249 @@
+"""Model folders and hub names, opened with care: no code that lies in one is run, no size that its config.json
+claims is believed before it was compared with its weight files, and every fault is one line."""
+import contextlib
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from torch.nn.modules import module as registration
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertTokenizer, PreTrainedConfig
+from transformers import dynamic_module_utils as remote_code
+
+from .command import FULL, Fault, afford, fail, say
+from .files import read_settings
+from .folder import check_files
+
+
+@contextlib.contextmanager
+def blaming(named):
+    """Whatever a foreign or damaged model makes of the block becomes one line that begins with its name."""
+    try:
+        yield
+    except (Fault, KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError):
+        raise
+    except BaseException as error:                             # tokenizers' PanicException is no Exception
+        text = str(error).strip()
+        if re.search(FULL, text):                              # memory: as_fault says what to do
+            raise
+        if "custom code" in text or "This code is timed out" in text:
+            fail(f"{named}: wants to run Python that lies in it, which is never done; "
+                 "wanted an architecture of transformers")
+        if unknown := re.search(r"Unrecognized configuration class .*\n?.*this kind of AutoModel: (\w+)", text):
+            fail(f"{named}: transformers has no {unknown[1]} of its kind; take another model")
+        fail(f"{named}: {type(error).__name__}: {text}".splitlines()[0])
+
+
+def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="", **config):
+    """(model, tokenizer) of a folder or a hub name; "scratch" is a small random BERT with word pieces of the
+    texts.
+
+    auto        which of transformers' models: with a head for masked tokens, for labels, ...
+    subfolder   where it lies in there
+    config      more of the model's configuration
+    The model has `missing`, the names of its weights that the checkpoint lacks: they are random.
+    """
+    local, named = Path(name).is_dir(), f"{flag} {name}"
+    if name == "scratch" and texts is not None:
+        tokenizer = scratch_tokenizer(texts)
+        shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
+        model = auto.from_config(BertConfig(vocab_size=len(tokenizer), **shape, **config))
+        model.missing = []
+        return model, tokenizer
+    if name == "scratch" and not local:
+        fail(f"{named}: a new model has learnt nothing; name a folder or one of the hub")
+    config = read_config(named, name, subfolder, config, ", or take scratch" if texts is not None else "")
+    folder = Path(name, subfolder) if local else None
+    source = dict(subfolder=subfolder, trust_remote_code=False)
+    with blaming(named):
+        check_size(named, config, lambda: auto.from_config(config, trust_remote_code=False), folder)
+        with no_code():
+            tokenizer = AutoTokenizer.from_pretrained(name, **source)
+            model, info = auto.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
+                                               ignore_mismatched_sizes=True, config=config, **source)
+        check_tokenizer(named, tokenizer, model)
+    own_memory(model)
+    model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
+    if auto is AutoModel and any("pooler" in part for part in model.missing):
+        model.pooler = torch.nn.Identity()                     # it would be random
+    lost = [part for part in model.missing if "pooler" not in part
+            and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
+    what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
+    if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
+        fail(f"{named}: {what} are missing or do not fit its config.json")
+    refuse_nan(named, model)
+    return model, tokenizer
+
+
+def refuse_nan(named, model):
+    if bad := next((part for part, weight in model.state_dict().items() if not weight.isfinite().all()), None):
+        fail(f"{named}: {bad} holds NaN or infinity; wanted a checkpoint of a training that went well")
+
+
+def own_memory(model):
+    """Gives each weight memory of its own, as far as an optimizer needs it: tensors of a .bin may lie in each
+    other's, or have one number in many places."""
+    seen = set()
+    for weight in model.parameters():
+        memory = weight.untyped_storage()
+        if memory.nbytes() != weight.nbytes or not weight.is_contiguous() or memory.data_ptr() in seen:
+            weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+        seen.add(weight.untyped_storage().data_ptr())
+
+
+# ── config.json ─────────────────────────────────────────────────────────────────────────────────────────────
+
+COUNTS = r"(^|_)(num|n|layers?|depths?|blocks?|groups?|experts?|labels)(_|$)"      # names of what is counted
+MOST = 10**6                                                   # of them
+
+
+def read_config(named, name, subfolder="", more=(), otherwise=""):
+    """transformers' config of a folder or hub name, with `more` of its settings, and without those that name
+    code to run. otherwise: what else a message offers where there is no such name."""
+    if local := Path(name).is_dir():
+        if not Path(name, subfolder, "config.json").is_file():
+            fail(f"{named}: no config.json in this folder, so it is no transformers model")
+        check_files(name, named)
+        with blaming(named):
+            check_counts(named, read_settings(Path(name, subfolder, "config.json")))
+    else:
+        say("hub", f"{name} is fetched, unless it is in the cache")
+    try:
+        with no_code():
+            source = dict(subfolder=subfolder, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(name, **source, **dict(more))
+    except Exception as error:
+        if not local and "custom code" not in str(error):      # whatever the network makes of it
+            fail(f"{named}: no such folder, and the hub does not give it; name a local folder{otherwise}")
+        with blaming(named):
+            raise
+    with blaming(named):
+        make_plain(config)
+        if not all(isinstance(kind, str) for kind in config.architectures or []):
+            fail(f"{named}: architectures of its config.json are no names; wanted a list of texts, or none")
+        std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))
+        if not 0 <= std < 100:
+            fail(f"{named}: initializer_range of its config.json is {std}; wanted a deviation such as 0.02")
+    return config
+
+
+@contextlib.contextmanager
+def no_code():
+    """Within, transformers never asks whether code of a model may be run, and never runs any. Most of its
+    functions take trust_remote_code=False, but models within models are made without it."""
+    seconds, remote_code.TIME_OUT_REMOTE_CODE = remote_code.TIME_OUT_REMOTE_CODE, 0        # to answer in
+    try:
+        yield
+    finally:
+        remote_code.TIME_OUT_REMOTE_CODE = seconds
+
+
+def make_plain(config):
+    """Takes out of a config, and the configs in it, what names code, and what changes how the same numbers are
+    computed, or adds outputs."""
+    vars(config).pop("auto_map", None)
+    for setting, plain in {"_attn_implementation": None, "_experts_implementation": None,
+                           "output_attentions": False, "output_hidden_states": False,
+                           "chunk_size_feed_forward": 0}.items():
+        if getattr(config, setting, plain) != plain:
+            setattr(config, setting, plain)
+    for part in list(vars(config).values()):
+        for inner in part if isinstance(part, (list, tuple)) else [part]:
+            if isinstance(inner, PreTrainedConfig):
+                make_plain(inner)
+
+
+def check_counts(named, settings):
+    """Refuses numbers of layers, labels and the like, in settings within settings too, that would take the
+    config itself minutes to make."""
+    for name, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
+        if isinstance(value, dict):
+            check_counts(named, value)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, dict):
+                check_counts(named, number)
+            elif isinstance(number, (int, float)) and number > MOST and re.search(COUNTS, str(name)):
+                fail(f"{named}: config.json has {name} {number}; wanted at most {MOST:,}")
+
+
+def check_size(named, config, build, folder):
+    """Refuses a config whose model is larger than the weight files beside it, or than the memory of this
+    machine. build() makes the model; it is made on the meta device, which holds shapes alone, and no further
+    than to where it is too large.
+
+    folder   with the weight files; None: they are on the hub, whose sizes are not known yet
+    """
+    files = [path.stat().st_size for path in folder.iterdir()
+             if path.suffix in (".safetensors", ".bin")] if folder else []
+    # of half-precision weights, one tied to another counts twice; a head may be new
+    most = 2 * sum(files) + 2**22 if folder else math.inf
+    parts_most = 20_000 + sum(files) // 1000 if folder else MOST
+    found = Counter()
+
+    def count(_, __, part):
+        """Called by PyTorch for each parameter, buffer and module that joins another."""
+        found["parts"] += 1
+        kind = "weights" if isinstance(part, torch.nn.Parameter) else "buffers"
+        found[kind] += part.numel() if isinstance(part, torch.Tensor) else 0
+        if found["parts"] > parts_most or found["weights"] > most:
+            size = f"{found['weights']:,} weights in {found['parts']:,} parts"
+            fail(f"{named}: its config.json describes a model of more than {size}, its weight files have "
+                 f"{sum(files):,} bytes; wanted the config.json of these weights" if folder else
+                 f"{named}: its config.json describes a model of more than {size}")
+        afford(f"{named}: its config.json with {found['weights']:,} weights",
+               4 * found["weights"] + found["buffers"])
+
+    hooks = [register(count) for register in (registration.register_module_parameter_registration_hook,
+                                              registration.register_module_buffer_registration_hook,
+                                              registration.register_module_module_registration_hook)]
+    try:
+        with torch.device("meta"), no_code():
+            build()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_tokenizer(named, tokenizer, model):
+    """Refuses a tokenizer that is slow, has no limit that is a number, or gives ids that the model has no
+    embedding of; one without a padding token gets another's place."""
+    if not tokenizer.is_fast:
+        kind = type(tokenizer).__name__
+        fail(f"{named}: {kind} is a slow tokenizer; wanted one with a tokenizer.json")
+    length = tokenizer.model_max_length
+    if type(length) not in (int, float) or not length >= 3:
+        fail(f"{named}: model_max_length of its tokenizer is {length!r}; wanted a number of at least 3")
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
+    used = [*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"], *tokenizer("a", "a")["input_ids"]]
+    largest = max(used)
+    if largest >= rows:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        fail(f"{named}: its tokenizer gives {token!r} the id {largest:,}, its embeddings have {rows:,} rows; "
+             "call model.resize_token_embeddings(len(tokenizer)), and save the model again")
+    if tokenizer.pad_token is None:                            # GPT-2, Llama
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+
+
+def scratch_tokenizer(texts):
+    """BERT's, with the letters and the most frequent words of the texts."""
+    words, normalise, split = Counter(), BertNormalizer().normalize_str, BertPreTokenizer().pre_tokenize_str
+    for text in texts:
+        words.update(word for word, _ in split(normalise(text)))
+    letters = sorted(set("".join(words)))  # tokenizers' own trainer breaks ties anew in every process
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
+    pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]
+    return BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, model_max_length=512)
+
+
+def longest_input(model, tokenizer):
+    """Tokens that an encoder reads at most; RoBERTa's kind has fewer positions than places for them."""
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1
+    positions = getattr(model.config, "max_position_embeddings", -1)  # XLNet and T5 have no limit
+    return min(tokenizer.model_max_length, positions - reserved if positions > 0 else math.inf)
