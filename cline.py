@@ -93,6 +93,7 @@ from transformers import AutoModelForMaskedLM
 
 from kernels import own_rows
 from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
+from kernels.training.folder import new_file
 from kernels.training.layout import load_line, save
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
@@ -181,7 +182,7 @@ def make_triples(texts, wordnet, args):
 def save_triples(triples, path):
     """A .csv that read_triple reads; labels are start:end:code, in letters of their text."""
     aside = Path(f"{path}.saving")
-    with open(aside, "w", encoding="utf-8", newline="") as file:
+    with new_file(aside) as file:
         rows = ((*row[:3], *map(spell_labels, row[3:])) for row in triples)
         csv.writer(file).writerows([TRIPLE, *rows])
     os.replace(aside, path)
@@ -460,7 +461,8 @@ def main(argv=None):
     groups = [dict(params=matrices, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, eps=args.eps, fused=True)
     run.begin(model, optimizer, total, warmup)
-    if run.rank == 0 and args.save_triples and not Path(args.save_triples).exists():
+    # not by --resume: a run folder that was downloaded could name any path
+    if run.rank == 0 and args.save_triples and not args.resume and not Path(args.save_triples).exists():
         save_triples(triples, args.save_triples)
     if held_out and run.step == 0:
         run.note_before(sentence_probe(model, held_out, args))

@@ -305,7 +305,7 @@ def main(argv=None):
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)
-    pictures.place(run.device)
+    pictures.join(run)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, rate = args.steps or args.epochs * epoch, args.lr * args.batch_size / 256
     weights = [p for p in model.parameters() if p.requires_grad]

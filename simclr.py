@@ -428,7 +428,7 @@ def main(argv=None):
     run = Run(args, __file__)
     teacher = load_classifier(args.distill, "--distill", run).to(run.device) if args.distill else None
     model = build_model(args, pictures, run, teacher)
-    pictures.place(run.device)
+    pictures.join(run)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, warmup = args.steps or args.epochs * epoch, round(args.warmup * epoch)
     rate = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)

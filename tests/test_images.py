@@ -68,7 +68,7 @@ def pictures_of(data, script=simclr, **more):
     usual = dict(dev=None, evaluate=False, batch_size=1, seed=3, size=None, workers=0, skip_damaged=False)
     args = SimpleNamespace(data=data, **usual | dict(model="tiny") | more)
     pictures = images.Pictures(args, script.CROPS)
-    pictures.place(torch.device("cpu"))
+    pictures.join(SimpleNamespace(device=torch.device("cpu"), known={}))
     return pictures
 
 

@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from transformers.utils import cached_file
+
 from .command import fail
 
 RUNNING = ".running"  # in --out from the start of a run to its end; locked while its process lives
@@ -30,11 +32,31 @@ def check_out(out, resume, data):
              f"--out {out} holds a finished run: name another folder, or {further}")
     if resume and not begun:
         fail(f"--out {out}: no state.pt to resume from")
+    if resume:
+        check_links(out)
     if not resume:
         kept = {"state.pt": "another run: continue it with --resume",
                 RUNNING: "a run that has no checkpoint yet: begin it again with --resume",
                 None: "files but no checkpoint: empty it"}[begun]
         fail(f"--out {out} holds {kept}, or name another folder")
+
+
+def check_links(out):
+    """Refuses a folder to write with links in it: what is written would land elsewhere."""
+    for inside, folders, files in os.walk(out):
+        for name in (*folders, *files):
+            if os.path.islink(path := os.path.join(inside, name)):
+                fail(f"--out {out}: {os.path.relpath(path, out)} is a link, through which a run would write "
+                     "elsewhere; replace it by what it points to, or delete it")
+
+
+def new_file(path, mode="w"):
+    """An open new file, in the place of an old one and never in what a link there points to."""
+    path = Path(path)
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    text = {} if "b" in mode else dict(encoding="utf-8", newline="")
+    return open(os.open(path, flags, 0o666), mode, **text)
 
 
 def check_files(folder, named):
@@ -48,7 +70,8 @@ def lock(out):
     """The open file that shows the run at work in a folder. No second process can lock it, and a dead one
     does not hold it."""
     out.mkdir(parents=True, exist_ok=True)
-    file = open(out / RUNNING, "w")
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)              # as it is: nothing is cut off
+    file = open(os.open(out / RUNNING, flags, 0o666), "r+")
     try:
         import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,16 +94,21 @@ def check_lock(out, file):
 
 def write_code(out, script, flags):
     """The flags and the code that runs, so that a result knows what it came from."""
-    shutil.copy(script, out)
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(__file__).parent, out / "training", ignore=ignore, dirs_exist_ok=True)
+    with new_file(out / script.name, "wb") as file:
+        file.write(script.read_bytes())
+    shutil.rmtree(out / "training", ignore_errors=True)
+    shutil.copytree(Path(__file__).parent, out / "training", ignore=shutil.ignore_patterns("__pycache__"))
     write_whole(out / "args.json", json.dumps(flags, indent=1))
 
 
 def changed_flags(was, now):
     """Names of the flags of a run that --resume was given another value of."""
-    free = "data", "command"                                   # the fingerprint stands for the data
-    return [name for name in was if name not in free and spelt(now.get(name)) != spelt(was[name])]
+    if "inputs" not in was:
+        fail("--resume: the run was begun by an older version; go on with that, or start a new one")
+    free = "data", "command", "inputs"                         # a checksum stands for the data
+    changed = [name for name in was if name not in free and spelt(now.get(name)) != spelt(was[name])]
+    return changed + [f"inputs {name}" for name in was["inputs"] | now["inputs"]
+                      if was["inputs"].get(name) != now["inputs"].get(name)]
 
 
 def spelt(flag):
@@ -92,17 +120,20 @@ def spelt(flag):
 
 def refuse_flag(name, was, now, out):
     """Fails because a flag differs from that of the run in --out."""
-    what = "the content of --data, by its checksum," if name == "fingerprint" else name
-    hint = ""
+    what, hint, old, new = name, "", was.get(name), now.get(name)
+    if name.startswith("inputs "):
+        name = name.removeprefix("inputs ")
+        what = f"the content of --{name.replace('_', '-')}, by its checksum,"
+        old, new = was["inputs"].get(name), now["inputs"].get(name)
     if name in ("steps", "epochs"):                            # the learning rates depend on it from step 1
         hint = f"; to train a model further, start a new run with --model {out} --out NEW"
-    fail(f"--resume: {what} was {was[name]} in {out}, now it is {now.get(name)}{hint}")
+    fail(f"--resume: {what} was {old} in {out}, now it is {new}{hint}")
 
 
 def write_whole(path, text):
     """Written aside, then renamed: whoever reads it, after a kill too, finds the old text or the new one."""
     aside = path.with_name(path.name + ".tmp")
-    with open(aside, "w", encoding="utf-8") as file:
+    with new_file(aside) as file:
         file.write(text)
         sync(file)
     os.replace(aside, path)
@@ -157,21 +188,69 @@ Every setting is in args.json, the course of the training in metrics.jsonl.
     return card.encode("utf-8", "backslashreplace").decode()   # names of files may be no UTF-8
 
 
-def fingerprint(path):
-    """Tells whether data changed between runs: of a file its size and up to 256 places in it, of a folder its
-    names and sizes. Rows in memory have one in their name (tables.Table)."""
-    if not isinstance(path, (str, Path)):
-        return str(path)
-    path = Path(path)
-    digest, size = hashlib.sha1(), path.stat().st_size
-    if path.is_dir():
-        names = sorted(os.path.join(inside, name) for inside, _, names in os.walk(path) for name in names)
-        for name in filter(os.path.isfile, names):
-            digest.update(os.fsencode(f"{name[len(str(path)):]} {os.path.getsize(name)}\n"))
-    else:
-        digest.update(str(size).encode())
-        with open(path, "rb") as file:
-            for place in range(0, size, max(2**16, size // 256)):
-                file.seek(place)
-                digest.update(file.read(2**16))
+# flags that name what a run reads: data, models
+INPUTS = """data dev test transfer cluster contrast_set ood finetune distill model guide teacher wordnet
+            entity_vectors""".split()
+MODEL_FILES = ".json", ".txt", ".model", ".safetensors", ".bin"
+WHOLE = 2**28                                                  # bytes of a file that is read whole
+
+
+def fingerprints(args, known):
+    """{flag: checksum of the content} of every flag that names a file, a folder or a model.
+
+    known   of those whose checksum is known already
+    """
+    found = {}
+    for name in INPUTS:
+        values = getattr(args, name, None)
+        if values := [value for value in (values if isinstance(values, list) else [values]) if value]:
+            found[name] = known.get(name) or " ".join(fingerprint(value, name) for value in values)
+    return found
+
+
+def fingerprint(path, flag="data"):
+    """Tells whether an input of a run has changed since: a checksum of a file, or of all names and files of a
+    folder, links followed; of a model's folder those that hold settings and weights; of a hub name the commit;
+    of rows in memory what is in their name (tables.Table)."""
+    names = [str(path)]
+    if isinstance(path, str) and flag == "transfer" and not os.path.exists(path):
+        names = path.split(",")                                # train.tsv,test.tsv
+    digest = hashlib.sha1()
+    for name in names:
+        if os.path.isdir(name):
+            is_model = os.path.isfile(os.path.join(name, "config.json"))
+            for file in files_of(name, {}):
+                if os.path.isfile(file) and (not is_model or file.endswith(MODEL_FILES)):
+                    digest.update(os.fsencode(os.path.relpath(file, name)) + b"\n")
+                    add_file(digest, file)
+        elif os.path.isfile(name):
+            add_file(digest, name)
+        else:
+            return commit_of(name) if flag in ("model", "guide", "teacher") else name
     return digest.hexdigest()
+
+
+def files_of(folder, seen):
+    """Paths of all files below a folder, in order, links followed, each folder once."""
+    place = os.stat(folder)
+    if seen.setdefault((place.st_dev, place.st_ino), folder) is folder:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            yield from files_of(entry.path, seen) if entry.is_dir() else [entry.path]
+
+
+def add_file(digest, path):
+    """Adds the size and content of a file; of one over WHOLE bytes, so many in 4,096 places."""
+    size = os.path.getsize(path)
+    digest.update(f"{size}\n".encode())
+    with open(path, "rb") as file:
+        for place in range(0, size, max(2**16, size // 4096) if size > WHOLE else 2**16):
+            file.seek(place)
+            digest.update(file.read(2**16))
+
+
+def commit_of(name):
+    """The commit of a model of the hub, as its place in the cache has it; or just its name."""
+    try:
+        return Path(cached_file(name, "config.json", local_files_only=True)).parent.name
+    except (OSError, ValueError):                              # scratch, resnet-18
+        return name

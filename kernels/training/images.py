@@ -82,12 +82,14 @@ class Pictures:
             judged = f"{len(self.classes):,} classes, {len(self.test):,} test pictures"
         return f"{len(self):,} pictures from {self.path}, views of {self.size} px, {judged}"
 
-    def place(self, device):
-        """Names the device of training."""
-        self.device = device
+    def join(self, run):
+        """Goes to the device of a run, which is told the checksums of files that were read whole."""
+        self.device = run.device
+        run.known |= dict(data=self.train.digest, finetune=self.train.digest,
+                          dev=self.test and self.test.digest)
         for side in (self.train, self.test):
             if side:
-                side.place(device)
+                side.place(run.device)
 
     def views(self, side, order, crops=None, count=1):
         """Yields (count · n, 3, S, S) float32 from 0 to 1, on the device, of each (epoch, n row numbers) of
@@ -200,7 +202,7 @@ def score(args, script, crops, linear_probe):
     run = Run(args, script)
     encoder, (head, classes) = load_encoder(args.model, pictures.small), nets.load_head(args.model)
     model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model)).to(run.device)
-    pictures.place(run.device)
+    pictures.join(run)
     found = []
     if args.data:
         found.append(f"kNN {evaluate(model, pictures, run.impl)['knn']:.2f} %")

@@ -69,6 +69,7 @@ from kernels.paths import TOPK_SLOTS
 
 from .columns import SENTENCES
 from .encoders import build_encoder, describe_model
+from .folder import new_file
 from .loop import HALF
 from .progress import progress
 from .run import Run
@@ -216,7 +217,7 @@ def write(path, table, negatives, texts):
     names = ["negative"] if more == 1 else [f"negative_{i + 1}" for i in range(more)]
     names = ["anchor", "positive", *names]
     try:
-        with open(aside, "w", encoding="utf-8", newline="") as file:
+        with new_file(aside) as file:
             rows = csv.writer(file)                            # its \r\n makes it quote a \r in a cell
             save = {".csv": rows.writerow, ".tsv": lambda cells: file.write("\t".join(cells) + "\n"),
                     ".jsonl": lambda cells: file.write(json.dumps(dict(zip(names, cells))) + "\n")}[kind]

@@ -2,10 +2,12 @@
 decode anew each time. What they give depends on nothing but the plan that they are given."""
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import itertools
 import math
 import os
+import zlib
 from collections import deque
 
 import numpy as np
@@ -29,7 +31,9 @@ class Source:
 
     labels    (N,) int64, or None
     names     {label: name} of those that are called otherwise
+    digest    a checksum of all files, where they were read whole; None: what is behind a path has its own
     """
+    digest = None
 
     def __init__(self, length, labels, names=None):
         self.places, self.labels, self.names = np.arange(length), labels, names or {}
@@ -130,6 +134,7 @@ class Files(Source):
         """Decodes all, and learns their sizes. What is damaged is left out, or refused, all in one line."""
         if importlib.util.find_spec("PIL") is None:
             fail(f"{path}: reading it wants the package Pillow: pip install Pillow")
+        checksums = np.zeros(len(self), np.uint32)
         rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // 32)), {}
         parts = ((list(map(self.path, part)),) for part in rows)
         with progress(None, "checking pictures", total=len(self)) as bar:
@@ -138,8 +143,10 @@ class Files(Source):
                     if isinstance(size, str):
                         damaged[int(row)] = size
                     else:
-                        self.all_sizes[row] = size
+                        *self.all_sizes[row], checksums[row] = size
                 bar.update(len(part))
+        labels = self.labels.numpy().tobytes() if self.labels is not None else b""
+        self.digest = hashlib.sha1(self.paths + self.ends.tobytes() + checksums.tobytes() + labels).hexdigest()
         if damaged:
             name = lambda row: os.path.relpath(self.path(row), self.folder)
             named = [f"{name(row)}: {what}" for row, what in itertools.islice(damaged.items(), MOST_NAMED)]
@@ -242,14 +249,15 @@ def measure(paths):
 
 
 def measured(path):
-    """(width, height) of a file, or, a str, what is wrong with it. All of it is decoded, of a JPEG an eighth
-    of its pixels."""
+    """(width, height, checksum) of a file, or, a str, what is wrong with it. All of it is decoded, of a JPEG an
+    eighth of its pixels."""
     try:
         with picture_of(path) as picture:
             size = picture.size
             picture.draft(None, (1, 1))
             picture.load()
-            return size
+        with open_plain(path) as file:
+            return *size, zlib.crc32(file.read())
     except Exception as error:                                 # a damaged picture has many ways to fail
         return wrong(error)
 

@@ -19,18 +19,17 @@ import logging
 import math
 import os
 import sys
-import zipfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
 
 from kernels import choose_impl, similarity_lse
 
-from . import folder
+from . import folder, state
 from .command import STOPPED, clear_bar, fail, handle_signals, has_checkpoint, put, say
+from .files import stamp
 from .loop import batches
 from .progress import Clock, peak_gb, step_line
 from .trackers import open_tracker
@@ -46,6 +45,7 @@ class Run:
     step       the step at work, from 1; before the first the one that --resume goes on from, else 0
     due        whether an evaluation is due at this step
     progress   what state.pt keeps beside weights and optimizer; a script may put more into it
+    known      {flag: checksum} of inputs that a script has read whole; others are read for it by begin
     clock      times training and evaluations; a script may say how long other work to come will take
     """
 
@@ -57,6 +57,7 @@ class Run:
         args.precision = args.precision or ("bf16" if gpu else "fp32")
         self.bf16, self.step, self.due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
+        self.known = {}
         self.progress = {"step": 0, "before": None, "saved": None}
         self.clock, self.tracker = Clock(), open_tracker(args)
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
@@ -76,7 +77,7 @@ class Run:
 
     def prepare(self, args):
         """What training wants and --evaluate does not: an --out that can be, and the other ranks."""
-        self.fingerprint = folder.fingerprint(args.data)
+        self.was = stamp(str(args.data))
         if args.batch_size < self.world:
             fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
         folder.check_out(self.out, args.resume, args.data)
@@ -90,8 +91,9 @@ class Run:
         total, warmup   steps of the run, and how many of them the learning rate rises for
         """
         self.model, self.optimizer, args = model, optimizer, self.args
-        if os.path.isfile(str(args.data)) and folder.fingerprint(args.data) != self.fingerprint:
+        if os.path.isfile(str(args.data)) and stamp(str(args.data)) != self.was:
             fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
+        self.inputs = folder.fingerprints(args, self.known)
         kernels = ""
         if hasattr(args, "impl"):                              # childtuning's loss has none
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
@@ -118,7 +120,7 @@ class Run:
         """What --resume wants to be as it was, and the command, from which --resume takes flags."""
         free = "resume", "out", "keep_state", "workers", "log"
         kept = {name: value for name, value in vars(self.args).items() if name not in free}
-        return kept | dict(data=str(self.args.data), world=self.world, fingerprint=self.fingerprint)
+        return kept | dict(data=str(self.args.data), world=self.world, inputs=self.inputs)
 
     def steps(self, total, rows=None, least=None):
         """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
@@ -144,7 +146,7 @@ class Run:
                 self.clock.evaluated(self.clock.seconds() - self.noted)
             stop = self.asked_to_stop()
             if self.values and (self.due or stop or step % (1 + total // 40) == 0):
-                self.refuse_bad_loss()
+                self.refuse_nan()
                 self.report()
             if self.due or stop:
                 self.progress["step"], began = step, self.clock.seconds()
@@ -172,7 +174,7 @@ class Run:
             bad = (self.first_bad == 0) & ~values["loss"].isfinite()
             self.first_bad = torch.where(bad, self.step, self.first_bad)
         if self.due:
-            self.refuse_bad_loss()
+            self.refuse_nan()
         self.noted = self.clock.seconds()
 
     def keeps(self, scores, by=None):
@@ -217,16 +219,22 @@ class Run:
         """What a message calls the data of a step; a script with an order of its own replaces it."""
         return f"rows {', '.join(str(row + 1) for row in next(self.order(step - 1))[:20])}, ..."
 
-    def refuse_bad_loss(self):
-        """Ends the run if a loss was not finite: at which step, where in the data, and what is left."""
+    def refuse_nan(self):
+        """Ends the run if a loss, or a weight now, is not finite: at which step, where in the data, and what is
+        left."""
         if self.world > 1:
             dist.all_reduce(self.first_bad, dist.ReduceOp.MAX)
-        if step := int(self.first_bad):
+        step, what = int(self.first_bad), "the loss is not finite"
+        if not step:
+            weights = self.model.state_dict()
+            what = next((f"{name} holds NaN or infinity" for name, weight in weights.items()
+                         if not weight.isfinite().all()), None)
+        if what:
             left, saved = "there is no checkpoint", self.progress["step"]
             if saved and self.args.keep_state != "never":
                 left = f"the checkpoint of step {saved} in {self.args.out} is whole"
-            where = self.where(step)
-            fail(f"step {step}: the loss is not finite; {where} of --data; {left}; try a lower --lr")
+            step = step or self.step
+            fail(f"step {step}: {what}; {self.where(step)} of --data; {left}; try a lower --lr")
 
     def report(self):
         """A row of metrics.jsonl, and a bar on a terminal or a line in a log."""
@@ -250,20 +258,14 @@ class Run:
         self.tracker.log(row)
 
     def save_state(self):
-        """All that the next step depends on, the random numbers of every rank included: written aside, then
-        renamed."""
+        """state.pt: see module state."""
         cuda = self.device.type == "cuda"
-        random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * self.world
+        self.random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * self.world
         if self.world > 1:
-            dist.all_gather_object(random, random[0])
+            dist.all_gather_object(self.random, self.random[0])
         if self.rank == 0 and self.args.keep_state != "never":
             folder.check_lock(self.out, self.lock)
-            weights, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-            state = dict(progress=self.progress, random=random, model=weights, optimizer=optimizer)
-            with open(self.out / "state.tmp", "wb") as file:
-                torch.save(state, file)
-                folder.sync(file)
-            os.replace(self.out / "state.tmp", self.out / "state.pt")
+            state.write_state(self.out / "state.pt", self)
             has_checkpoint(True)
 
     def load_state(self):
@@ -275,24 +277,13 @@ class Run:
             was, now = json.loads((self.out / "args.json").read_text()), self.flags()
             changed = folder.changed_flags(was, now)
             if there and not changed:
-                with zipfile.ZipFile(self.out / "state.pt") as file:           # torch.load reads no checksum
-                    if bad := file.testzip():
-                        raise zipfile.BadZipFile(bad)
-                state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
-                for file in self.out.rglob("*.safetensors"):   # would be missed at the end only
-                    load_file(file)
-                self.model.load_state_dict(state["model"])
-                self.optimizer.load_state_dict(state["optimizer"])
-                torch.set_rng_state(state["random"][self.rank][0].cpu())
-                if self.device.type == "cuda":
-                    torch.cuda.set_rng_state(state["random"][self.rank][1].cpu())
-                self.progress = {name: state["progress"][name] for name in state["progress"] | self.progress}
+                state.read_state(self.out / "state.pt", self)
                 self.step = self.progress["step"]
-                rows = [row for row in open(self.out / "metrics.jsonl") if row.endswith("\n")]
-                rows = [row for row in rows if json.loads(row)["step"] <= self.step]
+                rows = state.read_rows(self.out / "metrics.jsonl", self.step)
         except Exception as error:                             # a damaged file has many ways to fail
+            what = f": {error}".splitlines()[0] if type(error) is ValueError else ""
             fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
-                 f"({type(error).__name__})")
+                 f"({type(error).__name__}{what}); start a new run in another folder")
         if changed:
             folder.refuse_flag(changed[0], was, now, self.out)
         has_checkpoint(there)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from .command import fail, is_first_rank, say
 from .encoders import build_encoder, describe_model, in_order
+from .folder import new_file
 from .progress import progress
 from .run import Run
 from .sts import load_sts, spearman
@@ -70,7 +71,8 @@ def study(encoders, model, pairs, path):
         say("study", f"{layer:5}" + "".join("  " + "".join(f"{x:8.2f}" for x in row) for row in rows))
     if path and is_first_rank():
         aside = Path(f"{path}.tmp")
-        aside.write_text(json.dumps(tables | {"poolings": poolings}))
+        with new_file(aside) as file:
+            file.write(json.dumps(tables | {"poolings": poolings}))
         os.replace(aside, path)                                # at once whole
 
 

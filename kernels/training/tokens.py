@@ -60,7 +60,8 @@ def write_tokens(table, model, longest, folder):
     """Files of all `ids`, one sentence behind the other, and of where sentences end, a 0 first; and what they
     are known by."""
     aside, rows, done, cut, count = folder.with_suffix(".tmp"), iter(table), 0, 0, 0
-    aside.mkdir(exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
     with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
         ends.write(bytes(8))
         while part := [model.prompted(cells) for _, cells in itertools.islice(rows, 10_000)]:
