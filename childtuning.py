@@ -108,10 +108,10 @@ from transformers import AutoModelForSequenceClassification
 from kernels import check_rows, gather_rows, own_rows, sup_con_loss
 from kernels.training import labels
 from kernels.training.adversarial import adversarial_views
-from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.labels import classify, classify_vectors, evaluate, make_batch, mask_of, tokenise_texts
 from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
 from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
+from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import empty_cell, texts_of
@@ -179,12 +179,11 @@ def build_model(args, run):
     if args.labels:
         names, numbers = dict(enumerate(args.labels)), {label: i for i, label in enumerate(args.labels)}
         head = dict(problem_type="single_label_classification", id2label=names, label2id=numbers)
-    texts, auto = texts_of(args.data), AutoModelForSequenceClassification
-    model, tokenizer = load_encoder(args.model, texts, auto, **head)
+    auto = AutoModelForSequenceClassification
+    model, tokenizer = load_encoder(args.model, texts_of(args.data), auto, **head)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    longest = longest_input(model.base_model, tokenizer)
-    if args.max_length > longest:
+    if args.max_length > (longest := longest_input(model.base_model, tokenizer)):
         fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")
     names = [name for name, _ in model.named_parameters()]
     model.child = args.child or ("layer" if args.form == "code" else f"{model.base_model_prefix}.")
@@ -351,7 +350,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
             state["step"] = state["step"].cpu()                # torch.load may have moved it
         if state_dict["masks"] is not None:
             pairs = zip(self.weights(), state_dict["masks"])
-            self.masks = {w: mask.to(w.device) for w, mask in pairs if mask is not None}
+            self.masks = {w: m.to(w.device, torch.bool).view(w.shape) for w, m in pairs if m is not None}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -630,17 +629,18 @@ def main(argv=None):
     epoch = epoch_steps(len(rows), args.batch_size, run.world)
     contrastive = args.ood_epochs * epoch                      # steps that come first
     total = contrastive + (args.steps or args.epochs * epoch)  # of each trial
-    warmup = math.ceil(args.warmup_share * total)
-    args.eval_every = args.eval_every or epoch
+    warmup, args.eval_every = math.ceil(args.warmup_share * total), args.eval_every or epoch
     say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
     say("trials", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
                   f"{total:,} steps each" + f", the first {contrastive:,} contrastive" * (contrastive > 0))
-    loss_of, first = compute_ood_loss if contrastive else compute_loss, make_batch(rows[:1], model)
-    labels.try_out(args.model, lambda: loss_of(model, first, run.world, args))
+    loss_of, first = compute_ood_loss if contrastive else compute_loss, rows[:1]
+    labels.try_out(args.model, lambda: loss_of(model, make_batch(first, model), run.world, args))
     optimizer = make_optimizer(model, trials[0])
     run.progress |= {"skipped": 0, "scores": []} | ({"ood": []} if args.ood else {})
     run.begin(model, optimizer, total * len(trials))
+    for group in optimizer.param_groups:                       # of the trial that goes on
+        group["mode"] = trials[min(run.step // total, len(trials) - 1)].mode
     values = {"loss": math.nan}                                # the last that were finite
     for step, batch in run.steps(total * len(trials), order_of(trials, total, len(rows), run.world)):
         trial, at = trials[(step - 1) // total], (step - 1) % total

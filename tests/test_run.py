@@ -195,7 +195,7 @@ def one_bit(old):
     ("args.json", bytes, "--lr 1", r"--resume: lr was 0\.002 in out, now it is 1\.0"),
     ("args.json", bytes, "--pooling cls", r"--resume: pooling was avg in out, now it is cls"),
     ("../good.csv", lambda old: old.replace(b"a", b"e", 1), "",
-     r"--resume: the content of --data, by its checksum, was \w+ in out, now it is \w+"),
+     "--resume: the content of --data .* is not what it was when the run in out was begun; .*"),
     ("args.json", bytes, None, r"--out out holds another run: continue it with --resume, or name .*")])
 def test_resume_refuses(here, capfd, finished, file, change, flags, wanted):
     shutil.copytree(finished, "out")

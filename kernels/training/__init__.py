@@ -2,7 +2,8 @@
 
 command    flags that are checked, one line for every fault, what is printed
 run        a run: ranks, progress, resume, signals, metrics
-folder     its --out: checked, its code kept, files replaced whole
+folder     its --out: checked, its code kept, files replaced whole; checksums of what it reads
+state      its state.pt, written whole, compared with the run before it is used
 loop       the order of batches, learning rates, gradients over ranks
 files      of a user: none is waited for, none changes unnoticed, text in lines
 tables     rows of text, of data files or in memory; every fault with its place
@@ -10,7 +11,8 @@ columns    their names: which is anchor, positive, hard negative
 tokens     their tokens, on the disk and in batches, in groups of similar length
 documents  files of documents: endless pairs of text, half of which follow each other
 mine       hard negatives for pairs of texts, found by a trained encoder: python -m kernels.training.mine
-encoders   transformers that read sentences: loaded, with their pooling, head and prompts
+pretrained model folders and hub names: no code of theirs is run, no size believed unchecked
+encoders   transformers that read sentences, with their pooling, head and prompts
 layout     their folders, read and written as transformers and sentence-transformers do
 mlm        masked language models: tokens are masked, the loss is read from the chosen ones alone
 evaluation what sentence encoders are judged by, while they are trained and by --evaluate

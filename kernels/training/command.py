@@ -178,11 +178,11 @@ class Flags(argparse.ArgumentParser):
             given = [*saved_command(parsed.out), *given]       # a flag that is given again wins
             args = [*given, "--out", parsed.out]               # a folder may have moved since
             parsed = super().parse_args(args, namespace)
-        parsed.command = given
         implied = (name for name in self.implied if getattr(parsed, name))
         if name := getattr(parsed, "recipe", None) or next(implied, None):     # its values are the defaults
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
             parsed = super().parse_args(args, namespace)
+        parsed.command = given
         parsed.data = parsed.data if data is None else data
         if finetune := getattr(parsed, "finetune", None):
             if parsed.data not in (None, finetune):

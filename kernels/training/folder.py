@@ -119,15 +119,20 @@ def spelt(flag):
 
 
 def refuse_flag(name, was, now, out):
-    """Fails because a flag differs from that of the run in --out."""
-    what, hint, old, new = name, "", was.get(name), now.get(name)
+    """Fails because a flag, or the content of an input, differs from that of the run in --out."""
     if name.startswith("inputs "):
         name = name.removeprefix("inputs ")
-        what = f"the content of --{name.replace('_', '-')}, by its checksum,"
-        old, new = was["inputs"].get(name), now["inputs"].get(name)
+        flag = f"--{name.replace('_', '-')} {one_text(now.get(name))}"
+        fail(f"--resume: the content of {flag} is not what it was when the run in {out} was begun; put that "
+             "back, or start a new run in another folder")
+    hint = ""
     if name in ("steps", "epochs"):                            # the learning rates depend on it from step 1
         hint = f"; to train a model further, start a new run with --model {out} --out NEW"
-    fail(f"--resume: {what} was {old} in {out}, now it is {new}{hint}")
+    fail(f"--resume: {name} was {was.get(name)} in {out}, now it is {now.get(name)}{hint}")
+
+
+def one_text(value):
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def write_whole(path, text):
@@ -210,7 +215,7 @@ def fingerprints(args, known):
 
 def fingerprint(path, flag="data"):
     """Tells whether an input of a run has changed since: a checksum of a file, or of all names and files of a
-    folder, links followed; of a model's folder those that hold settings and weights; of a hub name the commit;
+    folder, links followed; of a model's folder of settings and weights alone; of a hub name the commit;
     of rows in memory what is in their name (tables.Table)."""
     names = [str(path)]
     if isinstance(path, str) and flag == "transfer" and not os.path.exists(path):

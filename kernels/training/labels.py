@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from . import ood
-from .command import Fault, fail, say
+from .command import fail, say
 from .folder import model_card, new_files, save_tokenizer
-from .pretrained import load_encoder, longest_input
+from .pretrained import blaming, load_encoder, longest_input
 from .progress import progress
 from .run import Run
 from .sts import spearman
@@ -69,13 +69,13 @@ def classify(model, inputs):
 
 
 def try_out(name, step):
-    """step() of a row: what a model makes of it is told in one line, before --out is begun."""
-    try:
-        step()
-    except Fault:
-        raise
-    except Exception as error:                                 # X-MOD wants a language
-        fail(f"--model {name}: {type(error).__name__}: {error}".splitlines()[0])
+    """step() of a row, which gives a loss first: what a model makes of it is told in one line, before --out
+    is begun."""
+    with blaming(f"--model {name}"):                           # X-MOD wants a language
+        loss, _ = step()
+    if not loss.isfinite():
+        fail(f"--model {name}: the loss of the first row is {loss.item()}; wanted a checkpoint of a training "
+             "that went well")
 
 
 def mask_of(inputs):

@@ -145,8 +145,8 @@ class Files(Source):
                     else:
                         *self.all_sizes[row], checksums[row] = size
                 bar.update(len(part))
-        labels = self.labels.numpy().tobytes() if self.labels is not None else b""
-        self.digest = hashlib.sha1(self.paths + self.ends.tobytes() + checksums.tobytes() + labels).hexdigest()
+        known = [self.paths, self.ends, checksums, *([] if self.labels is None else [self.labels.numpy()])]
+        self.digest = hashlib.sha1(b"".join(map(bytes, known))).hexdigest()
         if damaged:
             name = lambda row: os.path.relpath(self.path(row), self.folder)
             named = [f"{name(row)}: {what}" for row, what in itertools.islice(damaged.items(), MOST_NAMED)]
@@ -249,8 +249,8 @@ def measure(paths):
 
 
 def measured(path):
-    """(width, height, checksum) of a file, or, a str, what is wrong with it. All of it is decoded, of a JPEG an
-    eighth of its pixels."""
+    """(width, height, checksum) of a file, or, a str, what is wrong with it. All of it is decoded, of a JPEG
+    an eighth of its pixels."""
     try:
         with picture_of(path) as picture:
             size = picture.size

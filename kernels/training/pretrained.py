@@ -1,4 +1,4 @@
-"""Model folders and hub names, opened with care: no code that lies in one is run, no size that its config.json
+"""Model folders and hub names, opened with care: no code that lies in one is run, no size that its config
 claims is believed before it was compared with its weight files, and every fault is one line."""
 import contextlib
 import math
@@ -32,9 +32,9 @@ def blaming(named):
         if "custom code" in text or "This code is timed out" in text:
             fail(f"{named}: wants to run Python that lies in it, which is never done; "
                  "wanted an architecture of transformers")
-        if unknown := re.search(r"Unrecognized configuration class .*\n?.*this kind of AutoModel: (\w+)", text):
+        if unknown := re.search(r"Unrecognized configuration class [\s\S]* kind of AutoModel: (\w+)", text):
             fail(f"{named}: transformers has no {unknown[1]} of its kind; take another model")
-        fail(f"{named}: {type(error).__name__}: {text}".splitlines()[0])
+        fail(f"{named}: {type(error).__name__}: {' '.join(text.split())[:300]}")
 
 
 def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="", **config):
@@ -78,8 +78,14 @@ def load_encoder(name, texts=None, auto=AutoModel, flag="--model", subfolder="",
     return model, tokenizer
 
 
+def first_not_finite(model):
+    """The name of the first weight or statistic that holds NaN or infinity, or None."""
+    weights = model.state_dict()
+    return next((name for name, weight in weights.items() if not weight.isfinite().all()), None)
+
+
 def refuse_nan(named, model):
-    if bad := next((part for part, weight in model.state_dict().items() if not weight.isfinite().all()), None):
+    if bad := first_not_finite(model):
         fail(f"{named}: {bad} holds NaN or infinity; wanted a checkpoint of a training that went well")
 
 
@@ -142,8 +148,8 @@ def no_code():
 
 
 def make_plain(config):
-    """Takes out of a config, and the configs in it, what names code, and what changes how the same numbers are
-    computed, or adds outputs."""
+    """Takes out of a config, and the configs in it, what names code, what adds outputs, and what computes the
+    same outputs in another way."""
     vars(config).pop("auto_map", None)
     for setting, plain in {"_attn_implementation": None, "_experts_implementation": None,
                            "output_attentions": False, "output_hidden_states": False,

@@ -31,6 +31,7 @@ from . import folder, state
 from .command import STOPPED, clear_bar, fail, handle_signals, has_checkpoint, put, say
 from .files import stamp
 from .loop import batches
+from .pretrained import first_not_finite
 from .progress import Clock, peak_gb, step_line
 from .trackers import open_tracker
 
@@ -90,7 +91,7 @@ class Run:
 
         total, warmup   steps of the run, and how many of them the learning rate rises for
         """
-        self.model, self.optimizer, args = model, optimizer, self.args
+        self.model, self.optimizer, self.total, args = model, optimizer, total, self.args
         if os.path.isfile(str(args.data)) and stamp(str(args.data)) != self.was:
             fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
         self.inputs = folder.fingerprints(args, self.known)
@@ -134,7 +135,7 @@ class Run:
         self.order = rows if callable(rows) else lambda step: itertools.repeat(None)
         if rows is not None and not callable(rows):
             self.order = lambda step: batches(rows, args.batch_size, args.seed, step, least or self.world)
-        self.signals, self.total = [], total
+        self.signals = []
         handle_signals(self.hear)
         self.clock.start(self.step)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)  # the step of such a loss
@@ -220,15 +221,14 @@ class Run:
         return f"rows {', '.join(str(row + 1) for row in next(self.order(step - 1))[:20])}, ..."
 
     def refuse_nan(self):
-        """Ends the run if a loss, or a weight now, is not finite: at which step, where in the data, and what is
-        left."""
+        """Ends the run if a loss was not finite, or a weight is not now: at which step, where in the data, what
+        is left."""
         if self.world > 1:
             dist.all_reduce(self.first_bad, dist.ReduceOp.MAX)
         step, what = int(self.first_bad), "the loss is not finite"
         if not step:
-            weights = self.model.state_dict()
-            what = next((f"{name} holds NaN or infinity" for name, weight in weights.items()
-                         if not weight.isfinite().all()), None)
+            name = first_not_finite(self.model)
+            what = name and f"{name} holds NaN or infinity"
         if what:
             left, saved = "there is no checkpoint", self.progress["step"]
             if saved and self.args.keep_state != "never":

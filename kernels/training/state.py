@@ -1,5 +1,5 @@
-"""state.pt: what --resume continues from. It is written whole. What is read is compared with the model and the
-optimizer that it is meant for before either takes it: fused optimizers believe in shapes and strides."""
+"""state.pt: what --resume continues from. It is written whole. What is read is compared with the model and
+optimizer that it is meant for before they take it: fused optimizers trust in shapes and strides."""
 import json
 import math
 import os
@@ -37,7 +37,7 @@ def read_state(path, run):
         if bad := file.testzip():
             raise zipfile.BadZipFile(bad)
     state = torch.load(path, map_location=run.device, weights_only=True)
-    check_progress(state["progress"], run.progress)
+    check_progress(state["progress"], run.progress, run.total)
     check_tensors("model", state["model"], run.model.state_dict())
     check_optimizer(state["optimizer"], run.optimizer, state["untouched"], state["progress"]["step"])
     if state["progress"]["saved"]:                             # would be missed at the end only
@@ -85,9 +85,8 @@ def check_tensor(named, found, wanted):
 
 
 def check_optimizer(found, optimizer, untouched_ones, step):
-    """Raises ValueError where the state_dict of an optimizer has other settings, or other states of its weights,
-    than one that made so many steps of this run. Rates change in training, and so does what a group calls its
-    mode."""
+    """Raises ValueError where the state_dict of an optimizer has other settings, or other states of weights,
+    than one that made so many steps of this run. Rates and what a group calls mode change in training."""
     live = optimizer.state_dict()
     want(found.keys() == live.keys(), "other parts of the optimizer")
     want(len(found["param_groups"]) == len(live["param_groups"]), "other groups of weights")
@@ -98,7 +97,7 @@ def check_optimizer(found, optimizer, untouched_ones, step):
     weights = dict(enumerate(w for group in optimizer.param_groups for w in group["params"]))
     want(untouched_ones == untouched(found) and found["state"].keys() <= weights.keys(),
          "states of other weights than were trained")
-    like = state_of_one(optimizer)
+    like, memories = state_of_one(optimizer), set()
     for number, state in found["state"].items():
         want(state.keys() == like.keys(), f"state of weight {number} has other parts")
         for name, x in state.items():
@@ -106,6 +105,10 @@ def check_optimizer(found, optimizer, untouched_ones, step):
             of_weight = torch.is_tensor(one) and one.dim() > 0
             wanted = torch.empty_like(weights[number]) if of_weight else one
             check_tensor(f"{name} of weight {number}", x, wanted)
+            memory = x.untyped_storage()
+            want(memory.nbytes() == x.nbytes and (memory.data_ptr() not in memories or x.numel() == 0),
+                 f"{name} of weight {number} lies in another's memory")
+            memories.add(memory.data_ptr())
             want(of_weight or float(x) in range(1, step + 1), f"{name} of weight {number} is {x}")
             want(name != "exp_avg_sq" or (x >= 0).all(), f"{name} of weight {number} is negative")
 
@@ -121,9 +124,9 @@ def state_of_one(optimizer):
     return dict(twin.state[weight])
 
 
-def check_progress(found, usual):
-    """Raises ValueError where what a run keeps beside weights is of other types than usual, that of a new
-    run."""
+def check_progress(found, usual, total):
+    """Raises ValueError where what a run of `total` steps keeps beside weights is of other types than usual,
+    that of a new run."""
     want(isinstance(found, dict) and found.keys() >= usual.keys(), "no progress")
     for name, value in usual.items():
         x = found[name]
@@ -132,9 +135,11 @@ def check_progress(found, usual):
         elif isinstance(value, int):
             want(type(x) is int and 0 <= x < 2**63, name)
         else:
-            want(isinstance(x, list) and all(map(is_plain, x)) and len(x) >= len(value), name)
-            want(not value or all(type(part) is int and 0 <= part < 2**63 for part in x), name)
-    want(found["step"] > 0, "step")
+            want(isinstance(x, list) and len(x) >= len(value), name)
+            for part in x:                                     # places, or, where there were none, scores
+                want(type(part) is int and 0 <= part < 2**63 if value else
+                     isinstance(part, dict) and is_plain(part), name)
+    want(0 < found["step"] <= total, "step")
 
 
 def is_plain(value):

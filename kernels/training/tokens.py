@@ -40,7 +40,8 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
     """
     columns, folder = len(next(iter(table))[1]), run.out / name
     longest = WHOLE if whole else min(run.args.max_length, model.longest)
-    if run.rank == 0 and not is_whole(folder, columns * len(table)):
+    words = getattr(model.encoder.get_input_embeddings(), "num_embeddings", WHOLE)
+    if run.rank == 0 and not is_whole(folder, columns * len(table), longest, words):
         if folder.is_dir():
             say(name, f"damaged in {run.out}: made anew")
             shutil.rmtree(folder)
@@ -78,22 +79,40 @@ def write_tokens(table, model, longest, folder):
     os.replace(aside, folder)
 
 
-def is_whole(folder, sentences):
-    """Whether it has the tokens of so many sentences, to the bit as they were written."""
+def is_whole(folder, sentences, longest, words):
+    """Whether it has the tokens of so many sentences, to the bit as they were written: each of 1 to `longest`
+    tokens with ids below `words`."""
     try:
         about = json.loads((folder / "about.json").read_text())
-        return about["sentences"] == sentences and about["checksums"] == checksums(folder)
+        if about["sentences"] != sentences or about["checksums"] != checksums(folder):
+            return False
+        if type(about["cut"]) is not int or any(
+                part.min() < 0 or part.max() >= words for part in arrays(folder / "ids", np.int32)):
+            return False
+        last, count = 0, -1                                    # the first end is a 0
+        for part in arrays(folder / "ends", np.int64):
+            lengths = np.diff(part, prepend=last)[count < 0 :]
+            if count < 0 and part[0] != 0 or (lengths <= 0).any() or (lengths > longest).any():
+                return False
+            last, count = part[-1], count + len(part)
+        return count == sentences and last * 4 == os.path.getsize(folder / "ids")
     except (OSError, ValueError, LookupError, TypeError):
         return False
+
+
+def arrays(path, kind):
+    """Yields the numbers of a file, many at a time."""
+    with open(path, "rb") as file:
+        while (part := np.frombuffer(file.read(2**20), kind)).size:
+            yield part
 
 
 def checksums(folder):
     sums = []
     for name in ("ids", "ends"):
         digest = hashlib.sha1()
-        with open(folder / name, "rb") as file:
-            while part := file.read(2**20):
-                digest.update(part)
+        for part in arrays(folder / name, np.uint8):
+            digest.update(part)
         sums.append(digest.hexdigest())
     return sums
 

@@ -68,6 +68,8 @@ class Case:
     shell     what follows the command in a shell; a | that nobody listens to
     asked     the signal that it gets in its imports
     beside    whether the same command is at work there already
+    kept      names of files that must stay as they are
+    says      what a refusal must say, a regular expression
     """
     category: str
     name: str
@@ -84,6 +86,8 @@ class Case:
     shell: str | None = None
     asked: int = 0
     beside: bool = False
+    kept: tuple = ()
+    says: str = ""
 
 
 # ── processes ──
@@ -254,7 +258,7 @@ def outcome(case):
         if case.make:
             case.make(here)
         Path(f"{said}.in").write_bytes(case.stdin)
-        before = listing(here)
+        before, kept = listing(here), [(here / name).read_bytes() for name in case.kept]
         if case.beside:
             argv = [flag for flag in case.argv if flag != "--resume"]
             first = start(case.script, argv, here, Path(place, "first"))
@@ -265,6 +269,7 @@ def outcome(case):
             process = start(case.script, case.argv, here, said, case.at, case.limit, case.bound)
         code, first_code, (out, err) = end(process), first and end(first), texts(said)
         fault = (judged(case, code, out, err, here, before)
+                 or kept != [(here / name).read_bytes() for name in case.kept] and "it changes a kept file"
                  or first_code and f"the run that was there fails: {texts(place + '/first')}"
                  or taken(said) > MEMORY / 2 and f"it takes {taken(said) / 2**30:.1f} GB"
                  or case.at and not Path(f"{said}.reached").exists() and f"no {case.at[0]} was called"
@@ -309,6 +314,8 @@ def judged(case, code, out, err, here, before):
     if code == 2:
         if not re.fullmatch(rf"{case.script}\.py: [^\x00-\x1f\x7f]{{5,{LINE}}}\n", err):
             return "not one clear line"
+        if not re.search(case.says, err):
+            return f"wanted a line about {case.says}"
         if written and not case.late:
             return f"refused, and wrote {[str(path.relative_to(here)) for path in written[:3]]}"
         return None if whole else "refused, and left half a file"

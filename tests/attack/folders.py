@@ -180,10 +180,10 @@ def state(**more):
     return make
 
 
-def command(*words):
+def command(*words, folder="half"):
     """args.json says that the run was started with these words too."""
     def make(here):
-        path = here / "half/args.json"
+        path = here / folder / "args.json"
         flags = json.loads(path.read_text())
         path.write_text(json.dumps(flags | {"command": [*flags["command"], *words]}))
     return make
