@@ -195,7 +195,7 @@ Every setting is in args.json, the course of the training in metrics.jsonl.
 
 # flags that name what a run reads: data, models
 INPUTS = """data dev test transfer cluster contrast_set ood finetune distill model guide teacher wordnet
-            entity_vectors""".split()
+            entity_vectors tagger""".split()
 MODEL_FILES = ".json", ".txt", ".model", ".safetensors", ".bin"
 WHOLE = 2**28                                                  # bytes of a file that is read whole
 

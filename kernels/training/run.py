@@ -221,8 +221,8 @@ class Run:
         return f"rows {', '.join(str(row + 1) for row in next(self.order(step - 1))[:20])}, ..."
 
     def refuse_nan(self):
-        """Ends the run if a loss was not finite, or a weight is not now: at which step, where in the data, what
-        is left."""
+        """Ends the run if a loss was not finite, or a weight is not now: at which step, in which data, and
+        what is left."""
         if self.world > 1:
             dist.all_reduce(self.first_bad, dist.ReduceOp.MAX)
         step, what = int(self.first_bad), "the loss is not finite"
