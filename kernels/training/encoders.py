@@ -16,7 +16,6 @@ from .pretrained import blaming, load_encoder, longest_input
 from .progress import progress
 from .tables import texts_of
 from .tokens import grouped, pad, tokenise
-from .tokens import grouped, pad, tokenise
 
 
 def begin_linear(linear, config):

@@ -16,7 +16,6 @@ import datetime
 import itertools
 import json
 import logging
-import math
 import os
 import sys
 from pathlib import Path
