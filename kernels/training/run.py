@@ -27,7 +27,7 @@ import transformers
 from kernels import choose_impl, similarity_lse
 
 from . import folder, state
-from .command import STOPPED, clear_bar, fail, handle_signals, has_checkpoint, put, say
+from .command import STOPPED, Fault, clear_bar, fail, handle_signals, has_checkpoint, put, say
 from .files import stamp
 from .loop import batches
 from .pretrained import first_not_finite
@@ -279,6 +279,8 @@ class Run:
                 state.read_state(self.out / "state.pt", self)
                 self.step = self.progress["step"]
                 rows = state.read_rows(self.out / "metrics.jsonl", self.step)
+        except Fault:
+            raise
         except Exception as error:                             # a damaged file has many ways to fail
             what = f": {error}".splitlines()[0] if type(error) is ValueError else ""
             fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
