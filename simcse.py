@@ -96,7 +96,7 @@ from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradie
 from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.tables import RANKING, SENTENCES, Table, describe_table, empty_cell, read_table
+from kernels.training.tables import RANKING, SENTENCES, describe_table, empty_cell, read_table
 from kernels.training.text_views import TextViews, anchors_of
 from kernels.training.tokens import say_equal, text_ids, tokenise_table
 
@@ -245,8 +245,8 @@ def ranking_loss(scores, reference, margin=0.01, form="paper"):
 
 @command
 def main(argv=None, data=None):
-    """data: instead of --data, a list of texts, or of rows of texts."""
-    args = make_parser().parse_args(argv, data=None if data is None else Table(data))
+    """data: for --data, texts or rows in a list or array, a dict of columns, DataFrame, Dataset, or path."""
+    args = make_parser().parse_args(argv, data=data)
     if args.evaluate:
         return score(args, __file__)
     table = load_data(args.data, args)

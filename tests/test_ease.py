@@ -186,7 +186,7 @@ A, V, SUN = "--data a.csv", "--entity-vectors v", FILE + "ENTITY/Sun\t1 2 "
     (A, "A cat,Cat\nA dog,Dog\n", "a.csv: no names of columns; wanted text .*"),
     (A, GOOD + ",Cat,Dog\n", "a.csv line 5: no text; fill the cell or delete the row"),
     ("--data a.jsonl", JSON + '{"text": "B"}', "a.jsonl line 2: no positive_entity; .*"),
-    ("--data a.jsonl", JSON.replace('"b"', "1"), "a.jsonl line 1: wanted a row of texts, found .*"),
+    ("--data a.jsonl", JSON.replace('"b"', "1"), "a.jsonl line 1: wanted texts alone, found .*"),
     (A, GOOD + "Pigs,Pig,Pig\n", "a.csv line 5: 0 hard negatives, wanted .* is 1"),
     (f"{A} --hard-negatives 2", GOOD + "Pigs,Pig,Cat\n", "a.csv line 5: 1 hard .* is 2"),
     (f"{A} --hard-negatives 1", "text,entity\nA,a\nB,b\n", ".* 1: a.csv has neither .*"),

@@ -94,7 +94,7 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("nli.jsonl", '["A"]\n5\n', r"nli\.jsonl line 2: wanted a row of texts, found '5'"),
     ("nli.json", '["A b", "A b"]',
      r"nli\.json item 1: wanted a row of texts, found 'A b' \(1 more rows are wrong: item 2\)"),
-    ("nli.jsonl", '{"a": null}\n', r"nli\.jsonl line 1: wanted a row of texts, found '\[None\]'"),
+    ("nli.jsonl", '{"a": null}\n', r"nli\.jsonl line 1: wanted texts alone, found None among them; .*"),
     ("nli.csv", b"\xef\xbb\xbf", r"nli\.csv: no rows"),
     ("nli.json", "", r"nli\.json line 1: not JSON: Expecting value; a row a line is \.jsonl"),
     ("nli.csv", "A,b\nA\0,b\n", r"nli\.csv line 2: a NUL character; .*"),
@@ -116,14 +116,14 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("nli.csv.gz", GOOD_GZ + b"more", r"nli\.csv\.gz: Not a gzipped file \(b'mo'\); copy it or pack it anew"),
     ("nli.csv.gz", GOOD_GZ[:-8] + bytes(8), r"nli\.csv\.gz: CRC check failed .*; copy it or pack it anew"),
     ("nli.csv.gz", GOOD_GZ[:10] + b"\xff" * 50, r"nli\.csv\.gz: Error -3 .*; copy it or pack it anew"),
-    *(("nli.jsonl", f'["A"]\n[{number}]\n', rf"nli\.jsonl line 2: wanted a row of texts, found '\[{said}\]'")
+    *(("nli.jsonl", f'["A"]\n[{number}]\n', rf"nli\.jsonl line 2: wanted texts alone, found {said} .*")
       for number, said in dict(NaN="nan", Infinity="inf").items()),
-    *(("nli.json", f'[["A"],\n[{number}]]\n', r"nli\.json item 2: wanted a row of texts, found '\[inf\]'")
+    *(("nli.json", f'[["A"],\n[{number}]]\n', r"nli\.json item 2: wanted texts alone, found inf among them")
       for number in ("1e999", "9" * 5000)),
     ("nli.jsonl", '{"a": "A", "a": "b"}\n', r"nli\.jsonl line 1: not JSON: 'a' stands twice in a row"),
     ("nli.json", '[{"a": "A"}, {"a": "A", "a": "b"}]', r"nli\.json item 2: not JSON: 'a' stands twice .*"),
     ("nli.jsonl", '["A"]\n' + "[" * 100_000, r"nli\.jsonl line 2: not JSON: lists within lists, too deep .*"),
-    ("nli.jsonl", '["A"]\n' + "[" * 900 + "]" * 900, r"nli\.jsonl line 2: wanted .*, found '\[+'"),
+    ("nli.jsonl", '["A"]\n' + "[" * 900 + "]" * 900, r"nli\.jsonl line 2: wanted .*, found \[+ among them"),
     ("a" * 300 + ".csv", None, r"a+\.\.\.a+\.csv: File name too long"),
     ("a" * 300, None, r"a+\.\.\.a+: wanted a name .*"),
     ("nli.csv", 'A,b\nA,"b\nA,b\n', r"nli\.csv after line 1: unexpected end of data; close every \", .*"),
@@ -147,7 +147,7 @@ def test_faults(tmp_path, monkeypatch, capfd, name, content, wanted):
     (["A", " "], "{} row 2: an empty cell; fill it or delete the row"),
     (["A", "\ud800"], r"{} row 2: a cell holds half of a letter, '\\ud800'; mend it, or delete the row"),
     (["A", "b\0"], "{} row 2: a cell holds a NUL character; delete it"),
-    ([["A"], [float("nan")]], r"{} row 2: wanted a row of texts, found '\[nan\]'"),
+    ([["A"], [float("nan")]], "{} row 2: wanted texts alone, found nan among them; fill the cell or .*"),
     ([["A", "b"], ["A"], 5], r"{} row 2: 1 columns, wanted 2 \(1 more rows are wrong: row 3\)"),
     ([], "{}: no rows")])
 def test_rows_in_memory(rows, wanted):
@@ -168,7 +168,8 @@ def test_rows_in_memory(rows, wanted):
 
 def test_rows_in_memory_that_python_cannot_spell():
     for cell in 10**5000, functools.reduce(lambda inner, _: [inner], range(9999), "A"):
-        with pytest.raises(Fault, match=r"2 rows in memory, sha1 \w+ row 2: wanted .*, found 'list'$"):
+        wanted = rf"2 rows in memory, sha1 \w+ row 2: wanted .*, found {type(cell).__name__} among them$"
+        with pytest.raises(Fault, match=wanted):
             read_table(Table([["A"], [cell]]))
 
 

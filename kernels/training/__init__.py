@@ -7,6 +7,7 @@ state      its state.pt, written whole, compared with the run before it is used
 loop       the order of batches, learning rates, gradients over ranks
 files      of a user: none is waited for, none changes unnoticed, text in lines
 tables     rows of text, of data files or in memory; every fault with its place
+in_memory  rows that a program hands over: lists, columns, arrays, DataFrames, Datasets
 columns    their names: which is anchor, positive, hard negative
 tokens     their tokens, on the disk and in batches, in groups of similar length
 documents  files of documents: endless pairs of text, half of which follow each other

@@ -112,7 +112,7 @@ def holds_text(place, header, rows):
 
 def chosen(rows, may_have, headed, header, roles, columns):
     """The Header of --columns. may_have: whether the first row may be a header."""
-    width = len(header or next((row for row in rows if row and isinstance(row, list)), []))
+    width = len(header or next((row for row in rows if isinstance(row, list) and row), []))
     names, places = [plain(name) for name in header], []
     for column in columns:
         if names.count(plain(column)) == 1:

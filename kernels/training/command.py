@@ -169,11 +169,17 @@ class Flags(argparse.ArgumentParser):
             self.common(name)
 
     def parse_args(self, args=None, namespace=None, data=None):
-        """data: what main was handed in the place of --data."""
-        if named := [text for text in args or () if "\0" in text]:
+        """data: what main was handed in the place of --data: a path, or rows in memory, as a Table reads."""
+        given = sys.argv[1:] if args is None else [*map(str, args)]
+        path = [f"--data={os.fsdecode(data)}"] if isinstance(data, (str, os.PathLike)) else []
+        if named := [text for text in (*given, *path) if "\0" in text]:
             fail(f"{named[0]}: holds a NUL character, which no path or number does")
-        parsed = super().parse_args(args, namespace)
-        given = sys.argv[1:] if args is None else list(args)
+        parsed = super().parse_args(given, namespace)
+        if data is not None and parsed.data is not None:
+            fail(f"--data {parsed.data}: data is handed over, too; leave one of them out")
+        args = given = [*given, *path]
+        if path:
+            parsed, data = super().parse_args(args, namespace), None
         if getattr(parsed, "resume", False):
             given = [*saved_command(parsed.out), *given]       # a flag that is given again wins
             args = [*given, "--out", parsed.out]               # a folder may have moved since
@@ -183,7 +189,9 @@ class Flags(argparse.ArgumentParser):
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
             parsed = super().parse_args(args, namespace)
         parsed.command = given
-        parsed.data = parsed.data if data is None else data
+        if data is not None:
+            from .tables import Table
+            parsed.data = Table(data)
         if finetune := getattr(parsed, "finetune", None):
             if parsed.data not in (None, finetune):
                 fail("--finetune names the pictures; leave --data out")

@@ -13,6 +13,7 @@ from .columns import RANKING, SENTENCES  # noqa: F401 - for others, too
 from .columns import any_names, by_role, listed, plain, twice
 from .command import Fault, fail, say
 from .files import LONGEST, opened, read_lines, stamp, unchanged
+from .in_memory import rows_of
 
 KINDS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
 PEEK = 21                                                      # rows that tell whether the first is a header
@@ -25,8 +26,8 @@ class Table:
     anew each time they are gone through, so that no file has to fit in memory. A file that read_table has
     checked must stay as it is: a Fault otherwise.
 
-    path    of the file; or a sequence of rows that are in memory: each a text, a list of texts, or a dict
-            of texts by column
+    path    of the file; or rows that are in memory, whatever in_memory.rows_of reads: a list of rows, each a
+            text, a list of texts or a dict of texts by column, a dict of columns, a DataFrame ...
     header  what tells by the first rows which columns are read, a function of module columns
     lists   what a list of texts in a cell of JSON becomes: "join" one text, with | between them; "spread" as
             many columns; None: it is a fault
@@ -36,9 +37,9 @@ class Table:
         if isinstance(path, Table):
             path = path.path or path.rows
         in_file = isinstance(path, (str, os.PathLike))
-        self.path, self.rows = (Path(path), None) if in_file else (None, path)
+        self.path, self.rows = (Path(path), None) if in_file else (None, rows_of(path))
         self.lists, self.header, self.was = lists, header, None
-        self.length = len(path) if length is None and not in_file else length
+        self.length = len(self.rows) if length is None and not in_file else length
 
     def __len__(self):
         return self.length
@@ -86,9 +87,9 @@ def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=
     if roles:
         reader, lists = functools.partial(by_role, roles=roles, columns=columns), "spread"
     table, header, unclear, length, wrong, more = Table(path, lists, header=reader), None, None, 0, [], 0
-    if table.path and table.kind not in KINDS and not os.path.isdir(path):
+    if table.path and table.kind not in KINDS and not os.path.isdir(table.path):
         fail(f"{path}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}; .gz may follow")
-    table.was = table.path and stamp(path)
+    table.was = table.path and stamp(table.path)
     for place, cells, fault in table.judged():
         if place is None:
             header, unclear, guessed = cells.said, fault, cells.guessed
@@ -159,7 +160,7 @@ def read_cells(table):
             unclear = f"a name of a column holds {odd}"
         yield None, header, unclear
         spread = None                                          # columns of a row, those of its lists included
-        width = len(keys) or next((len(row) for row in known if row and isinstance(row, list)), 1)
+        width = len(keys) or next((len(row) for row in known if isinstance(row, list) and row), 1)
         for place, row in itertools.chain(first[headed:], rows):
             if keys and isinstance(row, dict):
                 row = [row.pop(name, "") for name in keys] + list(row.values())
@@ -180,8 +181,7 @@ def read_cells(table):
                 if len(row) != spread:
                     fault = f"{len(row)} texts, wanted {spread} as in the first row; make its lists as long"
             if fault is None and not (isinstance(row, list) and set(map(type, row)) == {str}):
-                if not isinstance(row, list) or not all(map(is_cell, row)):
-                    fault = f"wanted a row of texts, found {spell(row)[:60]!r}"
+                fault = no_texts(row)
                 row = list(map(str, row)) if fault is None else row
             elif quoting and '""' in "\t".join(row) and any(map(is_quoted_twice, row)):
                 fault = f"a cell {QUOTED}"
@@ -206,6 +206,17 @@ def is_quoted_twice(cell):
 
 def is_texts(cell):
     return isinstance(cell, list) and all(isinstance(text, str) for text in cell)
+
+
+def no_texts(row):
+    """What is wrong with a row that is not texts alone; or None, where numbers can be spelled as texts."""
+    if not isinstance(row, list):
+        return f"wanted a row of texts, found {spell(row)[:60]!r}"
+    for cell in row:
+        if not is_cell(cell):
+            missing = "; fill the cell or delete the row" * (spell(cell) in ("None", "nan", "NaT", "<NA>"))
+            return f"wanted texts alone, found {spell(cell)[:60]} among them{missing}"
+    return None
 
 
 def is_cell(cell):
@@ -253,9 +264,7 @@ def read_rows(table):
     """Yields (place, row) of a table; a row of JSON may be a dict, or the error in it."""
     kind, path = table.kind, table.path
     if path is None:
-        for i, row in enumerate(table.rows, 1):
-            like = {str: lambda text: [text], tuple: list, dict: lambda row: {str(x): row[x] for x in row}}
-            yield f"row {i}", like.get(type(row), lambda row: row)(row)
+        yield from ((f"row {i}", row) for i, row in enumerate(table.rows, 1))
     elif kind == ".parquet":
         yield from ((f"row {i}", row) for i, row in enumerate(read_parquet(path), 1))
     elif kind == ".txt":
