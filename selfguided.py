@@ -12,8 +12,8 @@ This is opt3. The other objectives draw one layer for each sentence and step. op
 alone, opt1 has the φ(c_i, c_j) among its negatives too, and base is NT-Xent: every h_i is an anchor as well.
 
 Data: sentences alone, one a line (.txt) or one a cell (.csv .tsv .json .jsonl .parquet), in the columns
-sentence1 and sentence2 or else in all but those of numbers. Scored pairs will do (the authors took all of
-STS-B); their scores are not read.
+sentence1 and sentence2, by --columns, or else in all but those of numbers. Scored pairs will do (the authors
+took all of STS-B); their scores are not read.
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -51,6 +51,7 @@ def make_parser():
         help="table of layers × poolings on --dev; its numbers go to FILE, a .json; default of a training "
              "study.json in --out, of --evaluate nowhere")
     parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
+    common("--columns", said="see above")
     common("--model", "bert-base-uncased")
     common("--out", "out/selfguided")
     common("--batch-size", 16, "16 (paper)")
@@ -78,6 +79,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, gather_rows, own_rows, similarity_lse
+from kernels.training.columns import unlike_texts
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
@@ -93,11 +95,17 @@ from kernels.training.tokens import tokenise_table
 def load_data(path, args):
     """[(place, (sentence,))], one a cell of the columns that hold sentences."""
     names = "sentence1", "sentence2"
-    header, table = read_table(path, names=names)
-    table, columns = list(table), [i for i, name in enumerate(header or []) if plain(name) in names]
-    if len(columns) < 2:                                       # all but numbers
+    roles = {"sentence": names} if args.columns else None
+    header, table = read_table(path, names=names, roles=roles, columns=args.columns)
+    sample, table = table.sample, list(table)
+    columns = [i for i, name in enumerate(header or []) if plain(name) in names]
+    if args.columns:
+        columns = range(len(table[0][1]))
+    elif len(columns) < 2:                                     # all but numbers
         numbers = lambda i: all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in table)
         columns = [i for i in range(len(table[0][1])) if not numbers(i)]
+        if fault := unlike_texts(sample, columns):
+            fail(f"{path}: {fault}")
     for place, cells in table:
         if not all(cells[i].strip() for i in columns):
             fail(f"{path} {place}: an empty cell; fill it or delete the row")

@@ -9,6 +9,7 @@ files      of a user: none is waited for, none changes unnoticed, text in lines
 tables     rows of text, of data files or in memory; every fault with its place
 in_memory  rows that a program hands over: lists, columns, arrays, DataFrames, Datasets
 columns    their names: which is anchor, positive, hard negative
+looks      columns without names that are no texts: numbers, ids, labels, single words
 tokens     their tokens, on the disk and in batches, in groups of similar length
 documents  files of documents: endless pairs of text, half of which follow each other
 mine       hard negatives for pairs of texts, found by a trained encoder: python -m kernels.training.mine

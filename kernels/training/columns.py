@@ -4,6 +4,8 @@ import shlex
 from collections import Counter
 from typing import NamedTuple
 
+from .looks import no_texts
+
 # Names as plain leaves them. A number may follow those of a role that REPEATED has.
 SENTENCES = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
              "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
@@ -26,12 +28,14 @@ class Header(NamedTuple):
     places  which columns are read, in this order; None: all
     fault   why they cannot be read, or None
     guessed whether the header was recognised by its looks alone, not by a name that is known
+    texts   places of columns without names that should hold texts, unlike those of words in cline.py
     """
     headed: bool
     said: list | None
     places: list | None = None
     fault: str | None = None
     guessed: bool = False
+    texts: list | tuple = ()
 
 
 def any_names(rows, keys, names=()):
@@ -64,12 +68,9 @@ def by_role(rows, keys, roles=SENTENCES, columns=None):
         found = chosen(rows, keys is None, headed, header, list(roles), columns)
         return found._replace(guessed=headed and not known)
     if not header:
-        columns = list(zip(*(row for row in rows if isinstance(row, list))))
-        numbers = [i for i, column in enumerate(columns, 1) if len(columns) > 1 and all(
-            type(cell) in (int, float) or type(cell) is str and re.fullmatch(r"\s*\d+(\.\d*)?\s*", cell)
-            for cell in column)]
-        fault = f"column {numbers[0]} holds numbers; number those to read: --columns 1 2" if numbers else None
-        return Header(False, None, None, fault)
+        first, order = next((row for row in rows if isinstance(row, list)), []), list(roles)
+        texts = [i for i in range(len(first)) if not order[min(i, len(order) - 1)].endswith("_words")]
+        return Header(False, None, texts=texts if all(not isinstance(cell, list) for cell in first) else [])
     order, found = list(roles), [role_of(name, roles) for name in header]
     places = sorted((i for i in range(len(header)) if found[i]), key=lambda i: order.index(found[i]))
     said, fault = [f"{found[i]} {header[i]}" for i in places], fault_of(header, found, order)
@@ -78,6 +79,21 @@ def by_role(rows, keys, roles=SENTENCES, columns=None):
         if not known:
             fault += "; if that row is data, write a header above it"
     return Header(headed, said, places or None, fault, not known)
+
+
+def unlike_texts(sample, places):
+    """Why the columns at these places are not all texts, and which --columns to give instead; or None.
+
+    sample      a Table's
+    """
+    found = no_texts([*zip(*sample)])
+    told = ", ".join(f"column {i + 1} holds {found[i]}" for i in places if i in found)
+    if not told:
+        return None
+    spelt = lambda some: " ".join([str(i + 1) for i in some][:9])
+    texts = [i for i in places if i not in found]
+    how = f"number those to read: --columns {spelt(texts)} ({spelt(places)}, if all are texts)"
+    return f"{told[:300]}; {how if texts else 'wanted texts'}"
 
 
 def suggestion(header, found, order, rows):

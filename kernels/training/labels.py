@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from . import ood
 from .command import fail, say
 from .folder import model_card, new_files, save_tokenizer
+from .looks import codes_among
 from .pretrained import blaming, load_encoder, longest_input
 from .progress import progress
 from .run import Run
@@ -28,6 +29,8 @@ def find_columns(path, args):
         fail(f"{path}: columns {listed(header)}; wanted one or two of text (now {listed(texts)}) and "
              f"one of labels (now {label[:40]}); name them by --text and --label")
     at = [names.index(name) for name in texts]
+    if not args.text and texts == others and (fault := codes_among(table.sample, at)):
+        fail(f"{path}: {fault}; name those to read in a header: sentence (or sentence1, sentence2) and label")
     args.text, args.label = [header[i] for i in at], header[names.index(label)]  # the same in --dev
     return table, at, names.index(label)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from kernels import similarity_lse
 
 from .command import fail
+from .looks import codes_among
 from .tables import listed, plain, read_table
 
 
@@ -20,6 +21,8 @@ def load_sts(path):
     first = next(iter(table))[1]
     if header is None and len(first) == 3:  # the score is last, unless only the first cell is a number
         header = names if re.fullmatch(r"[\d. ]*", first[2]) else ["score", "sentence1", "sentence2"]
+        if fault := codes_among(table.sample, [header.index(name) for name in names[:2]]):
+            fail(f"{path}: {fault}; write a header: {', '.join(names)}")
     if header is None or not set(names) <= set(header):
         fail(f"{path}: {listed(header or ['no header'])}; wanted {', '.join(names)}, or 3 columns, the score "
              "first or last")

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 from .columns import RANKING, SENTENCES  # noqa: F401 - for others, too
-from .columns import any_names, by_role, listed, plain, twice
+from .columns import any_names, by_role, listed, plain, twice, unlike_texts
 from .command import Fault, fail, say
 from .files import LONGEST, opened, read_lines, stamp, unchanged
 from .in_memory import rows_of
+from .looks import Sample
 
 KINDS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
 PEEK = 21                                                      # rows that tell whether the first is a header
@@ -29,6 +30,7 @@ class Table:
     path    of the file; or rows that are in memory, whatever in_memory.rows_of reads: a list of rows, each a
             text, a list of texts or a dict of texts by column, a dict of columns, a DataFrame ...
     header  what tells by the first rows which columns are read, a function of module columns
+    sample  the beginnings of the cells of rows from all over it, where read_table has been through them
     lists   what a list of texts in a cell of JSON becomes: "join" one text, with | between them; "spread" as
             many columns; None: it is a fault
     """
@@ -38,7 +40,7 @@ class Table:
             path = path.path or path.rows
         in_file = isinstance(path, (str, os.PathLike))
         self.path, self.rows = (Path(path), None) if in_file else (None, rows_of(path))
-        self.lists, self.header, self.was = lists, header, None
+        self.lists, self.header, self.was, self.sample = lists, header, None, None
         self.length = len(self.rows) if length is None and not in_file else length
 
     def __len__(self):
@@ -86,32 +88,33 @@ def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=
     reader = functools.partial(any_names, names=names)
     if roles:
         reader, lists = functools.partial(by_role, roles=roles, columns=columns), "spread"
-    table, header, unclear, length, wrong, more = Table(path, lists, header=reader), None, None, 0, [], 0
+    table, sample, wrong, more = Table(path, lists, header=reader), Sample(), [], 0
+    header = unclear = guessed = texts = None
     if table.path and table.kind not in KINDS and not os.path.isdir(table.path):
         fail(f"{path}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}; .gz may follow")
     table.was = table.path and stamp(table.path)
     for place, cells, fault in table.judged():
         if place is None:
-            header, unclear, guessed = cells.said, fault, cells.guessed
+            header, unclear, guessed, texts = cells.said, fault, cells.guessed, cells.texts
         elif fault := fault or check and check(cells):
             more += bool(wrong)
             wrong += [f"{place}: {fault}"[:300]] * (more < 7)
             if more == MOST_FAULTS:
                 break
         else:
-            length += 1
+            sample.add(cells)
     if wrong:
         others = ", ".join(text.split(":")[0] for text in wrong[1:6]) + ", ..." * (more > 5)
         least = "at least " * (more == MOST_FAULTS)
         fail(f"{path} {wrong[0]}" + (f" ({least}{more:,} more rows are wrong: {others})" if more else ""))
-    if length == 0:
+    if not sample.seen:
         fail(f"{path}: no rows")
-    if unclear:
+    if unclear := unclear or texts and unlike_texts(sample.rows, texts):
         fail(f"{path}: {unclear}")
     if guessed and header:
         say("note", f"{path}: its first row is taken as a header: {listed(header)}; if it is data, write a "
                     "header above it")
-    table.length = length
+    table.length, table.sample = sample.seen, sample.rows
     return header, table
 
 
