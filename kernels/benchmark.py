@@ -36,6 +36,7 @@ from kernels import hf_kernels
 from kernels.benchmark_cases import IMPLS, PEERS, PRODUCTS, function, is_interpreted, is_marker, ours, rows
 from kernels.benchmark_report import COLUMNS, cells, markdown, plot
 from kernels.pictures import fail
+from kernels.printing import one_line, print_all
 
 GRID = {
     "cuda": {"nt_xent": ["256x256x128", "1024x1024x128", "4096x4096x128", "32768x32768x128",
@@ -246,6 +247,7 @@ def write(result, path):
 
 
 def main(argv=None):
+    print_all()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device == "cuda"
     style = argparse.RawDescriptionHelpFormatter
@@ -287,7 +289,7 @@ def measured(args, device):
     grid = {loss: args.sizes or of_device.get(loss, []) for loss in args.loss or of_device}
     cases = [(loss, size, rows) for loss, sizes in grid.items() for size in sizes for rows in args.set]
     result = {**about(device), "rows": []}
-    print(*(f"{name} {value}" for name, value in result.items() if name != "rows"), sep="   ")
+    print(*(one_line(f"{name} {value}") for name, value in result.items() if name != "rows"), sep="   ")
     if any(map(is_interpreted, args.impl)):
         print("TRITON_INTERPRET=1: what Triton's interpreter computed is no speed")
     elif device == "cpu":
@@ -304,7 +306,8 @@ def measured(args, device):
                     row = run({**case, "impl": impl, "folder": folder}, args.limit)
                     result["rows"].append({**dict(loss=loss, size=size, set=rows, dtype=args.dtype), **row})
                     _, shaped, kind, _, *numbers = cells(result["rows"][-1])
-                    bar.write(f"{loss:21}{shaped:22}{kind:8}{impl:14}" + "".join(f"{x:>11}" for x in numbers))
+                    numbers = "".join(f"{x:>11}" for x in numbers)
+                    bar.write(one_line(f"{loss:21}{shaped:22}{kind:8}{impl:14}{numbers}"))
                     bar.update()
                     if args.json:
                         write(result, args.json)

@@ -1,6 +1,7 @@
 """What the benchmark says of its rows: a line, a markdown table, a picture."""
 from .benchmark_cases import IMPLS
 from .pictures import fail, new_figure, save
+from .printing import one_line
 
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("extra MB", "extra_mb", ".0f"), ("error", "error", ".1e"),
@@ -33,7 +34,8 @@ def markdown(result):
     table = [["loss", "N x M x D", "rows", *impls], ["---"] * (3 + len(impls))]
     table += [[*case, *(found.get(impl, "") for impl in impls)] for case, found in cases.items()]
     head = ", ".join(f"{name} {value}" for name, value in result.items() if name not in ("rows", "command"))
-    return "\n".join([head, "", *("| " + " | ".join(line) + " |" for line in table)])
+    lines = [head, "", *("| " + " | ".join(line) + " |" for line in table)]
+    return "\n".join(map(one_line, lines))                     # they may be a file's
 
 
 def plot(result, path):

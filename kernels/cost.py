@@ -33,6 +33,7 @@ from .cost_kernels import ISSUE, LATENCY, MUFU, SHARED, kernel_cost
 from .cost_launches import CHIPS, HBM_SHARE, launches
 from .paths import HAS_TRITON
 from .pictures import fail
+from .printing import print_all
 
 TARGETS = [("nt_xent", [32768, 32768, 128]), ("nt_xent", [65536, 65536, 768]),
            ("clip_loss", [65536, 65536, 768]), ("info_nce", [65536, 65536, 768]),
@@ -122,6 +123,7 @@ def make_parser():
 
 
 def main(argv=None):
+    print_all()
     args = make_parser().parse_args(argv)
     if not HAS_TRITON or os.environ.get("TRITON_INTERPRET") == "1":
         fail("wanted the package triton, and TRITON_INTERPRET not set: kernels are compiled here")

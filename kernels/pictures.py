@@ -18,6 +18,8 @@ import json
 import sys
 from pathlib import Path
 
+from .printing import one_line
+
 # what chooses the best checkpoint or is the paper's aim, where args.json names no metric; the first that a
 # run has
 SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
@@ -176,7 +178,7 @@ def save(figure, path):
 
 
 def fail(message):
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    print(one_line(f"{Path(sys.argv[0]).name}: {message}"), file=sys.stderr)
     sys.exit(2)
 
 

@@ -38,6 +38,7 @@ sys.modules |= dict.fromkeys(["torch", "transformers", "numpy"])
 for name in sys.argv[1:]:
     for flags in (["--help"], ["--frobnicate"]):
         sys.argv = [name, *flags]
+        sys.stdout.reconfigure(encoding="ascii", errors="strict")
         try:
             run = runpy.run_path if name.endswith(".py") else runpy.run_module
             run(name, run_name="__main__")

@@ -18,8 +18,11 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import simcse
+from kernels import pictures
+from kernels.printing import one_line
 from kernels.training import folder
 from kernels.training.command import Fault, command, fail, handle_signals, put
+from kernels.training.progress import progress
 from kernels.training.tokens import tokenise_table
 from running import DATA, GOOD, KEPT, ROOT, SMALL, equal, metrics, refuse, run
 
@@ -323,6 +326,30 @@ def test_a_name_that_is_no_utf_8(here, capfd):
     result = run("simcse", Path("out"), "--data", name, *SMALL[2:])
     assert "caf\\udce9.csv" in Path("out/README.md").read_text() and len(result.losses) == 1
     refuse("simcse", capfd, r"--out caf.*csv: not UTF-8.*", *SMALL, "--out", name)
+
+
+LETTERS = "\u202e\u2066\u061c\u200f\ufeff\xad\U000e0041\x1b\x9b\u2028\udcff"    # turn, hide, steer, break
+
+
+def test_letters_that_turn_or_hide_others(here, capfd):
+    """Joiners stay, which Persian and emoji need."""
+    for letter in LETTERS:
+        assert one_line(f"a{letter}b") == f"a{letter!r}b".replace("'", "")
+    assert one_line("می\u200cخواهم 👩\u200d💻 é é　中") == "می\u200cخواهم 👩\u200d💻 é é　中"
+    refuse("simcse", capfd, r"a\\u202eb\.csv: .*", *SMALL, "--data", "a\u202eb.csv")
+    with pytest.raises(SystemExit, match="2"):
+        pictures.main(["a\u202e\n", "--save", "a.png"])
+    assert capfd.readouterr().err.count("a\\u202e\\n/metrics.jsonl: No such file") == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_steers_no_terminal(terminal, monkeypatch, capsys):
+    monkeypatch.setattr("kernels.training.progress.QUIET", 0)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    list(progress(range(3), "reading a\u202eb.csv", mininterval=0))
+    said = "".join(capsys.readouterr())
+    assert "\u202e" not in said and r"reading a\u202eb.csv" in said
 
 
 def test_names_do_not_break_the_line(here, capfd):

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 from .. import versions
+from ..printing import one_line, print_all
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")    # one line means one
 for name in ("stdin", "stdout", "stderr"):                     # closed: the next file would get its number
@@ -32,11 +33,6 @@ def fail(message, every_rank=False):
     raise Fault(message, every_rank)
 
 
-def one_line(text):
-    """What names of files and cells may hold must neither break the line nor steer a terminal."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], str(text))
-
-
 def afford(what, needed):
     """Fails where something would need more bytes than this machine has, before they are asked for."""
     has = memory()
@@ -53,8 +49,14 @@ def memory():
 
 
 def say(label, text):
+    """A line of the first rank's."""
     if is_first_rank():
-        put(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
+        show(label, text)
+
+
+def show(label, text):
+    """A line of whatever rank."""
+    put(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
 
 
 def put(text, end="\n"):
@@ -63,12 +65,17 @@ def put(text, end="\n"):
         print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"{Path(sys.argv[0]).name}: standard output is closed; stopping", file=sys.stderr)
+        print(f"{own_name()}: standard output is closed; stopping", file=sys.stderr)
         signal.raise_signal(signal.SIGTERM)
 
 
 def is_first_rank():
     return os.environ.get("RANK", "0") == "0"
+
+
+def own_name():
+    """Of the command that runs."""
+    return one_line(Path(sys.argv[0]).name)
 
 
 def clear_bar(stream):
@@ -233,13 +240,14 @@ def answer_early(make_parser):
         os._exit(STOPPED)                                      # an exception would be an import's
 
     handle_signals(leave)
+    print_all()
     try:
         if problem := versions.problem(*versions.OLDEST):
             fail(problem)
         make_parser().parse_args()
     except Fault as fault:
         if is_first_rank():
-            print(f"{Path(sys.argv[0]).name}: {fault}", file=sys.stderr)
+            print(f"{own_name()}: {fault}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -267,14 +275,13 @@ def fill(args, defaults):
 def command(main):
     """main, for the shell: a fault, of the user's or of the machine, is one line on stderr and exit code 2; a
     signal one on stdout and 130."""
-    script = Path(inspect.getfile(main)).name
+    script = one_line(Path(inspect.getfile(main)).name)
 
     @functools.wraps(main)
     def run(*args, **more):
         import torch.distributed as dist
 
-        if hasattr(sys.stdout, "reconfigure"):                 # for names that are not UTF-8
-            sys.stdout.reconfigure(errors="backslashreplace")
+        print_all()
         handlers = {kind: signal.getsignal(kind) for kind in SIGNALS}
         handle_signals(interrupt)
         has_checkpoint(False)
@@ -286,23 +293,30 @@ def command(main):
         except KeyboardInterrupt:                              # Run takes it while it is at work
             handle_signals(signal.SIG_IGN)
             say("stopped", NOTHING)
-            sys.exit(STOPPED)
+            leave(STOPPED)
         except BaseException as error:                         # tokenizers' PanicException is no Exception
             fault = as_fault(error, main)
             if fault is None:
                 raise
             if fault.every_rank or is_first_rank():
                 print(clear_bar(sys.stderr) + f"{script}: {fault}", file=sys.stderr, flush=True)
-            if dist.is_initialized():  # a group that lacks a rank may abort an ordinary exit
-                sys.stdout.flush()
-                os._exit(2)
-            sys.exit(2)
+            leave(2)
         finally:
             for kind, handler in handlers.items():
                 signal.signal(kind, handler)
         if dist.is_initialized():
             dist.destroy_process_group()
     return run
+
+
+def leave(code):
+    """Ends the process; at once where a group lacks a rank, which may abort or hang an ordinary exit."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def interrupt(*_):

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 
+from ..printing import one_line
 from .command import is_first_rank, say
 
 QUIET = 2                                                      # seconds without a bar or a line
@@ -23,7 +24,8 @@ def progress(items, name, unit="", **more):
     if not sys.stderr.isatty():
         total = more.get("total", len(items) if hasattr(items, "__len__") else None)
         more |= dict(file=Log(), bar_format=UNKNOWN if total is None else KNOWN, mininterval=QUIET)
-    return tqdm(items, name, leave=False, disable=not is_first_rank(), unit=unit, delay=QUIET, **more)
+    shown = dict(leave=False, disable=not is_first_rank(), unit=unit, delay=QUIET)
+    return tqdm(items, one_line(name), **shown, **more)
 
 
 class Log:
