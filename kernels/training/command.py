@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def put(text, end="\n"):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"{own_name()}: standard output is closed; stopping", file=sys.stderr)
+        if not in_main_thread():                               # the only one in which Python hears signals
+            interrupt()
         signal.raise_signal(signal.SIGTERM)
 
 
@@ -254,10 +257,14 @@ def answer_early(make_parser):
 STOPPED, NOTHING = 130, "before anything was saved"            # exit code of whatever was stopped
 
 
+def in_main_thread():
+    return threading.current_thread() is threading.main_thread()
+
+
 def handle_signals(handler):
     """Ctrl-C, SIGTERM and, unless nohup has it ignored, a closed terminal: one handler, a function or one of
-    each."""
-    for kind in map(signal.Signals, SIGNALS):
+    each. Python lets the main thread alone handle them: in another one they stay whoever's they are."""
+    for kind in map(signal.Signals, SIGNALS if in_main_thread() else ()):
         if kind.name == "SIGINT" or signal.getsignal(kind) is not signal.SIG_IGN:
             signal.signal(kind, handler)
 
@@ -302,8 +309,9 @@ def command(main):
                 print(clear_bar(sys.stderr) + f"{script}: {fault}", file=sys.stderr, flush=True)
             leave(2)
         finally:
-            for kind, handler in handlers.items():
-                signal.signal(kind, handler)
+            if in_main_thread():
+                for kind, handler in handlers.items():
+                    signal.signal(kind, handler)
         if dist.is_initialized():
             dist.destroy_process_group()
     return run
