@@ -1,7 +1,8 @@
 """Everything around a paper that is not the paper; a script imports from the modules by name.
 
 command    flags that are checked, one line for every fault, what is printed
-run        a run: ranks, progress, resume, signals, metrics
+run        a run: progress, resume, signals, metrics
+ranks      its processes: torchrun's variables, and how they meet
 folder     its --out: checked, its code kept, files replaced whole; checksums of what it reads
 state      its state.pt, written whole, compared with the run before it is used
 loop       the order of batches, learning rates, gradients over ranks

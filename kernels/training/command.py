@@ -13,6 +13,8 @@ from pathlib import Path
 
 from .. import versions
 from ..printing import one_line, print_all
+from . import ranks
+from .ranks import is_first_rank
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")    # one line means one
 for name in ("stdin", "stdout", "stderr"):                     # closed: the next file would get its number
@@ -70,10 +72,6 @@ def put(text, end="\n"):
         if not in_main_thread():                               # the only one in which Python hears signals
             interrupt()
         signal.raise_signal(signal.SIGTERM)
-
-
-def is_first_rank():
-    return os.environ.get("RANK", "0") == "0"
 
 
 def own_name():
@@ -248,10 +246,16 @@ def answer_early(make_parser):
         if problem := versions.problem(*versions.OLDEST):
             fail(problem)
         make_parser().parse_args()
+        check_ranks()
     except Fault as fault:
-        if is_first_rank():
+        if fault.every_rank or is_first_rank():
             print(f"{own_name()}: {fault}", file=sys.stderr)
         sys.exit(2)
+
+
+def check_ranks():
+    if problem := ranks.problem():
+        fail(problem, every_rank=True)
 
 
 STOPPED, NOTHING = 130, "before anything was saved"            # exit code of whatever was stopped
@@ -296,6 +300,7 @@ def command(main):
             with warnings.catch_warnings():
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
+                check_ranks()
                 main(*args, **more)
         except KeyboardInterrupt:                              # Run takes it while it is at work
             handle_signals(signal.SIG_IGN)
@@ -321,7 +326,7 @@ def leave(code):
     """Ends the process; at once where a group lacks a rank, which may abort or hang an ordinary exit."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if dist.is_initialized() or ranks.waits():
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

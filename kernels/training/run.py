@@ -12,7 +12,6 @@ A rank's loss is its part of the global loss, so that the gradient, and every nu
 over ranks. Ranks evaluate alike; the first one writes and speaks. torchrun starts them; without it nothing
 distributed happens.
 """
-import datetime
 import itertools
 import json
 import logging
@@ -26,7 +25,7 @@ import transformers
 
 from kernels import choose_impl, similarity_lse
 
-from . import folder, state
+from . import folder, ranks, state
 from .command import STOPPED, Fault, clear_bar, fail, handle_signals, has_checkpoint, put, say
 from .files import stamp
 from .loop import batches
@@ -51,9 +50,8 @@ class Run:
 
     def __init__(self, args, script):
         self.args, self.script, self.out = args, Path(script), Path(args.out)
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
-        self.device = torch.device(gpu or "cpu")
+        self.rank, self.world, self.device = ranks.rank(), ranks.world(), ranks.own_device()
+        gpu = self.device.type == "cuda"
         args.precision = args.precision or ("bf16" if gpu else "fp32")
         self.bf16, self.step, self.due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
@@ -63,8 +61,6 @@ class Run:
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        if gpu and "RANK" in os.environ:
-            torch.cuda.set_device(self.device)
         if not args.evaluate:
             self.prepare(args)
         if gpu and self.bf16:  # tensor cores also for what autocast leaves in float32
@@ -81,9 +77,7 @@ class Run:
         if args.batch_size < self.world:
             fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
         folder.check_out(self.out, args.resume, args.data)
-        if "RANK" in os.environ:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+        ranks.join(self.device)
 
     def begin(self, model, optimizer, total, warmup=0):
         """Starts a folder with the flags and the code that runs, or continues the run that is there.

@@ -9,6 +9,7 @@ import threading
 import torch
 from torch.utils.data import DataLoader
 
+from . import ranks
 from .command import SIGNALS
 
 METHOD = "fork" if sys.platform == "linux" else None           # others import PyTorch for every worker
@@ -17,7 +18,7 @@ METHOD = "fork" if sys.platform == "linux" else None           # others import P
 def cores():
     """That this process may use, where others of the machine have as many."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, there // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, there // ranks.number("LOCAL_WORLD_SIZE", 1))
 
 
 def in_workers(work, items, workers, ahead=2):
