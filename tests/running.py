@@ -5,6 +5,8 @@ import csv
 import importlib
 import io
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import socket
@@ -98,9 +100,18 @@ def free_port():
         return free.getsockname()[1]
 
 
+def forks():
+    """Processes that are forks of one that has imported what conftest.py says: where that one finds it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11's does not get this one's path
+        multiprocessing.forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
 def in_processes(world, name, out, flags):
     """The norms of the gradients of a run in so many processes, as rank 0 has them."""
     arguments = world, free_port(), name, out, flags
+    forks()
     torch.multiprocessing.start_processes(one_of_several, arguments, world, start_method="forkserver")
     return torch.load(out / "norms")
 

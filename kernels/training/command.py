@@ -1,11 +1,13 @@
 """The command line of a script: flags that are checked, one line for every fault, what is printed."""
 import argparse
+import contextlib
 import functools
 import inspect
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -301,7 +303,8 @@ def command(main):
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 check_ranks()
-                main(*args, **more)
+                with second_signal_ends():
+                    main(*args, **more)
         except KeyboardInterrupt:                              # Run takes it while it is at work
             handle_signals(signal.SIG_IGN)
             say("stopped", NOTHING)
@@ -334,6 +337,38 @@ def leave(code):
 
 def interrupt(*_):
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def second_signal_ends():
+    """Python handles a signal between two of its instructions, so never while a process waits in C++ for
+    another one that hangs: where there are several, a thread sees to it that the second signal ends it."""
+    if ranks.world() == 1 or not in_main_thread():
+        yield
+        return
+    (ours, signals), done = socket.socketpair(), threading.Event()
+    signals.setblocking(False)
+    threading.Thread(target=count_signals, args=(ours, done), daemon=True).start()
+    before = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        done.set()
+        signals.close()
+
+
+def count_signals(ours, done):
+    heard = 0
+    while heard < 2 and (number := ours.recv(1)):
+        heard += number[0] in SIGNALS
+    if not done.wait(1):                                       # else Python came to handle it
+        try:
+            if is_first_rank():
+                text = f"stopped  while it waited for another process{as_fault.kept}\n"
+                os.write(1, b"\n" * sys.stdout.isatty() + text.encode())
+        finally:
+            os._exit(STOPPED)
 
 
 def has_checkpoint(there):
