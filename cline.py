@@ -33,7 +33,7 @@ the tokens of all GPUs. --form code brings back what else differs: the vector is
 logistic losses of mean products; RTD has three classes, a deeper head, and scores only words that could have
 been replaced; rates, batch, length and steps are those of its script, which starts from random weights.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, ratio, say
+from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, ratio, say, written
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,7 +182,7 @@ def make_triples(texts, wordnet, args):
 def save_triples(triples, path):
     """A .csv that read_triple reads; labels are start:end:code, in letters of their text."""
     aside = Path(f"{path}.saving")
-    with new_file(aside) as file:
+    with written(path), new_file(aside) as file:
         rows = ((*row[:3], *map(spell_labels, row[3:])) for row in triples)
         csv.writer(file).writerows([TRIPLE, *rows])
     os.replace(aside, path)

@@ -241,9 +241,12 @@ def read(path):
 
 def write(result, path):
     """The file is whole at any time, whatever happens to the run."""
-    with open(f"{path}.part", "w") as file:
-        json.dump(result, file, indent=1)
-    os.replace(f"{path}.part", path)
+    try:
+        with open(f"{path}.part", "w") as file:
+            json.dump(result, file, indent=1)
+        os.replace(f"{path}.part", path)
+    except OSError as error:
+        fail(f"--json {path}: {error.strerror}")
 
 
 def main(argv=None):

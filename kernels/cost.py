@@ -155,8 +155,11 @@ def main(argv=None):
     if args.json:
         about = dict(predicted=True, chip=chip._asdict(), assumed=ASSUMED, torch=torch.__version__,
                      command=" ".join(["python -m kernels.cost", *(argv or sys.argv[1:])]))
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(about | dict(targets=results), file, indent=1, ensure_ascii=False)
+        try:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(about | dict(targets=results), file, indent=1, ensure_ascii=False)
+        except OSError as error:
+            fail(f"--json {args.json}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Nothing is lost, nothing hangs: runs that are stopped at any stage and begun again, two at once, folders
 that vanish, tokens that are damaged, a terminal that closes, a disk and a memory that are full."""
+import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,11 +19,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+import cline
 import simcse
-from kernels import pictures
+from kernels import benchmark, pictures
 from kernels.printing import one_line
-from kernels.training import folder
-from kernels.training.command import Fault, command, fail, handle_signals, put
+from kernels.training import folder, study
+from kernels.training.command import Fault, Flags, command, fail, handle_signals, put
 from kernels.training.progress import progress
 from kernels.training.tokens import tokenise_table
 from running import DATA, GOOD, KEPT, ROOT, SMALL, equal, metrics, refuse, run
@@ -296,6 +299,77 @@ def test_a_full_memory(capfd):
     wanted = f"test_lost.py: the machine's memory is full; lower {flags}\n"
     assert faults(lambda argv=None: torch.empty(2**45), capfd) == wanted
     assert faults(lambda argv=None: bytearray(2**62), capfd) == wanted
+
+
+def no_flags(argv=None):
+    torch.empty(2**45)
+
+
+def test_a_full_memory_without_a_flag_that_helps(monkeypatch, capfd):
+    monkeypatch.setitem(globals(), "make_parser", lambda: Flags("none"))
+    wanted = "test_lost.py: the machine's memory is full; end other programs, or take a machine with more\n"
+    assert faults(no_flags, capfd) == wanted
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file may be larger: this fails as a full disk does, without a name."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+FULL = {"args.json": ("kernels.training.folder.write_whole", 20, "args.json"),
+        "code": ("kernels.training.folder.write_code", 500, "simcse.py"),
+        "tokens": ("simcse.tokenise_table", 20, "tokens"),
+        "metrics": ("simcse.Run.write_metrics", 20, "metrics.jsonl"),
+        "state": ("simcse.Run.save_state", 5_000, "state.pt"),
+        "config": ("kernels.training.evaluation.save", 20, ""),
+        "weights": ("kernels.training.evaluation.save", 10_000, "")}
+
+
+@pytest.mark.parametrize("stage", FULL)
+def test_a_full_disk_is_named(stage, here, monkeypatch, capsys):
+    """By a file of --out, or by --out: where a person sees which disk it is. capsys writes no file."""
+    name, size, path = FULL[stage]
+    module, _, attribute = name.rpartition(".")
+    owner = sys.modules.get(module) or simcse.Run
+    real, limit = getattr(owner, attribute), contextlib.ExitStack()
+
+    def full(*args, **more):
+        if stage != "args.json" or args[0].name == stage:
+            limit.enter_context(full_disk(size))
+        return real(*args, **more)
+    monkeypatch.setattr(owner, attribute, full)
+    with limit, pytest.raises(SystemExit, match="2"):
+        simcse.main([*FLAGS, "--out", "out"])
+    found = re.fullmatch(r"simcse\.py: (.*?): .*File too large.*\n", capsys.readouterr().err)
+    assert Path(found[1]) == Path("out", path)
+
+
+def study_of_nothing():
+    study.study({}, SimpleNamespace(pooling="avg"), [], "full.json")
+
+
+@pytest.mark.parametrize("write, path", [
+    (lambda: cline.save_triples([("a", "b", "c")] * 9, Path("full.csv")), "full.csv"),
+    (study_of_nothing, "full.json"), (lambda: put("A line of a log. " * 9), "standard output")])
+def test_a_full_disk_elsewhere(write, path, here, monkeypatch, capsys):
+    with open("log", "w") as log, full_disk(20), pytest.raises(SystemExit, match="2"):
+        if path == "standard output":
+            monkeypatch.setattr(sys, "stdout", log)
+        command(lambda argv=None: write())()
+    monkeypatch.undo()
+    assert capsys.readouterr().err == f"test_lost.py: {path}: File too large\n"
+
+
+def test_a_full_disk_under_the_benchmark(here, capsys):
+    with full_disk(20), pytest.raises(SystemExit, match="2"):
+        benchmark.write(dict(rows=["a row" * 9]), "full.json")
+    assert capsys.readouterr().err.endswith(": --json full.json: File too large\n")
 
 
 def test_a_full_disk_under_a_tokenizer(bert, tmp_path, capfd):

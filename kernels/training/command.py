@@ -67,7 +67,8 @@ def show(label, text):
 def put(text, end="\n"):
     """print, to someone who may have gone: then the run stops as by a signal, and is saved."""
     try:
-        print(text, end=end, flush=True)
+        with written("standard output"):
+            print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"{own_name()}: standard output is closed; stopping", file=sys.stderr)
@@ -376,6 +377,16 @@ def has_checkpoint(there):
     as_fault.kept = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
 
 
+@contextlib.contextmanager
+def written(path):
+    """What fails within failed to write this file or folder, unless it names another: as_fault says so."""
+    try:
+        yield
+    except Exception as error:
+        error.written = getattr(error, "written", path)
+        raise
+
+
 FULL = "[Cc]an('|no)t allocate memory|could not create a primitive|ThreadPoolBuildError"
 
 
@@ -389,10 +400,13 @@ def as_fault(error, main):
     if isinstance(error, Fault):
         return error
     usage, kept = main.__globals__["make_parser"]().format_usage(), as_fault.kept
+    path = getattr(error, "written", None)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or re.search(FULL, str(error)):
-        flags = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in usage]
+        lower = "--chunk-size", "--batch-size", "--max-length", "--ranks"
+        flags = " or ".join(flag for flag in lower if re.search(rf"{flag}\b", usage))
+        mend = f"lower {flags}" if flags else "end other programs, or take a machine with more"
         whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
-        return Fault(f"the {whose} memory is full; lower {' or '.join(flags)}{kept}", every_rank=True)
+        return Fault(f"the {whose} memory is full; {mend}{kept}", every_rank=True)
     if "more than 1 value per channel" in str(error):
         flags = [flag for flag in ("--batch-size", "--chunk-size", "--bn-splits") if flag in usage]
         return Fault("batch norms see a single value of each channel; wanted more pictures at a time: see "
@@ -400,14 +414,14 @@ def as_fault(error, main):
     # torch.save hides what the disk said, tokenizers and safetensors have exceptions of their own for it
     disk = error if isinstance(error, OSError) else error.__context__
     if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
-        file = f"{disk.filename}: " if disk.filename else ""
-        return Fault(f"{file}{disk.strerror or disk}{kept}", every_rank=True)
+        file = disk.filename2 or disk.filename or path         # of two, it is the second that is written
+        return Fault(f"{file}: " * bool(file) + f"{disk.strerror or disk}{kept}", every_rank=True)
     if re.search(r"DataLoader worker \(pid|shared memory", str(error)):
         full = "; /dev/shm is full" * ("shared memory" in str(error))
         return Fault(f"a process that decoded pictures was killed, perhaps for want of memory{full}; "
                      f"try fewer --workers{kept}", every_rank=True)
     if isinstance(error, SafetensorError) or re.search(r"\(os error \d+\)", str(error)):
-        return Fault(f"{error}{kept}", every_rank=True)
+        return Fault(f"{path}: " * bool(path) + f"{error}{kept}", every_rank=True)
     lost = re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error))
     if isinstance(error, RuntimeError) and dist.is_initialized() and lost:
         what = str(error).splitlines()[0][:80]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
-from .command import fail
+from .command import fail, written
 
 RUNNING = ".running"  # in --out from the start of a run to its end; locked while its process lives
 
@@ -97,7 +97,9 @@ def write_code(out, script, flags):
     with new_file(out / script.name, "wb") as file:
         file.write(script.read_bytes())
     shutil.rmtree(out / "training", ignore_errors=True)
-    shutil.copytree(Path(__file__).parent, out / "training", ignore=shutil.ignore_patterns("__pycache__"))
+    (out / "training").mkdir()
+    for file in Path(__file__).parent.glob("*.py"):
+        shutil.copy(file, out / "training")
     write_whole(out / "args.json", json.dumps(flags, indent=1))
 
 
@@ -138,7 +140,7 @@ def one_text(value):
 def write_whole(path, text):
     """Written aside, then renamed: whoever reads it, after a kill too, finds the old text or the new one."""
     aside = path.with_name(path.name + ".tmp")
-    with new_file(aside) as file:
+    with written(path), new_file(aside) as file:
         file.write(text)
         sync(file)
     os.replace(aside, path)
@@ -157,10 +159,12 @@ def new_files(run):
     aside = run.out / ".saving"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    yield aside
+    with written(run.out):
+        yield aside
     for path in [path for path in aside.rglob("*") if path.is_file()]:
         with open(path, "rb+") as file:
-            sync(file)
+            with written(run.out):
+                sync(file)
         target = run.out / path.relative_to(aside)
         target.parent.mkdir(exist_ok=True)
         os.replace(path, target)

@@ -26,7 +26,7 @@ import transformers
 from kernels import choose_impl, similarity_lse
 
 from . import folder, ranks, state
-from .command import STOPPED, Fault, clear_bar, fail, handle_signals, has_checkpoint, put, say
+from .command import STOPPED, Fault, clear_bar, fail, handle_signals, has_checkpoint, put, say, written
 from .files import stamp
 from .loop import batches
 from .pretrained import first_not_finite
@@ -144,7 +144,8 @@ class Run:
                 self.report()
             if self.due or stop:
                 self.progress["step"], began = step, self.clock.seconds()
-                self.save_state()
+                with written(self.out / "state.pt"):
+                    self.save_state()
                 self.clock.evaluated(self.clock.seconds() - began, count=0)
             if stop:
                 kept = "saved; --resume continues" if args.keep_state != "never" else "--keep-state never"
@@ -245,10 +246,11 @@ class Run:
 
     def write_metrics(self, row):
         folder.check_lock(self.out, self.lock)
-        with open(self.out / "metrics.jsonl", "a") as file:
+        with written(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
             folder.sync(file)
-        self.tracker.log(row)
+        with written(self.out):
+            self.tracker.log(row)
 
     def save_state(self):
         """state.pt: see module state."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from .command import fail, is_first_rank, say
+from .command import fail, is_first_rank, say, written
 from .encoders import build_encoder, describe_model, in_order
 from .folder import new_file
 from .progress import progress
@@ -71,7 +71,7 @@ def study(encoders, model, pairs, path):
         say("study", f"{layer:5}" + "".join("  " + "".join(f"{x:8.2f}" for x in row) for row in rows))
     if path and is_first_rank():
         aside = Path(f"{path}.tmp")
-        with new_file(aside) as file:
+        with written(path), new_file(aside) as file:
             file.write(json.dumps(tables | {"poolings": poolings}))
         os.replace(aside, path)                                # at once whole
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .command import fail, is_first_rank, say
+from .command import fail, is_first_rank, say, written
 from .folder import sync
 
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers
@@ -45,7 +45,8 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
         if folder.is_dir():
             say(name, f"damaged in {run.out}: made anew")
             shutil.rmtree(folder)
-        write_tokens(table, model, longest, folder)
+        with written(folder):
+            write_tokens(table, model, longest, folder)
     if run.world > 1:
         dist.barrier()
     if not folder.is_dir():
