@@ -165,6 +165,49 @@ def test_two_runs_in_one_folder(here, monkeypatch, capfd):
     assert len(metrics(Path("out"))) == 3 and not Path("out", folder.RUNNING).exists()
 
 
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_a_run_that_locks_the_folder_meanwhile(resume, here, monkeypatch, capfd):
+    """Its damaged state is none of the second one's business."""
+    real, first = simcse.build_model, []
+
+    def meanwhile(*args):
+        Path("out").mkdir()
+        Path("out", folder.RUNNING).touch()
+        Path("out", "args.json").write_text('{"seed": 1}')
+        first.append(subprocess.Popen([sys.executable, "-c", HOLD, Path("out", folder.RUNNING)],
+                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        first[0].stdout.readline()
+        return real(*args)
+    monkeypatch.setattr("simcse.build_model", meanwhile)
+    try:
+        with pytest.raises(SystemExit, match="2"):
+            simcse.main([*FLAGS, "--out", "out", *resume])
+    finally:
+        first[0].kill()
+        first[0].wait()
+    wanted = r"simcse\.py: --out out: another process is at work in it; .*\n"
+    assert re.fullmatch(wanted, capfd.readouterr().err)
+    assert {path.name for path in Path("out").iterdir()} == {folder.RUNNING, "args.json"}
+
+
+@pytest.mark.parametrize("there", [["args.json"], ["args.json", folder.RUNNING], ["state.pt"]])
+def test_a_run_that_is_begun_in_the_folder_meanwhile(there, here, monkeypatch, capfd):
+    """It is over, or was killed, when the second one comes to lock the folder."""
+    real = simcse.build_model
+
+    def meanwhile(*args):
+        Path("out").mkdir()
+        for name in there:
+            Path("out", name).write_text('{"seed": 1}')
+        return real(*args)
+    monkeypatch.setattr("simcse.build_model", meanwhile)
+    with pytest.raises(SystemExit, match="2"):
+        simcse.main([*FLAGS, "--out", "out"])
+    wanted = r"simcse\.py: --out out: another run was begun in it while this one was starting; name .*\n"
+    assert re.fullmatch(wanted, capfd.readouterr().err)
+    assert sorted(path.name for path in Path("out").iterdir()) == sorted(there)
+
+
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_folder_that_is_removed_meanwhile(anew, here, monkeypatch, capfd):
     """Nothing is saved elsewhere, nor into a folder that has come in its place."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
-from .command import fail, written
+from .command import Fault, fail, written
 
 RUNNING = ".running"  # in --out from the start of a run to its end; locked while its process lives
 
@@ -66,12 +66,33 @@ def check_files(folder, named):
             fail(f"{named}: {path.name} is a pipe or a device; wanted a file")
 
 
+@contextlib.contextmanager
+def locked(out, resume, rank=0):
+    """The first rank locks the folder, before what is in it is read; a Fault within leaves it as it was.
+    Without resume a folder is refused in which another run was begun since check_out."""
+    file = lock(out) if rank == 0 else None
+    try:
+        if file and has_run(out) and not resume:
+            fail(f"--out {out}: another run was begun in it while this one was starting; name another folder")
+        yield file
+    except Fault:
+        if file and file.mode == "x":                          # which this process has made
+            (out / RUNNING).unlink()
+        raise
+
+
+def has_run(out):
+    return any((out / name).is_file() for name in ("state.pt", "args.json"))
+
+
 def lock(out):
     """The open file that shows the run at work in a folder. No second process can lock it, and a dead one
     does not hold it."""
     out.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)              # as it is: nothing is cut off
-    file = open(os.open(out / RUNNING, flags, 0o666), "r+")
+    try:
+        file = open(out / RUNNING, "x")
+    except FileExistsError:                                    # its content stays: it may be another's, too
+        file = open(os.open(out / RUNNING, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+")
     try:
         import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

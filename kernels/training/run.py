@@ -98,13 +98,11 @@ class Run:
             say("note", f"the learning rate rises for {warmup:,} steps, but the run has {total:,}: it never "
                         f"reaches --lr; lower {flag}, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
-        rows, begun = [], any((self.out / name).is_file() for name in ("state.pt", "args.json"))
-        if begun:
-            rows = self.load_state()
+        with folder.locked(self.out, args.resume, self.rank) as self.lock:
+            rows = self.load_state() if args.resume and folder.has_run(self.out) else []
         if args.resume and not self.step:
             say("resume", f"no checkpoint in {args.out} yet: from the beginning")
         if self.rank == 0:
-            self.lock = folder.lock(self.out)
             folder.write_whole(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
                 folder.write_code(self.out, self.script, self.flags())
