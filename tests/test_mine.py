@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import simcse
-from kernels.training import mine
+from kernels.training import command, mine
+from kernels.training.command import Fault
 from kernels.training.tables import read_table
 from running import SMALL, metrics, refuse
 
@@ -125,6 +126,15 @@ def test_simcse_trains_on_the_file(here, bert, capsys):
     assert "supervised: 3 rows (anchor anchor" in capsys.readouterr().out and metrics(Path("out"))
 
 
+def test_ranks_that_no_memory_holds(monkeypatch):
+    rows, _, *sides = pairs(False)
+    monkeypatch.setattr(command, "memory", lambda: 35_000)
+    wanted = "--ranks 2 9: .* candidates of 60 rows at a time would need .* GB of memory, this machine has .*"
+    with pytest.raises(Fault, match=wanted):
+        mine.mine(rows, *sides, arguments("--ranks", 2, 9))
+    mine.mine(rows, *sides, arguments("--ranks", 2, 3))
+
+
 @pytest.mark.parametrize("flags, wanted", [
     ("--data one.csv", r"one\.csv line 1: 1 column, wanted anchor, positive and any hard negatives"),
     ("--data broken.json --out out.tsv", r"broken\.json item 1: a tab or a line break, which --out .tsv .*"),
@@ -134,6 +144,7 @@ def test_simcse_trains_on_the_file(here, bert, capsys):
     ("--out out.txt", r"--out out\.txt: wanted a name that ends in \.csv, \.tsv or \.jsonl"),
     ("--out none/out.csv", r"--out none/out\.csv: none is no folder that can be written"),
     ("--negatives 3", r"good\.csv: 3 different positives, wanted more than --negatives 3"),
+    ("--ranks 1 100000000", r"good\.csv: 3 different positives, wanted more than LAST of --ranks 1 .*"),
     ("--min-score 0.9 --max-score 0.1", r"good\.csv: nothing to write, all rows have fewer than 1 .*")])
 def test_faults(here, capfd, monkeypatch, flags, wanted):
     model = SimpleNamespace(device=torch.device("cpu"), bf16=False, prompts=("",))

@@ -30,9 +30,10 @@ import re
 import time
 from pathlib import Path
 
-from .command import Flags, answer_early, at_least, command, fail, say
+from .command import Flags, afford, answer_early, at_least, command, fail, say
 
 BLOCK = 4096                                                   # rows that are searched at a time
+CANDIDATE = 64                                                 # bytes for each of a row, about
 KINDS = (".csv", ".tsv", ".jsonl")
 
 
@@ -168,6 +169,9 @@ def mine(rows, q, k, args):
     (_, anchors), (pool, positives) = (rows[:, i].unique(return_inverse=True) for i in (0, 1))
     barred = (anchors[:, None] * stride + rows).unique()       # sorted pairs of anchor and text
     bars = (barred // stride).bincount()
+    most = min(len(k), last + bars.max().item())
+    afford(f"--ranks {first} {last}: {most:,} candidates of {min(BLOCK, len(rows)):,} rows at a time",
+           CANDIDATE * most * min(BLOCK, len(rows)))
     with progress(None, "searching", total=len(rows), unit=" rows") as bar:
         for anchor, own in zip(anchors.split(BLOCK), positives.split(BLOCK)):
             positive = (q[anchor].float() * k[own].float()).sum(1)
@@ -242,6 +246,9 @@ def main(argv=None):
     anchors, pool = rows[:, 0].unique(), rows[:, 1].unique()
     if len(pool) <= args.negatives:
         fail(f"{args.data}: {len(pool)} different positives, wanted more than --negatives {args.negatives}")
+    if len(pool) <= args.ranks[1]:
+        fail(f"{args.data}: {len(pool)} different positives, wanted more than LAST of --ranks "
+             f"{' '.join(map(str, args.ranks))}")
     model, start = load_model(args), time.monotonic()
     (q, k), middle = embed(model, texts, anchors, pool), time.monotonic()
     say("embed", f"{len(texts):,} texts in {middle - start:.1f} s")
