@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 import simcse
+from kernels.training import command
 from kernels.training.command import COMMON, Fault, Flags
 from kernels.training.progress import progress
 from running import ROOT, SMALL, refuse
@@ -50,6 +51,15 @@ for name in sys.argv[1:]:
     ends = [line for line in done.stdout.splitlines() if re.fullmatch(r"[\w.]+ \d", line)]
     assert ends == [f"{name} {code}" for name in names for code in (0, 2)], done.stderr
     assert len(names) == 11 and done.stderr.count("\n") == 11
+
+
+def test_without_docstrings(monkeypatch, capfd):
+    """transformers reads them."""
+    monkeypatch.setattr(command, "handle_signals", lambda handler: None)
+    monkeypatch.setattr(sys, "flags", Mock(optimize=2))
+    with pytest.raises(SystemExit, match="2"):
+        command.answer_early(simcse.make_parser)
+    assert ": python -OO, or PYTHONOPTIMIZE=2, drops docstrings" in capfd.readouterr().err
 
 
 def test_data_is_required(here, capfd):

@@ -248,6 +248,8 @@ def answer_early(make_parser):
     try:
         if problem := versions.problem(*versions.OLDEST):
             fail(problem)
+        if sys.flags.optimize > 1:
+            fail("python -OO, or PYTHONOPTIMIZE=2, drops docstrings, which transformers reads; leave it out")
         make_parser().parse_args()
         check_ranks()
     except Fault as fault:
