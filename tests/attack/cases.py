@@ -35,6 +35,7 @@ sys.path[:0] = [folder for folder in map(str, (ROOT, ROOT / "tests")) if folder 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from kernels.printing import one_line  # noqa: E402
 from running import DATA, NLI, equal, small_bert  # noqa: E402, F401
 
 TEXT = "--model scratch --batch-size 4 --steps 1"
@@ -70,6 +71,7 @@ class Case:
     beside    whether the same command is at work there already
     kept      names of files that must stay as they are
     says      what a refusal must say, a regular expression
+    env       variables of its environment; None: one that it lacks
     """
     category: str
     name: str
@@ -88,6 +90,7 @@ class Case:
     beside: bool = False
     kept: tuple = ()
     says: str = ""
+    env: dict = field(default_factory=dict)
 
 
 # ── processes ──
@@ -95,17 +98,18 @@ class Case:
 FORKS = multiprocessing.get_context("forkserver")
 
 
-def start(script, argv, folder, said, at=None, limit=None, bound=False):
+def start(script, argv, folder, said, at=None, limit=None, bound=False, env=()):
     """The script in a fork, in this folder; it speaks into files whose names begin with said."""
     multiprocessing.set_forkserver_preload([*SCRIPTS, "transformers.models.bert.modeling_bert"])
     argv = [*SCRIPTS[script], "--out", "out", *map(str, argv)]
-    process = FORKS.Process(target=play, args=(script, argv, folder, said, at, limit, bound))
+    process = FORKS.Process(target=play, args=(script, argv, folder, said, at, limit, bound, env))
     process.start()
     return process
 
 
-def play(script, argv, folder, said, at, limit, bound):
+def play(script, argv, folder, said, at, limit, bound, env):
     os.setpgrp()                                               # with the processes that it starts
+    change_environment(os.environ, dict(env))
     os.chdir(folder)
     multiprocessing.set_start_method(None, force=True)         # what a script's own processes start by
     for number, (name, how) in enumerate([("in", os.O_RDONLY | os.O_CREAT), *[
@@ -133,6 +137,13 @@ def play(script, argv, folder, said, at, limit, bound):
         Path(f"{said}.kB").write_text(str(max(use.ru_maxrss for use in used)))
 
 
+def change_environment(there, env):
+    for name, value in env.items():
+        there.pop(name, None)
+        if value is not None:
+            there[name] = value
+
+
 def watch(name, action, reached):
     def call(frame, event, _):
         code = frame.f_code
@@ -147,6 +158,7 @@ def start_alone(case, folder, said):
     """In a process of its own, from the shell."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    change_environment(env, case.env)
     script = [sys.executable, ROOT / f"{case.script}.py", *SCRIPTS[case.script], "--out", "out", *case.argv]
     command = ["sh", "-c", f'exec "$@" {case.shell.strip("|")}', "sh", *map(str, script)]
     with open(f"{said}.out", "w") as out, open(f"{said}.err", "w") as err:
@@ -266,7 +278,7 @@ def outcome(case):
         if case.shell is not None:
             process = start_alone(case, here, said)
         else:
-            process = start(case.script, case.argv, here, said, case.at, case.limit, case.bound)
+            process = start(case.script, case.argv, here, said, case.at, case.limit, case.bound, case.env)
         code, first_code, (out, err) = end(process), first and end(first), texts(said)
         fault = (judged(case, code, out, err, here, before)
                  or kept != [(here / name).read_bytes() for name in case.kept] and "it changes a kept file"
@@ -298,6 +310,7 @@ def listing(folder):
 
 def judged(case, code, out, err, here, before):
     """Why it is neither a refusal in one line, with nothing written, nor a right result; or None."""
+    err = re.sub("\n*libgomp: [^\n]*\n", "", err)              # of OMP_NUM_THREADS, before Python begins
     after, folder = listing(here), here / out_of(case.argv)
     written = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     whole = all(is_whole(path) for path in written if folder in path.parents)
@@ -305,6 +318,11 @@ def judged(case, code, out, err, here, before):
         return "it runs what lies in the data"
     if code is None:
         return "it hangs"
+    if any(letter != one_line(letter) for letter in (out + err).replace("\n", "")):
+        return "letters that steer a terminal"
+    full = re.search("File too large|No space left", err)
+    if full and not re.match(r"\w+\.py: (out|half|standard output)\b", err):
+        return "no word of what could not be written"
     if case.wanted == "stopped":
         last = (["", *out.splitlines()][-1] + err) if case.shell != "|" else err
         right = re.fullmatch("stopped [^\n]+|[^\n]+: standard output is closed; stopping\n", last) and whole
