@@ -115,7 +115,7 @@ def check_lock(out, file):
 
 def write_code(out, script, flags):
     """The flags and the code that runs, so that a result knows what it came from."""
-    with new_file(out / script.name, "wb") as file:
+    with written(out / script.name), new_file(out / script.name, "wb") as file:
         file.write(script.read_bytes())
     shutil.rmtree(out / "training", ignore_errors=True)
     (out / "training").mkdir()
