@@ -100,7 +100,7 @@ from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import describe_table, empty_cell, plain, read_table
-from kernels.training.tokens import grouped, pad
+from kernels.training.tokens import grouped, letters_of, pad, portions
 from kernels.training.wordnet import WORD, WordNet, inflect, load_tagger, tag_words  # noqa: F401 - inflect
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -227,9 +227,8 @@ def token_labels(text, words, encoding, replaced, args):
 def tokenise_triples(triples, model, args):
     """([(ids, ids, ids, labels, labels, place in triples)], how many texts were cut). Rows of which two texts
     are equal are left out."""
-    rows, cut, how = [], 0, dict(truncation=True, max_length=args.max_length)
-    for first in range(0, len(triples), 10_000):
-        part = triples[first : first + 10_000]
+    rows, cut, first, how = [], 0, 0, dict(truncation=True, max_length=args.max_length)
+    for part in portions(triples, lambda row: letters_of(row[:3])):
         views = [model.tokenizer([row[i] for row in part], **how).encodings for i in range(3)]
         for place, (row, *encodings) in enumerate(zip(part, *views), first):
             ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -238,6 +237,7 @@ def tokenise_triples(triples, model, args):
                 continue
             labels = (token_labels(row[i], row[i + 2], encodings[i], i, args) for i in (1, 2))
             rows.append((*ids, *labels, place))
+        first += len(part)
     return rows, cut
 
 

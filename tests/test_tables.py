@@ -173,30 +173,6 @@ def test_rows_in_memory_that_python_cannot_spell():
             read_table(Table([["A"], [cell]]))
 
 
-def test_parquet(tmp_path, monkeypatch):
-    """By a package that may be missing: what is asked of it."""
-    class ParquetFile:
-        schema_arrow = SimpleNamespace(names=["a", "b"])
-
-        def __init__(self, file):
-            if file.read() != b"good":
-                raise ValueError("no magic bytes\nsecond line")
-
-        def iter_batches(self, size):
-            return [SimpleNamespace(to_pylist=lambda: [{"a": "A", "b": 1}]) for _ in range(2)]
-
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(ParquetFile=ParquetFile))
-    (tmp_path / "good.parquet").write_bytes(b"good")
-    header, table = read_table(tmp_path / "good.parquet")
-    assert header == ["a", "b"] and list(table) == [("row 1", ["A", "1"]), ("row 2", ["A", "1"])]
-    (tmp_path / "bad.parquet").write_bytes(b"bad")
-    faults = dict(bad="no magic bytes; write it anew, or as .jsonl", none="No such file or directory")
-    for name, fault in faults.items():
-        with pytest.raises(Fault, match=rf"{name}\.parquet: {fault}$"):
-            read_table(tmp_path / f"{name}.parquet")
-
-
 @pytest.fixture
 def alarm():
     """What hangs fails."""

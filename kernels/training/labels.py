@@ -15,6 +15,7 @@ from .progress import progress
 from .run import Run
 from .sts import spearman
 from .tables import empty_cell, listed, plain, read_table
+from .tokens import letters_of, portions
 
 
 def find_columns(path, args):
@@ -47,13 +48,14 @@ def tokenise_texts(rows, model, longest):
     done, cut = [], 0
     takes = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in takes]
-    parts = range(0, len(rows), 10_000)  # a million at once would hold tens of gigabytes
-    for start in progress(parts, "tokenising", " x 10,000 rows"):
-        texts, labels = zip(*rows[start : start + 10_000])
+    bar = progress(rows, "tokenising", " rows")
+    for part in portions(bar, lambda row: letters_of(row[0])):
+        texts, labels = zip(*part)
         encoded = model.tokenizer(*map(list, zip(*texts)), truncation=True, max_length=longest)
         done += [({name: np.array(encoded[name][i], np.int32) for name in names}, label)
                  for i, label in enumerate(labels)]
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        del encoded                                            # before there are others
     return done, cut
 
 

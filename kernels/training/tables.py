@@ -11,10 +11,11 @@ from pathlib import Path
 
 from .columns import RANKING, SENTENCES  # noqa: F401 - for others, too
 from .columns import any_names, by_role, listed, plain, twice, unlike_texts
-from .command import Fault, fail, say
-from .files import LONGEST, opened, read_lines, stamp, unchanged
+from .command import fail, say
+from .files import LONGEST, read_lines, stamp, unchanged
 from .in_memory import rows_of
 from .looks import Sample
+from .parquet import read_parquet
 
 KINDS = (".txt", ".csv", ".tsv", ".json", ".jsonl", ".parquet")
 PEEK = 21                                                      # rows that tell whether the first is a header
@@ -229,8 +230,9 @@ def is_cell(cell):
 
 def odd_letter(cells):
     """What some of these cannot hold, though JSON and rows in memory can spell it; or None."""
-    text = "".join(cell for cell in cells if isinstance(cell, str))
-    if half := re.search("[\ud800-\udfff]", text):
+    text = "".join(cell if isinstance(cell, str) else "".join(cell) for cell in cells
+                   if isinstance(cell, str) or is_texts(cell))
+    if half := not text.isascii() and re.search("[\ud800-\udfff]", text):
         return f"half of a letter, {half.group()!a}; mend it, or delete the row"
     return "a NUL character; delete it" if "\0" in text else None
 
@@ -241,26 +243,6 @@ def spell(row):
         return str(row)
     except (ValueError, RecursionError):
         return type(row).__name__
-
-
-def read_parquet(path):
-    """Yields the rows of a .parquet, as dicts."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        fail(f"{path}: a .parquet wants the package pyarrow; pip install pyarrow, or write it as .jsonl")
-    with opened(path) as file:
-        try:
-            table = ParquetFile(file)
-            if doubled := twice(table.schema_arrow.names):
-                fail(f"{path}: two columns are called {doubled}")
-            for part in table.iter_batches(10_000):
-                yield from part.to_pylist()
-        except Fault:
-            raise
-        except Exception as error:                             # whatever pyarrow makes of a damaged file
-            found = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            fail(f"{path}: {found}; write it anew, or as .jsonl")
 
 
 def read_rows(table):

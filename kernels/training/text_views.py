@@ -7,7 +7,6 @@ of a document             spans: Giorgi et al. 2021 (DeCLUTR)
 
 Every random number comes from PyTorch's generator of the rank: --resume and --chunk-size repeat them.
 """
-import itertools
 import random
 from contextlib import ExitStack
 
@@ -17,7 +16,7 @@ import torch
 from .adversarial import changed, noise
 from .command import fail, say
 from .progress import progress
-from .tokens import WHOLE, tokenise
+from .tokens import WHOLE, portions, tokenise
 from .view_flags import EMBEDDINGS, WORDS
 from .wordnet import WordNet, tag_words
 
@@ -128,7 +127,7 @@ class TextViews:
         need, lengths = 2 * self.args.anchors * self.longest, []
         bar = progress(table, "documents")
         texts = (self.model.prompted(cells)[0] for _, cells in bar)
-        while part := list(itertools.islice(texts, 1000)):
+        for part in portions(texts, rows=1000):
             rows, _ = tokenise(part, self.model.tokenizer, WHOLE)
             lengths += [len(row) - self.first - self.last for row in rows]
         self.kept = [i for i, length in enumerate(lengths) if length >= need]

@@ -16,6 +16,31 @@ from .folder import sync
 # of 768, from 25 to 400 alike); CUDA: an estimate.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 WHOLE = 2**31 - 1                                              # tokens that no text has
+ROWS, LETTERS = 10_000, 2**21                                  # tokenised at a time: a letter takes 100 bytes
+
+
+def portions(items, letters=len, rows=ROWS):
+    """Yields lists of the items, in their order, that can be tokenised at once: a million sentences, or a
+    thousand long ones, would hold tens of gigabytes.
+
+    items       an iterable
+    letters     a function of an item: how many it has; a list has at most LETTERS, unless of one item
+    rows        the most items of a list
+    """
+    part, size = [], 0
+    for item in items:
+        more = letters(item)
+        if part and (len(part) == rows or size + more > LETTERS):
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += more
+    if part:
+        yield part
+
+
+def letters_of(texts):
+    return sum(map(len, texts))
 
 
 def tokenise(sentences, tokenizer, longest):
@@ -24,10 +49,11 @@ def tokenise(sentences, tokenizer, longest):
     nothing = [tokenizer.pad_token_id or 0]  # of a text without tokens, where there are no special ones
     backend.no_padding()
     backend.enable_truncation(longest, direction=tokenizer.truncation_side)
-    for start in range(0, len(sentences), 10_000):  # a million at once would hold tens of gigabytes
-        encoded = backend.encode_batch_fast(sentences[start : start + 10_000])
+    for part in portions(sentences):
+        encoded = backend.encode_batch_fast(part)
         rows += [np.array(encoding.ids or nothing, np.int32) for encoding in encoded]
         cut += sum(bool(encoding.overflowing) for encoding in encoded)
+        del encoded                                            # before there are others
     return rows, cut
 
 
@@ -61,12 +87,13 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
 def write_tokens(table, model, longest, folder):
     """Files of all `ids`, one sentence behind the other, and of where sentences end, a 0 first; and what they
     are known by."""
-    aside, rows, done, cut, count = folder.with_suffix(".tmp"), iter(table), 0, 0, 0
+    aside, done, cut, count = folder.with_suffix(".tmp"), 0, 0, 0
+    rows = (model.prompted(cells) for _, cells in table)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
         ends.write(bytes(8))
-        while part := [model.prompted(cells) for _, cells in itertools.islice(rows, 10_000)]:
+        for part in portions(rows, letters_of):
             sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, longest)
             places = done + np.cumsum([len(sentence) for sentence in sentences])
             ids.write(np.concatenate(sentences).tobytes())
