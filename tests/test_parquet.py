@@ -50,10 +50,11 @@ def test_what_is_asked_of_the_package(tmp_path, monkeypatch):
 
 
 def planned(*sizes, rows, kind="BYTE_ARRAY"):
-    columns = [SimpleNamespace(total_uncompressed_size=size, physical_type=kind, path_in_schema=f"c{i}", num_values=rows,
-                               encodings=("PLAIN",))
+    about = dict(physical_type=kind, num_values=rows, encodings=("PLAIN",))
+    columns = [SimpleNamespace(total_uncompressed_size=size, path_in_schema=f"c{i}", **about)
                for i, size in enumerate(sizes)]
-    return plan("a.parquet", SimpleNamespace(num_rows=rows, num_columns=len(sizes), column=columns.__getitem__))
+    group = SimpleNamespace(num_rows=rows, num_columns=len(sizes), column=columns.__getitem__)
+    return plan("a.parquet", group)
 
 
 @pytest.mark.parametrize("sizes, rows, wanted", [
@@ -65,7 +66,7 @@ def test_rows_of_a_batch(sizes, rows, wanted):
 
 
 def test_a_column_that_no_memory_holds():
-    with pytest.raises(Fault, match=r"a\.parquet: column c1 would need .* GB of memory, this machine has .* GB"):
+    with pytest.raises(Fault, match=r"a\.parquet: column c1 would need .* GB of memory, this machine has "):
         planned(MB, 2**60, rows=9)
 
 
