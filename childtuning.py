@@ -105,7 +105,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
-from kernels import check_rows, gather_rows, own_rows, sup_con_loss
+from kernels import check_rows, checks, gather_rows, own_rows, sup_con_loss
 from kernels.training import labels
 from kernels.training.adversarial import adversarial_views
 from kernels.training.labels import classify, classify_vectors, evaluate, make_batch, mask_of, tokenise_texts
@@ -230,10 +230,11 @@ def compute_ood_loss(model, batch, rows, args):
 
 def task_loss(logits, labels):
     """Mean cross entropy of logits (N, C), int64 labels (N,), or squared error of (N, 1) and float (N,)."""
-    is_float = torch.is_tensor(labels) and labels.is_floating_point()
-    columns = {"C": 1} if is_float else {}
-    check_rows(logits=(logits, "N C"), labels=(labels, "N", float if is_float else int), **columns)
-    return F.mse_loss(logits[:, 0], labels) if is_float else F.cross_entropy(logits, labels.long())
+    checks.check_dense("labels", labels)
+    one = {"C": 1} if torch.is_tensor(labels) and labels.dtype in checks.FLOATS else {}       # in regression
+    check_rows(logits=(logits, "N C"), labels=(labels, "N", float if one else int), **one)
+    checks.check_index("labels", labels, logits.shape[1], -100)
+    return F.mse_loss(logits[:, 0], labels) if one else F.cross_entropy(logits, labels.long())
 
 
 def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
@@ -248,8 +249,8 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
     source             Liang, Wu et al. 2021
     """
     check_rows(logits1=(logits1, "N C"), logits2=(logits2, "N C"))
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: {form!r}, wanted paper or code")
+    checks.check_number("alpha", alpha, device=logits1.device)
+    checks.check_choice("form", form, "paper", "code")
     tasks = task_loss(logits1, labels) + task_loss(logits2, labels)
     if labels.is_floating_point():
         apart = (logits1 - logits2)[:, 0].square()
@@ -283,10 +284,9 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper"):
     source       Zeng et al. 2021
     """
     check_rows(z=(z, "N D"), z_adv=(z_adv, "N D"), labels=(labels, "N", int))
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: {form!r}, wanted paper or code")
-    if not temperature > 0:
-        raise ValueError(f"temperature: {temperature}, wanted a number above 0")
+    checks.check_alike(z=z, z_adv=z_adv)
+    checks.check_temperature(temperature, z.device)
+    checks.check_choice("form", form, "paper", "code")
     z, z_adv = F.normalize(z, dim=1), F.normalize(z_adv, dim=1)
     if form == "paper":
         return sup_con_loss(torch.stack([z, z_adv], 1), labels, temperature, temperature)

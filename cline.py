@@ -91,7 +91,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM
 
-from kernels import own_rows
+from kernels import check_rows, checks, own_rows
 from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
 from kernels.training.folder import new_file
 from kernels.training.layout import load_line, save
@@ -334,11 +334,9 @@ def contrastive_loss(original, synonym, antonym, form="paper"):
     raises      ValueError naming the argument, what it was and what is wanted
     source      Wang et al. 2021, L_CTS; kandorm/CLINE
     """
-    check_form(form)
+    checks.check_choice("form", form, "paper", "code")
+    check_rows(original=(original, "B D"), synonym=(synonym, "B D"), antonym=(antonym, "B D"))
     texts = original, synonym, antonym
-    if original.dim() != 2 or not original.shape == synonym.shape == antonym.shape:
-        shapes = [tuple(x.shape) for x in texts]
-        raise ValueError(f"original, synonym, antonym: found {shapes}, wanted (B, D) thrice")
     original, synonym, antonym = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in texts)
     if form == "code":
         near, far = (original * synonym).mean(1), (original * antonym).mean(1)
@@ -356,15 +354,17 @@ def replaced_token_loss(logits, labels, form="paper"):
     raises      ValueError naming the argument, what it was and what is wanted
     source      Wang et al. 2021, L_RTD; kandorm/CLINE
     """
-    check_form(form)
-    wanted = (*labels.shape, 3) if form == "code" else tuple(labels.shape)
-    if logits.shape != wanted:
-        found = tuple(logits.shape)
-        raise ValueError(f"logits: found {found}, wanted {wanted} for these labels and form {form!r}")
+    checks.check_choice("form", form, "paper", "code")
+    tokens = " ".join("abcdefgh"[: max(1, labels.ndim) if torch.is_tensor(labels) else 2])
+    wanted = f"{tokens} three" if form == "code" else tokens
+    check_rows(labels=(labels, tokens, int), logits=(logits, wanted), three=3)
+    if form == "code":
+        checks.check_index("labels", labels, 3, -100)
+    labels = labels.long()                                     # -100 would be uint8's 156
     counts = labels != -100
     logits, labels = logits[counts].to(torch.promote_types(logits.dtype, torch.float32)), labels[counts]
     if form == "code":
-        total = F.cross_entropy(logits, labels.long(), reduction="sum")
+        total = F.cross_entropy(logits, labels, reduction="sum")
     else:
         replaced = (labels > 0).to(logits.dtype)
         total = F.binary_cross_entropy_with_logits(logits, replaced, reduction="sum")
@@ -377,16 +377,15 @@ def total_loss(losses, log_variances):
     losses          L_t: a sequence or tensor of T scalars (here MLM, RTD, CTS)
     log_variances   s_t: T scalar tensors, or (T,); at 0 the derivative of max(s, 0) is 1 (released code)
     returns         scalar, differentiable in both
-    raises          ValueError where their numbers differ
+    raises          ValueError naming the argument, what it was and what is wanted
     source          kandorm/CLINE
     """
+    checks.check_scalars("losses", losses)
+    checks.check_scalars("log_variances", log_variances)
+    if len(losses) != len(log_variances):
+        raise ValueError(f"log_variances: found {len(log_variances)}, wanted {len(losses)}, one a loss")
     floored = [s.where(s >= 0, 0) for s in log_variances]      # since torch 2.15 clamp's slope at 0 is 0
-    return sum(torch.exp(-s) * loss + f for loss, s, f in zip(losses, log_variances, floored, strict=True))
-
-
-def check_form(form):
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: found {form!r}, wanted 'paper' or 'code'")
+    return sum(torch.exp(-s) * loss + f for loss, s, f in zip(losses, log_variances, floored))
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────

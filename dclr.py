@@ -87,7 +87,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import check_rows, gather_rows, own_rows, similarity_lse
+from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.encoders import build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
@@ -177,9 +177,13 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     source     Zhou et al. 2022, noise-based negatives
     """
     check_rows(z1=(z1, "N D"), z2=(z2, "N D"), noise=(noise, "k D"))
+    checks.check_alike(z1=z1, z2=z2, noise=noise)
+    checks.check_temperature(temperature, z1.device)
+    checks.check_choice("form", form, "paper", "code")
+    checks.check_impl(impl)
+    checks.check_integer("steps", steps, 0)
+    checks.check_number("step_size", step_size)
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: {form!r}, wanted paper or code")
     rest = similarity_lse(z1, z2, temperature, impl=impl) if form == "code" else z1.new_tensor(-torch.inf)
     for _ in range(steps if len(noise) else 0):
         with torch.enable_grad():
@@ -200,6 +204,8 @@ def instance_weights(f1, f2, phi, *, offset=0):
     raises     ValueError naming the argument, what it was and what is wanted
     """
     check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
+    checks.check_alike(f1=f1, f2=f2)
+    checks.check_number("phi", phi, -torch.inf, torch.inf)
     weights = (F.normalize(f1, dim=1, eps=1e-8) @ F.normalize(f2, dim=1, eps=1e-8).T < phi).to(f1.dtype)
     weights.diagonal(offset).fill_(1)
     return weights
@@ -220,10 +226,14 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     source       Zhou et al. 2022, the instance-weighted objective
     """
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), noise=(noise, "k D"), f1=(f1, "N E"), f2=(f2, "M E"))
+    checks.check_alike(z1=z1, z2=z2, noise=noise)
+    checks.check_alike(f1=f1, f2=f2)
+    checks.check_number("phi", phi, -torch.inf, torch.inf)
+    checks.check_temperature(temperature, z1.device)
+    checks.check_choice("form", form, "paper", "code")
+    checks.check_impl(impl)
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
     f1, f2, noise = (F.normalize(x.detach(), dim=1, eps=1e-8) for x in (f1, f2, noise))
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: {form!r}, wanted paper or code")
     if form == "code":
         with torch.autocast(z1.device.type, enabled=False):    # its products are plain PyTorch's
             return one_against_all(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)

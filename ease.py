@@ -105,7 +105,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels import check_rows, gather_rows, info_nce, own_rows, similarity_lse
+from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.files import opened, pieces
@@ -280,7 +280,7 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     entity       (M, D) entities after their map; row offset + i belongs to sentence i
     hard         (M, m, D) hard negatives alike; None or m = 0: there are none
     temperature  τ, a divisor: exp(cos / τ)
-    hard_logit   w, added to the logits of a sentence's own hard negatives; those of other sentences have none
+    hard_logit   w ≤ 80, added to the logits of a sentence's own hard negatives; of no other sentence's
     entity_ids   (M,) integers: an entity with the id of a sentence's own is no negative of it; None: all are
     hard_ids     (M, m) the same of hard negatives, beside entity_ids; a sentence's own must not have its
                  entity's id
@@ -289,20 +289,22 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     raises       ValueError naming the argument, what it was and what is wanted
     source       Nishikawa et al. 2022, the entity contrastive objective
     """
-    check_rows(offset, z=(z, "N D"), entity=(entity, "M D"), hard=(hard, "M m D"),
-               entity_ids=(entity_ids, "M", int), hard_ids=(hard_ids, "M m", int))
+    check_rows(offset, z=(z, "N D"), entity=(entity, "M D"), hard=(hard, "M m D", None),
+               entity_ids=(entity_ids, "M", int, None), hard_ids=(hard_ids, "M m", int, None))
+    checks.check_number("hard_logit", hard_logit, -math.inf, 80)   # e^w is to be a float32
     z, entity = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity))
+    checks.check_alike(z=z, entity=entity)
     z, entity = F.normalize(z, dim=1, eps=1e-8), F.normalize(entity, dim=1, eps=1e-8)
     own = slice(offset, offset + len(z))
-    ids = torch.arange(len(entity), device=z.device) if entity_ids is None else entity_ids
+    ids = torch.arange(len(entity), device=z.device) if entity_ids is None else entity_ids.long()
     columns, column_ids = entity, ids
     if hard is not None:
         hard = F.normalize(hard.to(z.dtype), dim=2, eps=1e-8)
         if entity_ids is None or hard_ids is None:
             hard_ids = (ids.min() - 1).expand(hard.shape[:2])  # an id that no entity has
         columns, column_ids = torch.cat([entity, hard.flatten(0, 1)]), torch.cat([ids, hard_ids.flatten()])
-    positive = (z * entity[own]).sum(1) / temperature
     negatives = similarity_lse(z, columns, temperature, exclude=(ids[own], column_ids), impl=impl)
+    positive = (z * entity[own]).sum(1) / temperature
     if hard is not None and hard_logit:  # its own are in the sum, with weight 1: it becomes exp(w)
         share = ((z[:, None] * hard[own]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
         share = share.clamp(max=1)  # the kernels may round its products otherwise

@@ -103,7 +103,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import check_rows, check_unit, gather_rows, own_rows, queue_loss
+from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
 from kernels.training import images
 from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
@@ -270,6 +270,7 @@ def enqueue(queue, pointer, keys):
     widths differ.
     """
     check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
+    checks.check_integer("pointer", pointer, 0, len(queue) - 1)
     if len(keys) > len(queue):
         raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
     queue[(pointer + torch.arange(len(keys), device=queue.device)) % len(queue)] = keys.to(queue.dtype)

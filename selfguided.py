@@ -78,7 +78,7 @@ import re
 import torch
 import torch.nn.functional as F
 
-from kernels import check_rows, gather_rows, own_rows, similarity_lse
+from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.columns import unlike_texts
 from kernels.training.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
@@ -183,13 +183,14 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
     raises       ValueError naming the argument, what it was and what is wanted
     source       Kim et al. 2021, the objectives of SG and SG-OPT
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective: {objective!r}, wanted base, opt1, opt2 or opt3")
-    if len(h) != len(c) or h.dim() != 2 and (h.dim() != 3 or h.shape[1] > 1 and objective != "opt3"):
-        raise ValueError(f"h: found {tuple(h.shape)}, wanted ({len(c)}, D) or for opt3 ({len(c)}, L, D)")
-    (all_c, all_h), layers = gathered or (None, None), "L " * (h.dim() == 3)
+    checks.check_choice("objective", objective, *OBJECTIVES)
+    pair = (c, h) if gathered is None else checks.check_pair("gathered", gathered, "(c, h) of all ranks")
+    (all_c, all_h), layers = pair, "L " * (getattr(h, "ndim", 2) == 3)
     check_rows(offset, c=(c, "N D"), h=(h, f"N {layers}D"), gathered_c=(all_c, "M D"),
                gathered_h=(all_h, f"M {layers}D"))
+    checks.check_alike(c=c, h=h, gathered_c=all_c, gathered_h=all_h)
+    if layers and h.shape[1] > 1 and objective != "opt3":
+        raise ValueError(f"h: found {tuple(h.shape)}, wanted ({len(c)}, D) or for opt3 ({len(c)}, L, D)")
     h = h.view(len(h), -1, h.shape[-1])
     c, h, *gathered = (F.normalize(z, dim=-1, eps=1e-8) for z in (c, h, *(gathered or ())))
     all_c, all_h = gathered or (c, h)

@@ -130,7 +130,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from kernels import check_rows, choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
+from kernels import check_rows, checks, choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
 from kernels.training import images
 from kernels.training import picture_encoders as nets
 from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
@@ -292,12 +292,16 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     raises        ValueError naming the argument, what it was and what is wanted
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
-    all_z1, all_z2 = gathered or (None, None)
+    checks.check_flag("normalize", normalize)
+    alone = gathered is None
+    all_z1, all_z2 = (z1, z2) if alone else checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "N D"), gathered_z1=(all_z1, "M D"),
                gathered_z2=(all_z2, "M D"))
+    checks.check_alike(z1=z1, z2=z2, gathered_z1=all_z1, gathered_z2=all_z2)
+    checks.check_temperature(temperature, z1.device)
     unit = functools.partial(F.normalize, dim=1) if normalize else lambda z: z
     z1, z2 = unit(z1), unit(z2)
-    if gathered is None:
+    if alone:
         return nt_xent(z1, z2, temperature, impl=impl)
     others = [*map(unit, gathered)]
     positive = (z1 * z2).sum(1) / temperature
@@ -318,8 +322,7 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
     source                    Chen et al. 2020, SimCLR v2, distillation
     """
     check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
-    if not temperature > 0:
-        raise ValueError(f"temperature: {temperature}, wanted a number above 0")
+    checks.check_temperature(temperature, logits.device)
     soft = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
     return F.cross_entropy(logits / temperature, soft)
 
@@ -335,7 +338,7 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     raises            ValueError naming the argument, what it was and what is wanted
     source            Khosla et al. 2020, L^sup_out
     """
-    check_rows(features=(features, "N V D"), labels=(labels, "N", int))
+    check_rows(features=(features, "N V D"), labels=(labels, "N", int, None))
     base = temperature if base_temperature is None else base_temperature
     return kernels.sup_con_loss(F.normalize(features, dim=2), labels, temperature, base, impl=impl)
 

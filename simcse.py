@@ -89,7 +89,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import check_rows, gather_rows, nt_xent, own_rows, similarity_lse
+from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_lse
 from kernels.training.encoders import build_encoder, describe_model, set_dropout
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
@@ -188,17 +188,20 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     raises                ValueError naming the argument, what it was and what is wanted
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
+    checks.check_dense("z3", z3)
     several = getattr(z3, "ndim", 2) == 3
     n = 0 if z3 is None else z3.shape[1] if several else 1
-    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D" if several else "M D"),
-               ids=(ids, "M t", int), t=1 + n)
+    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D" if several else "M D", None),
+               ids=(ids, "M t", int, None), t=1 + n)
+    checks.check_alike(z1=z1, z2=z2, z3=z3)
+    checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
     own = slice(offset, offset + len(z1))
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     texts = None if ids is None else bits(ids)
-    equal = lambda column: None if ids is None else (texts[own, 0], texts[:, column], BITS)
-    positive = (z1 * z2[own]).sum(1) / temperature
+    equal = lambda column: None if ids is None else (texts[own, 0], texts[:, column], 64)
     negatives = similarity_lse(z1, z2, similar=equal(0), **others)
+    positive = (z1 * z2[own]).sum(1) / temperature
     for column in range(1, 1 + n):
         z = F.normalize(z3[:, column - 1] if several else z3, dim=1, eps=1e-8)
         hard = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
@@ -209,12 +212,9 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     return -F.logsigmoid(positive - negatives).mean()  # = log(exp positive + exp negatives) - positive
 
 
-BITS = 64
-
-
 def bits(ids):
     """(..., 64) of ids, ±1: a product is 64 where ids are equal. A rule of features can join the diagonal."""
-    return ((ids.long()[..., None] >> torch.arange(BITS, device=ids.device) & 1) * 2 - 1).half()
+    return ((ids.long()[..., None] >> torch.arange(64, device=ids.device) & 1) * 2 - 1).half()
 
 
 def ranking_loss(scores, reference, margin=0.01, form="paper"):
@@ -232,8 +232,8 @@ def ranking_loss(scores, reference, margin=0.01, form="paper"):
     source      Liu and Liu 2021, arXiv 2106.01890
     """
     check_rows(scores=(scores, "B C"), reference=(reference, "B"))
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: {form!r}, wanted paper or code")
+    checks.check_number("margin", margin)
+    checks.check_choice("form", form, "paper", "code")
     hinges = [F.relu(scores - reference[:, None])]
     for apart in range(1, scores.shape[1]):
         hinges.append(F.relu(scores[:, apart:] - scores[:, :-apart] + apart * margin))

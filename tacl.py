@@ -81,7 +81,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForPreTraining
 
-from kernels import own_rows, similarity_lse, similarity_topk
+from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
 from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
 from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.folder import model_card, new_files, save_tokenizer
@@ -288,6 +288,8 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
                        the released code's
     """
     q, k, groups, own = pack(student, teacher, masked, attention_mask, form, similarity)
+    checks.check_temperature(temperature, q.device)
+    checks.check_impl(impl)
     if not len(q):
         return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
     temperature = temperature if similarity == "cosine" else 1.0
@@ -300,17 +302,11 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
 def pack(student, teacher, masked, attention_mask, form, similarity):
     """(anchors (N, D), teacher's tokens (M, D), (sequence of each anchor, of each token), each anchor's own
     token (N,)): all sequences one after the other. M has no padding in the paper's form."""
-    if masked.dim() != 2:
-        raise ValueError(f"masked: {tuple(masked.shape)}, wanted (B, L)")
-    shapes = dict(student=(*masked.shape, teacher.shape[-1]), teacher=student.shape,
-                  attention_mask=masked.shape)
-    for (name, wanted), x in zip(shapes.items(), (student, teacher, attention_mask)):
-        if x is not None and x.shape != wanted:
-            raise ValueError(f"{name}: {tuple(x.shape)}, wanted {tuple(wanted)}, as masked is (B, L)")
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: {form!r}, wanted paper or code")
-    if similarity not in ("cosine", "dot"):
-        raise ValueError(f"similarity: {similarity!r}, wanted cosine or dot")
+    check_rows(masked=(masked, "B L", bool, int, float), student=(student, "B L D"),
+               teacher=(teacher, "B L D"), attention_mask=(attention_mask, "B L", bool, int, float, None))
+    checks.check_alike(student=student, teacher=teacher)
+    checks.check_choice("form", form, "paper", "code")
+    checks.check_choice("similarity", similarity, "cosine", "dot")
     real = torch.ones_like(masked, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     anchors = masked.bool() & real
     columns = real if form == "paper" else torch.ones_like(real)

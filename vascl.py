@@ -89,7 +89,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from kernels import check_rows, gather_rows, nt_xent, own_rows, similarity_topk
+from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_topk
 from kernels.training.encoders import build_encoder, describe_model
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, sum_gradients
@@ -188,8 +188,9 @@ def nearest_neighbours(e, k, *, impl="auto"):
     of largest e_i·e_j, largest first; the (N, N) matrix is never stored, N is at least 2. Source: Zhang et
     al. 2022, N(i)."""
     check_rows(e=(e, "N D"))
-    if len(e) < 2 or k < 1:
-        raise ValueError(f"e: {len(e)} rows, k: {k}, wanted at least 2 and 1")
+    checks.check_integer("k", k, 1)
+    if len(e) < 2:
+        raise ValueError("e: 1 row, wanted at least 2")
     return similarity_topk(e, None, min(k, len(e) - 1), exclude="diagonal", impl=impl)[1]
 
 
@@ -208,10 +209,11 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     returns      like e; a row whose gradient is 0 gets 0
     raises       ValueError naming the argument, what it was and what is wanted
     """
-    check_rows(e=(e, "N D"), neighbours=(neighbours, "N k", int))
-    if noise.shape != e.shape or not (radius >= 0 and steps >= 0) or form not in ("paper", "code"):
-        raise ValueError(f"noise {tuple(noise.shape)}, radius {radius}, steps {steps}, form {form!r}: "
-                         f"wanted {tuple(e.shape)}, at least 0, at least 0, paper or code")
+    check_rows(e=(e, "N D"), neighbours=(neighbours, "N k", int), noise=(noise, "N D"))
+    checks.check_alike(e=e, noise=noise)
+    check_neighbourhood(e, head, neighbours, temperature, form)
+    checks.check_number("radius", radius, 0)
+    checks.check_integer("steps", steps, 0)
     if isinstance(head, torch.nn.Module):  # running statistics are not to see these passes
         buffers = {name: buffer.clone() for name, buffer in head.named_buffers()}
         head = functools.partial(torch.func.functional_call, head, buffers)
@@ -219,7 +221,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     e, z, direction = e.detach(), project(head, e).detach(), unit(noise.detach())
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
-        negatives = (z[neighbours] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
+        negatives = (z[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
         loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).mean()
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
@@ -235,16 +237,22 @@ def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"
     returns        scalar float32, float64 for float64, 0 for K = 0; O(N·K·F) memory
     raises         ValueError naming the argument, what it was and what is wanted
     """
-    if form not in ("paper", "code"):
-        raise ValueError(f"form: {form!r}, wanted paper or code")
     check_rows(e=(e, "N D"), perturbed=(perturbed, "N D"), neighbours=(neighbours, "N k", int))
+    check_neighbourhood(e, head, neighbours, temperature, form)
     z = project(head, e)
     if form == "code":
         z, perturbed = z.detach(), perturbed.detach()
     anchors = torch.stack([z, project(head, perturbed)], 1)    # (N, 2, F)
     positive = anchors.prod(1).sum(1, keepdim=True) / temperature
-    negatives = anchors @ anchors[neighbours].flatten(1, 2).mT / temperature             # (N, 2, 2K)
+    negatives = anchors @ anchors[neighbours.long()].flatten(1, 2).mT / temperature             # (N, 2, 2K)
     return -F.logsigmoid(positive - negatives.logsumexp(2)).mean()
+
+
+def check_neighbourhood(e, head, neighbours, temperature, form):
+    checks.check_callable("head", head)
+    checks.check_index("neighbours", neighbours, len(e))
+    checks.check_temperature(temperature, e.device)
+    checks.check_choice("form", form, "paper", "code")
 
 
 def project(head, e):

@@ -13,7 +13,8 @@ margin_loss            the same near each other, others a margin apart
 linear_cross_entropy   cross entropy of hidden·weightᵀ, for heads over a large vocabulary
 embed_in_chunks        the embeddings of a batch whose activations do not fit, with exact gradients
 gather_rows            the rows of all processes, with exact gradients; own_rows says which are whose
-check_rows             refuses tensors that do not fit each other; check_unit, rows that are not of length 1
+check_rows             refuses tensors that do not fit each other; check_unit, rows that are not of length 1;
+                       kernels.checks has more of the kind, for numbers and words
 
 Similarities are dot products of rows as given: pass unit rows (F.normalize), or normalize=True for cosines.
 What compares all pairs takes impl="auto" | "triton" | "blockwise" | "eager": Triton on CUDA, plain PyTorch

@@ -18,6 +18,8 @@ import time
 
 import torch
 
+from .checks import check_callable, check_dense, told
+
 TRIM_SECONDS = 1  # from one to the next: pages that are given back have to be fetched again
 
 
@@ -33,16 +35,20 @@ def embed_in_chunks(embed, chunks, module):
     raises   ValueError naming the argument, what it was and what is wanted
     source   Gao et al. 2021, section 3.2
     """
+    check_callable("embed", embed)
+    check_dense("chunks", chunks)
     if isinstance(chunks, torch.Tensor):
         raise ValueError(f"chunks: found one tensor {tuple(chunks.shape)}, whose rows would be the chunks; "
                          "wanted a list of chunks: tensor.split(size)")
+    if isinstance(chunks, str) or hasattr(chunks, "shape") or not hasattr(chunks, "__iter__"):
+        raise ValueError(f"chunks: found {told(chunks)}, wanted a list of what embed takes")
     if not isinstance(module, (torch.nn.Module, type(None))):
         raise ValueError(f"module: found {type(module).__name__}, wanted the torch.nn.Module that embed uses")
     chunks = list(chunks)
     if not chunks:
         raise ValueError("chunks: found none, wanted at least one")
     if module is None or not torch.is_grad_enabled() or len(chunks) == 1:
-        return torch.cat([embed_rows(embed, chunk) for chunk in chunks])
+        return stacked([embed_rows(embed, chunk) for chunk in chunks])
     trained = [p for p in module.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("module: no parameter requires a gradient; for a module at rest give module=None")
@@ -52,10 +58,20 @@ def embed_in_chunks(embed, chunks, module):
 def embed_rows(embed, chunk):
     """embed(chunk); a list of single rows would become one long vector."""
     z = embed(chunk)
+    check_dense("embed", z)
     if not isinstance(z, torch.Tensor) or z.dim() < 2:
         found = f"a tensor {tuple(z.shape)}" if isinstance(z, torch.Tensor) else type(z).__name__
         raise ValueError(f"embed: found {found} for a chunk, wanted a tensor (rows of the chunk, D)")
     return z
+
+
+def stacked(parts):
+    """torch.cat of what embed gave for each chunk."""
+    wide, *others = (part.shape[1:] for part in parts)
+    for other in others:
+        if other != wide:
+            raise ValueError(f"embed: found rows {tuple(wide)} and {tuple(other)}, wanted all chunks' alike")
+    return torch.cat(parts)
 
 
 class Chunks(torch.autograd.Function):
@@ -71,7 +87,7 @@ class Chunks(torch.autograd.Function):
             ctx.random.append(random_state(ctx.device))
             parts.append(embed_rows(embed, chunk))
         ctx.sizes = [len(part) for part in parts]
-        return torch.cat(parts)
+        return stacked(parts)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -98,7 +98,7 @@ def launches(loss, size, dtype, chip):
     (m, n, k, bf16 FLOP, bytes) of a library product, (bytes,) of what else PyTorch does."""
     from triton.runtime import driver
 
-    from . import dispatch, gradient_blocks, launch, one_pass
+    from . import checks, dispatch, gradient_blocks, launch, one_pass
     found, (n, m, d) = [], size
     record = lambda *what: found.append(what)
 
@@ -112,7 +112,8 @@ def launches(loss, size, dtype, chip):
     precision = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
         for change in ((driver, "_active", absent(chip)), (absent(chip), "record", record),
-                       (launch, "INTERPRETED", True), (launch, "PLAYED", int(chip[3:-1])),
+                       (checks, "META", None), (launch, "INTERPRETED", True),
+                       (launch, "PLAYED", int(chip[3:-1])),
                        (torch, "is_autocast_enabled", lambda *device: False),
                        (dispatch, "is_in_torch_dispatch_mode", lambda: False),
                        (gradient_blocks, "add_product", add_product), (one_pass, "add_product", add_product)):

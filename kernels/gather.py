@@ -20,6 +20,8 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
+from .checks import check_dense, check_is_somewhere, told
+
 
 def own_rows(rows, rank=None, world=None):
     """The slice of a batch of `rows` rows that is this process's, or that of `rank` of `world`.
@@ -27,14 +29,19 @@ def own_rows(rows, rank=None, world=None):
     rows     integer ≥ 0; shares differ by one row at most
     raises   ValueError naming the argument, what it was and what is wanted
     """
-    if isinstance(rows, bool) or not isinstance(rows, (Integral, torch.SymInt)) or rows < 0:
-        found = rows if isinstance(rows, (int, float)) else type(rows).__name__
-        raise ValueError(f"rows: found {found}, wanted the number of rows of the whole batch: len(batch)")
+    if not is_count(rows):
+        wanted = "the number of rows of the whole batch: len(batch)"
+        raise ValueError(f"rows: found {told(rows)}, wanted {wanted}")
     if rank is None and world is None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if rank is None or world is None or not 0 <= rank < world:
-        raise ValueError(f"rank, world: found {rank} and {world}, wanted 0 ≤ rank < world, or neither")
+    if not is_count(rank) or not is_count(world) or rank >= world:
+        found = f"{told(rank)} and {told(world)}"
+        raise ValueError(f"rank, world: found {found}, wanted 0 ≤ rank < world, or neither")
     return slice(rows * rank // world, rows * (rank + 1) // world)
+
+
+def is_count(x):
+    return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool) and x >= 0
 
 
 def gather_rows(x, rows):
@@ -49,10 +56,15 @@ def gather_rows(x, rows):
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x: found {found}, wanted a tensor of this process's rows, (n, ...)")
+    check_dense("x", x)
+    check_is_somewhere("x", x)
+    if x.is_quantized:
+        raise ValueError(f"x: found {x.dtype}, wanted no quantised tensor; call .dequantize()")
     own, world = own_rows(rows), dist.get_world_size() if dist.is_initialized() else 1
     if len(x) != own.stop - own.start:
-        found = f"of {rows} over {world} processes, {own.stop - own.start} are this one's, x has {len(x)}"
-        raise ValueError(f"rows: {found}; wanted the rows of all processes, split by own_rows(rows)")
+        share = f"of {told(rows)} over {world} processes, {told(own.stop - own.start)} are this one's"
+        wanted = "the rows of all processes, split by own_rows(rows)"
+        raise ValueError(f"rows: {share}, x has {len(x)}; wanted {wanted}")
     if world == 1:
         return x
     shares = [own_rows(rows, rank, world) for rank in range(world)]

@@ -120,7 +120,7 @@ def turned(taken):
 
 
 def is_number(temperature, x):
-    """Whether the temperature was given as a number: similarity.check_temperature left it on the CPU."""
+    """Whether the temperature was given as a number: similarity.as_scalar left it on the CPU."""
     return temperature.device != x.device
 
 

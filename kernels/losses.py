@@ -13,13 +13,23 @@ import torch.nn.functional as F
 
 from . import eager, operations
 from .blockwise import add_rows
-from .checks import check_positives, check_rows
+from .checks import (
+    TINY,
+    check_dense,
+    check_flag,
+    check_integer,
+    check_number,
+    check_positives,
+    check_rows,
+    check_temperature,
+    told,
+)
 from .dispatch import is_watched
 from .paths import choose_impl, keeps_keys
 from .rules import Rule, make_rule
 from .similarity import (
+    as_scalar,
     check_inputs,
-    check_temperature,
     fused_lse,
     in_dtype,
     normalized,
@@ -35,7 +45,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, normalize=Fal
     Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
-    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    temperature  float > 0 (see similarity_lse) or a 0-dim tensor, which then gets its gradient
     symmetric    mean of this and of the same with queries and keys swapped (M = N)
     offset       this rank's first row among the gathered keys, own_rows(rows).start; 0 in one process
     normalize    True: divides the rows of q and k by their lengths first; see similarity_lse
@@ -44,11 +54,19 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, normalize=Fal
     raises       ValueError naming the argument, what it was and what is wanted
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
-    q, k, temperature, products = check_inputs(q, k, temperature)
+    return contrast(q, k, temperature, symmetric, offset, normalize, impl)
+
+
+def contrast(q, k, temperature, symmetric, offset, normalize, impl, names=("q", "k")):
+    """info_nce; names are the caller's, for messages."""
+    q, k, temperature, products = check_inputs(q, k, temperature, names)
+    check_flag("symmetric", symmetric)
+    check_flag("normalize", normalize)
     rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
-    check_positives(("q", q), ("k", k), offset)
-    if symmetric and (len(q) != len(k)):
-        raise ValueError(f"symmetric: wanted as many rows in k as in q, found {len(k)} and {len(q)}")
+    check_positives((names[0], q), (names[1], k), offset)
+    if symmetric and q.shape[0] != k.shape[0]:
+        wanted = f"{len(q)} as {names[0]}, for both are anchors"
+        raise ValueError(f"{names[1]}: {len(k)} rows, wanted {wanted}")
     if normalize:
         q, k, products = normalized(q, k, products)
     if impl == "eager":
@@ -61,7 +79,7 @@ def clip_loss(image, text, temperature=0.07, *, normalize=False, impl="auto"):
 
     Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
     """
-    return info_nce(image, text, temperature, symmetric=True, normalize=normalize, impl=impl)
+    return contrast(image, text, temperature, True, 0, normalize, impl, ("image", "text"))
 
 
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
@@ -71,7 +89,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
 
     q, k         (N, D) queries and their positives, row by row; other rows of k are no negatives
     queue        (K, D) negatives of every row; never gets a gradient, which makes this cheaper than two sides
-    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    temperature  float > 0 (see similarity_lse) or a 0-dim tensor, which then gets its gradient
     normalize    True: divides the rows of q, k and queue by their lengths first; see similarity_lse. That of
                  the queue costs O(K·D) in each call: a queue that is filled with unit rows saves it
     impl         see similarity_lse
@@ -81,10 +99,11 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """
     q, queue, *_ = check_inputs(q, queue, 1.0, names=("q", "queue"))
     q, k, temperature, products = check_inputs(q, k, temperature)  # q is float32 if either of them was
+    check_flag("normalize", normalize)
     queue = queue.detach()
     impl = choose_impl(impl, q)
     if len(q) != len(k):
-        raise ValueError(f"k: {len(k)} rows, q has {len(q)}")
+        raise ValueError(f"k: {len(k)} rows, wanted {len(q)} as q")
     if normalize:
         q, k, products = normalized(q, k, products)
         queue = unit_rows(queue)
@@ -108,7 +127,7 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
-    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    temperature  float > 0 (see similarity_lse) or a 0-dim tensor, which then gets its gradient
     bias         finite float or a 0-dim tensor, which then gets its gradient. −log (M − 1) makes this
                  noise-contrastive estimation with the batch as noise, M − 1 samples to a positive
     offset       this rank's first row among the gathered keys, own_rows(rows).start; 0 in one process
@@ -119,7 +138,9 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
     """
     q, k, temperature, products = check_inputs(q, k, temperature)
-    bias = check_temperature(bias, temperature.dtype, q.device, "bias", above=-math.inf)
+    check_number("bias", bias, device=q.device)
+    bias = as_scalar(bias, temperature.dtype)
+    check_flag("normalize", normalize)
     rule, impl = make_rule(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
     check_positives(("q", q), ("k", k), offset)
     if normalize:
@@ -146,16 +167,17 @@ def nt_xent(z1, z2, temperature=0.5, *, normalize=False, impl="auto"):
     Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     z1, z2       (N, D) the two views, row i of one belonging to row i of the other
-    temperature  float > 0 or a 0-dim tensor, which then gets its gradient
+    temperature  float > 0 (see similarity_lse) or a 0-dim tensor, which then gets its gradient
     normalize    True: divides the rows of z1 and z2 by their lengths first; see similarity_lse
     returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
     raises       ValueError naming the argument, what it was and what is wanted
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
     z1, z2, temperature, products = check_inputs(z1, z2, temperature, names=("z1", "z2"))
+    check_flag("normalize", normalize)
     impl = choose_impl(impl, z1)
     if len(z1) != len(z2):
-        raise ValueError(f"z2: {len(z2)} rows, z1 has {len(z1)}")
+        raise ValueError(f"z2: {len(z2)} rows, wanted {len(z1)} as z1")
     if normalize:
         z1, z2, products = normalized(z1, z2, products)
     if impl == "eager":
@@ -178,10 +200,13 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, nor
     raises            ValueError naming the argument, what it was and what is wanted
     source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
     """
-    check_rows(z=(z, "N V D"), labels=(labels, "N", int))
+    check_rows(z=(z, "N V D"), labels=(labels, "N", int, None))
+    check_flag("normalize", normalize)
     (n, views, d), is_base = z.shape, base_temperature is temperature          # then their gradients cancel
-    z, _, temperature, products = check_inputs(z.flatten(0, 1), None, temperature, names=("z", "z"))
-    base = check_temperature(base_temperature, temperature.dtype, z.device, "base_temperature")
+    z = z.flatten(0, 1)
+    z, _, temperature, products = check_inputs(z, z, temperature, names=("z", "z"))
+    check_temperature(base_temperature, z.device, "base_temperature")
+    base = as_scalar(base_temperature, temperature.dtype)
     scale = 1 if is_base else temperature / base
     impl, labels = choose_impl(impl, z), torch.arange(n, device=z.device) if labels is None else labels
     if normalize:
@@ -221,12 +246,14 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     hidden, weight, temperature, products = check_inputs(hidden, weight, temperature, ("hidden", "weight"))
     impl = choose_impl(impl, hidden)
     if not isinstance(targets, torch.Tensor):
-        raise ValueError(f"targets: found {type(targets).__name__}, wanted an int64 tensor ({len(hidden)},)")
+        raise ValueError(f"targets: found {told(targets)}, wanted an int64 tensor ({len(hidden)},)")
+    check_dense("targets", targets)
+    check_integer("ignore_index", ignore_index, -2 ** 63, 2 ** 63 - 1, "that int64 holds")
     if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
         found = f"{targets.dtype} of shape {tuple(targets.shape)}"
         raise ValueError(f"targets: found {found}, wanted int64 ({len(hidden)},)")
     if targets.device != hidden.device:
-        raise ValueError(f"targets: on {targets.device}, hidden is on {hidden.device}")
+        raise ValueError(f"targets: on {targets.device}, wanted {hidden.device} as hidden")
     counts = targets != ignore_index
     wrong = counts & ((targets < 0) | (targets >= len(weight)))
     is_read = targets.is_cpu and not is_watched(targets)
@@ -261,8 +288,8 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0):
     raises              ValueError naming the argument, what it was and what is wanted
     source              Schroff et al. 2015 (FaceNet), eq. 2, of distances; nearest: Hermans et al. 2017
     """
-    check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D"))
-    check_margin(margin)
+    check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D", None))
+    check_number("margin", margin, TINY)
     anchor, positive, negative = widened(anchor, positive, negative)
     if negative is None:
         if len(positive) < 2:
@@ -289,19 +316,13 @@ def margin_loss(x1, x2, same, margin=1.0):
     raises     ValueError naming the argument, what it was and what is wanted
     source     Hadsell, Chopra, LeCun 2006, eq. 4
     """
-    is_bool = isinstance(same, torch.Tensor) and same.dtype == torch.bool
-    check_rows(x1=(x1, "N D"), x2=(x2, "N D"), same=(same.int() if is_bool else same, "N", int))
-    check_margin(margin)
+    check_rows(x1=(x1, "N D"), x2=(x2, "N D"), same=(same, "N", bool, int))
+    check_number("margin", margin, TINY)
     if same.is_cpu and not is_watched(same) and (wrong := (same != 0) & (same != 1)).any():
         raise ValueError(f"same: found {same[wrong][0]}, wanted 0 or 1")
     x1, x2 = widened(x1, x2)
     distance = torch.linalg.vector_norm(x1 - x2, dim=1)
     return torch.where(same != 0, distance, F.relu(margin - distance)).square().mean() / 2
-
-
-def check_margin(margin):
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 < margin < math.inf:
-        raise ValueError(f"margin: {margin!r}, wanted a number above 0")
 
 
 def widened(*rows):

@@ -25,7 +25,12 @@ def unpack(rest):
 
 
 def multiplied(impl, products, *rows):
-    """The rows in the dtype that their products are of, None as None; blockwise keeps float32 around it."""
+    """The rows in the dtype that their products are of, None as None; blockwise keeps float32 around it.
+
+    Triton reads memory, where a view such as x.conj().imag has the other sign.
+    """
+    if impl == "triton":
+        rows = [x.resolve_neg() if x is not None and x.is_neg() else x for x in rows]
     if products is None:
         return rows
     held = products if impl == "triton" else torch.float32

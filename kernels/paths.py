@@ -16,7 +16,8 @@ import importlib.util
 
 import torch
 
-IMPLS = ("auto", "triton", "blockwise", "eager")
+from .checks import IMPLS, check_impl, told  # noqa: F401 - IMPLS is also read from here
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST = 256              # features that a program keeps beside as many of their gradient
 FEW = 1024                # rows up to which launches cost more than arithmetic
@@ -28,8 +29,9 @@ LEAST_STRIP = 2048        # rows below which passing over the columns' gradient 
 
 def choose_impl(impl, x):
     """The implementation that impl means for the tensor x (see similarity_lse)."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl: {impl!r}, wanted one of {', '.join(IMPLS)}")
+    check_impl(impl)
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"x: found {told(x)}, wanted a tensor")
     if impl == "auto":
         return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
     if impl == "triton":

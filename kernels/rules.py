@@ -1,10 +1,11 @@
 """Which columns a row leaves out: rules on index and id vectors, as an (N, M) mask would undo the kernel."""
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import check_gathered
+from .checks import FLOATS, INTEGERS, KINDS, check_dense, check_gathered, check_number, check_offset, told
 
 
 class Rule(NamedTuple):
@@ -52,14 +53,14 @@ def swapped(rule):
 
 def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
     """The public arguments as a Rule, or ValueError naming the argument, what it was and what is wanted."""
-    if not isinstance(offset, (int, torch.SymInt)) or isinstance(offset, bool):
-        raise ValueError(f"offset: {offset!r}, wanted an integer")
+    check_offset(offset)
     groups = (None, None) if within is None else check_ids("within", within, q, k)
     *features, phi = (None, None, 0.0) if similar is None else check_similar(similar, q, k)
     rest = (*groups, *features, offset, phi)
     if exclude is None or isinstance(exclude, str):
         if exclude not in (None, "diagonal", "pair"):
-            raise ValueError(f'exclude: {exclude!r}, wanted None, "diagonal", "pair" or a pair of id vectors')
+            wanted = 'None, "diagonal", "pair" or a pair of id vectors'
+            raise ValueError(f"exclude: {told(exclude)}, wanted {wanted}")
         if exclude == "pair" and (not one_set or len(q) % 2):
             found = f"found {len(q)} rows" if one_set else "found a k"
             raise ValueError('exclude: "pair" wants one set (k=None) of an even number of rows, the two '
@@ -71,17 +72,20 @@ def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
 
 
 def check_ids(name, ids, q, k):
-    """The pair (row ids (N,), column ids (M,)) as contiguous integer vectors on q's device."""
+    """The pair (row ids (N,), column ids (M,)) as contiguous vectors of one integer type on q's device."""
     if not isinstance(ids, (tuple, list)) or len(ids) != 2 or not all(isinstance(x, Tensor) for x in ids):
         found = type(ids).__name__
         raise ValueError(f"{name}: wanted a pair of tensors (row ids (N,), column ids (M,)), found {found}")
     for x, side, count in zip(ids, ("row", "column"), (len(q), len(k))):
-        if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
-            raise ValueError(f"{name}: {side} ids are {x.dtype}, wanted integers")
+        check_dense(f"{name}: {side} ids", x)
+        if x.dtype not in INTEGERS:
+            raise ValueError(f"{name}: {side} ids are {x.dtype}, wanted {KINDS[int][1]}")
         if x.dim() != 1 or len(x) != count:
             raise ValueError(f"{name}: {side} ids have shape {tuple(x.shape)}, wanted ({count},)")
         if x.device != q.device:
-            raise ValueError(f"{name}: {side} ids are on {x.device}, q is on {q.device}")
+            raise ValueError(f"{name}: {side} ids are on {x.device}, wanted {q.device} as q")
+    if ids[0].dtype != ids[1].dtype:       # Triton takes int8's -1 for uint8's 255
+        ids = [x.long() for x in ids]
     return tuple(x.contiguous() for x in ids)
 
 
@@ -92,18 +96,18 @@ def check_similar(similar, q, k):
         raise ValueError(f"similar: wanted {wanted}, found {type(similar).__name__}")
     f_q, f_k, phi = similar
     for x, side, count in ((f_q, "row", len(q)), (f_k, "column", len(k))):
-        is_matrix = isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] > 0 and x.dtype.is_floating_point
+        check_dense(f"similar: {side} features", x)
+        is_matrix = isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] > 0 and x.dtype in FLOATS
         if not is_matrix or len(x) != count:
             found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"similar: {side} features are {found}, wanted floating-point ({count}, E)")
         if x.device != q.device:
-            raise ValueError(f"similar: {side} features are on {x.device}, q is on {q.device}")
+            raise ValueError(f"similar: {side} features are on {x.device}, wanted {q.device} as q")
     if f_q.shape[1] != f_k.shape[1] or f_q.dtype != f_k.dtype:
         raise ValueError(f"similar: row features are {f_q.shape[1]} wide and {f_q.dtype}, column features "
                          f"{f_k.shape[1]} wide and {f_k.dtype}; wanted both alike")
-    if isinstance(phi, bool) or not isinstance(phi, (int, float)) or phi != phi:
-        raise ValueError(f"similar: phi is {phi!r}, wanted a number")
-    return f_q.detach(), f_k.detach(), float(phi)
+    check_number("similar: phi", phi, -math.inf, math.inf)
+    return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)    # kernels read memory
 
 
 def left_out(rule, rows, m, at=slice(None)):

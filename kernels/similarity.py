@@ -2,17 +2,22 @@
 
 Every softmax loss over similarities is a log-sum-exp, the only quadratic part, against one positive.
 """
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import eager, operations  # operations registers torch.ops.tencl
+from .checks import (
+    FLOATS,
+    check_dense,
+    check_flag,
+    check_integer,
+    check_is_somewhere,
+    check_temperature,
+    told,
+)
 from .paths import TOPK_SLOTS, choose_impl, keeps_keys
 from .rules import is_symmetric, make_rule
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0,
@@ -24,7 +29,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
 
     q            (N, D) float64 | float32 | float16 | bfloat16, any strides (float64: blockwise and eager)
     k            (M, D) same dtype and device as q; None: the rows of q against each other
-    temperature  float > 0, or a 0-dim tensor, which then gets its gradient (its value is not checked)
+    temperature  float > 0, from 1e-38 to 1e38, so that float32 holds it and 1/τ; or a 0-dim tensor, which
+                 then gets its gradient (its value is not checked)
     exclude      what each row leaves out: None | "diagonal" (j = i + offset)
                  | "pair" (j = i and j = i ± N/2; k is None)
                  | (row ids (N,), column ids (M,)) integers: columns of equal id
@@ -54,7 +60,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     source       van den Oord et al. 2018, eq. 4
     """
     one_set = k is None
-    q, k, temperature, products = check_inputs(q, k, temperature)
+    q, k, temperature, products = check_inputs(q, q if one_set else k, temperature)
+    check_flag("normalize", normalize)
     rule = make_rule(q, k, one_set, exclude, within, similar, offset)
     impl = choose_impl(impl, q)
     if normalize:
@@ -92,10 +99,10 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     memory       O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
     """
     one_set = k is None
-    q, k, one, products = check_inputs(q, k, 1.0)
+    q, k, one, products = check_inputs(q, q if one_set else k, 1.0)
+    check_flag("normalize", normalize)
     rule = make_rule(q, k, one_set, exclude, within, similar, offset)
-    if not isinstance(n, int) or not 1 <= n <= len(k):
-        raise ValueError(f"n: {n}, wanted an integer from 1 to the {len(k)} rows of k")
+    check_integer("n", n, 1, len(k), f"from 1 to the {len(k)} rows of k")
     impl = choose_impl(impl, q)
     if normalize:
         q, k, products = normalized(q, k, products)
@@ -126,26 +133,32 @@ def check_inputs(q, k, temperature, names=("q", "k")):
     Products are in autocast's dtype where it would cast a matrix product's rows: inside the operations, so
     that gradients come back in float32, and beside rows that have that dtype already, a queue's for one.
     """
-    k, products = q if k is None else k, None
+    products = None
     for name, x in zip(names, (q, k)):
-        if not isinstance(x, Tensor) or x.dim() != 2:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name}: found {found}, wanted a tensor of two dimensions (rows, features)")
-        if x.dtype not in DTYPES:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: found {told(x)}, wanted a tensor of two dimensions (rows, features)")
+        check_dense(name, x)
+        shape = x.shape
+        if len(shape) != 2:
+            wanted = "a tensor of two dimensions (rows, features)"
+            raise ValueError(f"{name}: found {tuple(shape)}, wanted {wanted}")
+        if x.dtype not in FLOATS:
             raise ValueError(f"{name}: found {x.dtype}, wanted float64, float32, float16 or bfloat16")
-        if min(x.shape) == 0:
-            raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted at least one row and one feature")
+        if min(shape) == 0:
+            raise ValueError(f"{name}: found shape {tuple(shape)}, wanted at least one row and one feature")
+    check_is_somewhere(names[0], q)
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         products = torch.get_autocast_dtype(q.device.type)
         q, k = (x.float() if x.dtype == products and (x is q or x.requires_grad) else x for x in (q, k))
     for what in ("device", "dtype"):
         found, wanted = getattr(k, what), getattr(q, what)
         if found != wanted and (products is None or found != products):
-            raise ValueError(f"{names[1]}: {what} {found} differs from {names[0]}'s, {wanted}")
+            raise ValueError(f"{names[1]}: {what} {found}, wanted {wanted} as {names[0]}")
     if q.shape[1] != k.shape[1]:
-        raise ValueError(f"{names[1]}: {k.shape[1]} features a row, {names[0]} has {q.shape[1]}")
+        raise ValueError(f"{names[1]}: {k.shape[1]} features a row, wanted {q.shape[1]} as {names[0]}")
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q, k, check_temperature(temperature, accumulate, q.device), products
+    check_temperature(temperature, q.device)
+    return q, k, as_scalar(temperature, accumulate), products
 
 
 def normalized(q, k, products):
@@ -169,19 +182,8 @@ def in_dtype(products, *rows):
     return rows if products is None else [x.to(products) for x in rows]
 
 
-def check_temperature(temperature, dtype, device, name="temperature", above=0):
+def as_scalar(x, dtype):
     """A 0-dim tensor. A given one is on the device, read there: a learned one costs no synchronisation."""
-    if isinstance(temperature, Tensor):
-        if temperature.dim() or not temperature.dtype.is_floating_point:
-            raise ValueError(f"{name}: found {temperature.dtype} of shape {tuple(temperature.shape)}, "
-                             "wanted a number or a floating-point tensor of no dimensions")
-        if temperature.device != device:
-            raise ValueError(f"{name}: on {temperature.device}, wanted {device}")
-        return temperature.to(dtype)
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
-        found = type(temperature).__name__
-        raise ValueError(f"{name}: found {found}, wanted a number or a 0-dim tensor")
-    if not above < temperature < math.inf:
-        wanted = "a finite number" if above else f"a number above {above}"
-        raise ValueError(f"{name}: {temperature}, wanted {wanted}")
-    return torch.full((), temperature, dtype=dtype)  # on the CPU: a kernel takes it as a number, unlaunched
+    if isinstance(x, Tensor):
+        return x.to(dtype)
+    return torch.full((), x, dtype=dtype)  # on the CPU: a kernel takes it as a number, unlaunched

@@ -4,7 +4,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from kernels import check_rows
+from kernels import check_rows, checks
 
 from .command import fail
 
@@ -47,6 +47,7 @@ def noise(gradient, mask, size):
     source       Zeng et al. 2021; a text's step has no length of its own, as in Miyato et al. 2017, eq. 5
     """
     check_rows(gradient=(gradient, "n L H"), mask=(mask, "n L", int))
+    checks.check_number("size", size)
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     return size * F.normalize(wide, dim=2) * (mask != 0)[:, :, None]
 
