@@ -138,6 +138,7 @@ def wait_until(there, process):
     end = time.monotonic() + 60
     while not there() and process.exitcode is None and time.monotonic() < end:
         time.sleep(0.02)
+    assert process.exitcode is None                            # and its number is still its own
 
 
 def ended(process):
