@@ -150,10 +150,10 @@ def check_inputs(q, k, temperature, names=("q", "k")):
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         products = torch.get_autocast_dtype(q.device.type)
         q, k = (x.float() if x.dtype == products and (x is q or x.requires_grad) else x for x in (q, k))
-    for what in ("device", "dtype"):
-        found, wanted = getattr(k, what), getattr(q, what)
-        if found != wanted and (products is None or found != products):
-            raise ValueError(f"{names[1]}: {what} {found}, wanted {wanted} as {names[0]}")
+    if k.device != q.device:
+        raise ValueError(f"{names[1]}: device {k.device}, wanted {q.device} as {names[0]}")
+    if k.dtype != q.dtype and k.dtype != products:
+        raise ValueError(f"{names[1]}: dtype {k.dtype}, wanted {q.dtype} as {names[0]}")
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"{names[1]}: {k.shape[1]} features a row, wanted {q.shape[1]} as {names[0]}")
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32

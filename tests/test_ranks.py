@@ -37,7 +37,7 @@ def variables(monkeypatch):
 
 @pytest.mark.parametrize("given, wanted", [
     (dict(RANK="0"), "RANK is set and WORLD_SIZE is not: start with torchrun, .*, or unset RANK"),
-    (dict(RANK="1"), "RANK is set and .*"), (dict(WORLD_SIZE="1"), "WORLD_SIZE is set and RANK is not: .*"),
+    (dict(RANK="1"), "RANK is set and .*"), (dict(WORLD_SIZE="2"), "WORLD_SIZE is set and RANK is not: .*"),
     (PAIR | dict(RANK="2"), "RANK is 2 of WORLD_SIZE 2; wanted at most 1: ranks count from 0"),
     *((PAIR | dict(RANK=text), RANK) for text in ("", "x", "-1", " 0", "1.0", "٠", "\udcff", "9" * 5000)),
     *((PAIR | dict(WORLD_SIZE=text), WORLD) for text in ("0", "two", "")),
@@ -51,7 +51,7 @@ def test_variables_that_cannot_be(given, wanted, variables, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, "--out", "out")
 
 
-@pytest.mark.parametrize("given", [{}, dict(LOCAL_RANK="3"), dict(RANK="0", WORLD_SIZE="1"),
+@pytest.mark.parametrize("given", [{}, dict(LOCAL_RANK="3"), dict(WORLD_SIZE="1"), dict(RANK="0", WORLD_SIZE="1"),
                                    PAIR | dict(RANK="00", WORLD_SIZE="01", MASTER_PORT="none")])
 def test_one_process_wants_no_place_to_meet(given, variables):
     variables(**given)

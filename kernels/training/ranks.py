@@ -28,7 +28,7 @@ def problem():
             return (f"{name} is {os.environ[name]!r}; wanted a whole number from {LEAST[name]} on: start "
                     "with torchrun, which sets it, or unset it")
     for one, other in ("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"):
-        if one in os.environ and other not in os.environ:
+        if one in os.environ and other not in os.environ and (one == "RANK" or world() > 1):
             return f"{one} is set and {other} is not: start with torchrun, which sets both, or unset {one}"
     if rank() >= world():
         return f"RANK is {rank()} of WORLD_SIZE {world()}; wanted at most {world() - 1}: ranks count from 0"
