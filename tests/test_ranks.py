@@ -51,7 +51,8 @@ def test_variables_that_cannot_be(given, wanted, variables, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, "--out", "out")
 
 
-@pytest.mark.parametrize("given", [{}, dict(LOCAL_RANK="3"), dict(WORLD_SIZE="1"), dict(RANK="0", WORLD_SIZE="1"),
+@pytest.mark.parametrize("given", [{}, dict(LOCAL_RANK="3"), dict(WORLD_SIZE="1"),
+                                   dict(RANK="0", WORLD_SIZE="1"),
                                    PAIR | dict(RANK="00", WORLD_SIZE="01", MASTER_PORT="none")])
 def test_one_process_wants_no_place_to_meet(given, variables):
     variables(**given)

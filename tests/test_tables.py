@@ -101,6 +101,7 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("wiki.txt", "A\n\0\n", r"wiki\.txt line 2: a NUL character; .*"),
     ("nli.jsonl", '["A\\u0000"]\n["A"]\n', r"nli\.jsonl line 1: a cell holds a NUL character; delete it"),
     ("nli.json", '["A", "\\ud800"]', r"nli\.json item 1: wanted a row .*"),
+    ("nli.jsonl", '{"query": "A", "pos": ["b", "c\\u0000"]}\n', r"nli\.jsonl line 1: a cell holds a NUL .*"),
     ("nli.json", '[["A"], ["A\\ud800"]]', r"nli\.json item 2: a cell holds half of a letter, '\\ud800'; .*"),
     ("nli.json", '[{"\\udead": "A"}]', r"nli\.json: a name of a column holds half of a letter, .*"),
     *(("nli.csv", "A,b\nC,d\n".encode(name), rf"nli\.csv: looks like {name}; .*iconv -f {name} -t UTF-8")

@@ -72,6 +72,7 @@ class Case:
     kept      names of files that must stay as they are
     says      what a refusal must say, a regular expression
     env       variables of its environment; None: one that it lacks
+    data      a function of what main is handed in the place of the script's --data
     """
     category: str
     name: str
@@ -91,6 +92,7 @@ class Case:
     kept: tuple = ()
     says: str = ""
     env: dict = field(default_factory=dict)
+    data: Callable = None
 
 
 # ── processes ──
@@ -98,16 +100,16 @@ class Case:
 FORKS = multiprocessing.get_context("forkserver")
 
 
-def start(script, argv, folder, said, at=None, limit=None, bound=False, env=()):
+def start(script, argv, folder, said, at=None, limit=None, bound=False, env=(), data=None):
     """The script in a fork, in this folder; it speaks into files whose names begin with said."""
     multiprocessing.set_forkserver_preload([*SCRIPTS, "transformers.models.bert.modeling_bert"])
-    argv = [*SCRIPTS[script], "--out", "out", *map(str, argv)]
-    process = FORKS.Process(target=play, args=(script, argv, folder, said, at, limit, bound, env))
+    argv = [*SCRIPTS[script][2 if data else 0 :], "--out", "out", *map(str, argv)]         # without --data
+    process = FORKS.Process(target=play, args=(script, argv, folder, said, at, limit, bound, env, data))
     process.start()
     return process
 
 
-def play(script, argv, folder, said, at, limit, bound, env):
+def play(script, argv, folder, said, at, limit, bound, env, data=None):
     os.setpgrp()                                               # with the processes that it starts
     change_environment(os.environ, dict(env))
     os.chdir(folder)
@@ -131,7 +133,9 @@ def play(script, argv, folder, said, at, limit, bound, env):
         sys.setprofile(watch(*at, f"{said}.reached"))
     sys.argv = [f"{script}.py", *argv]
     try:
-        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+        found = runpy.run_path(str(ROOT / f"{script}.py"), run_name="handed" if data else "__main__")
+        if data:
+            found["main"](argv, data=data())
     finally:
         used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         Path(f"{said}.kB").write_text(str(max(use.ru_maxrss for use in used)))
@@ -278,7 +282,8 @@ def outcome(case):
         if case.shell is not None:
             process = start_alone(case, here, said)
         else:
-            process = start(case.script, case.argv, here, said, case.at, case.limit, case.bound, case.env)
+            flags = case.at, case.limit, case.bound, case.env, case.data
+            process = start(case.script, case.argv, here, said, *flags)
         code, first_code, (out, err) = end(process), first and end(first), texts(said)
         fault = (judged(case, code, out, err, here, before)
                  or kept != [(here / name).read_bytes() for name in case.kept] and "it changes a kept file"

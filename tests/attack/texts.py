@@ -1,6 +1,9 @@
 """Text files that are damaged, or no files at all, for every flag that reads text."""
+import collections
+import csv
 import gzip
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -8,7 +11,10 @@ import random
 import shutil
 import socket
 from functools import partial
+from pathlib import Path
 
+import numpy as np
+import torch
 from cases import DATA, NLI, Case, both, change, put
 
 case = partial(Case, "texts")
@@ -173,6 +179,193 @@ READERS = [*((script, "--data") for script in (*HEADERS, "tacl")), ("simcse", "-
            ("simcse", "--evaluate", "--test")]
 
 
+# ── rows in memory ──
+
+
+def few():
+    """The columns of few.csv."""
+    head, *rows = csv.reader(open("few.csv", newline="", encoding="utf-8"))
+    return dict(zip(head, map(list, zip(*rows))))
+
+
+def rows_of_few():
+    return [*zip(*few().values())]
+
+
+class Frame:
+    """What pandas' does: gone through, it gives the names of its columns."""
+    columns = property(lambda self: [*self.parts])
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def __len__(self):
+        return len(next(iter(self.parts.values())))
+
+    def __iter__(self):
+        return iter(self.parts)
+
+    def __getitem__(self, name):
+        return self.parts[name]
+
+
+class Dataset(Frame):
+    """What the package datasets has."""
+    features = column_names = Frame.columns
+
+    def __iter__(self):
+        return (dict(zip(self.parts, row)) for row in zip(*self.parts.values()))
+
+
+class Stream(Dataset):
+    __len__ = None
+
+
+HANDED = {                                                     # trains as few.csv does
+    "rows": rows_of_few, "tuple": lambda: tuple(map(list, rows_of_few())), "columns": few,
+    "columns of arrays": lambda: {name: np.array(cells) for name, cells in few().items()},
+    "reordered columns": lambda: dict(reversed(few().items())), "a frame": lambda: Frame(few()),
+    "a Dataset": lambda: Dataset(few()), "an array": lambda: np.array(rows_of_few()),
+    "an array of objects": lambda: np.array(rows_of_few(), object), "path": lambda: "few.csv",
+    "Path": lambda: Path("few.csv"), "dicts": lambda: [*Dataset(few())],
+    "deque": lambda: collections.deque(rows_of_few()),
+    "a subset": lambda: torch.utils.data.Subset(rows_of_few(), range(len(rows_of_few()))),
+    "a frame without names": lambda: Frame(dict(enumerate(few().values())))}
+NOT_READ = {
+    "a generator": lambda: (row for row in rows_of_few()), "zip": lambda: zip(*few().values()),
+    "a file": lambda: open("few.csv"), "StringIO": lambda: io.StringIO("a b,c d\n"),
+    "csv.reader": lambda: csv.reader(open("few.csv")), "a set": lambda: {*rows_of_few()},
+    "keys": lambda: few().keys(), "bytes": lambda: b"few.csv", "a number": lambda: 7, "a class": lambda: list,
+    "a function": lambda: few, "True": lambda: True, "no rows": list, "no columns": dict,
+    "a stream": lambda: Stream(few()), "a loader": lambda: torch.utils.data.DataLoader([1]),
+    "tables": lambda: {"train": Frame(few()), "test": Frame(few())},
+    "columns of other lengths": lambda: few() | {"sent0": ["a b"]},
+    "a text for a column": lambda: {"sent0": "a b"}, "a dict for a column": lambda: {"sent0": {0: "a b"}},
+    "a generator for a column": lambda: {"sent0": iter(["a b"])},
+    "three dimensions": lambda: np.array([rows_of_few()]), "no dimension": lambda: np.array("a b"),
+    "numbers": lambda: np.ones((9, 3)), "bytes in an array": lambda: np.char.encode(rows_of_few(), "utf-8"),
+    "records": lambda: np.rec.fromrecords(rows_of_few()), "a tensor": lambda: torch.ones(9, 3),
+    "range": lambda: range(9),
+    "None": lambda: [*rows_of_few(), None], "None within": lambda: [*rows_of_few(), ("a b", None, "c d")],
+    "nan": lambda: few() | {"sent0": [float("nan")] * len(rows_of_few())},
+    "bytes within": lambda: [b"a b", b"c d"] * 9, "sets": lambda: [{"a b", "c d"}] * 9,
+    "frames": lambda: [Frame(few())] * 9, "arrays of numbers": lambda: [np.ones(3)] * 9,
+    "a row too short": lambda: [*rows_of_few(), ("a b", "c d")], "numbers of tokens": lambda: [[1, 2, 3]] * 9,
+    "a name twice": lambda: [dict.fromkeys(["sent0", 0], "a b"), {0: "a", "0": "b"}] * 9,
+    "no such path": lambda: "none.csv", "an empty path": lambda: "", "NUL": lambda: "a\0b",
+    "a text": lambda: "A man eats.", "an endless text": lambda: "a" * 10**5,
+    "labels": lambda: [(*row[:2], "ab"[i % 2]) for i, row in enumerate(rows_of_few())]}
+
+
+def handed(name):
+    """By its name, as a function without one does not reach another process."""
+    return (HANDED | NOT_READ)[name]()
+
+
+def of_memory():
+    for name in HANDED:
+        yield case(f"data: {name}", "simcse", ["--model", "bert"], data=partial(handed, name),
+                   wanted="accepted", like=["--model", "bert", "--out", "like"])
+    for name in NOT_READ:
+        yield case(f"data: {name}", "simcse", [], data=partial(handed, name), wanted="one line")
+    yield case("data: and --data", "simcse", ["--data", "few.csv"], data=partial(handed, "rows"),
+               wanted="one line")
+
+
+# ── columns without names ──
+
+NO_TEXTS = {"a label": "entailment neutral".split(), "a label of words": ["not entailment", "entailment"],
+            "an id": [f"id{i:04}" for i in range(12)], "a date": [f"2021-05-{i + 10}" for i in range(12)],
+            "a link": [f"https://example.org/{i}" for i in range(12)], "a language": ["en", "de"],
+            "a number with a unit": [f"{i} km" for i in range(12)],
+            "a hash": [f"{3**i:016x}a" for i in range(12)],
+            "a file": [f"{i}.jpg" for i in range(12)], "a score": [f"{i / 3:.2f}" for i in range(12)],
+            "a word": "cat dog river stone music friend garden winter bread house door sun".split()}
+AS_TEXTS = {"Chinese": "今天天气很好。 他在吃饭。 她正在看书。 我们去湖边。".split(),
+            "sentences again": ["He eats.", "It runs."],
+            "answers": "Paris;the Nile;1945;a whale;in Rome;Oslo;two;never;the sun;Lima;no one".split(";")}
+
+
+def of_columns():
+    kinds, commas = itertools.cycle(["csv", "tsv", "json"]), {"csv": ",", "tsv": "\t"}
+    for name, cells in (NO_TEXTS | AS_TEXTS).items():
+        kind, last = next(kinds), name != "an id"
+        rows = [[*row[:2], cells[i % len(cells)]] if last else [cells[i % len(cells)], *row[:2]]
+                for i, row in enumerate(FEW)]
+        text = json.dumps(rows) if kind == "json" else "".join(
+            commas[kind].join(cell.replace(",", "") for cell in row) + "\n" for row in rows)
+        columns, make = (["1", "2"] if last else ["2", "3"]), put(f"bad.{kind}", text)
+        yield case(f"no names: {name}", "simcse", [f"--data=bad.{kind}"], make,
+                   "one line" if name in NO_TEXTS else "accepted")
+        flags = [f"--data=bad.{kind}", "--columns", *columns]
+        yield case(f"no names: {name}, --columns", "simcse", flags, make, "accepted")
+    text = "".join(f"{row[0]}\t{'ab'[i % 2]}\n" for i, row in enumerate(FEW))
+    yield case("no names: a label", "selfguided", ["--data=bad.tsv"], put("bad.tsv", text), "one line")
+    yield case("no names: a label, --columns", "selfguided", ["--data=bad.tsv", "--columns", "1"],
+               put("bad.tsv", text), "accepted")
+    text = "".join(f"id{i}\t{row[0]}\t{'ab'[i % 2]}\n" for i, row in enumerate(FEW))
+    yield case("no names: an id", "childtuning", ["--data=bad.tsv"], put("bad.tsv", text), "one line")
+    yield case("no names: an id", "simcse", ["--transfer", "bad.tsv"], put("bad.tsv", text), "one line")
+    text = "".join(f"id{i}\t{row[0]}\t{i % 6}\n" for i, row in enumerate(FEW))
+    yield case("no names: an id, scored", "simcse", ["--dev", "bad.tsv"], put("bad.tsv", text), "one line")
+
+
+# ── long cells ──
+
+
+def long_rows(kind, count=24):
+    text = "a man eats " * (2**20 // 11)
+    return {"csv": lambda: "sent0\n" + f'"{text}"\n' * count, "txt": lambda: f"{text}\n" * count,
+            "jsonl": lambda: (json.dumps({"sent0": text}) + "\n") * count}[kind]()
+
+
+def put_parquet(name, columns, **flags):
+    """A `make` that writes it by pyarrow: columns are texts, or (distinct texts, how many rows of them)."""
+    def make(here):
+        import pyarrow
+        from pyarrow.parquet import write_table
+
+        arrays = {}
+        for column, cells in columns.items():
+            if isinstance(cells, tuple):
+                numbers = pyarrow.array(np.arange(cells[1]) % len(cells[0]), pyarrow.int32())
+                cells = pyarrow.DictionaryArray.from_arrays(numbers, pyarrow.array(cells[0]))
+            arrays[column] = cells
+        write_table(pyarrow.table(arrays), here / name, store_schema=False, compression="zstd", **flags)
+    return make
+
+
+def of_lengths():
+    for kind in "csv", "txt", "jsonl":
+        yield case(f"{kind}: 24 cells of a MB", "simcse", [f"--data=long.{kind}"],
+                   lambda here, kind=kind: put(f"long.{kind}", long_rows(kind))(here), "accepted")
+    if not importlib.util.find_spec("pyarrow"):
+        return
+    many, long = ["a man eats " * (2**20 // 11) + str(i) for i in range(3)], "x" * 2**27
+    for name, columns, more in [
+            ("3,000 of a MB", {"sent0": (many, 3000), "sent1": (["He eats.", "It runs.", ""], 3000)}, {}),
+            ("one of 128 MB", {"sent0": ["a b"] * 50 + [long] + ["c d"] * 50}, {}),
+            ("some of 128 MB", {"sent0": ["a b"] * 50 + [long] * 9}, dict(use_dictionary=False)),
+            ("the same 9 times", {"sent0": ["a b"] * 50 + [long] * 9}, {}),
+            ("lists of 9 GB", {"query": ["a b"] * 9, "pos": [many[:1] * 1000] * 9}, {}),
+            ("null", {"sent0": ["a b"] * 50 + [None]}, {}), ("bytes", {"sent0": [b"a b"] * 50}, {}),
+            ("numbers", {"sent0": [*range(50)], "sent1": [*range(50)]}, {}),
+            ("no rows", {"sent0": [""] * 0}, {})]:
+        make = put_parquet("a.parquet", columns, **more)
+        yield case(f"parquet: {name}", "simcse", ["--data=a.parquet"], make,
+                   "either" if name == "numbers" else "one line")
+    texts = {name: [row[i] for row in FEW] for i, name in enumerate(HEADERS["simcse"])}
+    for name, more in {"plain": dict(use_dictionary=False), "small pages": dict(data_page_size=10),
+                       "row groups": dict(row_group_size=5),
+                       "version 2": dict(data_page_version="2.0")}.items():
+        make = both(put_parquet("a.parquet", texts, **more), put("good.csv", written("csv", "simcse")))
+        yield case(f"parquet: {name}", "simcse", ["--data=a.parquet"], make, "accepted",
+                   like=["--data=good.csv", "--out", "like"])
+
+
 def cases():
     yield from of_data()
     yield from of_other_flags()
+    yield from of_memory()
+    yield from of_columns()
+    yield from of_lengths()
