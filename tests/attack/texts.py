@@ -305,7 +305,8 @@ def of_columns():
                put("bad.tsv", text), "accepted")
     text = "".join(f"id{i}\t{row[0]}\t{'ab'[i % 2]}\n" for i, row in enumerate(FEW))
     yield case("no names: an id", "childtuning", ["--data=bad.tsv"], put("bad.tsv", text), "one line")
-    yield case("no names: an id, labelled", "simcse", ["--transfer", "bad.tsv"], put("bad.tsv", text), "one line")
+    flags = ["--transfer", "bad.tsv"]
+    yield case("no names: an id, labelled", "simcse", flags, put("bad.tsv", text), "one line")
     text = "".join(f"id{i}\t{row[0]}\t{i % 6}\n" for i, row in enumerate(FEW))
     yield case("no names: an id, scored", "simcse", ["--dev", "bad.tsv"], put("bad.tsv", text), "one line")
 
