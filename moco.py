@@ -313,6 +313,8 @@ def main(argv=None):
     optimizer = torch.optim.SGD(weights, lr=rate, momentum=0.9, weight_decay=args.weight_decay)
     run.progress["pointer"] = 0                                # of the queue
     run.begin(model, optimizer, total)
+    if run.progress["pointer"] >= args.queue:
+        fail(f"--resume: {args.out}/state.pt is damaged: its place in the queue is beyond {args.queue} keys")
     pictures.before(model, run)
     pictures.start(run, total, args.crop)
     model.train()
