@@ -83,10 +83,10 @@ from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
 from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
-from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.folder import model_card, new_files, save_tokenizer
 from kernels.training.loop import half_products, set_lr, sum_gradients
 from kernels.training.mlm import decoder_loss, has_decoder
+from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tokens import pad

@@ -138,7 +138,8 @@ class Run:
                 self.clock.evaluated(self.clock.seconds() - self.noted)
             stop = self.asked_to_stop()
             if self.values and (self.due or stop or step % (1 + total // 40) == 0):
-                self.refuse_nan()
+                if not self.due:                               # else note has looked
+                    self.refuse_nan()
                 self.report()
             if self.due or stop:
                 self.progress["step"], began = step, self.clock.seconds()

@@ -32,7 +32,7 @@ def untouched(optimizer):
 
 def read_state(path, run):
     """Puts a run's weights, optimizer, progress and random numbers back. Raises ValueError, or what a damaged
-    file raises, and leaves the run as unusable as that."""
+    file raises; the run has to end then."""
     with zipfile.ZipFile(path) as file:                        # torch.load reads no checksum
         if bad := file.testzip():
             raise zipfile.BadZipFile(bad)

@@ -54,49 +54,19 @@ def hard(name):
     return make
 
 
-LINKS = [
-    ".running",
-    "metrics.jsonl",
-    "metrics.jsonl.tmp",
-    "state.tmp",
-    "state.pt",
-    "args.json",
-    "args.json.tmp",
-    "simcse.py",
-    "training",
-    "training/run.py",
-    "1_Pooling",
-    "1_Pooling/config.json",
-    ".saving",
-    "tokens",
-    "tokens/ids",
-    "tokens.tmp",
-    "model.safetensors",
-    "modules.json",
-    "tensorboard",
-    "README.md",
-    "x/y/z",
-]
+FILES = """.running metrics.jsonl metrics.jsonl.tmp state.tmp state.pt args.json simcse.py
+    1_Pooling/config.json model.safetensors""".split()
+LINKS = """args.json.tmp training training/run.py 1_Pooling .saving tokens tokens/ids tokens.tmp modules.json
+    tensorboard README.md x/y/z""".split()
 
 
 def of_links():
-    for name in LINKS:
+    for name in FILES + LINKS:
         yield case(f"{name} is a link", "simcse", HALF, linked(name), "one line", late=False)
         yield case(f"{name} leads nowhere", "simcse", HALF, linked(name, "../none"), "one line", late=False)
     for name in ("training", "1_Pooling", ".saving", "x"):
         yield case(f"{name} leads to /tmp", "simcse", HALF, linked(name, "/tmp"), "one line", late=False)
-    for name in (
-        ".running",
-        "metrics.jsonl",
-        "metrics.jsonl.tmp",
-        "state.tmp",
-        "state.pt",
-        "args.json",
-        "simcse.py",
-        "tokens.tmp/ids",
-        "1_Pooling/config.json",
-        "model.safetensors",
-    ):
+    for name in (*FILES, "tokens.tmp/ids"):
         yield case(f"{name} is a second name", "simcse", HALF, hard(name), kept=("target",), like=TWIN)
     make = both(lambda here: (here / "half/state.pt").unlink(), linked(".running"))
     yield case("no checkpoint, and .running is a link", "simcse", HALF, make, "one line", late=False)
