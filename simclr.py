@@ -46,15 +46,15 @@ from kernels.training.recipes import Recipe, say_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-IMAGENET = dict(model="resnet-50", size=224, batch_size=4096, temperature=0.1)
+IMAGENET = dict(model="resnet-50", size=224, batch_size=4096, temperature=0.1, probe_epochs=90)
 RECIPES = {
     "paper": Recipe("ImageNet, Chen et al. 2020, section 2 and appendix B", IMAGENET | dict(
         epochs=100, lr=0.3, lr_scaling="linear", weight_decay=1e-6, warmup=10, head_layers=2, form="paper")),
     "code": Recipe("ImageNet, the released code's command", IMAGENET | dict(
-        epochs=100, lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, warmup=10, head_layers=2, form="code")),
+        epochs=100, lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, warmup=10, head_layers=3, form="code")),
     "cifar": Recipe("CIFAR-10, the released code's command", dict(
         model="resnet-18", size=32, batch_size=512, epochs=1000, lr=1.0, lr_scaling="linear",
-        weight_decay=1e-4, temperature=0.5, warmup=10, head_layers=2, form="code", colour=0.5, blur=0.0)),
+        weight_decay=1e-4, temperature=0.5, warmup=10, head_layers=3, form="code", colour=0.5, blur=0.0)),
     "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(
         epochs=800, lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup=40, head_layers=3, form="code"))}
 IMPLIED = {
@@ -80,7 +80,7 @@ def make_parser():
     add("--distill", metavar="TEACHER",
         help="train --model on the soft labels that a fine-tuned folder gives --data (v2)")
     add("--head-layers", type=int, choices=(0, 1, 2, 3), default=2,
-        help="of the projection head; default 2 (paper), 3 in SimCLR v2")
+        help="of the projection head; default 2 (paper), 3 in v2 and the released code")
     add("--head-norm", action=BooleanOptionalAction, help="batch norms in the head; default by --form")
     add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
     add("--normalize", action=BooleanOptionalAction, default=True, help="of projections; default on (paper)")
@@ -89,7 +89,8 @@ def make_parser():
     add("--colour", type=at_least(0), help="strength of the colour jitter; default 1, to 32 px 0.5 (paper)")
     add("--grey", type=ratio, default=0.2, help="share of grey views; default 0.2 (paper)")
     add("--blur", type=ratio, help="share of blurred views; default 0.5, up to 32 px 0 (paper)")
-    add("--optimizer", choices=("lars", "sgd", "adam"), default="lars", help="default lars (paper)")
+    add("--optimizer", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
+        help="default lars (paper); sgd is SupCon's")
     add("--lr-scaling", choices=("linear", "sqrt"), default="linear",
         help="--lr times batch / 256, or times √batch; default linear")
     add("--warmup", type=at_least(0), default=10, help="epochs that the rate rises; default 10 (paper)")
@@ -344,14 +345,29 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
 
 
 def make_optimizer(model, rate, args):
-    """LARS, SGD with momentum, or Adam (code)."""
-    kinds = dict(lars=LARS, sgd=functools.partial(torch.optim.SGD, momentum=0.9), adam=torch.optim.Adam)
+    """LARS (paper); sgd, with momentum, in which all weights decay (SupCon's code); nesterov or adam, in which
+    all but norms do (SimCLR's code)."""
+    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
+    kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
+                 adam=torch.optim.Adam)
     weights = [p for p in model.parameters() if p.requires_grad]
-    return kinds[args.optimizer](weights, lr=rate, weight_decay=args.weight_decay)
+    apart, flags = set(), {}
+    if args.optimizer in ("nesterov", "adam"):
+        norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
+        apart, flags = {p for part in norms for p in part.parameters()}, dict(weight_decay=0.0)
+    elif args.optimizer == "lars" and model.classes:
+        apart, flags = {model.head[-1].weight}, dict(trust=None)
+    groups = [dict(params=[p for p in weights if p not in apart]),
+              dict(params=[p for p in weights if p in apart], **flags)]
+    return kinds[args.optimizer](groups[: 1 + bool(apart)], lr=rate, weight_decay=args.weight_decay)
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD, a weight matrix's step scaled by 0.001 |w| / |gradient|; norms and biases left out (paper)."""
+    """SGD, a weight matrix's step scaled by trust · |w| / |gradient|; norms and biases left out (paper).
+
+    trust    None: the step as it is, which a classifier gets (released code). Its weights begin at 0, and
+             steps in proportion to their length would hold them there
+    """
 
     def __init__(self, parameters, lr, weight_decay, momentum=0.9, trust=0.001):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, trust=trust)
@@ -364,6 +380,7 @@ class LARS(torch.optim.Optimizer):
                 step = w.grad
                 if w.dim() > 1:
                     step = step + group["weight_decay"] * w
+                if w.dim() > 1 and group["trust"]:
                     size, change = w.norm(), step.norm()
                     scaled = (size > 0) & (change > 0)
                     step = step * torch.where(scaled, group["trust"] * size / change, 1.0)
@@ -377,14 +394,17 @@ class LARS(torch.optim.Optimizer):
 
 def linear_probe(model, pictures, run):
     """Percent of test pictures that one linear layer on the frozen features labels right, trained on crops:
-    rate 0.1 · batch / 256 along a cosine, Nesterov (SimCLR); 5, a fifth of it at 60, 75, 90 % (SupCon)."""
-    batch, supervised = min(512, len(pictures)), run.args.supervised
+    rate 0.1 · batch / 256 along a cosine, Nesterov (SimCLR); 5, a fifth of it at 60, 75, 90 % (SupCon).
+    SimCLR's batches for CIFAR-10 are of 512 pictures; for ImageNet of 4,096, with decay, and so here where
+    the pictures are large and an epoch has 100 such batches."""
+    supervised, large = run.args.supervised, not pictures.small and len(pictures) >= 100 * 4096
+    batch, decay = (4096, 1e-6) if large and not supervised else (min(512, len(pictures)), 0.0)
 
     def rate(step, total):
         if supervised:
             return 5 * 0.2 ** sum(step >= share * total for share in (0.6, 0.75, 0.9))
         return warmup_cosine(step, total, 0, 0.1 * batch / 256)
-    return train_probe(model, pictures, run, batch=batch, rate=rate, nesterov=not supervised)
+    return train_probe(model, pictures, run, batch=batch, rate=rate, nesterov=not supervised, decay=decay)
 
 
 def profile(model, optimizer, pictures, run):

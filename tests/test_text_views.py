@@ -95,6 +95,40 @@ def test_word_embeddings_of_one_view_change(name, bert):
     assert not model.encoder._forward_hooks and not model.encoder.get_input_embeddings()._forward_hooks
 
 
+LAYERS = dict.fromkeys([*ENCODERS, "Electra"], "encoder.layer.0")
+LAYERS |= dict.fromkeys([*DECODERS, "ModernBert"], "layers.0")
+LAYERS |= {"DistilBert": "transformer.layer.0", "XLM": "attentions.0", "SqueezeBert": "encoder",
+           "Albert": "encoder"}                                # it maps the embeddings for its layers
+
+
+@pytest.mark.parametrize("name", ["feature_cutoff", "token_cutoff", "embedding_dropout"])
+@pytest.mark.parametrize("family", [*LAYERS])
+def test_zeros_in_what_the_first_layer_reads(family, name, tmp_path, monkeypatch):
+    """Exactly, behind positions, token types and norms; the rest is as it was, in the other view all."""
+    for more in ("Albert", "Electra"):
+        monkeypatch.setitem(ENCODERS, more, ENCODERS["Bert"] | dict(embedding_size=16))
+    views, model = make(small_model(family, tmp_path), ["dropout", name], "avg")
+    rows, _ = tokenise(["two dogs run", "it rains a lot of cats", "a"], model.tokenizer, 64)
+    (places, ids, mask), = model.eval().batch(rows, rows)
+    seen, layer = [], model.encoder.get_submodule(LAYERS[family])
+    with layer.register_forward_hook(lambda _, given, named, out: seen.append(given or [*named.values()]),
+                                     with_kwargs=True):        # behind whatever changes what it is given
+        for how in ([], [places // 3]):
+            model.pool(ids, mask, *how)
+    plain, found = (x[0].detach() for x in seen)
+    second, real = places // 3 == 1, mask[:, :, None].bool()
+    assert torch.equal(found[~second], plain[~second]) and not (plain == 0)[mask.bool()].any()
+    plain, found, real = plain[second], found[second], real[second].expand_as(found[second])
+    zeros, lengths, width = (found == 0) & real, mask[second].sum(1), found.shape[2]
+    wanted = dict(feature_cutoff=lengths * int(width * 0.2), token_cutoff=(lengths * 0.2).long() * width,
+                  embedding_dropout=(lengths * width * 0.2).long())[name]
+    assert torch.equal(zeros.sum((1, 2)), wanted) and torch.equal(found[real & ~zeros], plain[real & ~zeros])
+    if name == "feature_cutoff":
+        assert torch.equal(zeros.sum(1).bool().sum(1), torch.full_like(lengths, int(width * 0.2)))
+    elif name == "token_cutoff":
+        assert torch.equal(zeros.all(2), zeros.any(2))
+
+
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
 def test_every_family(family, tmp_path):
     """Both views change in training; a text without words that change stays as it is."""
@@ -319,17 +353,22 @@ def test_noise_is_along_the_gradient(chunk, bert):
     assert loss(1) > loss(0.1) > loss(0) > loss(-0.1)
 
 
-def test_noise_moves_with_its_token(bert):
-    views, model = make(bert, ["shuffle", "dropout"])
+def test_noise_moves_with_its_token(bert, monkeypatch):
+    """What the first layer reads at a token's new place is the token there, and its own step."""
+    views, model = make(bert, ["shuffle", "dropout"], adversarial=0.1)
     rows, _ = tokenise([row[0] for row in NLI[:4]], model.tokenizer, 64)
-    (places, ids, mask), = model.batch(rows)
-    words = model.encoder.get_input_embeddings()
-    step = torch.randn(*ids.shape, 32) * mask[:, :, None]
-    with views.alter(mask, places // 4, step):
-        found = words(ids)
-    lengths = [(x.norm(dim=2) * mask).sort(1)[0] for x in (found, words(ids) + step)]
-    torch.testing.assert_close(*lengths)
-    assert not torch.equal(found, words(ids) + step)
+    (places, ids, mask), = model.eval().batch(rows)
+    step, seen, orders = torch.randn(*ids.shape, 32), [], []
+    shuffled = lambda x, order: orders.append(order) or x.gather(1, order[:, :, None].expand_as(x))
+    monkeypatch.setattr(text_views, "reordered", shuffled)
+    with model.encoder.encoder.register_forward_hook(lambda _, given, named, out: seen.append(given[0]),
+                                                     with_kwargs=True):
+        for more in ([], [step]):
+            torch.manual_seed(0)                               # the same order
+            model.pool(ids, mask, places // 4, *more)
+    wanted = step.gather(1, orders[0][:, :, None].expand_as(step))
+    torch.testing.assert_close(seen[1] - seen[0], wanted, atol=1e-5, rtol=0)
+    assert not torch.equal(wanted, step)
 
 
 @pytest.mark.parametrize("flags", ["--views embedding_dropout shuffle shuffle", "--adversarial 0.5"])
@@ -394,7 +433,7 @@ def test_a_model_whose_words_do_not_change(flags, here, monkeypatch, capfd):
     """Longformer reads more of them than there are, whole windows: refused before --out is begun."""
     monkeypatch.setitem(ENCODERS, "Longformer", ENCODERS["Bert"] | dict(attention_window=[8] * 3))
     small_model("Longformer", "model")
-    wanted = "LongformerModel has no word embeddings that it reads once, a row a text; .*"
+    wanted = "LongformerModel has no layers that read the output of an embedding layer, a row a text; .*"
     refuse("simcse", capfd, wanted, *SMALL, "--model", "model", "--max-length", 40, *flags.split())
 
 

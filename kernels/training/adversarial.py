@@ -1,5 +1,7 @@
-"""Noise on an encoder's word embeddings, along the gradient of a loss: a text's adversarial view."""
+"""Embedded tokens that change on their way through an encoder, and noise along the gradient of a loss: a
+text's adversarial view."""
 import contextlib
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +39,86 @@ def changed(model, mask, change):
         refuse()
 
 
+class Place(NamedTuple):
+    """Where the output (n, L, width) of a model's embedding layer (words, positions, norm) can be changed: on
+    its way into a module, or, where the layers have it from elsewhere too, out of one."""
+    module: torch.nn.Module
+    is_input: bool
+    width: int
+
+
+@contextlib.contextmanager
+def changed_at(place, mask, change):
+    """While it is open, the output (n, L, H) of the embedding layer is change(it), for texts with this mask
+    (n, L). It may be opened again, as where backward embeds anew."""
+    seen = []
+
+    def into(_, given, named):
+        if seen:
+            return None
+        found, seen[:] = hidden_of(given, named), [True]
+        if given:
+            return (change(found), *given[1:]), named
+        return given, named | {"hidden_states": change(found)}
+
+    def out_of(_, __, found):
+        if not seen:
+            seen.append(True)
+            return change(found)
+
+    register = place.module.register_forward_pre_hook if place.is_input else place.module.register_forward_hook
+    hook = register(into, with_kwargs=True) if place.is_input else register(out_of)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def hidden_of(given, named):
+    """The hidden states among what a module is called with, as all of transformers' layers are."""
+    return given[0] if given else named.get("hidden_states")
+
+
+@torch.no_grad()
+def find_place(model, ids):
+    """The Place of a model, at which zeros make texts (2, L) of other tokens one; a model without is refused."""
+    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+    owners = [part for part in model.modules()                 # BERT's encoder, which is called before a layer
+              if part is not model and any(child in lists for child in part.children())]
+    found, last, training, mask = [], [], model.training, torch.ones_like(ids)
+    states = lambda x: torch.is_tensor(x) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == ids.shape
+
+    def note(part, given, named):
+        x = hidden_of(given, named)
+        if not found and states(x):
+            found.extend([Place(part, True, x.shape[2]), *last[-1:]])
+
+    def pass_by(part, _, x):
+        if not found and states(x):
+            last.append(Place(part, False, x.shape[2]))
+
+    hooks = [part.register_forward_pre_hook(note, with_kwargs=True)
+             for part in (*owners, *(layer for part in lists for layer in part))]
+    hooks += [part.register_forward_hook(pass_by) for part in model.modules()]
+    run = lambda: model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+    model.eval()
+    run()
+    for hook in hooks:
+        hook.remove()
+    for place in found:
+        with changed_at(place, mask, torch.zeros_like):
+            first, second = run()
+        if (first - second).norm() <= 1e-5 * first.norm():
+            model.train(training)
+            return place
+    fail(f"{type(model).__name__} has no layers that read the output of an embedding layer, a row a text; "
+         "cutoffs and noise want a model like BERT")
+
+
 def noise(gradient, mask, size):
     """(n, L, H), float32 or float64: for each token a step of length `size` along its gradient.
 
-    gradient     (n, L, H) of a loss by the word embeddings, any float type; where it is 0, so is the step
+    gradient     (n, L, H) of a loss by the embedded tokens, any float type; where it is 0, so is the step
     mask         (n, L) integers, 0 for padding, which gets none
     size         0.1 in the released code
     raises       ValueError naming the argument, what it was and what is wanted

@@ -135,7 +135,7 @@ COMMON = {
     "--steps": dict(type=at_least(1, int), help="length of the training in steps"),
     "--lr": dict(type=at_least(0), help="learning rate"),
     "--warmup-steps": dict(type=at_least(0, int), help="in which the rate rises"),
-    "--adversarial": dict(type=at_least(0), help="length of noise on word embeddings, along the gradient"),
+    "--adversarial": dict(type=at_least(0), help="length of noise on embedded tokens, along the gradient"),
     "--weight-decay": dict(type=at_least(0), help="of the optimizer"),
     "--temperature": dict(type=at_least(1e-4), help="τ"),
     "--max-length": dict(type=at_least(3, int), help="tokens that a row's text keeps in training"),

@@ -214,12 +214,13 @@ def score(args, script, crops, linear_probe):
     say("test", f"{', '.join(found)}  {args.model}")
 
 
-def train_probe(model, pictures, run, *, batch, rate, std=0.0, nesterov=False):
+def train_probe(model, pictures, run, *, batch, rate, std=0.0, nesterov=False, decay=0.0):
     """Percent of test pictures that a linear layer on the frozen features labels right: trained on crops of
     at least 0.08 of a picture, whatever --crop is, and judged in the middle of pictures.
 
     rate    (step from 0, steps) → learning rate
     std     of the layer's first weights
+    decay   of its weights
     """
     model.eval()
     torch.manual_seed(run.args.seed)                           # the same after training and by --evaluate
@@ -227,7 +228,8 @@ def train_probe(model, pictures, run, *, batch, rate, std=0.0, nesterov=False):
     layer = nn.Linear(model.width, len(pictures.classes), device=run.device)
     nn.init.normal_(layer.weight, std=std) if std else nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0, momentum=0.9, nesterov=nesterov)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0, momentum=0.9, nesterov=nesterov,
+                                weight_decay=decay)
     epoch = len(pictures) // batch
     total, crops = run.args.probe_epochs * epoch, pictures.crops._replace(least=0.08)
     order = lambda: zip(range(total), batches(len(pictures), batch, run.args.seed, least=batch))

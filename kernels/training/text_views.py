@@ -1,8 +1,9 @@
 """Views of a text beside dropout: what differs between two that are pulled together (simcse.py --views).
 
 of its words              crop, delete, synonym: the comparison of Gao et al. 2021 (SimCSE)
-of its word embeddings    feature_cutoff, token_cutoff, shuffle, embedding_dropout: Yan et al. 2021 (ConSERT);
-                          zeros without rescaling, as released; and noise along the gradient (--adversarial)
+of its embedded tokens    feature_cutoff, token_cutoff, embedding_dropout: Yan et al. 2021 (ConSERT), zeros
+                          without rescaling in what the first layer reads; shuffle: other positions; and
+                          noise along the gradient (--adversarial)
 of a document             spans: Giorgi et al. 2021 (DeCLUTR)
 
 Every random number comes from PyTorch's generator of the rank: --resume and --chunk-size repeat them.
@@ -13,11 +14,11 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from .adversarial import changed, noise
+from .adversarial import changed, changed_at, find_place, noise
 from .command import fail, say
 from .progress import progress
 from .tokens import WHOLE, portions, tokenise
-from .view_flags import EMBEDDINGS, WORDS
+from .view_flags import CUTS, EMBEDDINGS, WORDS
 from .wordnet import WordNet, tag_words
 
 SHORTEST = 32                                                  # tokens of a span (DeCLUTR)
@@ -36,8 +37,13 @@ class TextViews:
         model.alter = self.alter
         if args.views == ["spans"]:
             self.find_documents(table)
-        if args.adversarial or {*args.views} & {*EMBEDDINGS}:  # what alter refuses, before --out is begun
+        self.cuts, moved = {*args.views} & {*CUTS}, "shuffle" in args.views
+        if args.adversarial or self.cuts or moved:             # what alter refuses, before --out is begun
             ids, _ = tokenise(["a"], model.tokenizer, self.longest)
+            if args.adversarial or self.cuts:
+                words = torch.from_numpy(ids[0]).long().repeat(2, 1).to(model.device)
+                words[1] = words[0].flip(0)
+                self.place = find_place(model.encoder, words)
             model([[*group, group[0]] for group in model.batch(ids)])
 
     def batch(self, tokens, places):
@@ -77,40 +83,41 @@ class TextViews:
             text = text[:start] + new[start, end] + text[end:]
         return text
 
-    # ── word embeddings ─────────────────────────────────────────────────────────────────────────────────────
+    # ── embedded tokens ─────────────────────────────────────────────────────────────────────────────────────
 
-    def alter(self, mask, view, step=0.0):
-        """A context in which the encoder's word embeddings (n, L, D) are a step away, and as their view has
-        them; view (n,)."""
-        encoder, context, orders = self.model.encoder, ExitStack(), []
+    def alter(self, mask, view, step=None):
+        """A context in which the encoder's tokens (n, L, D) are as their view has them, view (n,): word
+        embeddings at other positions, what its first layer reads a step away and cut."""
+        encoder, context = self.model.encoder, ExitStack()
+        rows = lambda name: [(view == number).nonzero()[:, 0] for number, (its, _) in enumerate(self.views)
+                             if its == name]
+        if any(map(len, rows("shuffle"))):
+            moved = torch.cat(rows("shuffle"))
+            order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
+            order[moved] = drawn(mask[moved].bool()).argsort(dim=1, stable=True)
+            step = step if step is None else reordered(step, order)            # a token takes its own along
+
+            def in_place(_, __, output):                       # pooling may look for the first or last token
+                output.last_hidden_state = reordered(output.last_hidden_state, order.argsort(1))
+                return output
+            context.enter_context(changed(encoder, mask, lambda x: reordered(x, order)))
+            context.callback(encoder.register_forward_hook(in_place).remove)
 
         def change(x):
-            x = x + step                                       # a token takes its own along
+            x = x if step is None else x + step
             for number, (name, rate) in enumerate(self.views):
-                rows = (view == number).nonzero()[:, 0] if name in EMBEDDINGS else ()
-                if len(rows) and name == "shuffle":
-                    order = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
-                    order[rows] = drawn(mask[rows].bool()).argsort(dim=1, stable=True)
-                    orders.append(order)
-                    x = reordered(x, order)
-                elif len(rows):
+                rows = (view == number).nonzero()[:, 0]
+                if name in self.cuts and len(rows):
                     x = x.index_put((rows,), zeroed(x[rows], mask[rows].bool(), name, rate))
             return x
-
-        def in_place(_, __, output):
-            for order in orders:                               # pooling may look for the first or last token
-                output.last_hidden_state = reordered(output.last_hidden_state, order.argsort(1))
-            return output
-
-        context.enter_context(changed(encoder, mask, change))
-        context.callback(encoder.register_forward_hook(in_place).remove)
+        if self.cuts or step is not None:
+            context.enter_context(changed_at(self.place, mask, change))
         return context
 
     def against(self, batch, loss_of, *rest):
         """The batch with --adversarial noise on its first view, along the gradient of loss_of(model, batch,
         *rest)[0]."""
-        width = self.model.encoder.get_input_embeddings().weight.shape[1]
-        steps = [torch.zeros(*group[1].shape, width, device=group[1].device, requires_grad=True)
+        steps = [torch.zeros(*group[1].shape, self.place.width, device=group[1].device, requires_grad=True)
                  for group in batch]
         loss_of(self.model, [[*group, step] for group, step in zip(batch, steps)], *rest)[0].backward()
         size = self.args.adversarial

@@ -4,7 +4,8 @@ from .recipes import Recipe, say_recipe
 
 # name: the share of it that is changed where --view-rates does not say
 WORDS = dict(crop=0.1, delete=0.1, synonym=0.1)
-EMBEDDINGS = dict(feature_cutoff=0.2, token_cutoff=0.15, shuffle=0.0, embedding_dropout=0.2)
+CUTS = dict(feature_cutoff=0.2, token_cutoff=0.15, embedding_dropout=0.2)
+EMBEDDINGS = CUTS | dict(shuffle=0.0)
 NAMES = "dropout", *EMBEDDINGS, *WORDS, "spans"
 RECIPES = {
     "consert": Recipe("Yan et al. 2021, released unsupervised BERT-base", dict(
