@@ -92,7 +92,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM
 
 from kernels import check_rows, checks, own_rows
-from kernels.training.encoders import begin_linear, build_encoder, describe_model, in_order
+from kernels.training.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.folder import new_file
 from kernels.training.layout import load_line, save
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
@@ -100,7 +100,7 @@ from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import describe_table, empty_cell, plain, read_table
-from kernels.training.tokens import grouped, letters_of, pad, portions
+from kernels.training.tokens import grouped, in_order, letters_of, pad, portions
 from kernels.training.wordnet import WORD, WordNet, inflect, load_tagger, tag_words  # noqa: F401 - inflect
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────

@@ -345,8 +345,8 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
 
 
 def make_optimizer(model, rate, args):
-    """LARS (paper); sgd, with momentum, in which all weights decay (SupCon's code); nesterov or adam, in which
-    all but norms do (SimCLR's code)."""
+    """lars (paper); sgd, with momentum, all weights decay (SupCon's code); nesterov or adam, all but norms do
+    (SimCLR's code)."""
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
                  adam=torch.optim.Adam)

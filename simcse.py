@@ -93,11 +93,12 @@ from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similari
 from kernels.training.encoders import build_encoder, describe_model, set_dropout
 from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
-from kernels.training.mlm import free_decoder, masked_lm_loss
+from kernels.training.mlm import free_decoder
+from kernels.training.optimizers import clip_gradient, make_optimizer, rate_of
 from kernels.training.run import Run
 from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import RANKING, SENTENCES, describe_table, empty_cell, read_table
-from kernels.training.text_views import TextViews, anchors_of
+from kernels.training.text_views import TextViews, embed_views
 from kernels.training.tokens import say_equal, text_ids, tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +131,7 @@ def build_model(args, run):
                           columns=1 if unsupervised else args.count)
     if args.dropout is not None:
         set_dropout(model.encoder, args.dropout, args.model)
-    if model.lm is not None:
+    if model.lm is not None and not args.masked:
         free_decoder(model.lm)
     say("model", describe_model(model, args))
     return model.to(run.device)
@@ -142,9 +143,7 @@ def build_model(args, run):
 def compute_loss(model, batch, rows, args, ids=None):
     """This rank's part of the contrastive loss of a batch of `rows` rows, and of the masked LM's if it is
     on. ids: of the texts of all keys of the global batch, with --ignore-equal."""
-    z1, *keys = model(batch).chunk(args.count)
-    if args.views == ["spans"]:
-        keys, batch = [torch.stack(keys).mean(0)], anchors_of(batch, len(z1))
+    z1, keys, mlm = embed_views(model, batch, args)
     if args.objective == "ranking":
         scores = torch.stack([F.cosine_similarity(z1, z, dim=1) for z in keys], 1)
         loss = ranking_loss(scores[:, 1:], scores[:, 0], args.margin, args.form)
@@ -152,8 +151,7 @@ def compute_loss(model, batch, rows, args, ids=None):
         loss = contrast(z1, keys, rows, args, ids)
     loss = loss * (len(z1) / (rows * args.anchors))
     values = {"loss": loss.detach()}
-    if model.lm is not None:
-        mlm = masked_lm_loss(model, batch, args.impl)
+    if mlm is not None:
         loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
     return loss, values
 
@@ -253,7 +251,7 @@ def main(argv=None, data=None):
     held_out = HeldOut(args)
     run = Run(args, __file__)
     model = build_model(args, run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    optimizer = make_optimizer(model, args)
     views = TextViews(args, model, table)
     total = args.steps or args.epochs * epoch_steps(len(views.kept), args.batch_size, run.world)
     run.begin(model, optimizer, total)
@@ -263,7 +261,7 @@ def main(argv=None, data=None):
     held_out.before(model, run)
     model.train()
     for step, rows in run.steps(total, views.kept):
-        set_lr(optimizer, args.lr * (total - step + 1) / total)  # from step 1, which has all of it
+        set_lr(optimizer, rate_of(step - 1, total, args))
         batch = views.batch(tokens, rows[own_rows(len(rows))])
         ids = text_ids(tokens, rows).to(run.device) if args.ignore_equal else None
         if args.adversarial:
@@ -272,7 +270,7 @@ def main(argv=None, data=None):
         optimizer.zero_grad()
         loss.backward()
         sum_gradients(model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip_gradient(model, args)
         optimizer.step()
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:

@@ -119,7 +119,8 @@ def test_masked_lm_loss(chosen, dice, becomes, chunk_size, bert, monkeypatch):
     found = torch.zeros_like(wanted) if decoder.weight.grad is None else decoder.weight.grad
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
     args = SimpleNamespace(views=["dropout"] * 2, count=2, anchors=1, objective="infonce", temperature=0.05,
-                           hard_negative_weight=0.0, mlm_weight=0.3, impl="auto", precision="fp32")
+                           hard_negative_weight=0.0, mlm_weight=0.3, impl="auto", precision="fp32",
+                           masked=False)
     total, values = simcse.compute_loss(model, batch, 6, args)
     assert values["mlm"].item() == pytest.approx(expected.item(), abs=1e-4)
     assert total.item() == pytest.approx(values["loss"].item() + 0.3 * expected.item(), abs=1e-4)

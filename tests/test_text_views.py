@@ -52,7 +52,7 @@ def make(model_folder, views, pooling="avg", **more):
     """(TextViews, its model) of a folder."""
     args = SimpleNamespace(model=model_folder, data=SENTENCES, pooling=pooling, max_length=64, batch_size=1,
                            views=views, view_rates=[0.2] * len(views), count=len(views), chunk_size=None,
-                           adversarial=0.0, anchors=1, wordnet=None)
+                           adversarial=0.0, anchors=1, wordnet=None, candidate_length=None, masked=False)
     vars(args).update(more)
     run = SimpleNamespace(device=torch.device("cpu"), bf16=False, args=args)
     model = simcse.build_encoder(args, run)
@@ -292,7 +292,8 @@ def test_spans_are_averaged_and_others_of_a_document_are_negatives(anchors, tmp_
     cut = lambda self, documents, draw: [tokenise(view, tokenizer, 512)[0] for view in spans]
     monkeypatch.setattr(TextViews, "spans", cut)
     batches = []
-    monkeypatch.setattr(simcse, "masked_lm_loss", lambda model, batch, impl: batches.append(batch) or 0 * ONE)
+    monkeypatch.setattr(text_views, "masked_lm_loss",
+                        lambda model, batch, impl: batches.append(batch) or 0 * ONE)
     flags = "--views spans --objective nt-xent --steps 1 --max-length 8 --pooling avg --mlm-weight 1".split()
     flags += ["--spans", anchors, 3, "--batch-size", 8 // anchors]
     result = run_text("simcse", tmp_path, [["abc " * 20]] * 9, "--model", bert, *flags)
@@ -423,7 +424,7 @@ def test_recipes_train(tmp_path):
     ("--objective ranking", r"--objective ranking: good\.csv has 2 columns, wanted text, reference and .*"),
     ("--objective ranking --margin -1", r"argument --margin: -1: wanted a number of at least 0"),
     ("--objective nt-xent --ignore-equal", r"--objective nt-xent: has no --ignore-equal and no .*"),
-    ("--recipe simcse", r"argument --recipe: invalid choice: 'simcse' \(choose from 'consert', 'declutr'\)")])
+    ("--recipe simcse", r"argument --recipe: invalid choice: 'simcse' \(choose from 'consert', 'declutr', 'simcls'\)")])
 def test_flags_that_cannot_be(flags, wanted, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, *flags.split())
 

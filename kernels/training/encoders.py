@@ -15,7 +15,7 @@ from .mlm import has_decoder
 from .pretrained import blaming, load_encoder, longest_input
 from .progress import progress
 from .tables import texts_of
-from .tokens import grouped, pad, tokenise
+from .tokens import grouped, in_order, pad, tokenise
 
 
 def begin_linear(linear, config):
@@ -145,11 +145,6 @@ class SentenceEncoder(torch.nn.Module):
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
             linear.load_state_dict({name.removeprefix("linear."): x for name, x in load_file(file).items()})
-
-
-def in_order(x, batch):
-    """The rows of a batch's groups, back in the order of the batch."""
-    return x[torch.cat([places for places, *_ in batch]).argsort()]
 
 
 def build_encoder(args, run, pooling="cls", head=None, auto=AutoModel, columns=1, flag="--model"):

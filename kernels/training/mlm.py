@@ -5,6 +5,8 @@ import torch.nn.functional as F
 
 from kernels import embed_in_chunks, linear_cross_entropy
 
+from .tokens import in_order
+
 
 def mask_tokens(ids, may, tokenizer):
     """(masked ids, chosen): 15 % of the tokens that may be are chosen; of these 80 % are masked, 10 %
@@ -78,18 +80,40 @@ def free_decoder(lm):
 def masked_lm_loss(model, batch, impl="auto"):
     """This rank's part of the mean cross entropy of the tokens chosen in a SentenceEncoder's batch, of all
     ranks."""
+    total = lambda group: read_masked(model, group, impl)[1]
+    return mean_over_ranks(embed_in_chunks(total, batch, model.lm if model.chunk_size else None))
+
+
+def masked_embeddings(model, batch, impl="auto"):
+    """(embeddings (rows, H) of a SentenceEncoder's batch whose tokens are masked, this rank's part of the
+    mean cross entropy of these tokens): one pass gives both (DeCLUTR's released code)."""
+    def both(group):
+        """(n, H + 2): the sums stand in the first row."""
+        z, sums = read_masked(model, group, impl)
+        return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
+
+    found = embed_in_chunks(both, batch, model.lm if model.chunk_size else None)
+    z, sums = found.split([found.shape[1] - 2, 2], 1)
+    return in_order(z, batch), mean_over_ranks(sums)
+
+
+def read_masked(model, group, impl):
+    """((n, H) embeddings of a group whose tokens are masked, (1, 2) the sum of these tokens' cross entropies,
+    and how many)."""
+    _, ids, mask, *_ = group
     special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)  # padding is one of them
+    (masked, chosen), z = mask_tokens(ids, ~torch.isin(ids, special), model.tokenizer), []
+    pool = lambda _, __, out: z.append(model.pool_states(out.last_hidden_state, mask, out.hidden_states))
+    with (torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16),
+          model.encoder.register_forward_hook(pool)):
+        _, states = lm_states(model.lm, model.encoder, masked, mask, chosen)
+        mean = decoder_loss(states.float(), model.lm.get_output_embeddings(), ids[chosen], impl=impl)
+    return z[0], torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
 
-    def total(group):
-        """(1, 2): the sum of a group's cross entropies, and of how many tokens."""
-        _, ids, mask, *_ = group
-        masked, chosen = mask_tokens(ids, ~torch.isin(ids, special), model.tokenizer)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            _, states = lm_states(model.lm, model.encoder, masked, mask, chosen)
-            mean = decoder_loss(states.float(), model.lm.get_output_embeddings(), ids[chosen], impl=impl)
-        return torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
 
-    loss, tokens = embed_in_chunks(total, batch, model.lm if model.chunk_size else None).sum(0)
+def mean_over_ranks(sums):
+    """This rank's part of a mean, of parts (n, 2) of a sum and of how many it has."""
+    loss, tokens = sums.sum(0)
     tokens = tokens.detach()
     if dist.is_initialized():
         dist.all_reduce(tokens)

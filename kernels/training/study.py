@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from .command import fail, is_first_rank, say, written
-from .encoders import build_encoder, describe_model, in_order
+from .encoders import build_encoder, describe_model
 from .folder import new_file
 from .progress import progress
 from .run import Run
 from .sts import load_sts, spearman
-from .tokens import tokenise
+from .tokens import in_order, tokenise
 
 
 def pool_tokens(hidden, mask, pooling):

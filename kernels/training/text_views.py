@@ -16,6 +16,7 @@ import torch
 
 from .adversarial import changed, changed_at, find_place, noise
 from .command import fail, say
+from .mlm import masked_embeddings, masked_lm_loss
 from .progress import progress
 from .tokens import WHOLE, portions, tokenise
 from .view_flags import CUTS, EMBEDDINGS, WORDS
@@ -34,6 +35,9 @@ class TextViews:
         self.args, self.model, self.views = args, model, list(zip(args.views, args.view_rates))
         self.longest, self.kept = min(args.max_length, model.longest), range(len(table))
         self.wordnet = WordNet(args.wordnet) if args.wordnet else None
+        model.tokenizer.backend_tokenizer.no_padding()         # a folder's own may have some
+        added = model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
+        self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
         model.alter = self.alter
         if args.views == ["spans"]:
             self.find_documents(table)
@@ -56,10 +60,17 @@ class TextViews:
             return self.model.batch(*self.spans([tokens[i][0] for i in places], draw))
         views = [self.reworded(view, name, rate, draw) if name in WORDS else view
                  for view, (name, rate) in zip(tokens.views(places, self.args.count), self.views)]
+        if self.args.candidate_length:
+            views[2:] = [[self.cut(ids) for ids in view] for view in views[2:]]
         batch = self.model.batch(*views)
         if self.args.adversarial or names & {*EMBEDDINGS}:
             batch = [[*group, group[0] // len(places)] for group in batch]
         return batch
+
+    def cut(self, ids):
+        """The tokens of a candidate without those beyond --candidate-length; the special ones stay."""
+        most = self.args.candidate_length
+        return ids if len(ids) <= most else np.append(ids[: most - self.last], ids[len(ids) - self.last :])
 
     # ── words ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,9 +139,6 @@ class TextViews:
 
     def find_documents(self, table):
         """Keeps documents with room for anchors, none beside another, in cells of --max-length tokens."""
-        self.model.tokenizer.backend_tokenizer.no_padding()    # a folder's own may have some
-        added = self.model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
-        self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
         need, lengths = 2 * self.args.anchors * self.longest, []
         bar = progress(table, "documents")
         texts = (self.model.prompted(cells)[0] for _, cells in bar)
@@ -146,14 +154,14 @@ class TextViews:
 
     def spans(self, documents, draw):
         """[anchors, positives, positives, ...] of documents' tokens, --spans A P: A anchors of each document,
-        in a view each P positives that overlap or touch it."""
+        in a view each P positives that overlap or touch it. Drawn one after the other, as released."""
         views = [[] for _ in range(self.args.count)]
         for tokens in documents:
             ends = tokens[: self.first], tokens[len(tokens) - self.last :]
             tokens = tokens[self.first : len(tokens) - self.last]
-            cells = draw.sample(range(len(tokens) // self.longest - self.args.anchors + 1), self.args.anchors)
-            for cell in (cell + i for i, cell in enumerate(sorted(cells))):    # no two side by side
-                length = self.span_length(4, 2, draw)
+            cells = [*range(len(tokens) // self.longest)]
+            for left in range(self.args.anchors, 0, -1):
+                length, cell = self.span_length(4, 2, draw), drawn_cell(cells, left, draw)
                 start = cell * self.longest + draw.randint(0, self.longest - length)
                 cuts = [(start, length)]
                 for _ in views[1:]:
@@ -170,10 +178,43 @@ class TextViews:
         return int(draw.betavariate(a, b) * (self.longest - least) + least)
 
 
+def drawn_cell(cells, left, draw):
+    """Takes a cell for the next of `left` anchors, and its neighbours, out of those that are free. It is the
+    first or the last free one where others could leave too few."""
+    room = len(cells) // left >= left
+    at = draw.randrange(len(cells)) if room else draw.choice([0, len(cells) - 1])
+    cell = cells[at]
+    del cells[max(0, at - 1) : at + 2]
+    return cell
+
+
+def embed_views(model, batch, args):
+    """(z1 (n, H), keys [(n, H)], this rank's part of the masked LM's loss or None) of a batch of TextViews:
+    anchors, positives, further views; of spans the mean of an anchor's positives."""
+    rows = sum(len(places) for places, *_ in batch) // args.count
+    anchors, others = (part(batch, rows) for part in (anchors_of, behind_anchors))
+    if args.masked:                                            # DeCLUTR's code embeds the masked anchors
+        z1, mlm = masked_embeddings(model, anchors, args.impl)
+        keys = model(others).chunk(args.count - 1)
+    else:
+        z1, *keys = model(batch).chunk(args.count)
+        read = anchors if args.views == ["spans"] else batch
+        mlm = None if model.lm is None else masked_lm_loss(model, read, args.impl)
+    return z1, [torch.stack(keys).mean(0)] if args.views == ["spans"] else [*keys], mlm
+
+
 def anchors_of(batch, count):
     """The first `count` texts of a batch, in its groups."""
-    groups = ((group, group[0] < count) for group in batch)
-    return [[x[first] for x in group] for group, first in groups if first.any()]
+    return chosen(batch, lambda places: places < count)
+
+
+def behind_anchors(batch, count):
+    return chosen(batch, lambda places: places >= count)
+
+
+def chosen(batch, which):
+    groups = ((group, which(group[0])) for group in batch)
+    return [[x[kept] for x in group] for group, kept in groups if kept.any()]
 
 
 def share_of(words, rate):

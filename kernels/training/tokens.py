@@ -223,6 +223,11 @@ def length_groups(lengths, cost, most=None):
     return [(first, min(first + most, end)) for start, end in cuts[::-1] for first in range(start, end, most)]
 
 
+def in_order(x, batch):
+    """The rows of a batch's groups (places, ...), back in the order of the batch."""
+    return x[torch.cat([places for places, *_ in batch]).argsort()]
+
+
 def pad(rows, value):
     """(n, L) int64 of 1-D arrays, filled up with value."""
     tensors = [torch.from_numpy(row).long() for row in rows]

@@ -1,5 +1,5 @@
 """The flags of text_views.py, and the recipes of its papers: known before torch is loaded."""
-from .command import fail, say
+from .command import at_least, fail, say
 from .recipes import Recipe, say_recipe
 
 # name: the share of it that is changed where --view-rates does not say
@@ -7,13 +7,20 @@ WORDS = dict(crop=0.1, delete=0.1, synonym=0.1)
 CUTS = dict(feature_cutoff=0.2, token_cutoff=0.15, embedding_dropout=0.2)
 EMBEDDINGS = CUTS | dict(shuffle=0.0)
 NAMES = "dropout", *EMBEDDINGS, *WORDS, "spans"
+OPTIMIZERS = "simcse", "consert", "declutr", "simcls"          # of optimizers.py
 RECIPES = {
     "consert": Recipe("Yan et al. 2021, released unsupervised BERT-base", dict(
-        views=["feature_cutoff", "shuffle"], objective="nt-xent", temperature=0.1, pooling="avg", dropout=0.0,
-        batch_size=96, lr=5e-7, max_length=64, epochs=10, eval_every=200)),
-    "declutr": Recipe("Giorgi et al. 2021, DistilRoBERTa; its rate and decay follow another schedule", dict(
-        views=["spans"], objective="nt-xent", temperature=0.05, pooling="avg", mlm_weight=1.0, batch_size=16,
-        lr=5e-5, max_length=512, epochs=1))}
+        model="bert-base-uncased", views=["feature_cutoff", "shuffle"], objective="nt-xent", temperature=0.1,
+        pooling="avg", dropout=0.0, optimizer_of="consert", batch_size=96, lr=5e-7, max_length=64, epochs=10,
+        eval_every=200)),
+    "declutr": Recipe("Giorgi et al. 2021, released DistilRoBERTa", dict(
+        model="distilroberta-base", form="code", views=["spans"], objective="nt-xent", temperature=0.05,
+        pooling="avg", mlm_weight=1.0, optimizer_of="declutr", batch_size=16, lr=5e-5, max_length=512,
+        epochs=1)),
+    "simcls": Recipe("Liu and Liu 2021, released for CNN/DailyMail; XSum has --candidate-length 80", dict(
+        model="roberta-base", form="code", objective="ranking", margin=0.01, pooling="cls_before_pooler",
+        optimizer_of="simcls", batch_size=12, lr=2e-3, max_length=512, candidate_length=120, epochs=5,
+        eval_every=1000))}
 
 
 def add_flags(parser):
@@ -26,6 +33,10 @@ def add_flags(parser):
              "words, of which it is one at the least")
     add("--spans", nargs=2, type=int, default=[2, 2], metavar=("A", "P"),
         help="anchors of a document, positives of an anchor; default 2 2 (DeCLUTR)")
+    add("--candidate-length", type=at_least(3, int),
+        help="tokens that a candidate of --objective ranking keeps in training; default --max-length")
+    add("--optimizer-of", choices=OPTIMIZERS, default="simcse",
+        help="whose optimizer, learning-rate schedule and clipping: see optimizers.py; default simcse (paper)")
     parser.common("--adversarial", 0.0, "0: none; for rows with a positive (ConSERT)")
     add("--wordnet", help="folder of a WordNet database (data.noun and so on), for texts")
 
@@ -35,15 +46,19 @@ def check(args):
 
     args.count      views of a row in a batch
     args.anchors    vectors of a row in a view: 1, or as many spans as a document gives
+    args.masked     whether anchors are embedded with the masked LM's tokens masked, in one pass with it
     """
     say_recipe(args, RECIPES)
     if args.recipe and args.model == "scratch" and args.lr == RECIPES[args.recipe].flags["lr"]:
         say("note", f"--recipe {args.recipe} has the learning rate of a pretrained encoder, {args.lr:g}: "
-                    "--model scratch hardly learns with it; add --lr 2e-3")
+                    "--model scratch hardly learns with it; add --optimizer-of simcse --lr 2e-3")
     spans, names, rates = "spans" in args.views, args.views, args.view_rates
     count, args.anchors = 1 if spans else args.count, args.spans[0] if spans else 1
     if spans and (len(names) > 1 or args.mode != "unsupervised"):
         fail("--views spans: stands alone, and wants rows of one text, a document")
+    args.masked = spans and args.form == "code" and args.mlm_weight > 0
+    if args.candidate_length and args.objective != "ranking":
+        fail("--candidate-length: is for --objective ranking, which is not given")
     if min(args.spans) < 1:
         fail(f"--spans {' '.join(map(str, args.spans))}: wanted numbers above 0")
     if spans and args.ignore_equal:
