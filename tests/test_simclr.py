@@ -66,6 +66,33 @@ def test_lars_steps():
     torch.testing.assert_close([w.detach() for w in tensors], weights, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("optimizer, decay", [("lars", 0.0), ("sgd", 0.1), ("nesterov", 0.0), ("adam", 0.0)])
+def test_what_decays_and_what_is_adapted(optimizer, decay):
+    """All weights, or all but norms. Of a classifier, which begins at 0, the step is not in proportion to its
+    length: rows that a line parts are told apart, at the released rate."""
+    encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    model = torch.nn.Module()
+    model.encoder, model.head, model.classes = encoder, torch.nn.Sequential(torch.nn.Linear(8, 2)), ["a", "b"]
+    for w in model.head.parameters():
+        torch.nn.init.zeros_(w)
+    args = flags("--optimizer", optimizer, "--weight-decay", "0.1")
+    made = simclr.make_optimizer(model, 0.16, args)            # 0.005 · √1024
+    group = next(group for group in made.param_groups if any(w is encoder[1].weight for w in group["params"]))
+    assert group["weight_decay"] == decay or optimizer == "lars"
+    assert made.param_groups[0]["weight_decay"] == 0.1 and group.get("nesterov", 0) == (optimizer == "nesterov")
+    assert sum(len(group["params"]) for group in made.param_groups) == 6
+    if optimizer != "lars":
+        return
+    x = randn(64, 4).float()
+    y = (x[:, 0] > 0).long()
+    for _ in range(150):
+        loss = F.cross_entropy(model.head(encoder(x)), y)
+        made.zero_grad()
+        loss.backward()
+        made.step()
+    assert model.head[0].weight.norm() > 1 and loss < 0.1
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_projections_may_keep_their_lengths(gathered):
     """--no-normalize: the products of projections as they are."""
@@ -179,7 +206,7 @@ def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
     """From a layer of the saved head, whose weights it starts with; a share of each class; saved, it says the
     same to whoever loads it."""
     given = ["--finetune", first / "x.npz", *SMALL, "--model", first / "first", "--labels", 0.25]
-    result = run("simclr", tmp_path / "out", *given, "--from-layer", layer, "--lr", 0.5, "--steps", 40)
+    result = run("simclr", tmp_path / "out", *given, "--from-layer", layer, "--steps", 40)     # v2's own rate
     head, last = load_file(first / "first" / "head.safetensors"), 3 * layer
     assert len(result.model.head) == (last + 1 if layer < 3 else 9) and len(result.model.classes) == 3
     assert "50 pictures" in result.said["simclr"] or "51 pictures" in result.said["simclr"]

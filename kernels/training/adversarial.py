@@ -66,8 +66,10 @@ def changed_at(place, mask, change):
             seen.append(True)
             return change(found)
 
-    register = place.module.register_forward_pre_hook if place.is_input else place.module.register_forward_hook
-    hook = register(into, with_kwargs=True) if place.is_input else register(out_of)
+    if place.is_input:
+        hook = place.module.register_forward_pre_hook(into, with_kwargs=True)
+    else:
+        hook = place.module.register_forward_hook(out_of)
     try:
         yield
     finally:
@@ -81,12 +83,14 @@ def hidden_of(given, named):
 
 @torch.no_grad()
 def find_place(model, ids):
-    """The Place of a model, at which zeros make texts (2, L) of other tokens one; a model without is refused."""
+    """The Place of a model at which zeros make texts (2, L) of other tokens one; refuses one without."""
     lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
-    owners = [part for part in model.modules()                 # BERT's encoder, which is called before a layer
+    owners = [part for part in model.modules()                 # BERT's encoder is called before its layers
               if part is not model and any(child in lists for child in part.children())]
     found, last, training, mask = [], [], model.training, torch.ones_like(ids)
-    states = lambda x: torch.is_tensor(x) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == ids.shape
+
+    def states(x):
+        return torch.is_tensor(x) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == ids.shape
 
     def note(part, given, named):
         x = hidden_of(given, named)
@@ -101,7 +105,7 @@ def find_place(model, ids):
              for part in (*owners, *(layer for part in lists for layer in part))]
     hooks += [part.register_forward_hook(pass_by) for part in model.modules()]
     run = lambda: model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-    model.eval()
+    model.eval()                                               # a pass in which both of them look
     run()
     for hook in hooks:
         hook.remove()
