@@ -90,7 +90,7 @@ def test_what_decays_and_what_is_adapted(optimizer, decay):
         made.zero_grad()
         loss.backward()
         made.step()
-    assert model.head[0].weight.norm() > 1 and loss < 0.1
+    assert model.head[0].weight.norm() > 0.5 and loss < 0.1
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer
 
 import simcse
-from kernels.training import text_views
+from kernels.training import mlm, text_views
 from kernels.training.text_views import TextViews, anchors_of, some, zeroed
 from kernels.training.tokens import tokenise
 from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, in_processes, read, refuse, run, run_text
@@ -216,6 +216,82 @@ def test_spans(bert, tmp_path):
         found = torch.tensor(lengths[kind]).double()
         assert found.min() >= 32 and abs(found.mean() - (32 + mean * 32 - 0.5)) < 0.7
     assert 0.2 < np.mean(before) < 0.5 and 0.2 < np.mean(behind) < 0.5         # an anchor itself is neither
+
+
+def shares_of_cells(cells, anchors):
+    """{cells of the anchors: how often}, as the released code draws them, written out: each anchor takes any of
+    the free cells, or, where fewer than left² are free (rounded down), the first or the last; it and those
+    beside it in the list of free ones are free no more."""
+    shares = {(): (1.0, tuple(range(cells)))}
+    for left in range(anchors, 0, -1):
+        following = {}
+        for drawn, (share, free) in shares.items():
+            places = range(len(free)) if len(free) // left >= left else [0, len(free) - 1]
+            for at in places:
+                now = tuple(cell for i, cell in enumerate(free) if abs(i - at) > 1)
+                key = (*drawn, free[at])
+                before = following.get(key, (0.0, now))[0]
+                following[key] = (before + share / len(places), now)
+        shares = following
+    return {drawn: share for drawn, (share, _) in shares.items()}
+
+
+@pytest.mark.parametrize("cells, anchors", [(4, 2), (9, 2), (6, 3), (7, 3), (8, 4)])
+def test_cells_are_drawn_one_after_the_other(cells, anchors):
+    """By chi-square of 20,000 draws; drawing all at once, evenly, would be noticed."""
+    wanted, draw, n = shares_of_cells(cells, anchors), random.Random(1), 20_000
+    counts = dict.fromkeys(wanted, 0)
+    for _ in range(n):
+        free = [*range(cells)]
+        counts[tuple(text_views.drawn_cell(free, left, draw) for left in range(anchors, 0, -1))] += 1
+    assert sum(wanted.values()) == pytest.approx(1) and all(
+        abs(a - b) > 1 for drawn in wanted for a in drawn for b in drawn if a != b)
+    chi = lambda shares: sum((counts[key] - n * share) ** 2 / (n * share) for key, share in shares.items())
+    freedom = len(wanted) - 1
+    assert chi(wanted) < freedom + 4 * (2 * freedom) ** 0.5 + 8
+    if (cells, anchors) == (7, 3):
+        even = dict.fromkeys(wanted, 1 / len(wanted))
+        assert chi(even) > 10 * freedom
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("pooling", ["avg", "avg_first_last"])
+def test_masked_anchors_are_embedded(pooling, chunk_size, tmp_path, bert, monkeypatch):
+    """--form code: one pass over masked anchors gives their embeddings and the masked LM's loss, its decoder
+    being the word embeddings; positives are read as they are."""
+    spans = [[row[0] for row in SENTENCES[start : start + 4]] for start in (0, 4, 8)]
+    tokenizer = AutoTokenizer.from_pretrained(bert)
+    cut = lambda self, documents, draw: [tokenise(view, tokenizer, 512)[0] for view in spans]
+    monkeypatch.setattr(TextViews, "spans", cut)
+    masks = lambda ids, may, tokenizer: (torch.where(may & (ids % 2 == 0), tokenizer.mask_token_id, ids),
+                                         may & (ids % 2 == 0))
+    monkeypatch.setattr(mlm, "mask_tokens", masks)
+    flags = ["--views", "spans", "--objective", "nt-xent", "--steps", 1, "--max-length", 8, "--pooling", pooling,
+             "--mlm-weight", 1, "--spans", 1, 2, "--batch-size", 4, "--form", "code", "--dropout", 0, "--lr", 0]
+    flags += ["--chunk-size", chunk_size] if chunk_size else []
+    result = run_text("simcse", tmp_path / "run", [["abc " * 20]] * 4, "--model", bert, *flags)
+    lm, z, losses = result.model.lm.eval(), [], []
+    lm.zero_grad()
+    for view, texts in enumerate(spans):
+        for ids in (torch.from_numpy(row).long() for row in tokenise(texts, tokenizer, 512)[0]):
+            may = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+            given, chosen = masks(ids, may, tokenizer) if view == 0 else (ids, may & False)
+            output = lm(input_ids=given[None], output_hidden_states=True)
+            hidden = output.hidden_states[-1]
+            z.append((hidden if pooling == "avg" else (hidden + output.hidden_states[1]) / 2)[0].mean(0))
+            losses.append(F.cross_entropy(output.logits[0][chosen], ids[chosen], reduction="none"))
+    anchors, *positives = torch.stack(z).chunk(3)
+    views = [F.normalize(x, dim=1) for x in (anchors, torch.stack(positives).mean(0))]
+    both = torch.cat(views)
+    logits = (both @ both.T / 0.05).fill_diagonal_(-torch.inf)
+    contrast = F.cross_entropy(logits, torch.arange(8).roll(4))
+    step, = result.steps
+    assert step["loss"] == pytest.approx(contrast.item(), abs=1e-4)
+    assert step["mlm"] == pytest.approx(torch.cat(losses).mean().item(), abs=1e-4)
+    (contrast + torch.cat(losses).mean()).backward()
+    norm = torch.stack([w.grad.norm() for w in lm.parameters() if w.grad is not None]).norm().item()
+    assert result.norms[0] == pytest.approx(norm, rel=1e-3)
+    assert lm.get_output_embeddings().weight is result.model.encoder.get_input_embeddings().weight
 
 
 def test_masked_lm_of_documents_reads_anchors_alone(bert):

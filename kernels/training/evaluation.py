@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .candidates import choose, is_scored_pairs, load_candidates
 from .command import fail, say
 from .encoders import build_encoder, describe_model
 from .labelled import cluster, load_labelled, transfer
@@ -18,7 +19,12 @@ class HeldOut:
     is read with. They are all read, and checked, before the first step."""
 
     def __init__(self, args):
-        self.args, self.dev = args, load_sts(args.dev) if args.dev else []
+        self.args, self.by, self.named = args, "spearman", "Spearman"          # what --dev is judged by
+        ranks = args.dev and getattr(args, "objective", None) == "ranking" and not is_scored_pairs(args.dev)
+        self.dev = (load_candidates if ranks else load_sts)(args.dev) if args.dev else []
+        if ranks:
+            self.by = "chosen" if self.dev[0][2] else "first"
+            self.named = {"chosen": "score of the chosen", "first": "% first chosen"}[self.by]
         self.tests = {path: load_sts(path) for path in files(args.test, "--test")}
         self.transfers = {path: load_parts(path) for path in files(args.transfer, "--transfer")}
         self.clusters = {path: load_labelled(path) for path in files(args.cluster, "--cluster")}
@@ -31,14 +37,22 @@ class HeldOut:
         if self.dev and run.step == 0:
             tests = sum(map(len, self.tests.values()))
             with run.clock.apart(again=tests / len(self.dev), evaluation=True):
-                run.note_before(evaluate(model, self.dev, self.args.impl))
+                run.note_before(self.scores(model))
         if self.dev:
-            say("before", f"dev Spearman {run.progress['before']['spearman']:.2f}")
+            say("before", f"dev {self.named} {self.shown(run.progress['before'])}")
+
+    def scores(self, model):
+        """Of --dev."""
+        if self.by == "spearman":
+            return evaluate(model, self.dev, self.args.impl)
+        return choose(model, self.dev)
+
+    def shown(self, scores):
+        return f"{scores[self.by]:{'.4g' if self.by == 'chosen' else '.2f'}}"
 
     def judge(self, model, run):
         """Evaluate, and save the model if it is the best so far; without --dev, always."""
-        scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if run.keeps(scores, by="spearman"):
+        if run.keeps(self.scores(model) if self.dev else {}, by=self.by):
             save(model, run)
 
     def after(self, model, run):
@@ -48,7 +62,7 @@ class HeldOut:
         before, best = run.progress["before"], run.progress["saved"]
         rise = ""
         if self.dev:
-            rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "
+            rise = f"dev {self.named} {self.shown(before)} → {self.shown(best)} at step {best['step']}, "
         run.done(rise)
         say("load", load_line(model, run))
 
@@ -115,7 +129,10 @@ def score(args, script, pooling="cls"):
     held_out, run = HeldOut(args), Run(args, script)
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     say("model", describe_model(model, args))
-    if args.dev:
+    if args.dev and held_out.by != "spearman":
+        found = (f"{name} {value:.4g}" for name, value in held_out.scores(model).items())
+        say("dev", f"{'  '.join(found)}  {args.dev}")
+    elif args.dev:
         (score, text), = held_out.of_pairs(model, {args.dev: held_out.dev})
         say("dev", f"{score:.2f}{text}")
     held_out.say_scores(model)

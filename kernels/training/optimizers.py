@@ -1,4 +1,4 @@
-"""Whose optimizer, learning-rate schedule and clipping simcse.py has (--optimizer-of), as their code has them.
+"""Whose optimizer, learning-rate schedule and clipping simcse.py has (--optimizer-of), as in their code.
 
 simcse    AdamW without decay; the rate falls linearly from the first step on
 consert   AdamW without bias correction, decay 0.01; the rate rises for a tenth of the steps from 0, and falls
@@ -35,7 +35,7 @@ def make_optimizer(model, args):
               dict(params=[w for w in weights if w.dim() <= 1], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, eps=kind.eps, fused=True)
     if not kind.corrected:
-        for w in weights:                                      # PyTorch's AdamW always corrects: by 1 − β^step
+        for w in weights:                                      # PyTorch's always corrects, by 1 − β^step
             optimizer.state[w] = {"step": torch.tensor(MANY, device=w.device),
                                   "exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w)}
     return optimizer

@@ -8,7 +8,8 @@ from ..printing import one_line
 from .command import is_first_rank, say
 
 QUIET = 2                                                      # seconds without a bar or a line
-SCORES = "dev_spearman", "dev_knn", "dev_top1"                 # of an evaluation, what a line has room for
+# of an evaluation, what a line has room for: the first that is there
+SCORES = dict.fromkeys(["dev_spearman", "dev_knn", "dev_top1"], ".2f") | dict(dev_chosen=".4g", dev_first=".2f")
 KNOWN = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left"
 UNKNOWN = "{desc}: {n_fmt}{unit} so far, {elapsed}"
 
@@ -100,8 +101,8 @@ def step_line(clock, row, total, args):
     line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {row['loss']:.4f}  "
             f"lr {row['lr']:.1e}  {speed:,.0f} rows/s  left {left // 60}:{left % 60:02}")
     kept = [word for word in ("best", "saved") if row.get(word)]
-    for score in (row[name] for name in SCORES if name in row):
-        line += " ".join([f"  dev {score:.2f}", *kept])
+    if name := next((name for name in SCORES if name in row), None):
+        line += " ".join([f"  dev {row[name]:{SCORES[name]}}", *kept])
     return line
 
 
