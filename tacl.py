@@ -84,7 +84,7 @@ from transformers import AutoModelForPreTraining
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
 from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
 from kernels.training.folder import model_card, new_files, save_tokenizer
-from kernels.training.loop import half_products, set_lr, sum_gradients
+from kernels.training.loop import half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.mlm import decoder_loss, has_decoder
 from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.progress import progress
@@ -429,10 +429,9 @@ def main(argv=None):
         say("before", summary(run.progress["before"]))
     model.train()
     run.where = lambda step: f"documents about byte {run.progress['place'][0]:,}"
-    pairs, rise = stream(documents, run.progress["place"], model, args), max(1, args.steps // 10)
+    pairs, rise = stream(documents, run.progress["place"], model, args), args.steps // 10
     for step, _ in run.steps(args.steps):
-        # warm-up, linear decay (paper)
-        set_lr(optimizer, args.lr * min(step / rise, (args.steps - step + 1) / (args.steps - rise + 1)))
+        set_lr(optimizer, warmup_linear(step - 1, args.steps, rise, args.lr))  # from 0, as released
         batch, places = zip(*itertools.islice(pairs, args.batch_size))
         run.progress["place"] = places[-1]
         rng = random.Random(f"{args.seed} masks {step}")

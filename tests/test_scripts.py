@@ -108,7 +108,7 @@ def test_loss_falls_when_one_batch_repeats(name, tmp_path):
 
 @pytest.mark.parametrize("name, flags", [
     *((name, []) for name in SCRIPTS), ("simcse", ["--mlm-weight", 1]),
-    ("simcse", ["--columns", 1, "--views", "token_cutoff", "delete"])])
+    ("simcse", ["--columns", 1, "--views", "token_cutoff", "delete", "--optimizer-of", "consert"])])
 def test_resume_is_exact_and_evaluation_leaves_no_trace(name, flags, tmp_path, monkeypatch):
     """Step 6 begins the second epoch; step 4, which the interrupted run did after its evaluation, is done
     again. A run without any evaluation has the same losses, weights and random numbers."""

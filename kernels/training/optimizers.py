@@ -28,17 +28,28 @@ OPTIMIZERS = {"simcse": Optimizer(), "simcls": Optimizer(clip=0.0),
 MANY = 1e6                                                     # steps after which no correction is left
 
 
+class UncorrectedAdamW(torch.optim.AdamW):
+    """PyTorch's, without the correction, a division by 1 − β^step, of the zeros that its averages begin with."""
+
+    def step(self):
+        weights = [w for group in self.param_groups for w in group["params"] if w.grad is not None]
+        for w in weights:
+            if not self.state[w]:
+                self.state[w] = {"step": torch.zeros((), device=w.device),
+                                 "exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w)}
+        steps = [self.state[w]["step"] for w in weights]
+        torch._foreach_add_(steps, MANY)
+        super().step()
+        torch._foreach_sub_(steps, MANY)
+
+
 def make_optimizer(model, args):
     kind = OPTIMIZERS[args.optimizer_of]
     weights = [w for w in model.parameters() if w.requires_grad]
     groups = [dict(params=[w for w in weights if w.dim() > 1], weight_decay=kind.decay),
               dict(params=[w for w in weights if w.dim() <= 1], weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, eps=kind.eps, fused=True)
-    if not kind.corrected:
-        for w in weights:                                      # PyTorch's always corrects, by 1 − β^step
-            optimizer.state[w] = {"step": torch.tensor(MANY, device=w.device),
-                                  "exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w)}
-    return optimizer
+    adam = torch.optim.AdamW if kind.corrected else UncorrectedAdamW
+    return adam(groups, lr=args.lr, eps=kind.eps, fused=True)
 
 
 def rate_of(step, total, args):
