@@ -12,6 +12,10 @@ unit q, k and queue n_1 ... n_K,
 Batch norms see --bn-splits parts of the batch apart, and keys in another order than queries: shared
 statistics would give a key away. The loss rises at first, while the queue fills with real keys.
 
+--memory-bank has what MoCo is compared with (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978): no second
+encoder, but a slot for each picture. A picture's key is its slot, its negatives are slots that are drawn, and
+a slot is a running mean of its picture's queries.
+
 Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
 batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
 unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
@@ -46,6 +50,8 @@ RECIPES = {
     "demo": Recipe("CIFAR-10, the authors' demo", dict(
         model="resnet-18", size=32, batch_size=512, epochs=200, lr=0.03, weight_decay=5e-4, queue=4096,
         momentum=0.99, crop=0.08, blur=0.0, head_layers=1, temperature=0.1, bn_splits=8))}
+BANK = V1 | dict(queue=4096, momentum=0.5, crop=0.2)
+IMPLIED = {"memory_bank": Recipe("Wu et al. 2018, released code", BANK)}
 
 # What a flag is where it was not given: by the size of the views (the authors' demo, the paper).
 SMALL = dict(queue=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
@@ -55,12 +61,14 @@ LARGE = dict(queue=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
 def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
-    parser.add_recipes(RECIPES)
+    parser.add_recipes(RECIPES, IMPLIED)
     add("--v1", action="store_true", help="linear head, τ 0.07, other colours, no blur, rate in steps")
     add("--queue", type=at_least(1, int),
         help="K, keys that wait as negatives; default 65536, pictures up to 32 px 4096 (paper, demo)")
     add("--momentum", type=ratio,
         help="m, of the key encoder; default 0.999, pictures up to 32 px 0.99 (paper, demo)")
+    add("--memory-bank", action="store_true",
+        help="a slot for each picture, with its recipe; --queue slots are drawn, --momentum is theirs")
     add("--symmetric", action="store_true", help="a view is query and key once; both losses add up (demo)")
     add("--bn-splits", type=at_least(1, int), default=8,
         help="parts of a batch with statistics of their own, over all GPUs; default 8 (paper)")
@@ -119,11 +127,13 @@ CROPS = Crops(0.08, 10, aspects=lambda u: 3 / 4 * (16 / 9) ** u, limits=(3 / 4, 
 
 def load_data(path, args):
     """The Pictures to train on and to be judged by; fills the flags that their size and --v1 decide."""
-    say_recipe(args, RECIPES)
+    say_recipe(args, RECIPES | IMPLIED)
+    if args.memory_bank and args.symmetric:
+        fail("--symmetric: a memory bank takes one view of a picture; leave it out")
     pictures, batch = Pictures(args, CROPS), args.batch_size
     fill(args, (SMALL if pictures.small else LARGE) | (V1 if args.v1 else V2))
     keys = batch * (2 if args.symmetric else 1)
-    if args.queue % keys:
+    if args.queue % keys and not args.memory_bank:
         multiple = max(1, args.queue // keys) * keys
         fail(f"--queue {args.queue} is no multiple of the {keys} keys of a step; try {multiple}")
     if batch % args.bn_splits:
@@ -132,7 +142,7 @@ def load_data(path, args):
     if args.chunk_size and args.chunk_size % part:
         fail(f"--chunk-size {args.chunk_size}: wanted a multiple of {part}, --batch-size / --bn-splits")
     say("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {pictures.describe()}")
-    if args.queue > len(pictures):
+    if args.queue > len(pictures) and not args.memory_bank:
         say("note", f"--queue {args.queue:,} is more than the pictures: "
                     "old keys of a picture itself are among its negatives")
     return pictures
@@ -167,17 +177,19 @@ def build_model(args, pictures, run):
         fail(f"--bn-splits {args.bn_splits} cannot be shared evenly by {run.world} processes")
     encoder = load_encoder(args.model, pictures.small)
     width = encoder.config.hidden_sizes[-1]
-    afford(f"--width {args.width} with --queue {args.queue}", 16 * (width + args.queue) * args.width)
+    waiting = len(pictures) if args.memory_bank else args.queue
+    afford(f"--width {args.width} with {waiting} keys", 16 * (width + waiting) * args.width)
     hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
     head = nn.Sequential(*hidden, nn.Linear(width, args.width))
     split_norms(encoder, args.batch_size // args.bn_splits)
     model = PictureEncoder(encoder, head, run, *(CIFAR if pictures.small else IMAGENET))
-    model.key = copy.deepcopy(model).requires_grad_(False)
-    queue = F.normalize(torch.randn(args.queue, args.width), dim=1)
+    if not args.memory_bank:
+        model.key = copy.deepcopy(model).requires_grad_(False)
+    queue = F.normalize(torch.randn(waiting, args.width), dim=1)
     model.register_buffer("queue", queue.to(HALF) if run.bf16 else queue)              # as it is multiplied
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
     say("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
-                 f"queue of {args.queue:,}")
+                 f"{'memory bank' if args.memory_bank else 'queue'} of {waiting:,}")
     return model.to(run.device, memory_format=torch.channels_last)
 
 
@@ -277,6 +289,36 @@ def enqueue(queue, pointer, keys):
     return (pointer + len(keys)) % len(queue)
 
 
+def compute_bank_loss(model, views, rows, args):
+    """compute_loss with --memory-bank, of this rank's views (n, 3, S, S) of the pictures `rows` of all ranks.
+    The bank then holds their queries."""
+    bank, rows = model.queue, torch.tensor(rows, device=views.device)
+    drawn = torch.randint(len(bank), (args.queue,), device=views.device)       # own slots too, as released
+    if dist.is_initialized():
+        dist.broadcast(drawn, 0)
+    q = model(views)
+    with half_products(q, args):
+        mean = moco_loss(q, bank[rows[own_rows(len(rows))]], bank[drawn], args.temperature, impl=args.impl)
+    update_bank(bank, rows, gather_rows(F.normalize(q.detach(), dim=1), len(rows)), args.momentum)
+    loss = mean * (len(q) / len(rows))
+    return loss, {"loss": loss.detach()}
+
+
+@torch.no_grad()
+def update_bank(bank, rows, q, momentum):
+    """The slots of pictures, in place, become unit vectors along m · slot + (1 − m) · query.
+
+    bank       (M, D) unit vectors, one of each picture
+    rows, q    (n,) integers, different ones, and (n, D) unit queries
+    raises     ValueError naming the argument, what it was and what is wanted
+    source     Wu et al. 2018, released code
+    """
+    check_rows(bank=(bank, "M D"), rows=(rows, "n", int), q=(q, "n D"))
+    checks.check_number("momentum", momentum, 0, 1)
+    rows = rows.long()
+    bank[rows] = F.normalize(torch.lerp(q.float(), bank[rows].float(), momentum), dim=1).to(bank.dtype)
+
+
 def epoch_rate(epoch, epochs, args):
     """The learning rate's factor: half a cosine; with --v1 a tenth at 60 and 80 % of the epochs (paper)."""
     if args.v1:
@@ -311,25 +353,29 @@ def main(argv=None):
     total, rate = args.steps or args.epochs * epoch, args.lr * args.batch_size / 256
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=rate, momentum=0.9, weight_decay=args.weight_decay)
-    run.progress["pointer"] = 0                                # of the queue
+    run.progress["pointer"] = 0                                # of the queue, not of a memory bank
     run.begin(model, optimizer, total)
     if run.progress["pointer"] >= args.queue:
         fail(f"--resume: {args.out}/state.pt is damaged: its place in the queue is beyond {args.queue} keys")
     pictures.before(model, run)
-    pictures.start(run, total, args.crop)
+    pictures.start(run, total, args.crop, 1 if args.memory_bank else 2)
     model.train()
     for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
         set_lr(optimizer, rate * epoch_rate((step - 1) // epoch, total / epoch, args))
-        queries, views = make_batch(pictures, args)
-        for part in ("encoder", "head"):
-            update_key_encoder(getattr(model.key, part), getattr(model, part), args.momentum)
-        keys = [encode_keys(model, x, len(rows)) for x in views]
-        loss, values = compute_loss(model, (queries, keys), len(rows), args)
+        if args.memory_bank:
+            loss, values = compute_bank_loss(model, augment(next(pictures.feed), args), rows, args)
+        else:
+            queries, views = make_batch(pictures, args)
+            for part in ("encoder", "head"):
+                update_key_encoder(getattr(model.key, part), getattr(model, part), args.momentum)
+            keys = [encode_keys(model, x, len(rows)) for x in views]
+            loss, values = compute_loss(model, (queries, keys), len(rows), args)
         optimizer.zero_grad()
         loss.backward()
         sum_gradients(model)
         optimizer.step()
-        run.progress["pointer"] = enqueue(model.queue, run.progress["pointer"], torch.cat(keys))
+        if not args.memory_bank:
+            run.progress["pointer"] = enqueue(model.queue, run.progress["pointer"], torch.cat(keys))
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
             pictures.judge(model, run)

@@ -14,9 +14,10 @@ by a header of usual names (sent0 sent1 hard_neg, query positive negative_1 ...)
     3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.
     or more    hard negatives           I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
 Views beside dropout are a line of flags (--views, text_views.py has their papers), and so are other losses:
-    --recipe consert        ConSERT: changed word embeddings, and NT-Xent over both views as one set
+    --recipe consert        ConSERT: changed embeddings, and NT-Xent over both views as one set
     --recipe declutr        DeCLUTR: rows are documents, views are spans of them
-    --objective ranking     SimCLS: columns text, reference, candidates (cand1, cand2 ...), best first
+    --recipe simcls         SimCLS: columns text, reference, candidates (cand1, cand2 ...), best first; --dev
+                            may have their ROUGE too, in a column `scores`, numbers with spaces between
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 

@@ -15,6 +15,7 @@ from . import eager, operations
 from .blockwise import add_rows
 from .checks import (
     TINY,
+    check_choice,
     check_dense,
     check_flag,
     check_integer,
@@ -274,33 +275,54 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     return loss if is_read else loss * torch.ones_like(loss).masked_fill(wrong.any(), torch.nan)
 
 
-def triplet_loss(anchor, positive, negative=None, margin=1.0):
+def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
     """Mean over rows of max(0, |a_i − p_i| − |a_i − n_i| + margin), Euclidean: F.triplet_margin_loss.
 
     Rows of any length, used as given. The margin is a distance: FaceNet's is one between unit rows
     (F.normalize).
 
     anchor, positive    (N, D) any float type; the loss is in float32, or float64
-    negative            (N, D); None: the row of positive that is nearest to a_i, p_i itself left out (N ≥ 2);
-                        the (N, N) matrix of distances is never stored
+    negative            (N, D); None: a row of positive other than p_i (N ≥ 2), found by mining; the (N, N)
+                        matrix of distances is never stored
     margin              number > 0
+    mining              "hard": the row that is nearest to a_i; "semi-hard": the nearest of those farther from
+                        a_i than p_i is, and the farthest of all where there are none
     returns             scalar
     raises              ValueError naming the argument, what it was and what is wanted
-    source              Schroff et al. 2015 (FaceNet), eq. 2, of distances; nearest: Hermans et al. 2017
+    source              Schroff et al. 2015 (FaceNet), eq. 2, of distances, and eq. 4: semi-hard; hard:
+                        Hermans et al. 2017
     """
     check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D", None))
     check_number("margin", margin, TINY)
+    check_choice("mining", mining, "hard", "semi-hard")
     anchor, positive, negative = widened(anchor, positive, negative)
     if negative is None:
         if len(positive) < 2:
             raise ValueError("positive: 1 row, wanted at least 2 where no negative is given")
-        # −|a − p|²/2 = a·p − |p|²/2 − |a|²/2, of which the last is the same for all p
-        a, p = anchor.detach(), positive.detach()
-        with torch.autocast(a.device.type, enabled=False):
-            keys = torch.cat([p, -(p * p).sum(1, keepdim=True) / 2], 1)
-            _, nearest = similarity_topk(F.pad(a, (0, 1), value=1.0), keys, 1, exclude="diagonal")
-        negative = positive[nearest[:, 0]]
+        with torch.autocast(anchor.device.type, enabled=False):
+            mine = nearest_other if mining == "hard" else nearest_farther
+            negative = positive[mine(anchor.detach(), positive.detach())]
     return F.triplet_margin_loss(anchor, positive, negative, margin)
+
+
+def nearest_other(a, p):
+    """(N,) the row of p that is nearest to a_i, but not p_i."""
+    # −|a − p|²/2 = a·p − |p|²/2 − |a|²/2, of which the last is the same for all p
+    keys = torch.cat([p, -(p * p).sum(1, keepdim=True) / 2], 1)
+    return similarity_topk(F.pad(a, (0, 1), value=1.0), keys, 1, exclude="diagonal")[1][:, 0]
+
+
+def nearest_farther(a, p):
+    """(N,) the row of p that is nearest to a_i among those farther than p_i; the farthest where none is."""
+    found, size = [], max(1, 2**22 // len(p))
+    for start in range(0, len(a), size):
+        far = torch.cdist(a[start : start + size], p)
+        own = far.diagonal(start).clone()
+        farther = far.masked_fill(far <= own[:, None], torch.inf)              # p_i itself is not
+        far.diagonal(start).fill_(-torch.inf)
+        nearest, at = farther.min(1)
+        found.append(torch.where(nearest.isinf(), far.argmax(1), at))
+    return torch.cat(found)
 
 
 def margin_loss(x1, x2, same, margin=1.0):

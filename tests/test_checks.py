@@ -15,7 +15,7 @@ from dclr import dclr_loss, instance_weights, noise_negatives
 from ease import ease_loss
 from kernels import check_rows, check_unit, choose_impl, embed_in_chunks, gather_rows, own_rows
 from kernels.training.adversarial import noise
-from moco import enqueue, moco_loss
+from moco import enqueue, moco_loss, update_bank
 from selfguided import selfguided_loss
 from simclr import distillation_loss, simclr_loss, sup_con_loss
 from simcse import ranking_loss, simcse_loss
@@ -172,7 +172,7 @@ LOSSES = [
     (kernels.nt_xent, dict(z1=Z, z2=Z8, normalize=False, **one)),
     (kernels.sup_con_loss, dict(z=HARD, labels=TWO, base_temperature=0.07, normalize=False, **one)),
     (kernels.linear_cross_entropy, dict(hidden=Z, weight=Z8, targets=LABELS, ignore_index=-100, **one)),
-    (kernels.triplet_loss, dict(anchor=Z, positive=Z8, negative=Z, margin=1.0)),
+    (kernels.triplet_loss, dict(anchor=Z, positive=Z8, negative=Z, margin=1.0, mining="hard")),
     (kernels.margin_loss, dict(x1=Z, x2=Z8, same=TWO, margin=1.0)),
     (gather_rows, dict(x=Z, rows=8)), (own_rows, dict(rows=8, rank=0, world=1)),
     (check_unit, dict(name="x", x=UNIT)),
@@ -182,6 +182,7 @@ LOSSES = [
     (sup_con_loss, dict(features=HARD, labels=TWO, base_temperature=0.07, **one)),
     (moco_loss, dict(q=Z, k=Z8, queue=UNIT, **one)),
     (enqueue, dict(queue=torch.zeros(5, 6), pointer=0, keys=UNIT[:2])),
+    (update_bank, dict(bank=torch.zeros(9, 6), rows=LABELS[:2], q=UNIT[:2], momentum=0.5)),
     (simcse_loss, dict(z1=Z, z2=Z8, z3=HARD, hard_negative_weight=0.5, offset=0, ids=IDS, **one)),
     (ranking_loss, dict(scores=Z, reference=Z[:, 0], margin=0.01, **FORMS)),
     (selfguided_loss, dict(c=Z, h=HARD, objective="opt3", gathered=(Z, HARD), offset=0, **one)),
@@ -229,7 +230,8 @@ SCALARS = {
     "rows rank world steps pointer": COUNTS,
     "offset": INTEGERS | {"1e30": 10**30, "-1e30": -10**30, "2^62": 2**62, "digits": 10**5000},
     "ignore_index": INTEGERS | {"1e30": 10**30}, "symmetric normalize": FLAGS, "head embed": PARTS,
-    "name": {}, "impl form objective similarity": WORDS, "module": {"text": "x", "list": [NET], "matrix": Z},
+    "name": {}, "impl form objective similarity mining": WORDS, "momentum": NUMBERS | {"2": 2.0, "-1": -1.0},
+    "module": {"text": "x", "list": [NET], "matrix": Z},
     "chunks": {"none": None, "number": 3, "text": "xy", "matrix": Z, "array": np.ones((2, 2)), "empty": []},
     "losses log_variances": {"none": None, "number": 3, "text": "xyxyxy", "texts": ["x"] * 6, "empty": [],
                              "rows": [Z[0]] * 6, "sparse": Z[0].to_sparse(), "matrix": Z,

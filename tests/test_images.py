@@ -32,7 +32,7 @@ from running import DATA, equal, free_port, refuse, run
 SCRIPTS = {"simclr": simclr, "moco": moco}
 FLAGS = ["--model", "tiny", "--batch-size", 12, "--epochs", 4, "--eval-every", 4, "--probe-epochs", 0]
 OWN = {"simclr": ["--warmup", 0], "moco": ["--bn-splits", 6, "--queue", 24]}
-CASES = {"moco": "--symmetric", "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised",
+CASES = {"moco": "--symmetric", "moco 2": "--memory-bank", "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised",
          "simclr 3": "--batch-size 11 --from-layer 0 --finetune DATA"}
 nets.RESNETS["tiny"] = nets.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
 
@@ -173,6 +173,7 @@ X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-
     ("moco", X, "--queue 12 --symmetric", r"--queue 12 is no multiple of the 8 keys of a step; try 8"),
     ("moco", X, "--queue 8", r"--bn-splits 8 does not divide --batch-size, which is 4"),
     ("moco", X, f"{B} --chunk-size 3", r"--chunk-size 3: wanted a multiple of 2, --batch-size / --bn-splits"),
+    ("moco", X, f"{B} --memory-bank --symmetric", "--symmetric: a memory bank takes one view of a picture.*"),
     ("moco", X, f"{B} --momentum 1.5", r"argument --momentum: 1\.5: wanted a number from 0 to 1"),
     ("moco", X, f"{B} --model none/such", r"--model none/such: no such folder, and the hub does not give .*"),
     ("moco", X | {"m/a": b""}, f"{B} --model m", r"--model m: no config\.json in this folder, so .*"),
@@ -336,7 +337,9 @@ def test_norms_want_more_than_one_value(name, flags, here, capfd):
 
 
 def same_views(x, args):
-    """No colours: the second view is in a mirror."""
+    """No colours: the second view, where there are two, is in a mirror."""
+    if getattr(args, "memory_bank", False):
+        return x
     first, second = x.chunk(2)
     return torch.cat([first, second.flip(3)])
 
@@ -345,7 +348,8 @@ def same_views(x, args):
     ("simclr", "--optimizer sgd --lr 2 --form code --head-layers 3", 0.4, 30),
     ("simclr", "--optimizer sgd --lr 0.5 --supervised --chunk-size 48", 0.6, 60),
     ("simclr", "--lr 10", 0.6, 30), ("moco", "--queue 60", 0.4, 30),
-    ("moco", "--queue 60 --symmetric", 0.8, 60), ("moco", "--queue 60 --v1 --chunk-size 10", 0.4, 90)])
+    ("moco", "--queue 60 --symmetric", 0.8, 60), ("moco", "--queue 60 --v1 --chunk-size 10", 0.4, 90),
+    ("moco", "--memory-bank", 0.4, 30)])
 def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkeypatch):
     """A chunk moves batch statistics once; the probe on what was saved learns, and moves nothing."""
     monkeypatch.setattr(SCRIPTS[name], "augment", same_views)
@@ -363,10 +367,11 @@ def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkey
     assert state["embedder.embedder.normalization.num_batches_tracked"] == tracked
 
 
-@pytest.mark.parametrize("name, precision", [("simclr", "fp32"), ("moco", "fp32"), ("moco", "bf16")])
+@pytest.mark.parametrize("name, precision", [
+    ("simclr", "fp32"), ("moco", "fp32"), ("moco", "bf16"), ("moco", "bf16 --memory-bank")])
 def test_resume_is_exact(name, precision, data, tmp_path, monkeypatch):
     """Steps 5 and 6, which the interrupted run did after its evaluation, are done again."""
-    flags = ["--data", data, *FLAGS, *OWN[name], "--precision", precision]
+    flags = ["--data", data, *FLAGS, *OWN[name], "--precision", *precision.split()]
     whole = run(name, tmp_path / "whole", *flags)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(SCRIPTS[name], "sum_gradients", Mock(side_effect=[None] * 6 + [KeyboardInterrupt]))
@@ -375,8 +380,8 @@ def test_resume_is_exact(name, precision, data, tmp_path, monkeypatch):
     assert whole.losses == parts.losses and equal(whole.state, parts.state)
     if name == "moco":                                         # its queue waits in the type of its products
         queue, keys = parts.state["model"]["queue"], parts.model.queue
-        assert queue.dtype == keys.dtype == (torch.float16 if precision == "bf16" else torch.float32)
-        torch.testing.assert_close(queue.float().norm(dim=1), torch.ones(24), atol=1e-3, rtol=0)
+        assert queue.dtype == keys.dtype == (torch.float32 if precision == "fp32" else torch.float16)
+        torch.testing.assert_close(queue.float().norm(dim=1), torch.ones(len(queue)), atol=1e-3, rtol=0)
 
 
 def test_crops_of_training_and_of_the_probe(data, tmp_path, monkeypatch):

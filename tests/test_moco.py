@@ -39,6 +39,31 @@ def test_queue_turns_round():
         moco.enqueue(queue, 0, torch.zeros(7, 2))
 
 
+def test_a_step_with_a_memory_bank(monkeypatch):
+    """Each query beside its own slot and those drawn; then the slots move, those of other pictures do not."""
+    torch.manual_seed(11)
+    bank, q, rows = F.normalize(randn(7, 5), dim=1), randn(3, 5, requires_grad=True), [4, 0, 6]
+    drawn = torch.tensor([0, 2, 2, 5])
+    model = lambda views: q
+    model.queue, before = bank.clone(), bank.clone()
+    monkeypatch.setattr(torch, "randint", lambda *size, device: drawn)
+    args = SimpleNamespace(queue=4, temperature=0.07, momentum=0.5, impl="eager", precision="fp32")
+    loss, _ = moco.compute_bank_loss(model, q, rows, args)
+    unit, wanted = F.normalize(q, dim=1), 0
+    for x, row in zip(unit, rows):
+        logits = torch.stack([bank[row], *bank[drawn]]) @ x / 0.07
+        wanted = wanted - logits.log_softmax(0)[0] / 3
+    grads = [torch.autograd.grad(x, q)[0] for x in (loss, wanted)]
+    torch.testing.assert_close([loss, grads[0]], [wanted, grads[1]], rtol=1e-10, atol=1e-10)
+    for row, x in zip(rows, unit.detach()):
+        mean = (bank[row] + x) / 2
+        before[row] = mean / mean.norm()
+    torch.testing.assert_close(model.queue, before, rtol=1e-6, atol=1e-6)         # slots are found in float32
+    for momentum, slots in ((1, bank), (0, bank.index_copy(0, torch.tensor(rows), unit.detach()))):
+        moco.update_bank(kept := bank.float(), torch.tensor(rows), unit.detach(), momentum)
+        torch.testing.assert_close(kept, slots.float())
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.999, 1.0])
 def test_key_encoder_follows(momentum):
     query, key = (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double() for _ in range(2))
@@ -78,6 +103,7 @@ def test_rates_fall_by_epochs():
 @pytest.mark.parametrize("given, wanted", [
     ("", dict(recipe=None, model="resnet-50", queue=None, temperature=None)),
     ("--v1", dict(recipe=None, v1=True, size=None, queue=None)),
+    ("--memory-bank", dict(v1=True, momentum=0.5, queue=4096, temperature=0.07, crop=0.2)),
     ("--recipe v1", dict(v1=True, head_layers=1, temperature=0.07, blur=0.0, queue=65536, size=224)),
     ("--recipe v2", dict(v1=False, head_layers=2, temperature=0.2, blur=0.5, weight_decay=1e-4)),
     ("--recipe demo --epochs 9", dict(model="resnet-18", head_layers=1, temperature=0.1, epochs=9, lr=0.03,

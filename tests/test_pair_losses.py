@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import margin_loss, sigmoid_loss, sup_con_loss, triplet_loss
+from kernels.losses import nearest_farther
 from running import Memory
 from test_kernels import DEVICE
 from test_losses import agree, both_impls, points
@@ -183,6 +184,42 @@ def test_the_nearest_other_row_is_the_negative():
         assert triplet_loss(a.float(), p.float()) == pytest.approx(triplet_loss(a, p).item(), rel=1e-5)
 
 
+def semi_hard(a, p):
+    """The row of p that is nearest to each row of a beyond its own, or the farthest one, row by row."""
+    chosen = []
+    for i, x in enumerate(a):
+        far = [(distance(x, y).item(), j) for j, y in enumerate(p) if j != i]
+        own = distance(x, p[i]).item()
+        chosen.append(min([pair for pair in far if pair[0] > own], default=max(far))[1])
+    return torch.tensor(chosen)
+
+
+@pytest.mark.parametrize("n", [2, 30])
+def test_the_nearest_farther_row_is_the_negative(n):
+    """Of 30 rows some have no row farther than their own, which is moved far away; of two, either can."""
+    a, p = points(n, 4, 24), points(n, 4, 25)
+    p[-1] = 50
+    near = semi_hard(a, p)
+    hard = torch.cdist(a, p).fill_diagonal_(torch.inf).argmin(1)
+    assert near[-1] == torch.cdist(a[-1:], p[:-1]).argmax() and ((near != hard).sum() > n / 4 or n == 2)
+    agree(lambda a, p: triplet_loss(a, p, mining="semi-hard"),
+          lambda a, p: triplet_written_out(a, p, p[near], 1.0), a, p)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = triplet_loss(a.float(), p.float(), mining="semi-hard")
+    assert found == pytest.approx(triplet_loss(a, p, mining="semi-hard").item(), rel=1e-5)
+
+
+def test_semi_hard_rows_of_several_blocks():
+    """A block is 1,997 of the 2,100 rows. Copies of a positive are not farther than it."""
+    a, p = points(2100, 3, 26), points(2100, 3, 27)
+    p[2099] = p[1998]
+    far = torch.cdist(a, p)
+    far[far <= far.diagonal()[:, None]] = torch.inf
+    none = far.isinf().all(1)
+    wanted = torch.where(none, torch.cdist(a, p).fill_diagonal_(-1).argmax(1), far.argmin(1))
+    assert torch.equal(nearest_farther(a, p), wanted) and 0 < none.sum() < 2100
+
+
 def margin_written_out(x, y, same, margin):
     terms = []
     for a, b, s in zip(x, y, same):
@@ -218,6 +255,7 @@ X, ONE = torch.randn(4, 3), torch.ones(4, dtype=torch.int64)
     (lambda: triplet_loss(X[:1], X[:1]), "positive: 1 row, wanted at least 2 where no negative is given"),
     (lambda: triplet_loss(X, X, margin=0), "margin: 0, wanted a number above 0"),
     (lambda: triplet_loss(X, X, margin=True), "margin: found True, wanted a number"),
+    (lambda: triplet_loss(X, X, mining="semi"), "mining: 'semi', wanted hard or semi-hard"),
     (lambda: triplet_loss(ONE[:, None], X), "anchor: found torch.int64, wanted floating point"),
     (lambda: margin_loss(X, X, ONE / 1), "same: found torch.float32, wanted bool or integers"),
     (lambda: margin_loss(X, X, ONE[:3]), r"same: found \(3,\), wanted \(4,\)"),

@@ -22,7 +22,7 @@ def is_scored_pairs(path):
 
 
 def load_candidates(path):
-    """[(text, [candidate], [score] or None)]: as --data of --objective ranking, the reference not read; a last
+    """[(text, [candidate], [score] or None)]: as --data of --objective ranking; no reference is read; a last
     column `scores` has a number for each candidate, such as its ROUGE, between spaces."""
     header, table = read_table(path, empty_cell, roles=ROLES)
     scored, rows = bool(header) and header[-1].split()[0] == "scores", []

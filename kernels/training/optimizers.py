@@ -29,7 +29,7 @@ MANY = 1e6                                                     # steps after whi
 
 
 class UncorrectedAdamW(torch.optim.AdamW):
-    """PyTorch's, without the correction, a division by 1 − β^step, of the zeros that its averages begin with."""
+    """PyTorch's, without the division by 1 − β^step, which corrects averages that begin at zero."""
 
     def step(self):
         weights = [w for group in self.param_groups for w in group["params"] if w.grad is not None]
