@@ -8,7 +8,7 @@ nt_xent                SimCLR's loss over the 2N views of one set
 queue_loss             MoCo's loss: a positive a row against a queue without gradient
 sigmoid_loss           SigLIP's loss: each pair for itself, match or no match; in-batch NCE with its bias
 sup_con_loss           SupCon's loss: all other views of the same label are positives
-triplet_loss           nearer to the positive than to the negative, given or the nearest, by a margin
+triplet_loss           nearer to the positive than to the negative, given or found in the batch, by a margin
 margin_loss            the same near each other, others a margin apart
 linear_cross_entropy   cross entropy of hidden·weightᵀ, for heads over a large vocabulary
 embed_in_chunks        the embeddings of a batch whose activations do not fit, with exact gradients

@@ -24,9 +24,11 @@ labelled   texts with labels: a logistic regression and k-means on frozen embedd
 study      what each layer and pooling of an encoder is worth
 labels     labelled texts, one or two a row, for a classifier; its scores, its folder
 ood        texts of classes that it has not seen: three detectors, AUROC, FPR at 95 %, F1
-text_views what differs between two views of a text beside dropout: words, word embeddings, spans
+text_views what differs between two views of a text beside dropout: words, embeddings, spans
 view_flags their flags and recipes
-adversarial       noise on word embeddings, along the gradient of a loss
+candidates texts with ranked candidates, and which of them an encoder chooses
+optimizers of the papers whose views and losses simcse.py has: steps, rates and clipping
+adversarial       where a text's embeddings are changed; noise on them, along the gradient of a loss
 wordnet    a WordNet database: words that can replace a word
 images     pictures to train on and to be judged by: their views, neighbours, linear probes
 picture_files     where they come from: arrays, CIFAR's batches, folders, lists; every fault with its file

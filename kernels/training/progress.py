@@ -9,7 +9,7 @@ from .command import is_first_rank, say
 
 QUIET = 2                                                      # seconds without a bar or a line
 # of an evaluation, what a line has room for: the first that is there
-SCORES = dict.fromkeys(["dev_spearman", "dev_knn", "dev_top1"], ".2f") | dict(dev_chosen=".4g", dev_first=".2f")
+SCORES = dict(dev_spearman=".2f", dev_knn=".2f", dev_top1=".2f", dev_chosen=".4g", dev_first=".2f")
 KNOWN = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left"
 UNKNOWN = "{desc}: {n_fmt}{unit} so far, {elapsed}"
 
