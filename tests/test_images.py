@@ -32,7 +32,8 @@ from running import DATA, equal, free_port, refuse, run
 SCRIPTS = {"simclr": simclr, "moco": moco}
 FLAGS = ["--model", "tiny", "--batch-size", 12, "--epochs", 4, "--eval-every", 4, "--probe-epochs", 0]
 OWN = {"simclr": ["--warmup", 0], "moco": ["--bn-splits", 6, "--queue", 24]}
-CASES = {"moco": "--symmetric", "moco 2": "--memory-bank", "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised",
+CASES = {"moco": "--symmetric", "moco 2": "--memory-bank",
+         "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised",
          "simclr 3": "--batch-size 11 --from-layer 0 --finetune DATA"}
 nets.RESNETS["tiny"] = nets.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
 

@@ -48,7 +48,8 @@ def test_rates(name, wanted):
     args = SimpleNamespace(optimizer_of=name, lr=2.0)
     assert [rate_of(step, 20, args) / 2 for step in (0, 1, 2, 10, 19)] == pytest.approx(wanted)
     if name == "simcls":
-        assert rate_of(9_999, 1, args) == pytest.approx(0.02) and rate_of(39_999, 1, args) == pytest.approx(0.01)
+        assert rate_of(9_999, 1, args) == pytest.approx(0.02)
+        assert rate_of(39_999, 1, args) == pytest.approx(0.01)
 
 
 def test_names_are_the_same():

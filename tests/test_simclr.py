@@ -79,7 +79,8 @@ def test_what_decays_and_what_is_adapted(optimizer, decay):
     made = simclr.make_optimizer(model, 0.16, args)            # 0.005 · √1024
     group = next(group for group in made.param_groups if any(w is encoder[1].weight for w in group["params"]))
     assert group["weight_decay"] == decay or optimizer == "lars"
-    assert made.param_groups[0]["weight_decay"] == 0.1 and group.get("nesterov", 0) == (optimizer == "nesterov")
+    assert made.param_groups[0]["weight_decay"] == 0.1
+    assert group.get("nesterov", 0) == (optimizer == "nesterov")
     assert sum(len(group["params"]) for group in made.param_groups) == 6
     if optimizer != "lars":
         return
@@ -228,7 +229,7 @@ def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
     assert re.search(r"\ntest     classifier [\d.]+ %  .*out\n$", lines.getvalue())
     if layer == 1:                                             # what it knows goes into another net
         given = ["--distill", tmp_path / "out", "--data", first / "x.npz", *SMALL, "--lr", 0.1, "--warmup", 0]
-        student = run("simclr", tmp_path / "student", *given, "--steps", 40, "--temperature", 0.7)
+        student = run("simclr", tmp_path / "student", *given, "--steps", 60, "--temperature", 0.7)
         assert student.steps[-1]["dev_top1"] > 60              # the loss of a batch follows one sure teacher
         assert load_classifier(tmp_path / "student").classes == loaded.classes
 

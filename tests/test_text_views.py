@@ -219,8 +219,8 @@ def test_spans(bert, tmp_path):
 
 
 def shares_of_cells(cells, anchors):
-    """{cells of the anchors: how often}, as the released code draws them, written out: each anchor takes any of
-    the free cells, or, where fewer than left² are free (rounded down), the first or the last; it and those
+    """{cells of the anchors: how often}, as the released code draws them, written out: each anchor takes any
+    of the free cells, or, where fewer than left² are free (rounded down), the first or the last; it and those
     beside it in the list of free ones are free no more."""
     shares = {(): (1.0, tuple(range(cells)))}
     for left in range(anchors, 0, -1):
@@ -266,8 +266,9 @@ def test_masked_anchors_are_embedded(pooling, chunk_size, tmp_path, bert, monkey
     masks = lambda ids, may, tokenizer: (torch.where(may & (ids % 2 == 0), tokenizer.mask_token_id, ids),
                                          may & (ids % 2 == 0))
     monkeypatch.setattr(mlm, "mask_tokens", masks)
-    flags = ["--views", "spans", "--objective", "nt-xent", "--steps", 1, "--max-length", 8, "--pooling", pooling,
-             "--mlm-weight", 1, "--spans", 1, 2, "--batch-size", 4, "--form", "code", "--dropout", 0, "--lr", 0]
+    flags = ["--views", "spans", "--objective", "nt-xent", "--steps", 1, "--max-length", 8, "--lr", 0,
+             "--pooling", pooling, "--mlm-weight", 1, "--spans", 1, 2, "--batch-size", 4, "--form", "code",
+             "--dropout", 0]
     flags += ["--chunk-size", chunk_size] if chunk_size else []
     result = run_text("simcse", tmp_path / "run", [["abc " * 20]] * 4, "--model", bert, *flags)
     lm, z, losses = result.model.lm.eval(), [], []
@@ -500,7 +501,7 @@ def test_recipes_train(tmp_path):
     ("--objective ranking", r"--objective ranking: good\.csv has 2 columns, wanted text, reference and .*"),
     ("--objective ranking --margin -1", r"argument --margin: -1: wanted a number of at least 0"),
     ("--objective nt-xent --ignore-equal", r"--objective nt-xent: has no --ignore-equal and no .*"),
-    ("--recipe simcse", r"argument --recipe: invalid choice: 'simcse' \(choose from 'consert', 'declutr', 'simcls'\)")])
+    ("--recipe simcse", r"argument --recipe: invalid choice: 'simcse' \(choose from 'consert', .*\)")])
 def test_flags_that_cannot_be(flags, wanted, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, *flags.split())
 

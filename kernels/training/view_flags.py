@@ -36,7 +36,7 @@ def add_flags(parser):
     add("--candidate-length", type=at_least(3, int),
         help="tokens that a candidate of --objective ranking keeps in training; default --max-length")
     add("--optimizer-of", choices=OPTIMIZERS, default="simcse",
-        help="whose optimizer, learning-rate schedule and clipping: see optimizers.py; default simcse (paper)")
+        help="whose optimizer, learning rates and clipping: see optimizers.py; default simcse (paper)")
     parser.common("--adversarial", 0.0, "0: none; for rows with a positive (ConSERT)")
     add("--wordnet", help="folder of a WordNet database (data.noun and so on), for texts")
 
