@@ -66,7 +66,7 @@ def make_parser():
     add("--ood-epochs", type=at_least(0, int), default=0, help="that come first; default 0, released code 20")
     common("--adversarial", 0.1, "0.1 (released code)")
     common("--temperature", said="0.3 for --supcon (ours), 0.1 for --ood-epochs (released code)")
-    add("--warmup-share", type=ratio, help="of steps with a rising rate; default 0.1 (paper), code 0")
+    add("--warmup-share", type=ratio, help="of steps with a rising rate; default 0.1 (paper), code 0 in F and D")
     common("--weight-decay", 0.01, "0.01, biases and norms 0 (released script)")
     add("--text", nargs="+", help="the columns of text, one or two; default see above")
     add("--label", help="the column of labels; default see above")
@@ -158,8 +158,8 @@ def decide_flags(labels, args):
     numbers = all(re.fullmatch(NUMBER, label) for label in labels) and any("." in label for label in labels)
     code, scratch = args.form == "code", args.model == "scratch"
     fill(args, dict(task="regression" if numbers else "classification", epochs=12 if scratch else 3,
-                    lr=2e-3 if scratch else 4e-5, warmup_share=0.0 if code else 0.1,
-                    fisher_batch_size=16 if code else 1, fisher_clip=1.0 if code else 0.0))
+                    lr=2e-3 if scratch else 4e-5, fisher_batch_size=16 if code else 1,
+                    fisher_clip=1.0 if code else 0.0))
     fill(args, dict(metric=METRICS[args.task][0]))
     by_value = all(re.fullmatch(WHOLE, label) for label in labels)
     order = (lambda label: (int(label), label)) if by_value else None
@@ -586,6 +586,12 @@ def order_of(trials, total, rows, least):
     return after
 
 
+def warmup_steps(trial, total):
+    """Of total steps, with a rising rate. Released F and D have a scheduler of their own, which has none."""
+    default = 0.0 if trial.form == "code" and trial.mode != "none" else 0.1
+    return math.ceil((default if trial.warmup_share is None else trial.warmup_share) * total)
+
+
 def begin_trial(trials, number, rows, run):
     """(a new model, its optimizer, which in mode D has the model's child) of trials[number]"""
     trial, masks = trials[number], None
@@ -629,7 +635,7 @@ def main(argv=None):
     epoch = epoch_steps(len(rows), args.batch_size, run.world)
     contrastive = args.ood_epochs * epoch                      # steps that come first
     total = contrastive + (args.steps or args.epochs * epoch)  # of each trial
-    warmup, args.eval_every = math.ceil(args.warmup_share * total), args.eval_every or epoch
+    args.eval_every = args.eval_every or epoch
     say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
     say("trials", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
@@ -648,7 +654,7 @@ def main(argv=None):
             run.model, run.optimizer = model, optimizer = begin_trial(trials, (step - 1) // total, rows, run)
             values = {"loss": math.nan}
         run.due = (at + 1) % args.eval_every == 0 or at + 1 == total
-        set_lr(optimizer, warmup_linear(at, total, warmup, args.lr))
+        set_lr(optimizer, warmup_linear(at, total, warmup_steps(trial, total), args.lr))
         own = [rows[i] for i in batch[own_rows(len(batch))]]
         loss_of = compute_ood_loss if at < contrastive else compute_loss
         loss, now = loss_of(model, make_batch(own, model), len(batch), args)

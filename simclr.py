@@ -30,13 +30,13 @@ defaults, which are CIFAR-10's with the paper's head and 100 epochs, no source h
     83.2 % kNN      --optimizer sgd --lr 0.06 --warmup 0 --weight-decay 5e-4 --crop 0.2 --grey 0.1, CIFAR-10:
                     dkobak/simclr-cifar10, whose head is 512-1024-128; 85.6 % linear
     96.0 % linear   --supervised --model resnet-50 --batch-size 1024 --epochs 1000, CIFAR-10: SupCon's command
-    69.1 % linear   --recipe code --epochs 1000: the released ImageNet checkpoint
-    71.7 % linear   --recipe v2, ImageNet; then --finetune: 57.9 % with 1 % of the labels, 68.4 % with
+    64.5 % linear   --recipe code; 69.1 %: --recipe paper --form code --epochs 1000, ImageNet, released
+    71.1 % linear   --recipe v2, ImageNet; then --finetune: 57.9 % with 1 % of the labels, 68.4 % with
                     --labels 0.1 --epochs 30
 
 Departures from the released code: its loss is twice the paper's mean; its head has batch norms, which --form
 code brings back. SupCon's normalises pictures and multiplies its loss by τ / 0.07; here neither is done.
-Arrays are resized bicubically without antialiasing, as by TensorFlow, files as by Pillow, with it. Of v2
+Arrays are resized bicubically without antialiasing, as by TensorFlow 2, files as by Pillow, with it. Of v2
 there are no selective kernels, no wider nets, and no labels in distillation.
 """
 from argparse import BooleanOptionalAction
@@ -142,7 +142,7 @@ from kernels.training.views import Crops, blur, coin, grey, jitter
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# views as TensorFlow draws them: aspects evenly, and all of a picture where no box fits
+# shares and aspects are drawn evenly; all of a picture where no box fits
 CROPS = Crops(0.08, 100, aspects=lambda u: 3 / 4 + (4 / 3 - 3 / 4) * u, limits=(1e-9, 1e9), cubic=True)
 
 

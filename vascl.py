@@ -51,7 +51,7 @@ def make_parser():
     add("--relative-radius", type=at_least(0),
         help="Δ in mean distances of a batch's e to their mean instead; default of --form paper 0.25")
     add("--ascent-steps", type=at_least(0, int), default=1,
-        help="gradients, each taken at the last one's δ; default 1 (paper)")
+        help="gradients, each taken at the last one's δ; default 1 (released code)")
     add("--head-lr", type=at_least(0), help="learning rate of the head; default 5e-4 (paper), scratch 2e-3")
     parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     common("--columns", said="by the header, else all")

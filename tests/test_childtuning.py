@@ -3,6 +3,7 @@ import functools
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import pipeline
 
 import childtuning
-from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, rdrop_loss
+from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, rdrop_loss, warmup_steps
 from running import DATA, equal, in_processes, metrics, refuse, run
 
 tune = functools.partial(run, "childtuning")
@@ -238,6 +239,14 @@ def topics(folder, rows=36):
         (folder / name).write_bytes(b"".join((DATA / name).read_bytes().splitlines(True)[: rows + 1]))
     files = ["--data", folder / "topics.tsv", "--dev", folder / "topics_dev.tsv"]
     return ["--model", "scratch", "--batch-size", 8, *files]
+
+
+@pytest.mark.parametrize("form, mode, given, wanted", [
+    ("paper", "F", None, 3), ("code", "none", None, 3), ("code", "F", None, 0), ("code", "D", None, 0),
+    ("code", "D", 0.2, 5), ("paper", "none", 0.0, 0)])
+def test_released_modes_have_no_warm_up(form, mode, given, wanted):
+    """A tenth of 25 steps, rounded up."""
+    assert warmup_steps(SimpleNamespace(form=form, mode=mode, warmup_share=given), 25) == wanted
 
 
 def test_trials(tmp_path, monkeypatch):
