@@ -37,10 +37,11 @@ other defaults are their script's, for RTE and bert-large-cased. A trial, one mo
 its last step does, as theirs: nothing is chosen within it. --out keeps the best trial.
 
 --form code is the released code: Fisher information from the gradients of whole batches, each clipped to norm
-1 tensor by tensor, with dropout, for the weights named "layer" alone; no warm-up; and R-Drop's readme: the
-mean of both CE, and KL summed over the batch, so that α is comparable under one form only; and the released
-ood_contrastive_loss. Departures from both: processes share their draws (F) and Fisher information (D), where
-each had its own; a step whose gradient is not finite is skipped; Zeng et al. had a GRU on frozen embeddings.
+1 tensor by tensor, with dropout, for the weights named "layer" alone; no warm-up in modes F and D; R-Drop's
+readme: the mean of both CE, and KL summed over the batch, so that α is comparable under one form only; and
+the released ood_contrastive_loss. Departures from both: processes share their draws (F) and Fisher
+information (D), where each had its own; a step whose gradient is not finite is skipped; Zeng et al. had a GRU
+on frozen embeddings.
 """
 from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, ratio, say
 
