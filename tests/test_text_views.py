@@ -506,12 +506,18 @@ def test_flags_that_cannot_be(flags, wanted, here, capfd):
     refuse("simcse", capfd, wanted, *SMALL, *flags.split())
 
 
-@pytest.mark.parametrize("flags", ["--views dropout token_cutoff", "--adversarial 0.5"])
-def test_a_model_whose_words_do_not_change(flags, here, monkeypatch, capfd):
-    """Longformer reads more of them than there are, whole windows: refused before --out is begun."""
-    monkeypatch.setitem(ENCODERS, "Longformer", ENCODERS["Bert"] | dict(attention_window=[8] * 3))
-    small_model("Longformer", "model")
-    wanted = "LongformerModel has no layers that read the output of an embedding layer, a row a text; .*"
+@pytest.mark.parametrize("kind, flags, wanted", [
+    ("Longformer", "--views dropout token_cutoff", "layers that read the output of an embedding layer"),
+    ("Longformer", "--adversarial 0.5", "layers that read the output of an embedding layer"),
+    ("IBert", "--views token_cutoff shuffle", "word embeddings that it reads once")])
+def test_a_model_whose_words_do_not_change(kind, flags, wanted, here, monkeypatch, capfd):
+    """Longformer reads more of them than there are, whole windows; I-BERT pairs of numbers and scales. Refused
+    before --out is begun, by whichever view."""
+    own = dict(attention_window=[8] * 3) if kind == "Longformer" else {}
+    monkeypatch.setitem(ENCODERS, kind, ENCODERS["Bert"] | own)
+    small_model(kind, "model")
+    capfd.readouterr()                                         # transformers' bar of what it writes
+    wanted = f"{kind}Model has no {wanted}, a row a text; .*"
     refuse("simcse", capfd, wanted, *SMALL, "--model", "model", "--max-length", 40, *flags.split())
 
 

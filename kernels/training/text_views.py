@@ -48,7 +48,7 @@ class TextViews:
                 words = torch.from_numpy(ids[0]).long().repeat(2, 1).to(model.device)
                 words[1] = words[0].flip(0)
                 self.place = find_place(model.encoder, words)
-            model([[*group, group[0]] for group in model.batch(ids)])
+            model([[*group, group[0]] for group in model.batch([ids[0]] * len(self.views))])   # one a view
 
     def batch(self, tokens, places):
         """What the encoder takes of the rows at these places: groups of (places, ids, mask), and the view of
