@@ -97,7 +97,7 @@ class SentenceEncoder(torch.nn.Module):
         return in_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
     def pool(self, ids, mask, *how):
-        """(n, H) float32 embeddings of ids (n, L); how: their views, where word embeddings change."""
+        """(n, H) float32 embeddings of ids (n, L); how: their views, where embedded tokens change."""
         changed = self.alter(mask, *how) if how else contextlib.nullcontext()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), changed:
             output = self.encoder(input_ids=ids, attention_mask=mask, **self.no_cache)

@@ -52,7 +52,7 @@ class TextViews:
 
     def batch(self, tokens, places):
         """What the encoder takes of the rows at these places: groups of (places, ids, mask), and the view of
-        each text where word embeddings change."""
+        each text where embedded tokens change."""
         names = {name for name, _ in self.views}
         if names & {"spans", *WORDS}:
             draw = random.Random(int(torch.randint(2**62, ())))
