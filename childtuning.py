@@ -67,7 +67,7 @@ def make_parser():
     add("--ood-epochs", type=at_least(0, int), default=0, help="that come first; default 0, released code 20")
     common("--adversarial", 0.1, "0.1 (released code)")
     common("--temperature", said="0.3 for --supcon (ours), 0.1 for --ood-epochs (released code)")
-    add("--warmup-share", type=ratio, help="of steps with a rising rate; default 0.1 (paper), code 0 for F, D")
+    add("--warmup-share", type=ratio, help="of steps with a rising rate; default 0.1 (paper), code F, D 0")
     common("--weight-decay", 0.01, "0.01, biases and norms 0 (released script)")
     add("--text", nargs="+", help="the columns of text, one or two; default see above")
     add("--label", help="the column of labels; default see above")

@@ -53,7 +53,7 @@ def make_parser():
     add("--noise-temperature", type=at_least(1e-4),
         help="τ_u, of the loss that the noise climbs; default --temperature (released code)")
     common("--form", "paper")
-    add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; in code 0.1")
+    add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; code 0.1")
     parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     common("--columns", said="by the header, else all")
     common("--model", "bert-base-uncased")
