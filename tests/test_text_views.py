@@ -511,8 +511,8 @@ def test_flags_that_cannot_be(flags, wanted, here, capfd):
     ("Longformer", "--adversarial 0.5", "layers that read the output of an embedding layer"),
     ("IBert", "--views token_cutoff shuffle", "word embeddings that it reads once")])
 def test_a_model_whose_words_do_not_change(kind, flags, wanted, here, monkeypatch, capfd):
-    """Longformer reads more of them than there are, whole windows; I-BERT pairs of numbers and scales. Refused
-    before --out is begun, by whichever view."""
+    """Longformer reads more of them than there are, whole windows; I-BERT pairs of numbers and scales.
+    Refused before --out is begun, by whichever view."""
     own = dict(attention_window=[8] * 3) if kind == "Longformer" else {}
     monkeypatch.setitem(ENCODERS, kind, ENCODERS["Bert"] | own)
     small_model(kind, "model")
