@@ -43,7 +43,7 @@ the released ood_contrastive_loss. Departures from both: processes share their d
 information (D), where each had its own; a step whose gradient is not finite is skipped; Zeng et al. had a GRU
 on frozen embeddings.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, ratio, say
+from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, ratio, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,15 +107,24 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
 from kernels import check_rows, checks, gather_rows, own_rows, sup_con_loss
-from kernels.training import labels
-from kernels.training.adversarial import adversarial_views
-from kernels.training.labels import classify, classify_vectors, evaluate, make_batch, mask_of, tokenise_texts
-from kernels.training.labels import confusion_scores as confusion_scores  # for those who want it from here
+from kernels.training.extras.adversarial import adversarial_views
 from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import empty_cell, texts_of
+from kernels.training.text import classifier
+from kernels.training.text.classifier import (
+    classify,
+    classify_vectors,
+    evaluate,
+    make_batch,
+    mask_of,
+    tokenise_texts,
+)
+from kernels.training.text.classifier import (
+    confusion_scores as confusion_scores,  # for those who want it from here
+)
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,7 +134,7 @@ def load_data(path, args):
 
     The first file, the training data, decides the task, the labels and the flags that were not given.
     """
-    table, texts, label = labels.find_columns(path, args)
+    table, texts, label = classifier.find_columns(path, args)
     rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
     for place, sentences, answer in rows:
         if fault := empty_cell((*sentences, answer)):
@@ -562,16 +571,16 @@ def judge(model, dev, contrast, ood_rows, trial, run, total):
     run.values |= {f"dev_{name}": score for name, score in scores.items()}
     if run.values["saved"]:
         run.progress["saved"] = {"mode": trial.mode, "seed": trial.seed, **scores}
-        labels.save(model, trial, run)
+        classifier.save(model, trial, run)
     if last and contrast:
-        scores |= labels.contrast_scores(model, *contrast)
+        scores |= classifier.contrast_scores(model, *contrast)
     if last:
         run.progress["scores"].append(scores)
     if scores:
-        found = labels.mean_and_spread([scores], trial.labels)
+        found = classifier.mean_and_spread([scores], trial.labels)
         say("dev", f"step {run.step:,}, mode {trial.mode}, seed {trial.seed}: {found}")
     if last and ood_rows:
-        labels.judge_unseen(model, ood_rows, trial, run)
+        classifier.judge_unseen(model, ood_rows, trial, run)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -608,24 +617,24 @@ def sum_up(trials, run):
     """Says the scores of each mode, of the trial that is kept, and how to load it."""
     args, best, chosen = run.args, run.progress["saved"], ""
     if args.dev or args.contrast_set:
-        labels.say_modes(trials, run)
+        classifier.say_modes(trials, run)
     if args.dev:
-        metric = labels.metric_name(args.metric, args.labels)
+        metric = classifier.metric_name(args.metric, args.labels)
         chosen = f"{metric} {best[args.metric]:.2f} of mode {best['mode']}, seed {best['seed']}, "
     if run.progress["skipped"]:
         chosen += f"{run.progress['skipped']} steps skipped, "
     run.done(chosen)
-    say("load", labels.load_line(run))
+    say("load", classifier.load_line(run))
 
 
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return labels.score(args, __file__, load_data)
+        return classifier.score(args, __file__, load_data)
     train = load_data(args.data, args)
     dev = load_data(args.dev, args) if args.dev else []
-    contrast, unseen = labels.load_contrast_set(args, load_data), labels.load_unseen(args)
+    contrast, unseen = classifier.load_contrast_set(args, load_data), classifier.load_unseen(args)
     run = Run(args, __file__)
     trials = [argparse.Namespace(**vars(args) | dict(mode=mode, seed=seed))
               for mode in args.mode for seed in range(args.seed, args.seed + args.seeds)]
@@ -642,7 +651,7 @@ def main(argv=None):
     say("trials", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
                   f"{total:,} steps each" + f", the first {contrastive:,} contrastive" * (contrastive > 0))
     loss_of, first = compute_ood_loss if contrastive else compute_loss, rows[:1]
-    labels.try_out(args.model, lambda: loss_of(model, make_batch(first, model), run.world, args))
+    classifier.try_out(args.model, lambda: loss_of(model, make_batch(first, model), run.world, args))
     optimizer = make_optimizer(model, trials[0])
     run.progress |= {"skipped": 0, "scores": []} | ({"ood": []} if args.ood else {})
     run.begin(model, optimizer, total * len(trials))

@@ -33,7 +33,7 @@ the tokens of all GPUs. --form code brings back what else differs: the vector is
 logistic losses of mean products; RTD has three classes, a deeper head, and scores only words that could have
 been replaced; rates, batch, length and steps are those of its script, which starts from random weights.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, ratio, say, written
+from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, ratio, say, written
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,16 +92,16 @@ import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM
 
 from kernels import check_rows, checks, own_rows
-from kernels.training.encoders import begin_linear, build_encoder, describe_model
-from kernels.training.folder import new_file
-from kernels.training.layout import load_line, save
+from kernels.training.extras.wordnet import WORD, WordNet, inflect, load_tagger, tag_words  # noqa: F401 - inflect
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
-from kernels.training.mlm import decoder_loss, lm_states, mask_tokens
+from kernels.training.output_dir import new_file
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import describe_table, empty_cell, plain, read_table
-from kernels.training.tokens import grouped, in_order, letters_of, pad, portions
-from kernels.training.wordnet import WORD, WordNet, inflect, load_tagger, tag_words  # noqa: F401 - inflect
+from kernels.training.text.checkpoint import load_line, save
+from kernels.training.text.encoders import begin_linear, build_encoder, describe_model
+from kernels.training.text.mlm import decoder_loss, lm_states, mask_tokens
+from kernels.training.text.tokens import grouped, in_order, letters_of, pad, portions
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

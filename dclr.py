@@ -30,7 +30,7 @@ with τ; --dev alone selects. What else differs is --form code: its loss (one_ag
 ascent too, and a head on top of the encoder's pooler. The paper has noise of its own for each sentence; here,
 as released, a batch shares it.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -88,14 +88,14 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
-from kernels.training.encoders import build_encoder, describe_model
-from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
-from kernels.training.mlm import free_decoder, masked_lm_loss
 from kernels.training.run import Run
-from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import SENTENCES, describe_table, empty_cell, read_table
-from kernels.training.tokens import tokenise_table
+from kernels.training.text.encoders import build_encoder, describe_model
+from kernels.training.text.evaluation import HeldOut, score
+from kernels.training.text.mlm import free_decoder, masked_lm_loss
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

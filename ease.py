@@ -36,7 +36,7 @@ and the run fails; the best checkpoint is kept, there the last one. --form code 
 W with a bias and a tanh, w = 1, negatives from 8 rows instead of the batch, equal entities as negatives, hard
 negatives drawn once instead of each epoch.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -106,15 +106,15 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
-from kernels.training.encoders import begin_linear, build_encoder, describe_model
-from kernels.training.evaluation import HeldOut, score
 from kernels.training.files import opened, pieces
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
-from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import plain, read_table
-from kernels.training.tokens import tokenise_table
+from kernels.training.text.encoders import begin_linear, build_encoder, describe_model
+from kernels.training.text.evaluation import HeldOut, score
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -17,7 +17,7 @@ encoder, but a slot for each picture. A picture's key is its slot, its negatives
 a slot is a running mean of its picture's queries.
 
 Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
-batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
+batches (a folder), .npz (images, labels, test_dataset, test_classifier; uint8, N x H x W x 3), the folder of an
 unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
 Labels are for evaluation alone.
 
@@ -35,7 +35,7 @@ Expected, of the three commands:
 Departures from the released code: one GPU does; the blur is a plain Gaussian instead of Pillow's three boxes.
 The copy follows before the next keys are encoded, and the learning rate falls once an epoch, as there.
 """
-from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
+from kernels.training.cli import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
 from kernels.training.recipes import Recipe, say_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,12 +112,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
-from kernels.training import images
-from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images import dataset
+from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
+from kernels.training.images.dataset import Pictures, knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images.encoders import PictureEncoder, load_encoder
 from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
-from kernels.training.picture_encoders import PictureEncoder, load_encoder
 from kernels.training.run import Run
-from kernels.training.views import Crops, blur, coin, grey, jitter
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -344,7 +344,7 @@ def linear_probe(model, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return images.score(args, __file__, CROPS, linear_probe)
+        return dataset.score(args, __file__, CROPS, linear_probe)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)

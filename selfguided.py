@@ -27,7 +27,7 @@ Departures from the released code: its base crashes, its opt2 loses a negative, 
 instead of the best. Left out are its early stop and its weight decay, which shrinks weights by 0.03 % in all.
 What else differs is --form code: mean views instead of max, and F has dropout.
 """
-from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, say
+from kernels.training.cli import Flags, afford, answer_early, at_least, command, fail, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -80,14 +80,14 @@ import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.columns import unlike_texts
-from kernels.training.encoders import begin_linear, build_encoder, describe_model
-from kernels.training.evaluation import HeldOut, score
+from kernels.training.extras.layer_study import check_study, pool_layers, pool_tokens, study, study_model  # noqa: F401
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
-from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.study import check_study, pool_layers, pool_tokens, study, study_model  # noqa: F401
 from kernels.training.tables import plain, read_table
-from kernels.training.tokens import tokenise_table
+from kernels.training.text.encoders import begin_linear, build_encoder, describe_model
+from kernels.training.text.evaluation import HeldOut, score
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -15,7 +15,7 @@ v2 keeps a part of the head: --finetune trains the encoder, the head's first lay
 share of the labels; --distill teaches what that knows to another encoder, or the same, without labels.
 
 Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
-batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
+batches (a folder), .npz (images, labels, test_dataset, test_classifier; uint8, N x H x W x 3), the folder of an
 unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
 
     python simclr.py --recipe cifar --data cifar-10-batches-py --out out/simclr
@@ -41,7 +41,7 @@ there are no selective kernels, no wider nets, and no labels in distillation.
 """
 from argparse import BooleanOptionalAction
 
-from kernels.training.command import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
+from kernels.training.cli import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
 from kernels.training.recipes import Recipe, say_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,13 +132,13 @@ from torch import nn
 
 import kernels
 from kernels import check_rows, checks, choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
-from kernels.training import images
-from kernels.training import picture_encoders as nets
-from kernels.training.images import Pictures, knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images import dataset
+from kernels.training.images import encoders as nets
+from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
+from kernels.training.images.dataset import Pictures, knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images.encoders import PictureEncoder, load_classifier, load_encoder
 from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
-from kernels.training.picture_encoders import PictureEncoder, load_classifier, load_encoder
 from kernels.training.run import Run, peak_gb
-from kernels.training.views import Crops, blur, coin, grey, jitter
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -445,7 +445,7 @@ def profile(model, optimizer, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return images.score(args, __file__, CROPS, linear_probe)
+        return dataset.score(args, __file__, CROPS, linear_probe)
     check(args)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)

@@ -33,8 +33,8 @@ to seed. The defaults are BERT-base's: unsupervised RoBERTa-base takes --batch-s
 Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is
 the one of the global batch, there 1/world of it. --eval-every is the released scripts', the paper has 250.
 """
-from kernels.training import view_flags
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.extras import view_flags
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,16 +91,16 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_lse
-from kernels.training.encoders import build_encoder, describe_model, set_dropout
-from kernels.training.evaluation import HeldOut, score
+from kernels.training.extras.optimizers import clip_gradient, make_optimizer, rate_of
+from kernels.training.extras.text_views import TextViews, embed_views
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
-from kernels.training.mlm import free_decoder
-from kernels.training.optimizers import clip_gradient, make_optimizer, rate_of
 from kernels.training.run import Run
-from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import RANKING, SENTENCES, describe_table, empty_cell, read_table
-from kernels.training.text_views import TextViews, embed_views
-from kernels.training.tokens import say_equal, text_ids, tokenise_table
+from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
+from kernels.training.text.evaluation import HeldOut, score
+from kernels.training.text.mlm import free_decoder
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.text.tokens import say_equal, text_ids, tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,7 @@ j all places of i's sequence,
 Data: one sentence a line, a blank line between documents. The file is read as a stream, --buffer documents at
 a time. --dev is such a file too: it gives the losses, how often the nearest of the teacher's tokens is that
 of the same place, and the mean cosine of a sentence's tokens in each layer: without [CLS] and [SEP], the mean
-over sentences, which kernels.pictures draws, and with both, over all pairs of tokens, as the paper's figure.
+over sentences, which kernels.training.extras.plot draws, and with both, over all pairs of tokens, as the paper's figure.
 
     awk '{print $0 (NR % 8 ? "" : ORS) > (NR > 520 ? "dev.txt" : "train.txt")}' tests/data/sentences.txt
     python tacl.py --model scratch --data train.txt --dev dev.txt
@@ -29,7 +29,7 @@ output there too, with --form code ours does. In both forms the mean is over the
 batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the author
 agrees), and pairs come from a stream, anew in every round (there once, all in memory).
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -82,14 +82,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
-from kernels.training.documents import next_documents, read_documents, sentence_pairs, stream
-from kernels.training.folder import model_card, new_files, save_tokenizer
 from kernels.training.loop import half_products, set_lr, sum_gradients, warmup_linear
-from kernels.training.mlm import decoder_loss, has_decoder
+from kernels.training.output_dir import model_card, new_files, save_tokenizer
 from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.progress import progress
 from kernels.training.run import Run
-from kernels.training.tokens import pad
+from kernels.training.text.documents import next_documents, read_documents, sentence_pairs, stream
+from kernels.training.text.mlm import decoder_loss, has_decoder
+from kernels.training.text.tokens import pad
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -34,7 +34,7 @@ Gaussian, the released code's is uniform before it is scaled. Nobody has publish
 Departures from the released code: on several GPUs its neighbours are wrong rows; an empty cell, there a full
 stop, is an error.
 """
-from kernels.training.command import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,13 +90,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_topk
-from kernels.training.encoders import build_encoder, describe_model
-from kernels.training.evaluation import HeldOut, score
 from kernels.training.loop import epoch_steps, half_products, sum_gradients
 from kernels.training.run import Run
-from kernels.training.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.tables import SENTENCES, describe_table, empty_cell, read_table
-from kernels.training.tokens import tokenise_table
+from kernels.training.text.encoders import build_encoder, describe_model
+from kernels.training.text.evaluation import HeldOut, score
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -114,7 +114,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
         needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
         return operations.call(operations.queue_loss, q, k, queue, temperature, *Rule(), impl, products,
                                *needs)[0]
-    from .launch import octaves_of
+    from .gpu.launch import octaves_of
     positive = (as_multiplied(q, temperature, products) * as_multiplied(k, temperature, products)).sum(1)
     lse, (top, total) = operations.call(operations.lse, q, queue, temperature, *Rule(), impl, products)
     gap = (top - positive * octaves_of(temperature, q) + total.log2()) * math.log(2)

@@ -47,7 +47,7 @@ def lse(q, k, temperature, *rule):
     q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
         return blockwise.similarity_lse(q, k, temperature, rule)
-    from . import lse_forward
+    from .gpu import lse_forward
     found = lse_forward.log_sums(q, k, temperature, rule)
     return found.lse, found.sums[0]
 
@@ -65,7 +65,7 @@ def lse_backward(q, k, temperature, grad, sums, *rest):
     dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     if impl == "blockwise":
         return blockwise.similarity_lse_backward(q, k, temperature, rule, grad, sums, *needs)
-    from . import gradient
+    from .gpu import gradient
     size = grad.abs()
     # one row's NaN or infinity is no measure for the others
     largest = size.where(size < torch.inf, 0).amax().clamp(min=torch.finfo(torch.float32).tiny)
@@ -120,7 +120,7 @@ def fixed_keys(q, k, temperature, *rule):
     q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
         return blockwise.similarity_lse_fixed_keys(q, k, temperature, rule)
-    from . import lse_fixed_keys
+    from .gpu import lse_fixed_keys
     return lse_fixed_keys.similarity_lse(q, k, temperature, rule)
 
 
@@ -172,9 +172,9 @@ def softmax_loss(q, k, temperature, weights, both, *rest):
     if impl == "blockwise":
         return *blockwise.softmax_loss(q, k, temperature, rule, weights, both, *needs), new(0), new(0)
     if in_one_pass(q, k, both, rule, impl, needs):
-        from . import one_pass
+        from .gpu import one_pass
         return *one_pass.softmax_loss(q, k, temperature, rule, weights, *needs, dtype), new(0), new(0)
-    from . import lse_forward
+    from .gpu import lse_forward
     found = lse_forward.log_sums(q, k, temperature, rule, both, True, weights)
     return found.loss, new(0), new(0), new(0), found.sums, found.slope
 
@@ -199,7 +199,7 @@ def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, su
     rule, impl, products, needs = unpack(rest)
     if not len(sums):  # the gradients were taken in one pass
         return scaled(dq, grad, q.dtype), scaled(dk, grad, q.dtype), grad * dt
-    from . import gradient
+    from .gpu import gradient
     dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     slope, unit = (slope, 1 / len(q)) if weights is None else (slope * weights, 1.0)
     rows = sums[0], slope[0]
@@ -240,7 +240,7 @@ def queue_loss(q, k, queue, temperature, *rest):
     if impl == "blockwise":
         loss, dq, dk = blockwise.queue_loss(q, k, queue, temperature, rule)
     else:
-        from . import lse_fixed_keys
+        from .gpu import lse_fixed_keys
         loss, dq, dk = lse_fixed_keys.queue_loss(q, k, queue, temperature, rule)
     dt = loss.new_empty(0)
     if needs_temperature:
@@ -294,7 +294,7 @@ def sigmoid_loss(q, k, temperature, bias, *rest):
     dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     if impl == "blockwise":
         return blockwise.sigmoid_loss(q, k, temperature, bias, rule, *needs)
-    from . import sigmoid
+    from .gpu import sigmoid
     return sigmoid.sigmoid_loss(q, k, temperature, bias, rule, *needs, dtype)
 
 
@@ -329,7 +329,7 @@ def topk(q, k, temperature, n, *rule):
     q, k = multiplied(impl, products, q, k)
     if impl == "blockwise":
         return blockwise.similarity_topk(q, k, temperature, n, rule)
-    from . import topk
+    from .gpu import topk
     return topk.similarity_topk(q, k, temperature, n, rule)
 
 

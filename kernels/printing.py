@@ -2,6 +2,7 @@
 import re
 import sys
 import unicodedata
+from pathlib import Path
 
 HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}                        # controls, formats, surrogates, line ends
 JOINERS = "\u200c\u200d"                                       # formats too, which Persian and emoji need
@@ -15,6 +16,18 @@ def one_line(text):
         hides = unicodedata.category(letter) in HIDDEN and letter not in JOINERS
         return repr(letter)[1:-1] if hides else letter
     return re.sub(r"[^ -~]", spelt, str(text))
+
+
+def program():
+    """The name of the command that runs: simcse.py, or kernels.benchmark for python -m kernels.benchmark."""
+    path = Path(sys.argv[0])
+    return one_line(f"kernels.{path.parent.name}" if path.name == "__main__.py" else path.name)
+
+
+def fail(message):
+    """Print one line and exit: for the commands that are not scripts. These have theirs in training/cli.py."""
+    print(one_line(f"{program()}: {message}"), file=sys.stderr)
+    sys.exit(2)
 
 
 def print_all():

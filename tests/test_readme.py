@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_coexist import install_for_transformers
 
 import kernels
 import simcse
 from running import metrics, small_bert
 from running import read as embed
 from simcse import simcse_loss
-from test_coexist import install_for_transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 README, HOUSE = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -63,7 +63,7 @@ def test_command_parses(program, flags, monkeypatch):
 def test_table_has_every_script():
     scripts = {path.stem for path in ROOT.glob("*.py")}
     assert set(re.findall(r"^\| `(\w+)\.py` .*`python \1\.py ", read(README)[0], re.M)) == scripts
-    of_kernels = {f"kernels.{name}" for name in ("benchmark", "cost", "pictures", "training.mine")}
+    of_kernels = {f"kernels.{name}" for name in ("benchmark", "cost", "training.plot", "training.mine")}
     assert {program for program, _ in COMMANDS} == scripts | of_kernels
 
 

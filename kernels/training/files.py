@@ -8,7 +8,7 @@ import re
 import stat
 import zlib
 
-from .command import Fault, fail, memory
+from .cli import Fault, fail, memory
 from .progress import progress
 
 LONGEST = 2**24                                                # bytes of a line, letters of a cell

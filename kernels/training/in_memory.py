@@ -4,8 +4,8 @@ pandas, datasets and pyarrow are not imported: what comes from them is known by 
 """
 from collections.abc import Mapping, Set
 
+from .cli import fail
 from .columns import twice
-from .command import fail
 
 WANTED = "wanted texts or rows in a list or array, a dict of columns, a DataFrame, a Dataset, or a path"
 

@@ -1,8 +1,8 @@
 """Rows of .parquet files, few at a time: packed, gigabytes of text may be a file of kilobytes."""
 import numpy as np
 
+from .cli import Fault, afford, fail
 from .columns import twice
-from .command import Fault, afford, fail
 from .files import LONGEST, opened
 
 ROWS, LARGE, BYTES = 256, 10_000, 2**28                        # of a batch, at most: rows; bytes

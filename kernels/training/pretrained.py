@@ -13,9 +13,9 @@ from torch.nn.modules import module as registration
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertTokenizer, PreTrainedConfig
 from transformers import dynamic_module_utils as remote_code
 
-from .command import FULL, Fault, afford, fail, say
+from .cli import FULL, Fault, afford, fail, say
 from .files import read_settings
-from .folder import check_files
+from .output_dir import check_files
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import sys
 import time
 
 from ..printing import one_line
-from .command import is_first_rank, say
+from .cli import is_first_rank, say
 
 QUIET = 2                                                      # seconds without a bar or a line
 # of an evaluation, what a line has room for: the first that is there

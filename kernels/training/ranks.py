@@ -70,7 +70,7 @@ def own_device():
     """The torch.device of this process; where a variable chose its GPU, that becomes the current one."""
     import torch
 
-    from .command import fail                                  # which imports this module
+    from .cli import fail  # which imports this module
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -90,7 +90,7 @@ def join(device):
     What waits there is C++, in which Python hears no signal: so a thread waits, and this one looks after it.
     """
     global meeting
-    from .command import fail, show                            # which imports this module
+    from .cli import fail, show  # which imports this module
 
     if world() == 1:
         return

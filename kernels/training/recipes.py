@@ -1,7 +1,7 @@
 """Recipes: flags that belong together, under one name."""
 from typing import NamedTuple
 
-from .command import say
+from .cli import say
 
 
 class Recipe(NamedTuple):

@@ -25,8 +25,8 @@ import transformers
 
 from kernels import choose_impl, similarity_lse
 
-from . import folder, ranks, state
-from .command import STOPPED, Fault, clear_bar, fail, handle_signals, has_checkpoint, put, say, written
+from . import output_dir, ranks, state
+from .cli import STOPPED, Fault, clear_bar, fail, handle_signals, has_checkpoint, put, say, written
 from .files import stamp
 from .loop import batches
 from .pretrained import first_not_finite
@@ -76,7 +76,7 @@ class Run:
         self.was = stamp(str(args.data))
         if args.batch_size < self.world:
             fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
-        folder.check_out(self.out, args.resume, args.data)
+        output_dir.check_out(self.out, args.resume, args.data)
         ranks.join(self.device)
 
     def begin(self, model, optimizer, total, warmup=0):
@@ -87,7 +87,7 @@ class Run:
         self.model, self.optimizer, self.total, args = model, optimizer, total, self.args
         if os.path.isfile(str(args.data)) and stamp(str(args.data)) != self.was:
             fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
-        self.inputs = folder.fingerprints(args, self.known)
+        self.inputs = output_dir.fingerprints(args, self.known)
         kernels = ""
         if hasattr(args, "impl"):                              # childtuning's loss has none
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
@@ -98,14 +98,14 @@ class Run:
             say("note", f"the learning rate rises for {warmup:,} steps, but the run has {total:,}: it never "
                         f"reaches --lr; lower {flag}, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
-        with folder.locked(self.out, args.resume, self.rank) as self.lock:
-            rows = self.load_state() if args.resume and folder.has_run(self.out) else []
+        with output_dir.locked(self.out, args.resume, self.rank) as self.lock:
+            rows = self.load_state() if args.resume and output_dir.has_run(self.out) else []
         if args.resume and not self.step:
             say("resume", f"no checkpoint in {args.out} yet: from the beginning")
         if self.rank == 0:
-            folder.write_whole(self.out / "metrics.jsonl", "".join(rows))
+            output_dir.write_whole(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
-                folder.write_code(self.out, self.script, self.flags())
+                output_dir.write_code(self.out, self.script, self.flags())
             self.tracker.begin(self.out, self.flags(), self.progress)
 
     def flags(self):
@@ -184,7 +184,7 @@ class Run:
 
     def done(self, text):
         if self.rank == 0:
-            (self.out / folder.RUNNING).unlink(missing_ok=True)
+            (self.out / output_dir.RUNNING).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
             (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(self.clock.seconds()), 60)
@@ -244,10 +244,10 @@ class Run:
             put(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
 
     def write_metrics(self, row):
-        folder.check_lock(self.out, self.lock)
+        output_dir.check_lock(self.out, self.lock)
         with written(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-            folder.sync(file)
+            output_dir.sync(file)
         with written(self.out):
             self.tracker.log(row)
 
@@ -258,7 +258,7 @@ class Run:
         if self.world > 1:
             dist.all_gather_object(self.random, self.random[0])
         if self.rank == 0 and self.args.keep_state != "never":
-            folder.check_lock(self.out, self.lock)
+            output_dir.check_lock(self.out, self.lock)
             state.write_state(self.out / "state.pt", self)
             has_checkpoint(True)
 
@@ -266,10 +266,10 @@ class Run:
         """Continues from state.pt, where it is there; other flags than it had are refused. Returns the rows
         of metrics.jsonl up to its step."""
         there, rows = (self.out / "state.pt").is_file(), []
-        folder.check_files(self.out, f"--out {self.out}")
+        output_dir.check_files(self.out, f"--out {self.out}")
         try:
             was, now = json.loads((self.out / "args.json").read_text()), self.flags()
-            changed = folder.changed_flags(was, now)
+            changed = output_dir.changed_flags(was, now)
             if there and not changed:
                 state.read_state(self.out / "state.pt", self)
                 self.step = self.progress["step"]
@@ -281,6 +281,6 @@ class Run:
             fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
                  f"({type(error).__name__}{what}); start a new run in another folder")
         if changed:
-            folder.refuse_flag(changed[0], was, now, self.out)
+            output_dir.refuse_flag(changed[0], was, now, self.out)
         has_checkpoint(there)
         return rows

@@ -9,7 +9,7 @@ from collections import defaultdict
 import torch
 from safetensors.torch import load_file
 
-from .folder import new_file, sync
+from .output_dir import new_file, sync
 
 
 def write_state(path, run):

@@ -9,9 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from .columns import RANKING, SENTENCES  # noqa: F401 - for others, too
-from .columns import any_names, by_role, listed, plain, twice, unlike_texts
-from .command import fail, say
+from .cli import fail, say
+from .columns import RANKING, SENTENCES, any_names, by_role, listed, plain, twice, unlike_texts  # noqa: F401 - for others, too
 from .files import LONGEST, read_lines, stamp, unchanged
 from .in_memory import rows_of
 from .looks import Sample

@@ -1,7 +1,7 @@
 """--log: send the rows of metrics.jsonl to TensorBoard or Weights & Biases as well."""
 import uuid
 
-from .command import fail
+from .cli import fail
 
 
 class Tracker:

@@ -1,0 +1,426 @@
+"""The command line of a script: flags that are checked, one line for every fault, what is printed."""
+import argparse
+import contextlib
+import functools
+import inspect
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+from .. import versions
+from ..printing import one_line, print_all, program
+from . import ranks
+from .ranks import is_first_rank
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")    # one line means one
+for name in ("stdin", "stdout", "stderr"):                     # closed: the next file would get its number
+    if getattr(sys, name) is None:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+
+
+class Fault(Exception):
+    """What the person who started a run has to mend, in one line; with every_rank whatever rank finds it says
+    so."""
+
+    def __init__(self, message, every_rank=False):
+        cut = lambda word: f"{word[0][:99]}...{word[0][-99:]}"
+        super().__init__(re.sub(r"\S{300,}", cut, one_line(message)))
+        self.every_rank = every_rank
+
+
+def fail(message, every_rank=False):
+    raise Fault(message, every_rank)
+
+
+def afford(what, needed):
+    """Fails where something would need more bytes than this machine has, before they are asked for."""
+    has = memory()
+    if needed > has:
+        fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has {has / 2**30:,.0f} GB")
+
+
+def memory():
+    """Bytes of this machine; where it does not say, more than any has."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):              # Windows
+        return 2**63
+
+
+def say(label, text):
+    """A line of the first rank's."""
+    if is_first_rank():
+        show(label, text)
+
+
+def show(label, text):
+    """A line of whatever rank."""
+    put(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
+
+
+def put(text, end="\n"):
+    """print, to someone who may have gone: then the run stops as by a signal, and is saved."""
+    try:
+        with written("standard output"):
+            print(text, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{program()}: standard output is closed; stopping", file=sys.stderr)
+        if not in_main_thread():                               # the only one in which Python hears signals
+            interrupt()
+        signal.raise_signal(signal.SIGTERM)
+
+
+def clear_bar(stream):
+    """What puts a message in the place of a progress bar."""
+    return "\r\x1b[K" if stream.isatty() else ""
+
+
+def at_least(least, kind=float, most=None):
+    """An argparse type: a finite number from least up, or to most."""
+    def convert(text):
+        value = kind(text)
+        if not least <= value < 2**63 or most is not None and value > most:    # no seed too long for PyTorch
+            wanted = f"of at least {least}" + ", and below 2^63" * (value >= 2**63)
+            wanted = wanted if most is None else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text}: wanted a number {wanted}")
+        return value
+    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
+    return convert
+
+
+ratio = at_least(0, most=1)
+
+
+POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")       # of encoders.py
+
+# What the flags are that scripts share. Their defaults are each script's.
+COMMON = {
+    "--form": dict(choices=("paper", "code"), help="as in the paper, or as in the released code: see above"),
+    "--evaluate": dict(action="store_true", help="score --model: nothing is trained or written"),
+    "--data": dict(help="training data; see above"),
+    "--columns": dict(nargs="+", help="of --data, in the order above: names of a header, or numbers from 1"),
+    "--dev": dict(help="held-out data to evaluate on; see above"),
+    "--test": dict(nargs="*", default=[], help="files, or a folder, of scored pairs for the best model"),
+    "--transfer": dict(nargs="*", default=[],
+                       help="the same of labelled texts (sentence, label; or sentence1, sentence2, label): "
+                            "accuracy of a logistic regression on embeddings, cross-validated, or of "
+                            "train.tsv,test.tsv"),
+    "--cluster": dict(nargs="*", default=[],
+                      help="the same for k-means: V-measure, and accuracy of the best matching"),
+    "--model": dict(help="hub name, local folder, or from scratch"),
+    "--pooling": dict(choices=POOLINGS, help="what is a sentence's embedding"),
+    "--head": dict(nargs="+", choices=("keep", "train-only", "new", "pooler"),
+                   help="behind the pooling: in use after training, or in training alone; new: not the "
+                        "folder's; pooler: starts as the model's pooler"),
+    "--prompt": dict(nargs="+", help="put before each text: one for all columns, or one for each"),
+    "--size": dict(type=at_least(1, int), help="pixels of a view's sides"),
+    "--workers": dict(type=at_least(0, int), help="processes that decode picture files; 0: none but this"),
+    "--skip-damaged": dict(action="store_true", help="leave picture files out that cannot be read"),
+    "--out": dict(help="folder to write"),
+    "--batch-size": dict(type=at_least(1, int), help="rows a step, over all GPUs"),
+    "--chunk-size": dict(type=at_least(1, int), help="rows embedded at a time; gradients are the batch's"),
+    "--epochs": dict(type=at_least(1, int), help="times that all rows are seen"),
+    "--steps": dict(type=at_least(1, int), help="length of the training in steps"),
+    "--lr": dict(type=at_least(0), help="learning rate"),
+    "--warmup-steps": dict(type=at_least(0, int), help="in which the rate rises"),
+    "--adversarial": dict(type=at_least(0), help="length of noise on embedded tokens, along the gradient"),
+    "--weight-decay": dict(type=at_least(0), help="of the optimizer"),
+    "--temperature": dict(type=at_least(1e-4), help="τ"),
+    "--max-length": dict(type=at_least(3, int), help="tokens that a row's text keeps in training"),
+    "--seed": dict(type=at_least(0, int), help="of weights, order and dropout"),
+    "--eval-every": dict(type=at_least(1, int), help="steps between evaluations"),
+    "--resume": dict(action="store_true",
+                     help="continue the run in --out; flags that are not given are taken from its args.json"),
+    "--keep-state": dict(choices=("always", "running", "never"), default="running",
+                         help="when to keep state.pt (about 3x the model's size), which --resume needs; "
+                              "default running: until the run is done"),
+    "--log": dict(choices=("tensorboard", "wandb"),
+                  help="send the numbers of metrics.jsonl there too; needs the package of that name"),
+    "--impl": dict(choices=("auto", "triton", "blockwise", "eager"), help="kernels"),
+    "--precision": dict(choices=("bf16", "fp32"), help="encoder and loss; default bf16 on a GPU, else fp32"),
+}
+
+
+class Flags(argparse.ArgumentParser):
+    """The flags of a script: its own by add_argument, shared ones by common. A fault is raised, not
+    printed."""
+
+    def __init__(self, doc):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.recipes = self.implied = {}
+
+    def add_recipes(self, recipes, implied=()):
+        """--recipe, and recipes that a flag of the same name brings."""
+        self.recipes, self.implied = recipes | dict(implied), implied
+        self.add_argument("--recipe", choices=[*recipes], help="flags that belong together")
+
+    def common(self, name, default=None, said=None):
+        """A flag of COMMON with this script's default; said is what --help tells of it where it is not just
+        that."""
+        told = default if said is None else said
+        text = COMMON[name]["help"] + ("" if told is None else f"; default {told}")
+        kept = {} if default is None else {"default": default}
+        self.add_argument(name, **COMMON[name] | {"help": text} | kept)
+
+    def plain(self, *names):
+        """Flags of COMMON without a default of this script's."""
+        for name in names:
+            self.common(name)
+
+    def parse_args(self, args=None, namespace=None, data=None):
+        """data: what main was handed in the place of --data: a path, or rows in memory, as a Table reads."""
+        given = sys.argv[1:] if args is None else [*map(str, args)]
+        path = [f"--data={os.fsdecode(data)}"] if isinstance(data, (str, os.PathLike)) else []
+        if named := [text for text in (*given, *path) if "\0" in text]:
+            fail(f"{named[0]}: holds a NUL character, which no path or number does")
+        parsed = super().parse_args(given, namespace)
+        if data is not None and parsed.data is not None:
+            fail(f"--data {parsed.data}: data is handed over, too; leave one of them out")
+        args = given = [*given, *path]
+        if path:
+            parsed, data = super().parse_args(args, namespace), None
+        if getattr(parsed, "resume", False):
+            given = [*saved_command(parsed.out), *given]       # a flag that is given again wins
+            args = [*given, "--out", parsed.out]               # a folder may have moved since
+            parsed = super().parse_args(args, namespace)
+        implied = (name for name in self.implied if getattr(parsed, name))
+        if name := getattr(parsed, "recipe", None) or next(implied, None):     # its values are the defaults
+            self.set_defaults(**self.recipes[name].flags | {"recipe": name})
+            parsed = super().parse_args(args, namespace)
+        parsed.command = given
+        if data is not None:
+            from .tables import Table
+            parsed.data = Table(data)
+        if finetune := getattr(parsed, "finetune", None):
+            if parsed.data not in (None, finetune):
+                fail("--finetune names the pictures; leave --data out")
+            parsed.data = finetune
+        if parsed.data is None and not parsed.evaluate:
+            fail("the following arguments are required: --data")
+        held_out = "dev", "test", "transfer", "cluster", "contrast_set", "ood"
+        for name in ("data", "model", "out", "finetune", "distill", *held_out):
+            value = getattr(parsed, name, None)
+            if value == "" or isinstance(value, list) and "" in value:
+                fail(f"--{name.replace('_', '-')}: an empty name, which would be this folder")
+        if not any(getattr(parsed, name, None) for name in ("data", *held_out)):
+            fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
+        return parsed
+
+    def error(self, message):
+        fail(message)
+
+
+def saved_command(out):
+    """The flags that the run in --out was started with, as typed; [] if there is no such run."""
+    path = Path(out) / "args.json"
+    if not path.is_file():
+        return []
+    try:
+        command = json.loads(path.read_text(encoding="utf-8")).get("command", [])
+        if not all(type(word) is str and "\0" not in word for word in command):
+            raise TypeError("a flag is not a text")
+        return command
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        fail(f"--resume: {path} is damaged ({type(error).__name__}); start a new run in another folder")
+
+
+def answer_early(make_parser):
+    """For the top of a script: --help, wrong flags and packages that are too old are answered without the
+    seconds that torch takes to load; a signal in those seconds ends in a line too."""
+    def leave(*_):
+        say("stopped", NOTHING)
+        os._exit(STOPPED)                                      # an exception would be an import's
+
+    handle_signals(leave)
+    print_all()
+    try:
+        if problem := versions.problem(*versions.OLDEST):
+            fail(problem)
+        if sys.flags.optimize > 1:
+            fail("python -OO, or PYTHONOPTIMIZE=2, drops docstrings, which transformers reads; leave it out")
+        make_parser().parse_args()
+        check_ranks()
+    except Fault as fault:
+        if fault.every_rank or is_first_rank():
+            print(f"{program()}: {fault}", file=sys.stderr)
+        sys.exit(2)
+
+
+def check_ranks():
+    if problem := ranks.problem():
+        fail(problem, every_rank=True)
+
+
+STOPPED, NOTHING = 130, "before anything was saved"            # exit code of whatever was stopped
+
+
+def in_main_thread():
+    return threading.current_thread() is threading.main_thread()
+
+
+def handle_signals(handler):
+    """Ctrl-C, SIGTERM and, unless nohup has it ignored, a closed terminal: one handler, a function or one of
+    each. Python lets the main thread alone handle them: in another one they stay whoever's they are."""
+    for kind in map(signal.Signals, SIGNALS if in_main_thread() else ()):
+        if kind.name == "SIGINT" or signal.getsignal(kind) is not signal.SIG_IGN:
+            signal.signal(kind, handler)
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def fill(args, defaults):
+    """Gives the flags that were not given these values."""
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+
+
+def command(main):
+    """main, for the shell: a fault, of the user's or of the machine, is one line on stderr and exit code 2; a
+    signal one on stdout and 130."""
+    script = one_line(Path(inspect.getfile(main)).name)
+
+    @functools.wraps(main)
+    def run(*args, **more):
+        import torch.distributed as dist
+
+        print_all()
+        handlers = {kind: signal.getsignal(kind) for kind in SIGNALS}
+        handle_signals(interrupt)
+        has_checkpoint(False)
+        try:
+            with warnings.catch_warnings():
+                if not sys.warnoptions:
+                    warnings.simplefilter("ignore")
+                check_ranks()
+                with second_signal_ends():
+                    main(*args, **more)
+        except KeyboardInterrupt:                              # Run takes it while it is at work
+            handle_signals(signal.SIG_IGN)
+            say("stopped", NOTHING)
+            leave(STOPPED)
+        except BaseException as error:                         # tokenizers' PanicException is no Exception
+            fault = as_fault(error, main)
+            if fault is None:
+                raise
+            if fault.every_rank or is_first_rank():
+                print(clear_bar(sys.stderr) + f"{script}: {fault}", file=sys.stderr, flush=True)
+            leave(2)
+        finally:
+            if in_main_thread():
+                for kind, handler in handlers.items():
+                    signal.signal(kind, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return run
+
+
+def leave(code):
+    """Ends the process; at once where a group lacks a rank, which may abort or hang an ordinary exit."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() or ranks.waits():
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def second_signal_ends():
+    """Python handles a signal between two of its instructions, so never while a process waits in C++ for
+    another one that hangs: where there are several, a thread sees to it that the second signal ends it."""
+    if ranks.world() == 1 or not in_main_thread():
+        yield
+        return
+    (ours, signals), done = socket.socketpair(), threading.Event()
+    signals.setblocking(False)
+    threading.Thread(target=count_signals, args=(ours, done), daemon=True).start()
+    before = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        done.set()
+        signals.close()
+
+
+def count_signals(ours, done):
+    heard = 0
+    while heard < 2 and (number := ours.recv(1)):
+        heard += number[0] in SIGNALS
+    if not done.wait(1):                                       # else Python came to handle it
+        try:
+            if is_first_rank():
+                text = f"stopped  while it waited for another process{as_fault.kept}\n"
+                os.write(1, b"\n" * sys.stdout.isatty() + text.encode())
+        finally:
+            os._exit(STOPPED)
+
+
+def has_checkpoint(there):
+    """Run says whether --out holds one, which the message of a fault then tells."""
+    as_fault.kept = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
+
+
+@contextlib.contextmanager
+def written(path):
+    """What fails within failed to write this file or folder, unless it names another: as_fault says so."""
+    try:
+        yield
+    except Exception as error:
+        error.written = getattr(error, "written", path)
+        raise
+
+
+FULL = "[Cc]an('|no)t allocate memory|could not create a primitive|ThreadPoolBuildError"
+
+
+def as_fault(error, main):
+    """The Fault that an exception is, or that the machine or another process made; None: it is a bug, with
+    its traceback."""
+    import torch
+    import torch.distributed as dist
+    from safetensors import SafetensorError
+
+    if isinstance(error, Fault):
+        return error
+    usage, kept = main.__globals__["make_parser"]().format_usage(), as_fault.kept
+    path = getattr(error, "written", None)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or re.search(FULL, str(error)):
+        lower = "--chunk-size", "--batch-size", "--max-length", "--ranks"
+        flags = " or ".join(flag for flag in lower if re.search(rf"{flag}\b", usage))
+        mend = f"lower {flags}" if flags else "end other programs, or take a machine with more"
+        whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
+        return Fault(f"the {whose} memory is full; {mend}{kept}", every_rank=True)
+    if "more than 1 value per channel" in str(error):
+        flags = [flag for flag in ("--batch-size", "--chunk-size", "--bn-splits") if flag in usage]
+        return Fault("batch norms see a single value of each channel; wanted more pictures at a time: see "
+                     f"{', '.join(flags)}", every_rank=True)
+    # torch.save hides what the disk said, tokenizers and safetensors have exceptions of their own for it
+    disk = error if isinstance(error, OSError) else error.__context__
+    if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
+        file = disk.filename2 or disk.filename or path         # of two, it is the second that is written
+        return Fault(f"{file}: " * bool(file) + f"{disk.strerror or disk}{kept}", every_rank=True)
+    if re.search(r"DataLoader worker \(pid|shared memory", str(error)):
+        full = "; /dev/shm is full" * ("shared memory" in str(error))
+        return Fault(f"a process that decoded pictures was killed, perhaps for want of memory{full}; "
+                     f"try fewer --workers{kept}", every_rank=True)
+    if isinstance(error, SafetensorError) or re.search(r"\(os error \d+\)", str(error)):
+        return Fault(f"{path}: " * bool(path) + f"{error}{kept}", every_rank=True)
+    lost = re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error))
+    if isinstance(error, RuntimeError) and dist.is_initialized() and lost:
+        what = str(error).splitlines()[0][:80]
+        return Fault(f"another process of this run has died or hangs ({what}){kept}", every_rank=True)
+    return None

@@ -1,0 +1,1 @@
+"""Images: data sets, file formats, loading, augmentation, encoders, evaluation."""

@@ -1,0 +1,212 @@
+"""Where pictures come from: arrays, CIFAR's python batches, folders and lists of files. What a file claims is
+held against what is there, and what the machine has, before it is believed; nothing that lies in a file is
+run."""
+import contextlib
+import math
+import os
+import stat
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..cli import Fault, afford, fail, memory
+from ..files import open_plain
+from ..tables import read_table
+from .loading import Arrays, Files, Rows
+from .pickles import Array, read_pickle
+from .workers import cores
+
+ARRAYS = "images", "labels", "test_dataset", "test_classifier"
+KINDS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+@contextlib.contextmanager
+def told(path):
+    """Whatever a damaged file makes of the block becomes one line that names it."""
+    try:
+        yield
+    except Fault:
+        raise
+    except Exception as error:                                 # there are many ways to fail
+        what = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+        fail(f"{getattr(error, 'filename', None) or path}: {what}")
+
+
+def read_pictures(path, workers=None, skip=False):
+    """(pictures, those of a test set or None): Arrays or Files.
+
+    workers   processes that decode; None: as many as there are cores
+    skip      damaged files are left out and counted, or else refused
+    """
+    path, decoding = Path(path), (cores() if workers is None else workers, skip)
+    with told(path):
+        kind = os.stat(path).st_mode                           # no such file: an OSError that says so
+        if stat.S_ISDIR(kind):
+            if os.path.lexists(path / "images.npy"):           # an .npz that was unpacked
+                names = [name for name in ARRAYS if os.path.lexists(path / f"{name}.npy")]
+                return read_arrays(path, {name: path / f"{name}.npy" for name in names})
+            for first, test in (("data_batch_1", "test_batch"), ("train", "test")):        # CIFAR-10, -100
+                if os.path.lexists(path / first) and not (path / first).is_dir():
+                    test = read_cifar([path / test]) if os.path.lexists(path / test) else None
+                    return read_cifar(sorted(path.glob(first.replace("_1", "_*")))), test
+            return Files(path, *list_folder(path), *decoding), None
+        if path.suffix == ".npy":
+            return read_arrays(path, {"images": path})
+        if path.suffix == ".npz":
+            with open_plain(path) as file, zipfile.ZipFile(file) as members:
+                return read_arrays(path, {part.filename.removesuffix(".npy"): part
+                                          for part in members.infolist()}, members)
+        if path.suffix in (".tsv", ".csv"):
+            return Files(path, *list_table(path), *decoding), None
+        fail(f"{path}: wanted a folder of pictures, CIFAR's python batches, .npz, .npy, or a .tsv of files")
+
+
+# ── arrays ──
+
+
+class Head(NamedTuple):
+    """What an .npy file says of its array, how many bytes are behind that, and whether they stay there."""
+    shape: tuple
+    by_columns: bool
+    dtype: np.dtype
+    there: int
+    stays: bool = False
+
+    @property
+    def wanted(self):
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_arrays(path, files, members=None):
+    """What read_pictures gives, of .npy files {name: path}, or {name: member} of an .npz. All heads are
+    checked before one is read on; pictures that would fill a quarter of the memory stay in their .npy."""
+    if "images" not in files:
+        names = ", ".join([*files][:9]) or "nothing"
+        fail(f"{path}: holds {names}; wanted images, and {', '.join(ARRAYS[1:])}")
+    unpack, heads, arrays = members.open if members else open_plain, {}, {}
+    files = {name: files[name] for name in ARRAYS if name in files}
+    for name, file in files.items():
+        with unpack(file) as opened:
+            heads[name] = read_head(opened, file.file_size if members else os.path.getsize(file))
+    check_kind(path, "", heads["images"], heads.get("labels"))
+    if "test_dataset" in heads:
+        check_kind(path, "test_", heads["test_dataset"], heads.get("test_classifier"))
+    for name, head in heads.items():
+        if head.wanted > head.there:
+            fail(f"{path}: {name} are cut off, {head.there:,} of {head.wanted:,} bytes; copy the file again")
+        stays = not members and "images" in name and not head.by_columns and head.wanted > memory() / 4
+        heads[name] = head._replace(stays=stays)
+    afford(f"{path}", sum(head.wanted for head in heads.values() if not head.stays))
+    for name, file in files.items():
+        if heads[name].stays:
+            arrays[name] = Rows(file, heads[name].shape, os.path.getsize(file) - heads[name].there)
+        else:
+            with unpack(file) as opened:
+                arrays[name] = np.lib.format.read_array(opened, allow_pickle=False)
+    images, labels, *test = map(arrays.get, ARRAYS)
+    test = None if test[0] is None else check_pictures(path, "test_", *test)
+    return check_pictures(path, "", images, labels), test
+
+
+def read_head(file, size):
+    """The Head of an .npy file of so many bytes."""
+    of = np.lib.format
+    version = of.read_magic(file)
+    head = (of.read_array_header_1_0 if version == (1, 0) else of.read_array_header_2_0)(file)
+    return Head(*head, size - file.tell())
+
+
+def check_kind(path, prefix, images, labels):
+    """Names a dtype or shape that does not fit, of the Heads of arrays."""
+    shape = images.shape
+    if images.dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
+        fail(f"{path}: {prefix}images are {images.dtype} {shape}, wanted uint8 (N, height, width, 3)")
+    if labels is not None and (labels.shape != shape[:1] or labels.dtype.kind not in "iu"):
+        found = f"{prefix}labels are {labels.dtype} {labels.shape}"
+        fail(f"{path}: {found}, wanted {shape[0]} integers from 0 up")
+
+
+def check_pictures(path, prefix, images, labels):
+    """Arrays of arrays; labels that are none are named."""
+    if labels is not None:
+        if labels.min() < 0 or labels.max() >= 2**63:
+            found = f"{prefix}labels from {labels.min()} to {labels.max()}"
+            fail(f"{path}: {found}, wanted {len(images)} integers from 0 up, below 2^63")
+        labels = torch.from_numpy(labels.astype(np.int64))
+    return Arrays(images if isinstance(images, Rows) else torch.from_numpy(images), labels)
+
+
+# ── CIFAR ──
+
+
+def read_cifar(paths):
+    """Pictures and labels of CIFAR's python batches."""
+    images, labels = zip(*map(read_batch, paths))
+    images = np.concatenate(images).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return check_pictures(paths[0], "", np.ascontiguousarray(images), np.concatenate(labels))
+
+
+def read_batch(path):
+    """(uint8 (n, 3072), int64 (n,)) of a batch."""
+    with told(path):
+        with open_plain(path) as file:
+            afford(f"{path}", os.path.getsize(path))
+            batch = read_pickle(file.read())
+        if type(batch) is not dict:
+            fail(f"{path}: holds a {type(batch).__name__}, wanted a dict with data and labels")
+        arrays = (batch.get(b"data"), batch.get(b"labels", batch.get(b"fine_labels")))
+        data, labels = (array.values if type(array) is Array else array for array in arrays)
+        if type(data) is not np.ndarray or data.ndim != 2 or data.shape[1] != 3072:
+            fail(f"{path}: data are {getattr(data, 'shape', 'no array')}, wanted uint8 (N, 3072)")
+        if type(labels) not in (list, np.ndarray) or len(labels) != len(data):
+            found = f"{len(labels):,}" if type(labels) in (list, np.ndarray) else "no list"
+            fail(f"{path}: labels are {found}, wanted {len(data):,} integers")
+        for label in labels if type(labels) is list else []:
+            if type(label) is not int or not 0 <= label < 2**63:
+                found = label if type(label) is int else f"a {type(label).__name__}"
+                fail(f"{path}: a label is {found}, wanted an integer from 0 up, below 2^63")
+        return data, np.array(labels, np.int64)
+
+
+# ── files ──
+
+
+def list_folder(path):
+    """(folder, names of its pictures, their labels or None); sub-folders, if it has any, are the labels."""
+    names = [name for name in files_below(path, "", {}) if name.lower().endswith(KINDS)]
+    if not names:
+        fail(f"{path}: no pictures; wanted {', '.join(KINDS)}")
+    inside = [name.partition("/")[0] if "/" in name else None for name in names]
+    folders = sorted({*inside} - {None})
+    if folders and None in inside:
+        fail(f"{path}: pictures beside the folders {', '.join(folders[:3])}; "
+             "a label is a folder, so all or none lie in one")
+    return path, names, inside if folders else None
+
+
+def files_below(folder, inside, seen):
+    """Names of all files below a folder, in order. Links are followed; one that leads to a folder again,
+    perhaps round and round, is refused."""
+    here = os.path.join(folder, inside)
+    place = os.stat(here)
+    if (first := seen.setdefault((place.st_dev, place.st_ino), here)) is not here:
+        fail(f"{here.rstrip('/')}: a link to {first.rstrip('/')}, whose pictures count already; delete one")
+    for entry in sorted(os.scandir(here), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from files_below(folder, f"{inside}{entry.name}/", seen)
+        else:
+            yield inside + entry.name
+
+
+def list_table(path):
+    """The same of a table of files, named from its own folder on, and labels, or of files alone."""
+    def check(cells):
+        if len(cells) > 2 or not all(map(str.strip, cells)):
+            return "wanted a file and a label, or a file"
+
+    _, table = read_table(path, check, names=("file", "label"))
+    names, *labels = zip(*(cells for _, cells in table))
+    return path.parent, names, labels[0] if labels else None

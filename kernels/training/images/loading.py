@@ -1,0 +1,286 @@
+"""Pictures as they are read: from memory, from an .npy row by row, or from files that processes of their own
+decode anew each time. What they give depends on nothing but the plan that they are given."""
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import itertools
+import math
+import os
+import zlib
+from collections import deque
+
+import numpy as np
+import torch
+
+from ..cli import Fault, fail, say
+from ..files import open_plain
+from ..progress import progress
+from .augmentation import resized, scaled
+from .workers import in_workers
+
+FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"   # of Pillow's; for others it starts programs
+MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits a channel
+MOST_PIXELS = 2**26                                            # of one; Pillow warns from 89 million on
+MOST_NAMED = 1000                                              # damaged files in one line
+TASK = 2**22                                                   # bytes that a worker gives at a time
+
+
+class Source:
+    """Pictures that are read where they are asked for, by row number.
+
+    labels    (N,) int64, or None
+    names     {label: name} of those that are called otherwise
+    digest    a checksum of all files, where they were read whole; None: what is behind a path has its own
+    """
+    digest = None
+
+    def __init__(self, length, labels, names=None):
+        self.places, self.labels, self.names = np.arange(length), labels, names or {}
+
+    def __len__(self):
+        return len(self.places)
+
+    def keep(self, rows):
+        """Leaves all others out."""
+        self.places = self.places[rows]
+        self.labels = None if self.labels is None else self.labels[torch.as_tensor(rows)]
+
+
+class Arrays(Source):
+    """Pictures of one size: in memory, or on the disk.
+
+    images    (N, H, W, 3) uint8: a tensor, or Rows
+    """
+
+    def __init__(self, images, labels):
+        super().__init__(len(images), labels)
+        self.images = images
+
+    def sizes(self, rows):
+        """(n, 2): width and height."""
+        return np.tile(self.images.shape[2:0:-1], (len(rows), 1))
+
+    def usual_size(self, most):
+        """Of views: the pictures' own."""
+        return min(self.images.shape[1:3])
+
+    def place(self, device):
+        """Pictures in memory that take less than a quarter of the device's move there."""
+        if device.type == "cuda" and torch.is_tensor(self.images):
+            if self.images.nbytes < torch.cuda.mem_get_info()[0] / 4:
+                self.images = self.images.to(device)
+
+    def read(self, plan, size, cubic, device):
+        """Yields the views of each (row numbers (n,), boxes (views, n, 4)) of a plan: (views · n, 3, size,
+        size) float32 from 0 to 1, on the device."""
+        for rows, boxes in plan:
+            rows = torch.from_numpy(self.places[rows]).to(getattr(self.images, "device", "cpu"))
+            x = scaled(self.images[rows].to(device))
+            yield torch.cat([resized(x, part, size, cubic) for part in boxes])
+
+
+class Rows:
+    """The pictures of an .npy file. It is no memmap: where a file is cut meanwhile that kills the process."""
+
+    def __init__(self, path, shape, start):
+        self.path, self.shape, self.start = path, shape, start
+        self.file = open_plain(path)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, rows):
+        found = np.empty((len(rows), *self.shape[1:]), np.uint8)
+        for picture, row in zip(found, rows.tolist()):
+            self.file.seek(self.start + row * picture.nbytes)
+            if self.file.readinto(picture) != picture.nbytes:
+                fail(f"{self.path}: was cut while it was read", every_rank=True)
+        return torch.from_numpy(found)
+
+
+class Files(Source):
+    """Pictures in files of any size and format, decoded anew each time by processes of their own.
+
+    folder    that their paths start from
+    """
+
+    def __init__(self, path, folder, paths, labels, workers, skip):
+        numbers = {name: number for number, name in enumerate(sorted({*(labels or ())}))}
+        labels = torch.tensor([numbers[name] for name in labels]) if labels else None
+        super().__init__(len(paths), labels, {number: name for name, number in numbers.items()})
+        paths = [os.fsencode(path) for path in paths]
+        self.ends = np.cumsum([0, *map(len, paths)])
+        self.paths = b"".join(paths)                           # no million objects, which take memory
+        self.folder, self.workers, self.all_sizes = folder, workers, np.zeros((len(paths), 2), np.int32)
+        self.check(path, skip)
+
+    def path(self, row):
+        first, end = self.ends[self.places[row]:][:2]
+        return os.path.join(self.folder, os.fsdecode(self.paths[first:end]))
+
+    def sizes(self, rows):
+        """(n, 2): width and height."""
+        return self.all_sizes[self.places[rows]]
+
+    def usual_size(self, most):
+        """Of views: that of the model, where pictures are that large."""
+        return min(most, int(self.sizes(slice(None)).min(1).max()))
+
+    def place(self, device):
+        pass
+
+    def check(self, path, skip):
+        """Decodes all, and learns their sizes. What is damaged is left out, or refused, all in one line."""
+        if importlib.util.find_spec("PIL") is None:
+            fail(f"{path}: reading it wants the package Pillow: pip install Pillow")
+        checksums = np.zeros(len(self), np.uint32)
+        rows, damaged = np.array_split(np.arange(len(self)), -(-len(self) // 32)), {}
+        parts = ((list(map(self.path, part)),) for part in rows)
+        with progress(None, "checking pictures", total=len(self)) as bar:
+            for part, found in zip(rows, in_workers(measure, parts, self.workers)):
+                for row, size in zip(part, found):
+                    if isinstance(size, str):
+                        damaged[int(row)] = size
+                    else:
+                        *self.all_sizes[row], checksums[row] = size
+                bar.update(len(part))
+        known = [self.paths, self.ends, checksums, *([] if self.labels is None else [self.labels.numpy()])]
+        self.digest = hashlib.sha1(b"".join(map(bytes, known))).hexdigest()
+        if damaged:
+            name = lambda row: os.path.relpath(self.path(row), self.folder)
+            named = [f"{name(row)}: {what}" for row, what in itertools.islice(damaged.items(), MOST_NAMED)]
+            named += [f"{len(damaged) - len(named):,} more"] * (len(damaged) > len(named))
+            text = f"{path}: {len(damaged):,} of {len(self):,} pictures cannot be read: {'; '.join(named)}"
+            if not skip or len(damaged) == len(self):
+                fail(f"{text}; repair or delete them, or leave them out by --skip-damaged")
+            say("skipped", text)
+            self.keep(np.setdiff1d(self.places, [*damaged]))
+
+    def read(self, plan, size, cubic, device):
+        """What Arrays.read yields."""
+        for views in self.decode(plan, size, cubic):
+            yield scaled(views.to(device))
+
+    def decode(self, plan, size, cubic):
+        """Yields the same as (views · n, size, size, 3) uint8, in memory that later ones take again. While a
+        batch is in use the next one is decoded. No batch is larger than the first."""
+        plan = iter(plan)
+        first = next(plan, None)
+        if first is None:
+            return
+        rows, boxes = first
+        part = min(256, max(8, TASK // (3 * size * size * len(boxes))))        # pictures of a task
+        tasks = -(-len(rows) // part)                          # of a batch
+        ahead = 1 + tasks // max(1, self.workers)
+        length = 3 * size * size * len(rows) * len(boxes)
+        ring = shared(3 + self.workers * ahead // tasks, length, self.workers)
+        shapes = deque()
+
+        def pieces():
+            for number, (rows, boxes) in enumerate(itertools.chain([first], plan)):
+                shape = len(boxes), len(rows), size, size, 3
+                shapes.append(shape)
+                for i in range(0, len(rows), part):
+                    some = rows[i : i + part]
+                    yield (number % len(ring), shape, i, [*map(self.path, some)], self.sizes(some),
+                           boxes[:, i : i + part], size, cubic)
+
+        done = in_workers(functools.partial(cut, ring), pieces(), self.workers, ahead)
+        for number in itertools.count():
+            faults = [*itertools.islice(done, 1)]
+            if not faults:
+                return
+            shape = shapes.popleft()
+            faults += itertools.islice(done, -(-shape[1] // part) - 1)
+            for fault in filter(None, faults):
+                fail(f"{fault}; it was whole when training began", every_rank=True)
+            yield batch_of(ring[number % len(ring)], shape).flatten(0, 1)
+
+
+def shared(count, size, workers):
+    """(count, size) uint8 that workers write into."""
+    if not workers:
+        return torch.empty(count, size, dtype=torch.uint8)
+    with contextlib.suppress(OSError):                         # macOS shares memory elsewhere
+        place = os.statvfs("/dev/shm")
+        if (free := place.f_bavail * place.f_frsize) < count * size:
+            fail(f"/dev/shm has {free >> 20:,} MB left, {count} batches take {count * size >> 20:,}; give it "
+                 "more (docker: --shm-size), or take a smaller --batch-size, or --workers 0", every_rank=True)
+    return torch.empty(count, size, dtype=torch.uint8).share_memory_()
+
+
+def batch_of(memory, shape):
+    return memory[: math.prod(shape)].view(shape)
+
+
+# ── decoding, in workers ──
+
+
+@contextlib.contextmanager
+def picture_of(path):
+    """A file as Pillow opens it: no pixel is decoded yet."""
+    from PIL import Image
+    Image.MAX_IMAGE_PIXELS = None                              # there is a limit of our own
+    with open_plain(path) as file, Image.open(file, formats=FORMATS) as picture:
+        width, height = picture.size
+        if not 0 < width * height <= MOST_PIXELS:
+            raise Odd(f"{width} x {height} pixels, wanted 1 to {MOST_PIXELS:,}")
+        if picture.mode not in MODES:
+            raise Odd(f"its mode is {picture.mode}, wanted 8 bits a channel")
+        yield picture
+
+
+class Odd(Exception):
+    """What is wrong with a picture."""
+
+
+def wrong(error):
+    """What is wrong with a file, in words."""
+    if isinstance(error, Odd):
+        return str(error)
+    if isinstance(error, Fault):
+        return "a pipe, a socket or a device"
+    return getattr(error, "strerror", None) or f"not readable ({type(error).__name__})"
+
+
+def measure(paths):
+    return [*map(measured, paths)]
+
+
+def measured(path):
+    """(width, height, checksum) of a file, or, a str, what is wrong with it. All of it is decoded, of a JPEG
+    an eighth of its pixels."""
+    try:
+        with picture_of(path) as picture:
+            size = picture.size
+            picture.draft(None, (1, 1))
+            picture.load()
+        with open_plain(path) as file:
+            return *size, zlib.crc32(file.read())
+    except Exception as error:                                 # a damaged picture has many ways to fail
+        return wrong(error)
+
+
+def cut(ring, slot, shape, start, paths, sizes, boxes, size, cubic):
+    """Puts boxes (views, n, 4), each resized as Pillow does, of n pictures that had these sizes, behind the
+    first `start` of a batch (views, N, size, size, 3). Returns what is wrong with a file, or nothing. A JPEG
+    is decoded at a half, a quarter or an eighth where boxes have pixels enough."""
+    from PIL import Image
+    views = batch_of(ring[slot], shape).numpy()
+    method = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+    shrinks = (boxes[:, :, 2:].min((0, 2)) // size).clip(1).tolist()
+    for i, (path, (width, height), shrink) in enumerate(zip(paths, sizes.tolist(), shrinks)):
+        try:
+            with picture_of(path) as picture:
+                if picture.size != (width, height):
+                    raise Odd(f"is {picture.size[0]} x {picture.size[1]} now, was {width} x {height}")
+                picture.draft(None, (max(1, width // shrink), max(1, height // shrink)))
+                across, down = picture.size[0] / width, picture.size[1] / height
+                whole = picture if picture.mode == "RGB" else picture.convert("RGB")
+                for view, (left, top, w, h) in zip(views[:, start + i], boxes[:, i].tolist()):
+                    corners = left * across, top * down, (left + w) * across, (top + h) * down
+                    view[:] = whole.crop([*map(round, corners)]).resize((size, size), method)
+        except Exception as error:
+            return f"{path}: {wrong(error)}"
+    return None

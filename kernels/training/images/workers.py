@@ -1,0 +1,80 @@
+"""Work in processes of its own: torch's DataLoader, whose workers here hear no signal but their parent's."""
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+import torch
+from torch.utils.data import DataLoader
+
+from .. import ranks
+from ..cli import SIGNALS
+
+METHOD = "fork" if sys.platform == "linux" else None           # others import PyTorch for every worker
+
+
+def cores():
+    """That this process may use, where others of the machine have as many."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, there // ranks.number("LOCAL_WORLD_SIZE", 1))
+
+
+def in_workers(work, items, workers, ahead=2):
+    """Yields work(*item) of each item, in order, done by so many processes; 0: by this one. Tensors come
+    through shared memory.
+
+    ahead   items that each process takes before theirs are asked for
+    """
+    loader = DataLoader(Work(work), sampler=items, batch_size=None, num_workers=workers, collate_fn=as_it_is,
+                        worker_init_fn=begin_worker, prefetch_factor=ahead if workers else None,
+                        multiprocessing_context=METHOD if workers else None,
+                        generator=torch.Generator())           # else it would draw from that of training
+    with signals_wait():
+        results = iter(loader)
+    yield from results
+
+
+class Work:
+    """What a DataLoader takes for a dataset."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def __getitem__(self, item):
+        return self.work(*item)
+
+
+def as_it_is(result):
+    return result
+
+
+@contextlib.contextmanager
+def signals_wait():
+    """SIGNALS that come in the block come at its end: no process begins with its parent's handlers."""
+    if not hasattr(signal, "pthread_sigmask"):                 # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin_worker(_):
+    """A worker says nothing: its parent does. A step that a signal ends is to be finished and saved, so it
+    hears none that comes from others; it ends when its parent says so, or is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    if hasattr(signal, "sigtimedwait"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        threading.Thread(target=watch, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+
+def watch(parent):
+    while parent.is_alive():
+        heard = signal.sigtimedwait(SIGNALS, 1)
+        if heard and heard.si_pid == parent.pid:
+            break
+    os._exit(0)

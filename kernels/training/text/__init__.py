@@ -1,0 +1,1 @@
+"""Sentences: tokens, encoders, model folders, masked language models, classifiers, evaluation."""

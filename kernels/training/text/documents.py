@@ -1,0 +1,126 @@
+"""Files of documents: a sentence a line, a blank line between documents. Endless pairs of text from one."""
+import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from ..cli import fail, memory
+from ..files import decoded, opened, stamp, unchanged
+from .tokens import tokenise
+
+
+def read_documents(path, offset=0):
+    """Yields ([sentence, ...], byte after them) of each document from a byte of the file on."""
+    if Path(path).suffix.lower() == ".gz":  # --resume would unpack all before its place
+        fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
+    sentences, start, most = [], offset, memory() // 8
+    with opened(path) as file:
+        file.seek(offset)
+        for line, size in decoded(file, path):
+            offset += size
+            if sentence := line.removeprefix("\ufeff").strip():    # of files that were put together
+                sentences.append(sentence)
+            elif sentences:
+                yield sentences, offset
+                sentences, start = [], offset
+            if offset - start > most and sentences:
+                fail(f"{path}: a document of over {most / 2**30:.1f} GB; put a blank line between documents")
+        if sentences:
+            yield sentences, offset
+
+
+def read_round(path, offset):
+    """Yields the documents of two sentences or more from a byte on, then again and again from the first."""
+    for start in itertools.chain([offset], itertools.repeat(0)):
+        found = False
+        for document in read_documents(path, start):
+            if len(document[0]) > 1:
+                found = True
+                yield document
+        if not found and start == 0:
+            fail(f"{path}: no documents of two or more sentences")
+
+
+def next_documents(path, offset, count, model, was=None):
+    """(the next `count` documents of two sentences or more from a byte on, round the file's end, as lists of
+    ids; the byte after them). was: the file's stamp, where it must be what it was."""
+    with unchanged(path, was or stamp(path)):
+        found, ends = zip(*itertools.islice(read_round(path, offset), count))
+    rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
+    ids = (row[1:-1] for row in rows)  # without [CLS] and [SEP]: at most 512 (released code)
+    documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
+    documents = [document for document in documents if document]
+    if len(documents) < 2:
+        known = f"{len(documents)} of {count:,} documents from byte {offset:,} on"
+        fail(f"{path}: {known} hold words of the tokenizer, wanted 2")
+    return documents, ends[-1]
+
+
+def sentence_pairs(documents, model, args, rng):
+    """[(ids (L,), where the second segment is (L,), whether B is random)] in random order, of documents of
+    tokenised sentences: [CLS] A [SEP] B [SEP] as BERT's generator makes them.
+
+    Sentences of a document are taken in turn until they fill a pair, or, in a tenth of the documents, a
+    random part of one. A is a random number of the first; B is the rest or, half of the time, a stretch of
+    another document, the rest being put back. Where there is no rest, B is random.
+    """
+    cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
+    pairs, most = [], args.max_length - 3
+    for place, document in enumerate(documents):
+        target, start = rng.randint(2, most) if rng.random() < 0.1 else most, 0
+        while start < len(document):
+            end, length = start, 0
+            while end < len(document) and length < target:
+                length, end = length + len(document[end]), end + 1
+            split = start + (rng.randint(1, end - start - 1) if end - start > 1 else 1)
+            a, b = document[start:split], document[split:end]
+            is_random = not b or rng.random() < 0.5
+            if is_random:
+                other = documents[(place + rng.randrange(1, len(documents))) % len(documents)]
+                at, wanted, b, end = rng.randrange(len(other)), target - sum(map(len, a)), [], split
+                while not b or at < len(other) and sum(map(len, b)) < wanted:
+                    b.append(other[at])
+                    at += 1
+            a, b = cut_pair(np.concatenate(a), np.concatenate(b), most, rng)
+            ids = np.concatenate([cls, a, sep, b, sep], dtype=np.int32)
+            pairs.append((ids, np.arange(len(ids)) >= len(a) + 2, is_random))
+            start = end
+    rng.shuffle(pairs)
+    return pairs
+
+
+def cut_pair(a, b, most, rng):
+    """The pair with `most` tokens: the longer one, B where they are equal, loses some at random ends."""
+    while len(a) + len(b) > most:                              # views: nothing is copied
+        front = rng.random() < 0.5
+        if len(a) > len(b):
+            a = a[front : len(a) - 1 + front]
+        else:
+            b = b[front : len(b) - 1 + front]
+    return a, b
+
+
+def stream(count, place, model, args, was=None):
+    """Yields (a pair, the place after it) endlessly from a place on: [byte, buffer, pairs used of it].
+
+    Documents come in the order of the file, round its end, --buffer at a time, and their pairs are shuffled.
+    A buffer depends on the seed, its number and the byte where it begins alone. The next is made meanwhile.
+    was: the stamp of the file, which must stay what it was; by default since the stream began.
+    """
+    was = was or stamp(args.data)
+
+    def make(byte, number):
+        documents, end = next_documents(args.data, byte, min(count, args.buffer), model, was)
+        return sentence_pairs(documents, model, args, random.Random(f"{args.seed} pairs {number}")), end
+
+    byte, number, used = place
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(make, byte, number)
+        while True:
+            pairs, end = following.result()
+            following = pool.submit(make, end, number + 1)
+            for at in range(used, len(pairs)):
+                yield pairs[at], [byte, number, at + 1]
+            byte, number, used = end, number + 1, 0

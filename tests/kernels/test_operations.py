@@ -1,0 +1,244 @@
+"""What is asked of the operations beside numbers: tracing, few launches, one line for bad input."""
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from packaging.version import parse
+from test_kernels import DEVICE, GPU, LOSSES, both_impls, differentiate, rows, rule
+from torch import library
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import kernels
+from kernels import (
+    info_nce,
+    linear_cross_entropy,
+    nt_xent,
+    queue_loss,
+    sigmoid_loss,
+    similarity_lse,
+    similarity_topk,
+)
+from kernels.rules import Rule, make_rule
+
+
+@both_impls
+@pytest.mark.parametrize("name", ["all", "ids within", "diagonal similar within"])
+def test_opcheck(impl, name):
+    """Rules that have none of their tensors, and each of them."""
+    q, k = (rows(n, 5, torch.float32, 23).requires_grad_() for n in (6, 9))
+    t = torch.tensor(0.3, device=DEVICE, requires_grad=True)
+    selected = make_rule(q, k, False, **rule(name, 6, 9))
+    rest, still = (*selected, impl, None), (q.detach(), k.detach(), t.detach())
+    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, k, t, *rest))
+    library.opcheck(torch.ops.tencl.similarity_lse_fixed_keys.default, (q, still[1], t, *rest))
+    library.opcheck(torch.ops.tencl.similarity_topk.default, (*still, 2, *rest))
+
+
+@pytest.mark.parametrize("impl, dtype", [
+    ("blockwise", torch.float32), ("triton", torch.float32), ("triton", torch.float16)], ids=str)
+def test_opcheck_losses(impl, dtype):
+    """In Triton float32 takes one pass, float16 two."""
+    q, k = (rows(6, 5, dtype, 23).requires_grad_() for _ in range(2))
+    t, needs = torch.tensor(0.3, device=DEVICE, requires_grad=True), (True, True, True)
+    targets, weights = torch.tensor([0, 2, 2, 1, 5, 0], device=DEVICE), torch.ones(6, device=DEVICE)
+    for case in ((k, t, None, False, *Rule("diagonal")), (k, t, None, True, *Rule("diagonal")),
+                 (None, t, None, False, *Rule("pair")), (k, t, weights, False, *Rule("target", targets))):
+        library.opcheck(torch.ops.tencl.softmax_loss.default, (q, *case, impl, None, *needs))
+    library.opcheck(torch.ops.tencl.similarity_lse.default, (q, None, t, *Rule("pair"), impl, None))
+    library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, k.detach(), t, *Rule(), impl, None, *needs))
+    pairs = q, k, t, t.detach().clone().requires_grad_(), *Rule("diagonal"), impl, None
+    for needs in ([True] * 4, [False, True, False, False], [False] * 4):
+        still = [x.detach() if not needed else x for x, needed in zip(pairs, needs)]
+        library.opcheck(torch.ops.tencl.sigmoid_loss.default, (*still, *pairs[4:], *needs))
+
+
+@pytest.mark.parametrize("impl, loss", [
+    ("eager", "nt_xent"), ("blockwise", "clip_loss"), ("blockwise", "linear"), ("triton", "nt_xent"),
+    ("triton", "linear"), ("blockwise", "sup_con_loss"), ("blockwise", "sigmoid_loss"),
+    ("triton", "sigmoid_loss")])
+def test_compiles_in_one_graph(impl, loss):
+    q, k, t = *(rows(37, 8, torch.float32, seed) for seed in (24, 25)), torch.tensor(0.2, device=DEVICE)
+    how = {} if loss in ("linear", "nt_xent") else {"normalize": True}
+    f = lambda q, k, t: LOSSES[loss](q, k, t, impl, **how)
+    torch.compiler.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, b in zip(differentiate(compiled, q, k, t), differentiate(f, q, k, t)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@both_impls
+@pytest.mark.parametrize("f", [lambda q, impl: info_nce(q, q.detach(), 0.1, impl=impl),
+                               lambda q, impl: similarity_lse(q, None, 0.1, impl=impl).sum(),
+                               lambda q, impl: sigmoid_loss(q, q.detach(), 0.1, impl=impl),
+                               lambda q, impl: sigmoid_loss(q.detach(), q, 0.1, impl=impl)])
+def test_second_derivative_is_refused(impl, f):
+    q = rows(5, 4, torch.float32, 28).requires_grad_()
+    gradient, = torch.autograd.grad(f(q, impl), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative; use impl='eager'"):
+        (f(q, impl) + gradient.norm()).backward()
+    gradient, = torch.autograd.grad(f(q, "eager"), q, create_graph=True)
+    torch.autograd.grad(gradient.norm(), q)
+
+
+class Launches(TorchDispatchMode):
+    """What a GPU would be asked to run: our kernels, and operations that do more than hand out memory."""
+    FREE = {"empty", "new_empty", "empty_like", "view", "slice", "select", "split", "split_with_sizes",
+            "detach", "t", "alias", "_to_copy"}
+    ran = []
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        out = f(*args, **(kwargs or {}))
+        temperature = f is torch.ops.aten.full.default and not out.dim() and out.device.type == "cpu"
+        if f.namespace == "aten" and f._schema.name.split("::")[1] not in self.FREE and not temperature:
+            self.ran.append(f._schema.name)
+        return out
+
+
+@pytest.mark.parametrize("n", [64, 1024] if GPU else [64])
+@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent"])
+def test_small_batches_take_two_launches(loss, n, monkeypatch):
+    """At most two forward and two backward, as they cost more than such a batch; cat joins two views."""
+    from kernels.gpu.lse_forward import parts_kernel
+    kind = type(parts_kernel)                # a class of Triton's compiler, or of its interpreter
+    launch, ran = kind.__getitem__, []
+
+    def noted(kernel, grid):
+        def run(*arguments, **named):
+            ran.append(kernel.fn.__name__)
+            with _disable_current_modes():  # the interpreter has operations of its own
+                launch(kernel, grid)(*arguments, **named)
+        return run
+
+    monkeypatch.setattr("kernels.dispatch.is_in_torch_dispatch_mode", lambda: False)  # the inside is seen
+    monkeypatch.setattr(Launches, "ran", ran)
+    monkeypatch.setattr(kind, "__getitem__", noted)
+    q, k = (rows(n, 128, torch.float16, seed).requires_grad_() for seed in (49, 50))
+    with Launches():
+        value = LOSSES[loss](q, k, 0.07, "triton")
+    assert ran == ["aten::cat"] * (loss == "nt_xent") + ["parts_kernel", "merge_kernel"]
+    ran.clear()
+    one = torch.ones_like(value)
+    with Launches():
+        torch.autograd.grad(value, (q, k), one)
+    assert ran == ["rows_kernel"] * (1 if loss == "nt_xent" else 2)
+
+
+# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────
+
+Q, K = torch.randn(4, 3), torch.randn(5, 3)
+FOUR, FIVE = torch.arange(4), torch.arange(5)
+lse = similarity_lse
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: lse(torch.randn(4)), r"q: found \(4,\), wanted a tensor of two dimensions"),
+    (lambda: lse(Q, torch.randn(5, 3, 1)), r"k: found \(5, 3, 1\), wanted"),
+    (lambda: lse(Q.tolist()), "q: found list"),
+    (lambda: lse(Q.long()), "q: found torch.int64, wanted float64"),
+    (lambda: lse(Q, torch.randn(5, 4)), "k: 4 features a row, wanted 3 as q"),
+    (lambda: lse(Q, K.double()), "k: dtype torch.float64, wanted torch.float32 as q"),
+    (lambda: lse(Q, K.to("meta")), "k: device meta, wanted cpu as q"),
+    (lambda: lse(Q, K[:0]), r"k: found shape \(0, 3\), wanted at least one row"),
+    (lambda: lse(Q, K[:, :0]), r"k: found shape \(5, 0\), wanted at least one row and one feature"),
+    (lambda: lse(Q, K, 0), "temperature: 0, wanted a number above 0"),
+    (lambda: lse(Q, K, float("nan")), "temperature: nan, wanted a number above 0"),
+    (lambda: lse(Q, K, float("inf")), "temperature: inf, wanted"),
+    (lambda: lse(Q, K, "low"), "temperature: found 'low', wanted a number or a 0-dim tensor"),
+    (lambda: lse(Q, K, torch.ones(1)), r"temperature: found torch.float32 of shape \(1,\)"),
+    (lambda: lse(Q, K, torch.tensor(1)), "temperature: found torch.int64"),
+    (lambda: lse(Q, K, exclude="self"), "exclude: 'self', wanted None"),
+    (lambda: lse(Q, K, exclude="pair"), r'exclude: "pair" wants one set .* found a k'),
+    (lambda: lse(torch.randn(3, 2), exclude="pair"), "found 3 rows"),
+    (lambda: lse(Q, K, exclude=(FOUR, FOUR)), r"exclude: column ids have shape \(4,\), wanted \(5,\)"),
+    (lambda: lse(Q, K, within=(FOUR.float(), FIVE)), "within: row ids are torch.float32, wanted int"),
+    (lambda: lse(Q, K, within=FOUR), "within: wanted a pair of tensors"),
+    (lambda: lse(Q, K, exclude=(FOUR, FIVE.to("meta"))), "exclude: column ids are on meta, wanted cpu as q"),
+    (lambda: lse(Q, K, similar=(Q, K)), r"similar: wanted \(row features \(N, E\), .*, phi\)"),
+    (lambda: lse(Q, K, similar=(K, K, 0.5)), r"similar: row .* of shape \(5, 3\), wanted .*\(4, E\)"),
+    (lambda: lse(Q, K, similar=(Q, K[:, :2], 0.5)), "row features are 3 wide .* column features 2 wide"),
+    (lambda: lse(Q, K, similar=(Q, K, float("nan"))), "similar: phi: nan, wanted a number"),
+    (lambda: lse(Q, K, offset=1.5), "offset: 1.5, wanted an integer"),
+    (lambda: lse(Q, K, impl="cuda"), "impl: 'cuda', wanted auto, triton, blockwise or eager"),
+    (lambda: lse(Q.double(), K.double(), impl="triton"), "impl: 'triton' has no float64"),
+    (lambda: similarity_topk(Q, K, 6), "n: 6, wanted an integer from 1 to the 5 rows of k"),
+    (lambda: similarity_topk(Q, K, 0), "n: 0, wanted"),
+    (lambda: info_nce(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
+    (lambda: info_nce(Q, K, offset=-1), "offset: -1, wanted this rank's first row among the 5 of k"),
+    (lambda: info_nce(Q, K, offset=0.5), "offset: 0.5, wanted an integer"),
+    (lambda: info_nce(Q, K, symmetric=True), "k: 5 rows, wanted 4 as q, for both are anchors"),
+    (lambda: sigmoid_loss(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
+    (lambda: sigmoid_loss(Q, K, offset=2), r"k: 5 rows, wanted at least 4 \+ offset 2"),
+    (lambda: sigmoid_loss(Q, K, bias=math.inf), r"bias: inf, wanted a number from -1e\+38 to 1e\+38"),
+    (lambda: sigmoid_loss(Q, K, bias=math.nan), "bias: nan, wanted a number from"),
+    (lambda: sigmoid_loss(Q, K, bias="no"), "bias: found 'no', wanted a number or a 0-dim tensor"),
+    (lambda: sigmoid_loss(Q, K, bias=torch.ones(2)), r"bias: found torch.float32 of shape \(2,\)"),
+    (lambda: sigmoid_loss(Q, K, 0), "temperature: 0, wanted a number above 0"),
+    (lambda: nt_xent(Q, K), "z2: 5 rows, wanted 4 as z1"),
+    (lambda: linear_cross_entropy(Q, K, [0, 1, 2, 3]), "targets: found list, wanted an int64 tensor"),
+    (lambda: linear_cross_entropy(Q, K, FIVE), r"targets: .* of shape \(5,\), wanted int64 \(4,\)"),
+    (lambda: linear_cross_entropy(Q, K, FOUR.float()), "targets: found torch.float32"),
+])
+def test_bad_input_names_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@both_impls
+def test_views_with_the_other_sign(impl):
+    """The memory of x.conj().imag has the sign of x.imag, and Triton reads memory."""
+    x, k = torch.randn(6, 16, dtype=torch.complex64, device=DEVICE), rows(6, 16, torch.float32, 3)
+    for f in (lambda q, k: info_nce(q, k, 0.5, impl=impl), lambda q, k: info_nce(k, q, 0.5, impl=impl),
+              lambda q, k: nt_xent(q, q, 0.5, impl=impl), lambda q, k: sigmoid_loss(q, k, impl=impl),
+              lambda q, k: queue_loss(q, q, q, 0.5, impl=impl),
+              lambda q, k: similarity_lse(k, k, similar=(q, q, 1.0), impl=impl).sum(),
+              lambda q, k: similarity_topk(k, q, 2, impl=impl)[0].sum()):
+        torch.testing.assert_close(f(x.conj().imag, k), f(-x.imag, k))
+
+
+@both_impls
+def test_ids_of_two_types(impl):
+    q, k = rows(4, 16, torch.float32, 3), rows(5, 16, torch.float32, 4)
+    ids = torch.tensor([-1, 0, 1, -128], device=DEVICE), torch.tensor([255, 0, 1, 128, 3], device=DEVICE)
+    for what in ("exclude", "within"):
+        wide, narrow = (similarity_lse(q, k, impl=impl, **{what: pair})
+                        for pair in (ids, (ids[0].to(torch.int8), ids[1].to(torch.uint8))))
+        assert torch.equal(wide, narrow)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("f", [
+    lambda q: similarity_lse(q, impl="triton"), lambda q: similarity_lse(q, K, impl="triton"),
+    lambda q: info_nce(q, K, impl="triton"), lambda q: nt_xent(q, q, impl="triton"),
+    lambda q: linear_cross_entropy(q, K, FOUR, impl="triton"), lambda q: queue_loss(q, q, K, impl="triton"),
+    lambda q: sigmoid_loss(q, K, impl="triton"), lambda q: similarity_topk(q, K, 1, impl="triton")])
+def test_triton_on_the_cpu_needs_the_interpreter(f, needs_gradient, monkeypatch):
+    """Before anything is launched."""
+    monkeypatch.setattr("kernels.gpu.launch.INTERPRETED", False)
+    monkeypatch.setattr("triton.runtime.jit.KernelInterface.__getitem__", None)
+    with pytest.raises(ValueError, match="wants TRITON_INTERPRET=1"):
+        f(Q.clone().requires_grad_(needs_gradient))
+
+
+def test_without_triton():
+    """macOS and Windows: importing and everything but impl='triton' works, without transformers as well."""
+    code = """if True:
+        import sys
+        sys.modules |= dict.fromkeys(["triton", "transformers"])
+        import torch, kernels
+        q = torch.eye(3, requires_grad=True)
+        kernels.nt_xent(q, q, 1.0).backward()
+        print(kernels.choose_impl("auto", q))
+        kernels.nt_xent(q, q, 1.0, impl="triton")
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__) + '/../..',
+                          capture_output=True, text=True)
+    assert done.stdout == "blockwise\n"
+    assert "ValueError: impl: 'triton' wants the package triton, which is not installed" in done.stderr
+
+
+def test_transformers_finds_a_version():
+    """It takes a folder named kernels beside a script for a package of that name, and reads its version."""
+    assert parse(kernels.__version__)

@@ -1,0 +1,121 @@
+"""--evaluate of every script: the score of the run that wrote the folder, and nothing written."""
+import csv
+import importlib
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import simcse
+from running import DATA, SENTENCES, refuse, run
+
+PICTURES = np.load(DATA / "shapes.npz")
+SCORED = ["simcse", "ease", "vascl", "dclr", "selfguided"]
+
+
+def evaluate(name, capsys, *flags):
+    """The last line that the script says; every file of the working folder is as it was."""
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    capsys.readouterr()
+    importlib.import_module(name).main(["--evaluate", *map(str, flags)])
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scored_pairs(name, here, bert, capsys):
+    """Files one by one, and their mean. A folder says its pooling; where there is none a flag does."""
+    Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
+    flags = ["--test", "one.tsv", DATA / "sts.tsv"]
+    last = evaluate(name, capsys, "--model", bert, "--pooling", "avg", *flags)
+    alone = (["--model", bert, "--pooling", "avg", "--test", file] for file in flags[1:])
+    files = [evaluate(name, capsys, *flags) for flags in alone]
+    mean = np.mean([float(line.split()[1]) for line in files])
+    assert last.startswith("test ") and float(last.split()[1]) == pytest.approx(mean, abs=0.006)
+
+
+def test_dev_is_no_test_set(here, bert, capsys):
+    """It has a line of its own, and the mean is that of the test sets."""
+    Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
+    simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--dev", "one.tsv", "--test",
+                 str(DATA / "sts.tsv")])
+    model, dev, test, mean = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (dev[0], dev[-1], test[0], test[-1]) == ("dev", "one.tsv", "test", str(DATA / "sts.tsv"))
+    assert mean == ["test", test[1], "mean"] and dev[1] != test[1]
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("simclr", []), ("simclr", ["--supervised"]), ("moco", ["--queue", 32, "--bn-splits", 2])])
+def test_plot(name, flags, here, capsys):
+    few = {key: PICTURES[key][:150] for key in PICTURES.files}
+    np.savez("few.npz", **few)
+    flags = ["--data", "few.npz", "--batch-size", 16, "--probe-epochs", 5, *flags]
+    result = run(name, Path("out"), *flags, "--model", "resnet-small", "--steps", 20)
+    knn, linear = re.search(r"kNN .* → ([\d.]+) %, linear ([\d.]+) %", result.said["done"]).groups()
+    line = evaluate(name, capsys, *flags, "--model", "out")
+    assert line == f"test     kNN {knn} %, linear {linear} %  out"
+
+
+def test_cline(here, capsys):
+    """The last rows of a file were held out; as a file of their own they score alike."""
+    rows = [(a, a.replace(" ", " so "), b) for (a,), (b,) in zip(SENTENCES[:60], SENTENCES[60:120])]
+    for name, part in ("all.csv", rows), ("last.csv", rows[40:]):
+        with open(name, "w", newline="") as file:
+            csv.writer(file).writerows([("original", "synonym", "antonym"), *part])
+    flags = ["--model", "scratch", "--batch-size", 8, "--steps", 4, "--held-out", 20]
+    result = run("cline", Path("out"), "--data", "all.csv", *flags)
+    found = re.search(r"(hits .*), RTD [\d.]+(, CTS [\d.]+)", result.said["held"])
+    line = evaluate("cline", capsys, "--model", "out", "--data", "last.csv")
+    assert line == f"test     {found[1]}{found[2]}, 20 triples of last.csv"
+
+
+def test_tacl(here, capsys):
+    """The student has no heads any more: what they gave is not told."""
+    texts = [row[0] for row in SENTENCES[:40]]
+    Path("texts.txt").write_text("\n\n".join("\n".join(texts[i : i + 8]) for i in range(0, 40, 8)))
+    flags = ["--dev", "texts.txt", "--max-length", 64]
+    result = run("tacl", Path("out"), "--model", "scratch", "--data", "texts.txt", *flags, "--steps", 3)
+    line = evaluate("tacl", capsys, "--model", "out", *flags)
+    layers = re.escape(result.said["after"].split("layer ")[1])
+    assert re.fullmatch(rf"test     contrast [\d.]+, accuracy [\d.]+ %, .* layer {layers}", line)
+
+
+@pytest.mark.parametrize("regression", [False, True])
+def test_childtuning(regression, here, capsys):
+    """With its own labels, in their order, or numbers."""
+    if regression:
+        Path("few.tsv").write_text("".join(f"{row[0]}\t{i % 5}.5\n" for i, row in enumerate(SENTENCES[:40])))
+    else:
+        Path("few.tsv").write_text("".join((DATA / "topics.tsv").read_text().splitlines(True)[:60]))
+    flags = ["--data", "few.tsv", "--mode", "none", "--epochs", 2, "--dev", "few.tsv"]
+    result = run("childtuning", Path("out"), *flags, "--model", "scratch")
+    line = evaluate("childtuning", capsys, "--model", "out", "--dev", "few.tsv")
+    assert line == f"test     {result.said['none']}  few.tsv"
+
+
+def test_cline_without_a_replaced_word(here, capfd):
+    Path("same.csv").write_text("original,synonym,antonym\nHe eats.,He eats.,He sleeps.\n")
+    run("cline", Path("out"), "--data", DATA / "sentences.txt", "--wordnet", DATA / "wordnet", "--model",
+        "scratch", "--batch-size", 8, "--steps", 1, "--tagger", "lexicon")
+    capfd.readouterr()
+    flags = ["--evaluate", "--model", "out", "--data", "same.csv"]
+    refuse("cline", capfd, "same.csv: no row has replaced words on both sides", *flags)
+
+
+STS = ["--test", str(DATA / "sts.tsv")]
+NOTHING = "--evaluate: nothing to evaluate; name .*"
+
+
+@pytest.mark.parametrize("name, flags, wanted", [
+    ("simcse", [], NOTHING), ("tacl", [], NOTHING), ("simclr", [], NOTHING),
+    ("simcse", ["--data", "good.csv"], "--evaluate: nothing to evaluate; name files of scored pairs .*"),
+    ("simcse", [*STS, "--model", "scratch"], "--model scratch: a new model has learnt nothing; .*"),
+    ("moco", ["--dev", "good.csv"], "--evaluate: --model resnet-50 has no classifier: .*, by --data"),
+    ("moco", ["--data", "x.npy"], "--model resnet-50: a new model has learnt nothing; .*"),
+    ("simclr", ["--data", "x.npy", "--model", "y"], "--evaluate: wanted labels on both sides.*"),
+    ("childtuning", ["--dev", "good.csv", "--model", "encoder"], "--model encoder: no classifier, .*")])
+def test_what_cannot_be_evaluated(name, flags, wanted, here, bert, capfd):
+    np.save("x.npy", PICTURES["images"][:4])
+    Path("encoder").symlink_to(bert)
+    refuse(name, capfd, wanted, "--evaluate", *flags)

@@ -1,0 +1,180 @@
+"""--precision: what reaches the kernels of each script, and what the type costs in which unit rows meet.
+
+    python tests/test_precision.py        the errors in docs/results.md, in two minutes
+"""
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import dclr  # noqa: E402 - the path first
+import ease  # noqa: E402
+import kernels  # noqa: E402
+import moco  # noqa: E402
+import selfguided  # noqa: E402
+import simclr  # noqa: E402
+import simcse  # noqa: E402
+import tacl  # noqa: E402
+from kernels.training.loop import HALF  # noqa: E402
+from running import DATA, SENTENCES, run  # noqa: E402
+
+# ── what reaches the kernels ────────────────────────────────────────────────────────────────────────────────
+
+TEXT = ["--model", "scratch", "--batch-size", 8, "--data"]
+PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 8, "--probe-epochs", 0]
+UNIT, ANY = torch.float16, torch.bfloat16                      # of rows of length 1, of any length
+# script and flags: each operation in training and what it multiplies in with --precision bf16
+CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {"similarity_lse": UNIT}),
+         ("simcse", [*TEXT, DATA / "sentences.txt", "--mlm-weight", 1],
+          {"similarity_lse": UNIT, "softmax_loss": ANY}),
+         ("selfguided", [*TEXT, DATA / "sentences.txt", "--width", 64], {"similarity_lse": UNIT}),
+         ("cline", [*TEXT, DATA / "sentences.txt", "--wordnet", DATA / "wordnet"], {"softmax_loss": ANY}),
+         ("tacl", [*TEXT, "DOCUMENTS"], {"similarity_lse_fixed_keys": UNIT, "softmax_loss": ANY}),
+         ("tacl", [*TEXT, "DOCUMENTS", "--similarity", "dot"],
+          {"similarity_lse_fixed_keys": ANY, "softmax_loss": ANY}),
+         ("ease", [*TEXT, DATA / "entities.tsv"], {"softmax_loss": UNIT, "similarity_lse": UNIT}),
+         ("vascl", [*TEXT, DATA / "sentences.txt", "--neighbours", 4], {"softmax_loss": UNIT}),
+         ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--phi", 0.994],
+          {"similarity_lse": UNIT, "similarity_lse_fixed_keys": UNIT}),
+         ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--form", "code"],
+          {"similarity_lse": UNIT}),                           # of the noise; the rest is plain PyTorch
+         ("simclr", PICTURES, {"softmax_loss": UNIT}),
+         ("simclr", [*PICTURES, "--supervised"], {"similarity_lse": UNIT}),
+         ("moco", [*PICTURES, "--queue", 16, "--bn-splits", 2], {"queue_loss": UNIT})]
+
+
+@pytest.mark.parametrize("precision, name, flags, wanted", [
+    *(("bf16", *call) for call in CALLS), *(("fp32", *call) for call in CALLS[::4])])
+def test_unit_rows_meet_in_float16(name, flags, wanted, precision, bert, tmp_path, monkeypatch):
+    """Rows are handed over in float32, and their gradients come back in it: more than 16 bits are in use."""
+    documents = tmp_path / "documents.txt"
+    lines = [row[0] for row in SENTENCES[:80]]
+    documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
+    flags = [{"DOCUMENTS": documents, "GUIDE": bert}.get(flag, flag) for flag in flags]
+    found, gradients, call = {}, [], kernels.operations.call
+
+    def listen(operation, q, *arguments):
+        result, tensors = call(operation, q, *arguments), filter(torch.is_tensor, (q, *arguments))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            dtypes = [x for x in arguments if isinstance(x, torch.dtype)]
+            assert q.dtype == torch.float32 and len(dtypes) < 2
+            found.setdefault(operation.traced.__name__, set()).add(*(dtypes or [torch.float32]))
+        elif "backward" in operation.traced.__name__:
+            gradients.extend(x for x in result if x.dim() == 2 and x.numel())
+        return result
+
+    monkeypatch.setattr(kernels.operations, "call", listen)
+    result = run(name, tmp_path / "out", *flags, "--steps", 1, "--precision", precision)
+    half = precision == "bf16"
+    assert found == {operation: {dtype if half else torch.float32} for operation, dtype in wanted.items()}
+    assert gradients and math.isfinite(result.losses[0])
+    for x in gradients:
+        assert x.dtype == torch.float32 and x.abs().max() > 0
+        assert not any(torch.equal(x, x.to(dtype).float()) for dtype in (UNIT, ANY))
+
+
+# ── the error of a loss and of its gradient ─────────────────────────────────────────────────────────────────
+
+LOSSES = {"info_nce": kernels.info_nce, "nt_xent": kernels.nt_xent,
+          "queue_loss": lambda q, k, tau: kernels.queue_loss(*(x[: len(x) // 4] for x in (q, k)),
+                                                             k[len(k) // 4 :].detach(), tau)}
+SETS = {"random": "unrelated rows", "trained": "pairs so close that the loss is about 5e-3",
+        "cone": "all cosines near 0.8, as an encoder begins"}
+TEMPERATURES = 0.02, 0.05, 0.1, 0.5
+
+
+def pairs(kind, n, d, tau):
+    """(q, k), (n, D) float64 each: unit rows, k_i the positive of q_i."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: F.normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1)
+    mix = lambda cosine, x, y: F.normalize(cosine * x + (1 - cosine**2) ** 0.5 * y, dim=1)
+    q, k, centre = draw(n), draw(n), draw(1)
+    k = F.normalize(k - (k * q).sum(1, keepdim=True) * q, dim=1)
+    if kind == "trained":
+        k = mix(min(0.95, tau * (math.log(n) + 1 / (2 * d * tau**2) - math.log(5e-3))), q, k)
+    if kind == "cone":
+        q, k = (mix(0.9, centre, x) for x in (q, mix(0.7, q, k)))
+    return q, k
+
+
+def relative_errors(dtype, loss, q, k, *tau):
+    """Of the loss and of its gradients (Euclidean norm) where float32 rows are multiplied in dtype."""
+    exact, found = ([x.to(kind).requires_grad_() for x in (q, k)] for kind in (torch.float64, torch.float32))
+    value = loss(*exact, *tau)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        rounded = loss(*found, *tau)
+    wanted, ours = (torch.cat(torch.autograd.grad(x, rows, materialize_grads=True))
+                    for x, rows in ((value, exact), (rounded, found)))
+    return [((a - b).norm() / b.norm()).item() for a, b in ((rounded, value), (ours, wanted))]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("d", [128, 768])
+@pytest.mark.parametrize("tau", TEMPERATURES)
+def test_float16_has_far_less_error(loss, kind, d, tau):
+    case = LOSSES[loss], *pairs(kind, 256, d, tau), tau
+    half, brain = (relative_errors(dtype, *case)[1] for dtype in (torch.float16, torch.bfloat16))
+    assert HALF == torch.float16 and 4 * half < brain and half < 5e-3
+
+
+# ── papers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+FEATURES, MASKED = torch.eye(64), torch.ones(8, 8)
+
+
+def keys(a):
+    """MoCo's queue, in the type in which it waits."""
+    return F.normalize(a.detach().roll(1, 0), dim=1).to(a.dtype if a.dtype == torch.float64 else HALF)
+
+
+PAPERS = {
+    "simcse": lambda a, b: simcse.simcse_loss(a, b, a.roll(1, 0)),
+    "selfguided": lambda a, b: selfguided.selfguided_loss(a, b, 0.05),
+    "tacl": lambda a, b: tacl.tacl_loss(a.view(8, 8, -1), b.view(8, 8, -1), MASKED, None, 0.05),
+    "ease": lambda a, b: ease.ease_loss(a, b, b.roll(1, 0)[:, None], 0.05, 1.0),
+    "dclr": lambda a, b: dclr.dclr_loss(a, b, b[:9], FEATURES.to(a), FEATURES.to(a), 0.5),
+    "dclr code": lambda a, b: dclr.dclr_loss(a, b, b[:9], FEATURES.to(a), FEATURES.to(a), 0.5, form="code"),
+    "simclr": lambda a, b: simclr.simclr_loss(a, b, 0.1),
+    "simclr ranks": lambda a, b: simclr.simclr_loss(a, b, 0.1, gathered=(a, b)),
+    "supcon": lambda a, b: simclr.sup_con_loss(torch.stack([a, b], 1), torch.arange(64) // 4),
+    "moco": lambda a, b: moco.moco_loss(a, b, keys(a))}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_only_rows_are_rounded(name):
+    """Whatever else of a paper's loss were in float16 would cost several times more."""
+    raw = (3 * x for x in pairs("cone", 64, 96, 0.05))
+    assert max(relative_errors(HALF, PAPERS[name], *raw)) < 1e-3
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main():
+    dtypes, largest = (torch.float16, torch.bfloat16, torch.float32), {}
+    for kind, text in SETS.items():
+        print(f"{kind:9} {text}")
+    print("\n| rows | D | " + " | ".join(f"τ = {tau}" for tau in TEMPERATURES) + " |\n" + "| --- " * 6 + "|")
+    for kind, d in ((kind, d) for kind in SETS for d in (128, 768)):
+        cells = []
+        for tau in TEMPERATURES:
+            rows, cell = pairs(kind, 2048, d, tau), []
+            for dtype in dtypes:
+                errors = [relative_errors(dtype, loss, *rows, tau) for loss in LOSSES.values()]
+                largest[dtype] = [max(x) for x in zip(*errors, largest.get(dtype, (0, 0)))]
+                cell.append(f"{max(error for _, error in errors):.1e}")
+            cells.append(" / ".join(cell[:2]))
+        print(f"| {kind} | {d} | " + " | ".join(cells) + " |", flush=True)
+    for dtype, (of_loss, of_gradient) in largest.items():
+        print(f"{str(dtype)[6:]:9} at most {of_gradient:.1e} in a gradient, {of_loss:.1e} in a loss")
+
+
+if __name__ == "__main__":
+    main()

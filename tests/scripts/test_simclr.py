@@ -1,0 +1,259 @@
+"""SimCLR's own: losses against sums of single terms, LARS, heads, recipes, and what v2 adds."""
+import contextlib
+import io
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import simclr
+from kernels.training.cli import Fault
+from kernels.training.images import encoders
+from kernels.training.images.encoders import PictureEncoder, load_classifier, load_encoder
+from running import DATA, equal, run
+
+randn = partial(torch.randn, dtype=torch.float64)
+
+
+def term_by_term(features, labels, tau):
+    """SupCon of features (N, V, D); of two views and N different labels it is NT-Xent."""
+    u, y, total = F.normalize(features, dim=2).flatten(0, 1), labels.repeat_interleave(features.shape[1]), 0
+    for i in range(len(u)):
+        others = [j for j in range(len(u)) if j != i]
+        lse = (u[others] @ u[i] / tau).logsumexp(0)
+        terms = [lse - u[i] @ u[p] / tau for p in others if y[p] == y[i]]
+        total = total + (torch.stack(terms).mean() if terms else 0)
+    return total / len(u)
+
+
+@pytest.mark.parametrize("impl, near", [("eager", 1e-10), ("blockwise", 1e-10), ("triton", 2e-5)])
+@pytest.mark.parametrize("views, labels", [(2, [0, 1, 2, 3]), (2, [0, 0, 1, 0]), (3, [3, 3]), (1, [5, 6, 5])])
+def test_losses_are_the_papers(views, labels, impl, near):
+    """Of one view, label 6 has no positive; of one picture, no view has a negative."""
+    torch.manual_seed(7)
+    x, y = randn(len(labels), views, 16, requires_grad=True), torch.tensor(labels)
+    z = x.float() if impl == "triton" else x
+    losses = [term_by_term(x, y, 0.3), simclr.sup_con_loss(z, y, 0.3, impl=impl)]
+    losses.append(simclr.sup_con_loss(z, y, 0.3, 0.07, impl=impl) * 0.07 / 0.3)            # as released
+    if len(set(labels)) == 4:
+        losses.append(simclr.sup_con_loss(z, None, 0.3, impl=impl))
+        losses.append(simclr.simclr_loss(*z.unbind(1), 0.3, impl=impl))
+        assert simclr.simclr_loss(*z[:1].unbind(1), impl=impl) == 0
+    wanted, *found = ([loss.double(), *torch.autograd.grad(loss, x, retain_graph=True)] for loss in losses)
+    for other in found:
+        torch.testing.assert_close(other, wanted, rtol=near, atol=near)
+
+
+def test_lars_steps():
+    weights = [randn(3, 4), randn(3), torch.zeros(2, 2, dtype=torch.float64)]
+    tensors, momenta = [torch.nn.Parameter(w.clone()) for w in weights], [0, 0, 0]
+    optimizer = simclr.LARS(tensors, lr=0.5, weight_decay=0.01)
+    for lr in (0.5, 0.2, 0.1):
+        optimizer.param_groups[0]["lr"] = lr
+        for i, w in enumerate(weights):
+            tensors[i].grad = g = randn(*w.shape)
+            if w.dim() > 1:
+                g = g + 0.01 * w
+                g = g * (0.001 * w.norm() / g.norm() if w.norm() > 0 else 1)
+            momenta[i] = 0.9 * momenta[i] + lr * g
+            weights[i] = w - momenta[i]
+        optimizer.step()
+    torch.testing.assert_close([w.detach() for w in tensors], weights, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer, decay", [("lars", 0.0), ("sgd", 0.1), ("nesterov", 0.0), ("adam", 0.0)])
+def test_what_decays_and_what_is_adapted(optimizer, decay):
+    """All weights, or all but norms. Of a classifier, which begins at 0, the step is not in proportion to its
+    length: rows that a line parts are told apart, at the released rate."""
+    encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    model = torch.nn.Module()
+    model.encoder, model.head, model.classes = encoder, torch.nn.Sequential(torch.nn.Linear(8, 2)), ["a", "b"]
+    for w in model.head.parameters():
+        torch.nn.init.zeros_(w)
+    args = flags("--optimizer", optimizer, "--weight-decay", "0.1")
+    made = simclr.make_optimizer(model, 0.16, args)            # 0.005 · √1024
+    group = next(group for group in made.param_groups if any(w is encoder[1].weight for w in group["params"]))
+    assert group["weight_decay"] == decay or optimizer == "lars"
+    assert made.param_groups[0]["weight_decay"] == 0.1
+    assert group.get("nesterov", 0) == (optimizer == "nesterov")
+    assert sum(len(group["params"]) for group in made.param_groups) == 6
+    if optimizer != "lars":
+        return
+    x = randn(64, 4).float()
+    y = (x[:, 0] > 0).long()
+    for _ in range(150):
+        loss = F.cross_entropy(model.head(encoder(x)), y)
+        made.zero_grad()
+        loss.backward()
+        made.step()
+    assert model.head[0].weight.norm() > 0.5 and loss < 0.1
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_projections_may_keep_their_lengths(gathered):
+    """--no-normalize: the products of projections as they are."""
+    torch.manual_seed(1)
+    x = randn(5, 2, 8, requires_grad=True)
+    s = x.transpose(0, 1).flatten(0, 1) @ x.transpose(0, 1).flatten(0, 1).T / 0.7
+    s = s.masked_fill(torch.eye(10, dtype=torch.bool), -torch.inf)
+    wanted = F.cross_entropy(s, (torch.arange(10) + 5) % 10)
+    z = x.unbind(1)
+    found = simclr.simclr_loss(*z, 0.7, gathered=z if gathered else None, normalize=False, impl="blockwise")
+    both = ([loss, *torch.autograd.grad(loss, x)] for loss in (found, wanted))
+    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
+
+
+def test_distillation_is_the_papers():
+    student, teacher = randn(4, 3, requires_grad=True), randn(4, 3, requires_grad=True)
+    p, q = ((x / 0.5).exp() / (x / 0.5).exp().sum(1, keepdim=True) for x in (teacher, student))
+    wanted = -(p.detach() * q.log()).sum(1).mean()
+    found = simclr.distillation_loss(student, teacher, 0.5)
+    both = ([loss, *torch.autograd.grad(loss, student)] for loss in (found, wanted))
+    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
+    loss = simclr.distillation_loss(student, teacher)
+    assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
+    for others, wrong in (([teacher[:2]], "teacher_logits"), ([teacher, 0], "temperature")):
+        with pytest.raises(ValueError, match=wrong):
+            simclr.distillation_loss(student, *others)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+@pytest.mark.parametrize("form, norm", [("paper", None), ("code", None), ("paper", True), ("code", False)])
+def test_heads(form, norm, layers):
+    head = simclr.projection_head(8, SimpleNamespace(head_layers=layers, width=4, form=form, head_norm=norm))
+    norms = form == "code" if norm is None else norm
+    inner = ["Linear", "BatchNorm1d", "ReLU"] if norms else ["Linear", "ReLU"]
+    assert [type(part).__name__ for part in head] == (layers * inner)[:-1]
+    assert head(torch.randn(6, 8)).shape == (6, 4 if layers else 8)
+    if layers:
+        assert head[-1].bias.requires_grad != norms and (head[0].bias is None) == norms
+
+
+def flags(*given):
+    return simclr.make_parser().parse_args([*given, "--data", "x"])
+
+
+@pytest.mark.parametrize("given, wanted", [
+    ("", dict(recipe=None, lr=1.0, model="resnet-18", temperature=0.5, optimizer="lars", from_layer=0)),
+    ("--recipe paper", dict(lr=0.3, weight_decay=1e-6, batch_size=4096, size=224, form="paper")),
+    ("--recipe code --epochs 7", dict(lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, epochs=7, form="code")),
+    ("--recipe cifar", dict(size=32, epochs=1000, colour=0.5, blur=0.0, weight_decay=1e-4)),
+    ("--epochs 100 --recipe cifar", dict(epochs=100, lr=1.0)),
+    ("--recipe v2", dict(head_layers=3, warmup=40, epochs=800, lr=0.1)),
+    ("--supervised", dict(temperature=0.1, optimizer="sgd", lr=0.18, crop=0.2, recipe="supervised")),
+    ("--supervised --recipe cifar", dict(temperature=0.5, supervised=True, crop=0.08, recipe="cifar")),
+    ("--distill t", dict(epochs=400, temperature=1.0, from_layer=0))])
+def test_recipes(given, wanted, capsys):
+    args = flags(*given.split())
+    assert wanted.items() <= vars(args).items()
+    simclr.say_recipe(args, simclr.RECIPES | simclr.IMPLIED)
+    said = capsys.readouterr().out
+    assert bool(said) == bool(args.recipe) and said.count("(not ") == given.count("--epochs")
+
+
+@pytest.mark.parametrize("given, wanted", [
+    ("--from-layer 1", "--from-layer: is for --finetune or"), ("--labels 0.5", "--labels: is a share for"),
+    ("--finetune x --labels 0", "--labels 0: wanted a share"), ("--distill t --supervised", "wanted one"),
+    ("--supervised --no-normalize", "--no-normalize: SupCon"), ("--distill t --profile", "--profile: times")])
+def test_flags_that_do_not_go_together(given, wanted):
+    with pytest.raises(Fault, match=wanted):
+        simclr.check(flags(*given.split()))
+
+
+def test_losses_of_the_modes():
+    """A classifier's by the teacher at --temperature, or by labels, in this rank's part of the batch; with
+    --no-normalize no product is in half types, where long projections would overflow."""
+    views, teacher, labels = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    args = flags("--distill", "t", "--temperature", "0.3")
+    loss, _ = simclr.compute_loss(lambda x: x, (views, teacher), 8, args)
+    torch.testing.assert_close(loss, simclr.distillation_loss(views, teacher, 0.3) / 2)
+    args = simclr.make_parser().parse_args(["--finetune", "x"])
+    loss, _ = simclr.compute_loss(lambda x: x, (views, labels), 8, args)
+    torch.testing.assert_close(loss, F.cross_entropy(views, labels) / 2)
+    args, z = flags("--no-normalize", "--precision", "bf16"), 1000 * torch.randn(6, 8)
+    loss, _ = simclr.compute_loss(lambda x: x, (z, None), 3, args)
+    torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
+
+
+def test_finetune_names_the_data():
+    args = simclr.make_parser().parse_args(["--finetune", "x", "--from-layer", "0"])
+    assert (args.data, args.lr, args.from_layer, args.warmup) == ("x", 0.005, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run of two epochs on small pictures, with a head of three layers and norms; and its data."""
+    folder = tmp_path_factory.mktemp("v2")
+    with np.load(DATA / "shapes.npz") as file:
+        x, y, n = file["images"][:, ::2, ::2] // 2, file["labels"] % 3, 200
+    x[np.arange(len(x)), :, :, y] += 120                       # a class is a colour
+    arrays = dict(images=x[:n], labels=y[:n] + 5, test_dataset=x[n : n + 60], test_classifier=y[n : n + 60] + 5)
+    np.savez(folder / "x.npz", **arrays)
+    head = ["--head-layers", 3, "--form", "code"]
+    run("simclr", folder / "first", "--data", folder / "x.npz", *SMALL, "--steps", 2, *head)
+    return folder
+
+
+SMALL = ["--model", "resnet-small", "--batch-size", 20, "--eval-every", 50, "--probe-epochs", 0]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
+    """From a layer of the saved head, whose weights it starts with; a share of each class; saved, it says the
+    same to whoever loads it."""
+    given = ["--finetune", first / "x.npz", *SMALL, "--model", first / "first", "--labels", 0.25]
+    result = run("simclr", tmp_path / "out", *given, "--from-layer", layer, "--steps", 40)     # v2's own rate
+    head, last = load_file(first / "first" / "head.safetensors"), 3 * layer
+    assert len(result.model.head) == (last + 1 if layer < 3 else 9) and len(result.model.classes) == 3
+    assert "50 pictures" in result.said["simclr"] or "51 pictures" in result.said["simclr"]
+    assert result.steps[-1]["dev_top1"] > 60 and result.steps[-1]["loss"] < 1
+    args = flags("--from-layer", str(layer), "--model", str(first / "first"))
+    start = simclr.classifier(args, result.model.width, 3)
+    kept = start[:-1].state_dict()
+    assert all(torch.equal(kept[name], head[name]) for name in kept)
+    assert not start[-1].weight.any() and not start[-1].bias.any()
+    pictures = torch.rand(4, 3, 16, 16)
+    loaded = load_classifier(tmp_path / "out")
+    assert torch.equal(loaded(pictures), result.model.eval()(pictures)) and loaded.classes == ["5", "6", "7"]
+    scored = ["--evaluate", "--data", first / "x.npz", "--model", tmp_path / "out", "--probe-epochs", 0]
+    with contextlib.redirect_stdout(io.StringIO()) as lines:
+        simclr.main([*map(str, scored)])
+    assert f"classifier {result.steps[-1]['dev_top1']:.2f} %" in lines.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as lines:   # a classifier needs no pictures to train on
+        simclr.main(["--evaluate", "--dev", str(first / "x.npz"), "--model", str(tmp_path / "out")])
+    assert re.search(r"\ntest     classifier [\d.]+ %  .*out\n$", lines.getvalue())
+    if layer == 1:                                             # what it knows goes into another net
+        given = ["--distill", tmp_path / "out", "--data", first / "x.npz", *SMALL, "--lr", 0.1, "--warmup", 0]
+        student = run("simclr", tmp_path / "student", *given, "--steps", 60, "--temperature", 0.7)
+        assert student.steps[-1]["dev_top1"] > 60              # the loss of a batch follows one sure teacher
+        assert load_classifier(tmp_path / "student").classes == loaded.classes
+
+
+def test_a_batch_of_distillation_is_one_view_and_the_teachers_logits(first):
+    views = torch.rand(4, 3, 16, 16)
+    pictures = SimpleNamespace(feed=iter([views]))
+    teacher = PictureEncoder(load_encoder("resnet-small", True), torch.nn.Linear(256, 2)).train()
+    batch = simclr.make_batch([0, 1, 2, 3], pictures, None, teacher)
+    assert torch.equal(batch[0], views) and torch.equal(batch[1], teacher.eval()(views))
+    assert not batch[1].requires_grad
+
+
+def test_adam_trains(first, tmp_path):
+    given = ["--data", first / "x.npz", *SMALL, "--optimizer", "adam", "--lr", 1e-2, "--warmup", 0]
+    result = run("simclr", tmp_path / "out", *given, "--steps", 4)
+    assert type(result.run.optimizer) is torch.optim.Adam and result.losses[-1] < result.losses[0]
+
+
+def test_a_head_of_several_gpus_loads_on_one(tmp_path):
+    """Its batch norms are synchronised, and saved as plain ones."""
+    args = SimpleNamespace(head_layers=3, width=4, form="code", head_norm=None)
+    plain = simclr.projection_head(8, args)
+    encoders.save_head(torch.nn.SyncBatchNorm.convert_sync_batchnorm(plain), None, tmp_path)
+    head, classes = encoders.load_head(tmp_path)
+    assert [type(part).__name__ for part in head] == (3 * ["Linear", "BatchNorm1d", "ReLU"])[:-1]
+    assert equal(head.state_dict(), plain.state_dict()) and classes is None

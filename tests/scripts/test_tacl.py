@@ -1,0 +1,411 @@
+"""tacl.py: its loss against float64 formulas written out anchor by anchor, its masks, its model, its runs."""
+import json
+import math
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_losses import agree, both_impls, points
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertForPreTraining, BertModel, DistilBertConfig
+from transformers import DistilBertForMaskedLM as DistilBertLM
+
+import tacl
+from kernels import blockwise
+from running import SENTENCES, equal, in_processes, metrics, refuse, run
+from tacl import tacl_loss
+
+both_forms = pytest.mark.parametrize("form", ["paper", "code"])
+
+# ── the loss ──
+
+
+def cosines(a, b):
+    """A zero vector has cosine 0 with all."""
+    return a @ b.T / (a.norm(dim=-1, keepdim=True).clamp(min=1e-8) * b.norm(dim=1).clamp(min=1e-8))
+
+
+def written_out(student, teacher, masked, real, temperature, form, similarity="cosine"):
+    """The paper's sum over anchors, divided by their number as the code does; padding in the denominator in
+    the code's form."""
+    losses = []
+    for s, t, chosen, inside in zip(student, teacher, masked, real):
+        for i in (chosen & inside).nonzero()[:, 0]:
+            logits = s[i] @ t.T if similarity == "dot" else cosines(s[i], t) / temperature
+            terms = torch.exp(logits)
+            losses.append(-torch.log(terms[i] / (terms[inside] if form == "paper" else terms).sum()))
+    return sum(losses, 0 * student.sum()) / max(1, len(losses))
+
+
+def batch(b, length, d, seed):
+    """(student, teacher, masked, attention mask): padding behind, before and within; the last sequence has no
+    anchor."""
+    student, teacher = (points(b * length, d, seed + i).view(b, length, d) for i in (0, 1))
+    masked = torch.rand(b, length, generator=torch.Generator().manual_seed(seed)) < 0.3
+    place = torch.arange(length)
+    real = torch.stack([[place < length - row, place >= row, place % 3 != 1][row % 3] for row in range(b)])
+    masked[0, 1] = True
+    masked[-1] &= b == 1
+    return student, teacher, masked, real
+
+
+@both_impls
+@both_forms
+@pytest.mark.parametrize("shape", [(1, 4, 3), (6, 7, 4), (3, 40, 8)], ids=str)
+@pytest.mark.parametrize("temperature", [0.01, 0.5])
+def test_tacl_loss(impl, form, shape, temperature, monkeypatch):
+    """Chosen padding is no anchor; without one the loss is 0. A sequence of one token has no negatives, but
+    for padding. Small strips: sequences of a few anchors share one, long ones are cut. Of an easy task too,
+    of equal views, of zero vectors, of plain products. The teacher has no gradient and keeps its values."""
+    for name, value in dict(SMALL=0, ROWS=5, STRIP=1).items():
+        monkeypatch.setattr(blockwise, name, value)
+    student, teacher, masked, real = batch(*shape, seed=sum(shape))
+    kept, holes, one = teacher.clone().requires_grad_(), teacher.clone(), torch.zeros_like(real)
+    holes[:, 1], one[:, 0] = 0, True
+    for s, t, chosen, inside in (
+            (student, kept, masked, real), (teacher + 0.3 * student, teacher, masked, real),
+            (student, student, masked, real), (holes, holes, masked, real), (student, teacher, one, one),
+            (student, teacher, ~real, real), (student, teacher, masked & False, real)):
+        for how in ("cosine", "dot"):
+            given = chosen.int(), inside.long(), temperature, form
+            agree(lambda s: tacl_loss(s, t, *given, similarity=how, impl=impl),
+                  lambda s: written_out(s, t.detach(), chosen, inside, temperature, form, how), s)
+    assert kept.grad is None and torch.equal(kept, teacher)
+
+
+@both_impls
+@pytest.mark.parametrize("name, error", [("float32", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)])
+def test_types_and_near_views(impl, name, error):
+    """Near views are exact also where 1 + small is 1, in float32; τ is 0.01 and nothing padding where these
+    are not given."""
+    student, teacher, masked, real = batch(3, 9, 16, seed=10)
+    given = (student + 2 * teacher).to(getattr(torch, name)), teacher.to(getattr(torch, name))
+    loss = tacl_loss(*given, masked, real, impl=impl)
+    exact = tacl_loss(*(x.double() for x in given), masked, real, impl=impl)
+    assert loss.dtype == torch.float32 and abs(loss - exact) < error
+    assert tacl_loss(*given, masked & False).dtype == torch.float32
+    wide = F.normalize(points(27, 48, 4), dim=1).view(3, 9, 48)
+    others = [torch.cat([wide[b, :i], wide[b, i + 1 :]]) @ wide[b, i] for b, i in masked.nonzero()]
+    small = np.mean([torch.log1p(torch.exp((x - 1) / 0.01).sum()).item() for x in others])
+    assert small < 1e-15
+    assert tacl_loss(wide.float(), wide.float(), masked, impl=impl).item() == pytest.approx(small, rel=1e-2)
+
+
+@pytest.mark.parametrize("change, wanted", [
+    (dict(teacher=torch.zeros(2, 3, 5)), r"teacher: found \(2, 3, 5\), wanted \(2, 3, 4\)"),
+    (dict(teacher=torch.zeros(2, 4, 4)), r"teacher: found \(2, 4, 4\), wanted \(2, 3, 4\)"),
+    (dict(attention_mask=torch.ones(3)), r"attention_mask: found \(3,\), wanted \(2, 3\)"),
+    (dict(form="both"), "form: 'both', wanted paper or code"), (dict(temperature=0), "temperature: 0, wan"),
+    (dict(similarity="euclid"), "similarity: 'euclid', wanted cosine or dot")])
+def test_tacl_loss_refuses(change, wanted):
+    z = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match="^" + wanted):
+        tacl_loss(**dict(student=z, teacher=z, masked=torch.ones(2, 3)) | change)
+
+
+# ── masks ──
+
+
+def row_of(words):
+    """Ids: 0 to 4 are special tokens, 6 and 8 go on with a word, but behind the unknown 1, where 6 is one."""
+    return np.array([2, *[5, 6, 8] * words, 3, 7, 1, 6, 3])
+
+
+@pytest.mark.parametrize("whole, ids, wanted", [
+    (False, np.array([2, 3, 3]), 0), (False, np.array([2, 5, 3, 3]), 1), (False, row_of(2), 2),
+    (False, row_of(6), 4), (False, row_of(40), 16), (True, row_of(1), 0), (True, row_of(3), 1),
+    (True, row_of(12), 2), (True, row_of(40), 6)])
+def test_masks(whole, ids, wanted):
+    """BERT's number: round(0.15 · length), at least 1, at most a quarter of --max-length, here 16; of whole
+    words, whose pieces each have their own luck, at most a quarter. 80 % are masks, 10 % a random token."""
+    args, places, luck, became = SimpleNamespace(max_length=64, whole_word=whole), set(), set(), Counter()
+    model = SimpleNamespace(tokenizer=SimpleNamespace(mask_token_id=4), special={0, 1, 2, 3, 4},
+                            continuing={6, 8}, ordinary=[5, 6, 7, 8])
+    ordinary = np.flatnonzero(ids > 4)
+    goes_on = whole & np.isin(ids[ordinary], [6, 8]) & (ids[ordinary - 1] > 4)
+    words = np.split(ordinary, np.flatnonzero(~goes_on)[1:])
+    for seed in range(200):
+        masked, chosen = tacl.choose_and_mask(ids, model, args, random.Random(seed))
+        assert (masked == ids)[~chosen].all() and chosen.sum() == chosen[ordinary].sum()
+        assert all(len({*chosen[word]}) <= 1 for word in words)
+        assert sum(chosen[word].any() for word in words) == wanted
+        luck |= {tuple(masked[word] == 4) for word in words if chosen[word].any()}
+        places.update(np.flatnonzero(chosen))
+        became.update(np.where(masked == 4, "mask", np.where(masked == ids, "same", "other"))[chosen])
+    assert wanted == 0 or places == {*ordinary} and len(luck) > 2 * whole
+    share = {name: count / became.total() for name, count in became.items()}
+    assert wanted < 16 or share == pytest.approx(dict(mask=0.8, same=0.125, other=0.075), abs=0.02)
+
+
+# ── the model and its three losses ──
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder, lines = tmp_path_factory.mktemp("documents"), [line for line, in SENTENCES]
+    for name, head, first, count in (("data", "", 0, 8), ("dev", "I\n", 500, 4)):
+        documents = ["\n".join(lines[i : i + 5]) for i in range(first, first + 5 * count, 5)]
+        (folder / name).write_text(head + "\n\n".join(documents), encoding="utf-8")
+    return ["--batch-size", 8, "--max-length", 48, "--data", folder / "data", "--dev", folder / "dev"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, bert):
+    """A BERT with all its heads, and a DistilBERT, which has dropout, with and without the one that it has,
+    all with the letters of `bert`."""
+    home, tokenizer = tmp_path_factory.mktemp("models"), AutoTokenizer.from_pretrained(bert)
+    torch.manual_seed(1)
+    shape = dict(num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+                 hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    letters = shape["vocab_size"] = len(tokenizer)
+    small = DistilBertLM(DistilBertConfig(vocab_size=letters, dim=32, n_layers=2, n_heads=2, hidden_dim=64))
+    models = {"bert": BertForPreTraining(BertConfig(hidden_size=32, initializer_range=0.2, **shape)),
+              "wide": BertModel(BertConfig(hidden_size=64, **shape)), "distilbert-lm": small,
+              "distilbert": small.distilbert}
+    for parameter in models["bert"].cls.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)              # biases too
+    for name, model in models.items():
+        model.save_pretrained(home / name)
+        tokenizer.save_pretrained(home / name)
+    return home
+
+
+def build(flags, model, **change):
+    """(model, flags, nine pairs, nine sentences)"""
+    args = tacl.make_parser().parse_args([*map(str, flags), "--model", str(model), "--dev-pairs", "9"])
+    vars(args).update(max_length=256, **change)                # pairs of many lengths
+    torch.manual_seed(0)
+    model = tacl.build_model(args, SimpleNamespace(device=torch.device("cpu"), bf16=False))
+    pairs, _ = tacl.load_dev(args.data, 8, model, args)
+    return model, args, pairs, tacl.load_dev(args.dev, 4, model, args)[1]
+
+
+@both_forms
+@pytest.mark.parametrize("accumulate, weight, more", [(1, 1, {}), (4, 0.5, {"contrast": 0.5})], ids=str)
+def test_losses_are_the_librarys_and_the_papers(form, accumulate, weight, more, files, folders, monkeypatch):
+    """Values and gradients: BertForPreTraining's own loss of all logits, and the contrast row by row. No
+    logits are made, and --impl's kernels are asked. `evaluate` has these losses too, how often the most
+    similar token is the own one, and the token similarity of each layer by loops."""
+    model, args, rows, sentences = build(files, folders / "bert", form=form, accumulate=accumulate,
+                                         impl="eager", **more)
+    for parameter in model.encoder.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)   # unlike its teacher
+    values, seen, decoder = Counter(), [], model.lm.get_output_embeddings()
+    kernels = {name: Mock(wraps=getattr(tacl, name)) for name in ("decoder_loss", "similarity_lse")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(tacl, name, kernel)
+    parts, lengths = tacl.make_batch(rows, model.train(), args), sorted(len(row[0]) for row in rows)
+    size = 9 if accumulate == 1 else 3                         # rows of a part, of similar length
+    widths = lengths[size - 1 :: size] if form == "paper" else [256] * (9 // size)
+    assert [part[0].shape[1] for part in parts] == widths
+    assert len(set(lengths)) > 4 and len(rows) == len(sentences) == 9 and model.fresh == []
+    with decoder.register_forward_hook(lambda *x: seen.append(x[2].numel())):
+        for part in parts:
+            loss, found = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
+            loss.backward()
+            values.update({name: value.item() for name, value in found.items()})
+    calls = [call for kernel in kernels.values() for call in kernel.call_args_list]
+    assert {call.kwargs["impl"] for call in calls} == {"eager"} and set(seen) == {0}
+    evaluated = tacl.evaluate(model, (rows, sentences), args)
+    assert model.training
+    ours = {name: parameter.grad.clone() for name, parameter in model.lm.named_parameters()}
+    model.zero_grad()
+    column = lambda k: [F.pad(torch.tensor(row[k]), (0, widths[-1] - len(row[0]))) for row in rows]
+    ids, segments, masked, chosen = (torch.stack(column(k)).long() for k in (0, 1, 3, 4))
+    real, chosen, labels = ids > 0, chosen > 0, torch.tensor([int(row[2]) for row in rows])
+    known = dict(attention_mask=real, token_type_ids=segments)
+    library = model.lm(masked, **known, labels=ids.where(chosen, -100), next_sentence_label=labels,
+                       output_hidden_states=True)
+    t = BertModel.from_pretrained(folders / "bert").eval()(ids, **known).last_hidden_state.detach().double()
+    s = library.hidden_states[-1].double()
+    contrast = written_out(s, t, chosen, real, 0.01, form)
+    (library.loss + weight * contrast).backward()
+    for name, parameter in model.lm.named_parameters():
+        rounding = 2e-3 * parameter.grad.abs().max().item() + 1e-5
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=rounding, msg=name)
+    nsp = F.cross_entropy(library.seq_relationship_logits, labels).item()
+    for found in (values, evaluated):
+        assert [found["mlm"], found["nsp"]] == pytest.approx([library.loss.item() - nsp, nsp], abs=2e-5)
+        assert found["contrast"] == pytest.approx(contrast.item(), rel=2e-3)   # float32 at τ = 0.01
+        total = found["mlm"] + found["nsp"] + weight * found["contrast"]
+        assert found["loss"] == pytest.approx(total, abs=1e-4)
+    ends = real.sum(1) if form == "paper" else [256] * 9       # padding may be the nearest (code)
+    right = [i == cosines(s[row, i], t[row, : ends[row]]).argmax() for row, i in chosen.nonzero()]
+    assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3) and 0.1 < np.mean(right) < 1
+    assert len(sentences[0][0]) == 3                           # a single word, whose similarity is NaN
+    states = [model.encoder(torch.tensor(ids)[None].long(), output_hidden_states=True).hidden_states
+              for ids, *_ in sentences]
+    for i, found in enumerate(evaluated["similarity"]):        # of two different words, [CLS] is none
+        each = [cosines(layers[i][0, 1:-1], layers[i][0, 1:-1]) for layers in states[1:]]
+        means = [(x.sum() - len(x)).item() / (len(x) ** 2 - len(x)) for x in each]
+        assert found == pytest.approx(np.mean(means), abs=1e-5)
+        each = [cosines(layers[i][0], layers[i][0]) for layers in states]      # with it, as the authors do
+        pairs = torch.cat([x[~torch.eye(len(x), dtype=bool)] for x in each])
+        assert evaluated["similarity_special"][i] == pytest.approx(pairs.mean().item(), abs=1e-5)
+
+
+def test_without_contrast_the_teacher_rests(files, folders, monkeypatch):
+    """--contrast 0: in training no token of the teacher and no contrast; `evaluate` has both."""
+    flags = [*files, "--contrast", 0, "--accumulate", 2]
+    model, args, rows, sentences = build(flags, folders / "bert")
+    read, asked = [], Mock(wraps=tacl_loss)
+    monkeypatch.setattr(tacl, "tacl_loss", asked)
+    model.teacher[0].register_forward_hook(lambda *_: read.append(1))
+    for part in tacl.make_batch(rows, model.train(), args):
+        loss, values = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
+        assert {*values} == {"loss", "mlm", "nsp"} and loss.item() == (values["mlm"] + values["nsp"]).item()
+        loss.backward()
+    assert not read and not asked.called
+    scores = tacl.evaluate(model, (rows, sentences), args)
+    assert read and scores["contrast"] > 0 and scores["accuracy"] > 0 and len(scores["similarity"]) == 3
+    assert scores["loss"] == pytest.approx(scores["mlm"] + scores["nsp"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name, fresh", [
+    ("distilbert", {"vocab_layer_norm", "vocab_projector", "vocab_transform", "next sentence"}),
+    ("distilbert-lm", {"next sentence"}), ("scratch", set())])
+def test_fresh_heads_and_a_frozen_teacher(name, fresh, files, folders):
+    """Heads that the checkpoint lacks are learned. The teacher, no part of what is trained, saved or set to
+    train, has no dropout."""
+    model, args, rows, _ = build(files, name if name == "scratch" else folders / name)
+    if name == "distilbert-lm":
+        stored = DistilBertLM.from_pretrained(folders / name).state_dict()
+        assert equal(dict(model.lm.state_dict()), dict(stored))
+    [part], [teacher] = tacl.make_batch(rows, model, args), model.train().teacher
+    loss, values = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
+    loss.backward()
+    assert set(model.fresh) == fresh and all(parameter.grad is not None for parameter in model.parameters())
+    assert values["nsp"].item() == pytest.approx(math.log(2), abs=0.05)
+    assert not any(p.requires_grad or p in {*model.parameters()} for p in teacher.parameters())
+    read = lambda encoder: tacl.read(encoder, part[0], *part[2:4]).last_hidden_state
+    assert torch.equal(read(teacher), read(teacher)) and not torch.equal(read(model.encoder), read(teacher))
+    assert torch.equal(read(model.eval().encoder), read(teacher))
+
+
+# ── whole runs ──
+
+
+def check_folder(result, out, name):
+    """By the line that was printed: the encoder in state.pt with its pooler, no head, no teacher, a tokenizer
+    that cuts nothing."""
+    model, prefix = eval(result.said["load"], {"AutoModel": AutoModel}), f"lm.{name}."
+    state = result.state["model"]
+    assert not any("teacher" in key for key in state)
+    state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    assert equal(dict(model.state_dict()), state) and {*load_file(out / "model.safetensors")} == {*state}
+    assert name == "distilbert" or any("pooler" in key for key in state)
+    assert json.loads((out / "tokenizer.json").read_text())["truncation"] is None
+    assert f"{result.steps[-1]['dev_accuracy']:.2f} %" in (out / "README.md").read_text()
+
+
+def test_learns(tmp_path, files, bert):
+    """From a random BERT whose tokens look alike: the contrast is learned, and the tokens of the top layer
+    move apart. The rate rises over a tenth of the steps, and falls to 0."""
+    result = run("tacl", tmp_path / "out", *files, "--model", bert, "--steps", 39, "--lr", 3e-3)
+    last, before = result.steps[-1], result.state["progress"]["before"]
+    assert last["dev_accuracy"] > before["accuracy"] + 20 and last["dev_contrast"] < 0.7 * before["contrast"]
+    assert last["dev_mlm"] < before["mlm"] - 0.1 and len(before["similarity"]) == 4
+    assert last["dev_similarity"][-1] < before["similarity"][-1]
+    change = f"contrast accuracy {before['accuracy']:.2f} → {last['dev_accuracy']:.2f} %, "
+    tops = [(before[name][-1], last[f"dev_{name}"][-1]) for name in ("similarity", "similarity_special")]
+    change += "token similarity of the top layer {:.3f} → {:.3f}, with [CLS] and [SEP] {:.3f} → {:.3f}, "
+    change = change.format(*tops[0], *tops[1])
+    assert result.said["done"].startswith(change) and "cls.seq_relationship" in result.said["model"]
+    assert tacl.summary(before) == result.said["before"]
+    assert f"{tops[0][1]:.3f}, with [CLS] and [SEP] " in result.said["after"]
+    assert result.said["after"].endswith(f"{tops[1][1]:.3f}")
+    rates = np.interp(range(39), [0, 3, 39], [0, 3e-3, 0])
+    assert [step["lr"] for step in result.steps] == pytest.approx(rates)
+    check_folder(result, tmp_path / "out", "bert")
+
+
+def check_resume(name, folder, flags, others, monkeypatch, *more):
+    """A run that is interrupted in its sixth step and goes on from its third is the whole one, and so is one
+    with other flags, fewer evaluations."""
+    whole, parts = run(name, folder / "whole", *flags), folder / "parts"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        patch.setattr(whole.script, "sum_gradients", Mock(side_effect=[None] * 5 + [KeyboardInterrupt]))
+        run(name, parts, *flags, *more)
+    assert len(metrics(parts)) == 5
+    resumed, other = run(name, parts, *flags, *more, "--resume"), run(name, folder / "other", *others)
+    assert [x | {"seconds": 0} for x in resumed.steps] == [x | {"seconds": 0} for x in whole.steps]
+    assert equal(resumed.state, whole.state) and other.losses == whole.losses
+    assert equal(*(load_file(out / "model.safetensors") for out in (parts, folder / "whole")))
+    for part in ("model", "optimizer", "random"):
+        assert equal(other.state[part], whole.state[part]), part
+    found = [sum(any(key.startswith("dev_") for key in step) for step in x.steps) for x in (whole, other)]
+    assert found == [3, 1]
+    return whole
+
+
+@pytest.mark.parametrize("flags", [
+    [], ["--form", "code", "--accumulate", 3, "--whole-word", "--similarity", "dot", "--buffer", 2],
+    ["--contrast", 0, "--accumulate", 2]], ids=str)
+def test_resume_is_exact_and_evaluation_leaves_no_trace(flags, tmp_path, files, folders, monkeypatch):
+    """With dropout and another model as teacher; the stream goes through its file twice."""
+    flags = [*files, "--model", folders / "distilbert", "--teacher", folders / "bert", "--steps", 8, *flags]
+    whole = check_resume("tacl", tmp_path, [*flags, "--eval-every", 3], flags, monkeypatch)
+    assert whole.state["progress"]["place"][1] > 0
+    assert all(("contrast" in step) is ("--contrast" not in flags) for step in whole.steps)
+    assert all(step["dev_contrast"] > 0 for step in whole.steps if "dev_loss" in step)
+    check_folder(whole, tmp_path / "whole", "distilbert")
+
+
+def check_processes(one, out, norms):
+    """Clipping and Adam hide a gradient that is too large: norms are compared too."""
+    assert norms == pytest.approx(one.norms, rel=1e-3)
+    for name in one.steps[0].keys() - {"seconds"}:             # the terms of a loss too
+        found = [step[name] for step in metrics(out)]
+        assert found == pytest.approx([step[name] for step in one.steps], rel=1e-5, abs=1e-4), name
+    for key, weight in torch.load(out / "state.pt", weights_only=True)["model"].items():
+        if not key.endswith("key.bias"):   # softmax ignores it: Adam makes the rounding of its gradient large
+            torch.testing.assert_close(weight, one.state["model"][key], atol=2e-4, rtol=0, msg=key)
+
+
+def test_several_processes_equal_one(tmp_path, files, bert):
+    """Ranks have unequal numbers of chosen tokens. Without --dev nothing is evaluated."""
+    flags = [*files[:-2], "--model", bert, "--steps", 4, "--lr", 1e-3, "--accumulate", 2]
+    one = run("tacl", tmp_path / "one", *flags)
+    assert not {"after", "before"} & {*one.said} and one.said["done"].startswith("0 min")
+    assert max(one.norms) > 1                                  # clipping is active
+    check_processes(one, tmp_path / "three", in_processes(3, "tacl", tmp_path / "three", flags))
+
+
+# ── bad input ──
+
+GOOD = "A man eats.\nHe likes it.\n\nA dog runs.\nIt is fast.\n"
+FEW = "documents of two or more sentences, wanted at least 2; a sentence a line, a blank line between .*"
+TEACHER = "--model bert --teacher"
+
+
+@pytest.mark.parametrize("content, flags, wanted", [
+    (None, "", r"data: No such file or directory"), ("\n \n", "", r"data: 0 " + FEW),
+    ("A man eats.\nHe likes it.\nA dog runs.\n", "--data good --dev data", r"data: 1 " + FEW),
+    ("A.\n\nB.\n\nC.\nD.\n", "", r"data: 1 " + FEW),
+    ("A.\n\xff.\n", "", r"data line 2: not UTF-8; convert it, for example with iconv"),
+    (GOOD, "--max-length 4", r"--max-length 4: wanted 5 or more: \[CLS\], both \[SEP\], a token of .*"),
+    (GOOD, "--max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
+    (GOOD, "--buffer 1", r"argument --buffer: 1: wanted a number of at least 2"),
+    (GOOD, "--teacher none/such", r"--teacher none/such: no such folder, and the hub .*"),
+    (GOOD, f"{TEACHER} wide", r"--teacher wide: its vectors have 64 numbers, those of bert 32; .*"),
+    (GOOD, f"{TEACHER} other", r"--teacher other: its vocabulary is not that of bert; wanted .*"),
+    (GOOD, "--model bare --whole-word", r"--whole-word: the tokenizer of bare has no pieces that .*")])
+def test_bad_input(content, flags, wanted, tmp_path, capfd, monkeypatch, folders):
+    monkeypatch.chdir(tmp_path)
+    for name, text in dict(good=GOOD, data=content).items():
+        Path(name).write_text(text, encoding="latin-1") if text else None
+    for name in ("bert", "wide"):
+        Path(name).symlink_to(folders / name)
+    changes = dict(other=('"##a"', '"##other"'), bare=('"##', '"__'))
+    for name in changes.keys() & flags.split():
+        file = Path(shutil.copytree("bert", name), "tokenizer.json")
+        file.write_text(file.read_text().replace(*changes[name]))
+    start = ["--model", "scratch", "--data", "data", "--batch-size", 2, "--steps", 1]
+    refuse("tacl", capfd, wanted, *start, *flags.split())

@@ -1,0 +1,325 @@
+"""Texts of unseen classes: the contrastive losses and detectors against their definitions, small runs."""
+import functools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_families import ENCODERS, small_model
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertForSequenceClassification
+
+import childtuning
+from childtuning import ood_contrastive_loss
+from kernels.training.cli import Fault
+from kernels.training.extras import ood
+from kernels.training.extras.adversarial import adversarial_views, changed, noise
+from kernels.training.text import classifier
+from running import DATA, equal, in_processes, metrics, refuse, run
+
+tune = functools.partial(run, "childtuning")
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def as_written(z, z_adv, kinds, t, form):
+    """Zeng et al.'s loss, released or of the paper, term by term; rows are of length 1."""
+    if form == "paper":
+        rows, kinds, total = [*z, *z_adv], kinds * 2, 0
+        for i, u in enumerate(rows):
+            others = [j for j in range(len(rows)) if j != i]
+            norm = sum((u @ rows[j] / t).exp() for j in others)
+            near = [j for j in others if kinds[j] == kinds[i]]
+            total -= sum(((u @ rows[j] / t).exp() / norm).log() for j in near) / len(near)
+        return total / len(rows)
+    total = 0
+    for one, other in ((z, z_adv), (z_adv, z)):
+        for i, u in enumerate(one):
+            norm = sum((u @ x / t).exp() + (u @ y / t).exp() for x, y in zip(one, other)) - math.exp(1 / t)
+            near = [j for j in range(len(one)) if kinds[j] == kinds[i]]
+            total -= sum(((((u @ one[j] / t).exp() if j != i else 0) + (u @ other[j] / t).exp()) / norm).log()
+                         for j in near) / len(near)
+    return total / len(z)
+
+
+@pytest.mark.parametrize("form", ["paper", "code"])
+@pytest.mark.parametrize("kinds", [[0, 5, 0, 0, 5, 7], [1] * 4, [0, 1, 2], [9]])
+def test_contrastive_loss(kinds, form):
+    """Value and gradients of both views; and in float32 where e^{1/τ} has left it."""
+    leaves = [draw(len(kinds), 5, seed=seed).requires_grad_() for seed in (1, 2)]
+    unit = [x / x.square().sum(1, keepdim=True).sqrt() for x in leaves]
+    found = ood_contrastive_loss(*leaves, torch.tensor(kinds), 0.2, form), as_written(*unit, kinds, 0.2, form)
+    results = [(value, *torch.autograd.grad(value, leaves)) for value in found]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+    cold = [ood_contrastive_loss(*(x.to(kind) for x in leaves), torch.tensor(kinds), 0.004, form)
+            for kind in (torch.float32, torch.float64)]
+    assert cold[0].item() == pytest.approx(cold[1].item(), rel=1e-5, abs=1e-4)
+
+
+def test_arguments_are_refused():
+    good = dict(z=draw(3, 2), z_adv=draw(3, 2), labels=torch.tensor([0, 1, 1]))
+    for name, wrong in (("z", dict(z=draw(3))), ("z_adv", dict(z_adv=draw(2, 2))), ("form", dict(form="old")),
+                        ("labels", dict(labels=draw(3))), ("temperature", dict(temperature=0.0)),
+                        ("temperature", dict(temperature=math.nan, form="code"))):
+        with pytest.raises(ValueError, match=f"^{name}: .*wanted"):
+            ood_contrastive_loss(**good | wrong)
+    for wrong in (dict(gradient=draw(2, 3)), dict(mask=torch.ones(2, 4, dtype=torch.int64))):
+        with pytest.raises(ValueError, match=f"^{min(wrong)}: .*wanted"):
+            noise(**dict(gradient=draw(2, 3, 4), mask=torch.ones(2, 3, dtype=torch.int64), size=1.0) | wrong)
+
+
+def test_noise():
+    """Of one length for each token, whatever its gradient's; none without a gradient and for padding."""
+    gradient = draw(2, 3, 4) * torch.tensor([1e-6, 1, 1e6], dtype=torch.float64)[:, None]
+    gradient[1, 0] = 0
+    step = noise(gradient, torch.tensor([[1, 1, 0], [1, 1, 1]]), 0.3)
+    lengths = torch.tensor([[0.3, 0.3, 0], [0, 0.3, 0.3]], dtype=torch.float64)
+    torch.testing.assert_close(step.norm(dim=2), lengths)
+    torch.testing.assert_close(step * gradient.norm(dim=2, keepdim=True), gradient * lengths[:, :, None])
+    assert noise(gradient.half(), torch.ones(2, 3, dtype=torch.int64), 1).dtype == torch.float32
+
+
+def test_the_adversarial_view(bert):
+    """compute_ood_loss is the loss of what the classifier reads, and of the same where word embeddings go up
+    the gradient of the summed cross entropy; its gradient keeps the noise fixed, the head's is zeros."""
+    model = BertForSequenceClassification.from_pretrained(bert, num_labels=3).double().train()
+    model.tokenizer, model.bf16 = None, False
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [1] * 6 + [0]])
+    ids, kinds = torch.arange(5, 26).view(3, 7), torch.tensor([2, 0, 2])
+    words = model.get_input_embeddings()
+    read = lambda x: model.bert(inputs_embeds=x, attention_mask=mask).pooler_output
+    rows = words(ids)
+    loss = F.cross_entropy(model.classifier(read(rows)), kinds, reduction="sum")
+    gradient, = torch.autograd.grad(loss, rows)
+    moved = words(ids) + 0.5 * F.normalize(gradient, dim=2) * mask[:, :, None]
+    wanted = as_written(*(F.normalize(read(x)) for x in (words(ids), moved)), kinds.tolist(), 0.1, "code")
+    args = Mock(adversarial=0.5, temperature=None, form="code")
+    batch = dict(input_ids=ids, attention_mask=mask), kinds
+    found, noted = childtuning.compute_ood_loss(model, batch, 3, args)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-4) and noted["loss"] == found
+    weights = [w for name, w in model.named_parameters() if "classifier" not in name]
+    results = [torch.autograd.grad(value, weights, retain_graph=True) for value in (found, wanted)]
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)                 # vectors are read as float32
+    assert torch.autograd.grad(found, model.classifier.weight)[0].eq(0).all() and not words._forward_hooks
+
+
+def test_changed_is_opened_again():
+    """Behind an error; outside, the module is as it was. Who does not use it once is refused."""
+    words, x, mask = torch.nn.Identity(), torch.ones(2, 3, 1), torch.ones(2, 3)
+    model = SimpleNamespace(get_input_embeddings=lambda: words)
+    for change in (lambda x: x + 1, lambda x: 2 * x):
+        with pytest.raises(KeyError), changed(model, mask, change):
+            assert torch.equal(words(x), change(x))
+            raise KeyError
+        assert words(x) is x
+    for used in ([], [x, x], [x[:, :2]], [(x, x)]):
+        with pytest.raises(Fault, match="has no word embeddings"), changed(model, mask, lambda x: x):
+            for out in used:
+                words(out)
+    model.get_input_embeddings = Mock(side_effect=NotImplementedError)
+    with pytest.raises(Fault, match="has no word embeddings"), changed(model, mask, lambda x: x):
+        pass
+
+
+SHAPE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=30, pad_token_id=0)
+KINDS = dict(distilbert={}, gpt2={}, electra=dict(embedding_size=8), xlnet=dict(d_head=8),
+             qwen2=dict(num_key_value_heads=2, intermediate_size=16),
+             t5=dict(d_kv=8, d_ff=16, eos_token_id=3, decoder_start_token_id=0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_word_embeddings_of_other_models(kind):
+    """They move what is read; T5 and XLNet read theirs otherwise, and are refused."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SHAPE, **KINDS[kind], num_labels=3)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.bf16, ids = False, torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
+    inputs = dict(input_ids=ids, attention_mask=(ids > 0).long())
+    views = functools.partial(adversarial_views, model, lambda: classifier.classify_vectors(model, inputs),
+                              inputs["attention_mask"], 0.5, lambda found: found[0].sum())
+    if kind in ("t5", "xlnet"):
+        with pytest.raises(Fault, match="^(T5|XLNet)ForSequenceClassification has no word .* BERT$"):
+            views()
+    else:
+        (logits, z), (logits_adv, z_adv) = views()
+        assert (z - z_adv).abs().amax(1).gt(1e-4).all() and (logits_adv - logits).sum() > 0
+
+
+@pytest.mark.parametrize("block", [2**24, 100])
+def test_detectors(block, monkeypatch):
+    """Against the definitions, with loops; fewer vectors than neighbours, equal ones, one of a class."""
+    monkeypatch.setattr(ood, "BLOCK", block)
+    train, kinds = draw(30, 4), torch.tensor([*range(3)] * 9 + [4, 4, 8])
+    rows = torch.cat([draw(6, 4, seed=1), 3 * draw(6, 4, seed=2), train[:2]])
+    for k, part in ((20, train), (3, train), (20, train[:5])):
+        point, n = part.numpy(), min(k, len(part) - 1)
+
+        def near(x, own=-1, point=point, n=n):
+            far = [(np.linalg.norm(x - o), j) for j, o in enumerate(point) if j != own]
+            return sorted(far)[:n]
+
+        reach = [near(o, j)[-1][0] for j, o in enumerate(point)]
+        density = lambda found, reach=reach: 1 / np.mean([max(reach[j], d) for d, j in found])
+        dense = [density(near(o, j)) for j, o in enumerate(point)]
+        wanted = [-np.mean([dense[j] for _, j in near(x)]) / density(near(x)) for x in rows.numpy()]
+        np.testing.assert_allclose(ood.local_outlier_factor(part, k)(rows), wanted, rtol=1e-6)
+    means = {c: train[kinds == c].mean(0) for c in kinds.tolist()}
+    apart = torch.stack([z - means[c] for z, c in zip(train, kinds.tolist())])
+    for flat in (1.0, 0.0):                                    # 0: Σ has no inverse
+        scale = torch.tensor([1.0, 1, 1, flat], dtype=torch.float64)
+        inverse = np.linalg.pinv(((apart * scale).T @ (apart * scale) / 30).numpy(), hermitian=True)
+        wanted = [-min(((x - mean) * scale).numpy() @ inverse @ ((x - mean) * scale).numpy()
+                       for mean in means.values()) for x in rows]
+        np.testing.assert_allclose(ood.mahalanobis(train * scale, kinds)(rows * scale), wanted, rtol=1e-6)
+    equal_rows = torch.ones(25, 4)
+    assert ood.local_outlier_factor(equal_rows)(equal_rows[:2]).tolist() == pytest.approx([-1, -1])
+    assert ood.mahalanobis(equal_rows, torch.arange(25))(rows).tolist() == [0] * len(rows)
+    alone = ood.local_outlier_factor(train[:1])(rows)[-2:]
+    assert alone.tolist() == pytest.approx([0, -(train[1] - train[0]).norm().item()])
+    logits = torch.tensor([[0.0, math.log(3)], [40, -40]])
+    assert ood.maximum_softmax(logits).tolist() == pytest.approx([0.75, 1])
+
+
+@pytest.mark.parametrize("known, unseen, auroc, fpr, f1", [
+    ([3, 4, 5], [0, 1], 100, 0, 100), ([0, 1], [3, 4, 5], 0, 100, 0), ([1, 1], [1, 1], 50, 100, 0),
+    # of 40 known, two may be left out: those at 1 and 2; unseen below 3 are found
+    ([*range(1, 41)], [0.5, 2.5, 3, 20], 100 * (40 + 38 + 37.5 + 20.5) / 160, 50, 100 * 4 / (4 + 2 + 2)),
+    ([*range(1, 20)], [0.5, 1, 2], 100 * (19 + 18.5 + 17.5) / 57, 100 * 2 / 3, 50)])
+def test_scores(known, unseen, auroc, fpr, f1):
+    found = ood.tell_apart(np.array(known, float)[::-1], np.array(unseen, float))
+    assert found == pytest.approx({"AUROC": auroc, "FPR95": fpr, "F1": f1})
+
+
+def files(folder, size=36):
+    """Flags: topics without two of them, `size` rows to train on and 30 held out; texts of the two, bare."""
+    rows = [line.split("\t") for line in (DATA / "topics.tsv").read_text().splitlines()[1:]]
+    known = ["\t".join(row) for row in rows if row[1] not in ("music", "weather")]
+    for name, part in (("train", known[:size]), ("dev", known[size : size + 30])):
+        (folder / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *part]) + "\n")
+    unseen = [row[0] for row in rows if row[1] in ("music", "weather")]
+    (folder / "unseen.txt").write_text("\n".join(unseen) + "\n")
+    flags = ["--dev", folder / "dev.tsv", "--ood", folder / "unseen.txt", "--data", folder / "train.tsv"]
+    return ["--batch-size", 8, *flags]
+
+
+@pytest.mark.parametrize("name, content, text, wanted", [
+    ("a.tsv", "label\tSentence\n\tA\n7\tB\n", ["sentence"], [("A",), ("B",)]),
+    ("a.txt", "A b.\nC d.\n", ["sentence"], [("A b.",), ("C d.",)]),
+    ("a.tsv", "A\tx\nB\ty\n", ["column 1"], [("A",), ("B",)]),
+    ("a.jsonl", '{"b": "B", "id": 3, "a": "A"}\n', ["a", "b"], [("A", "B")]),
+    ("a.csv", '"A, b",C\nD,E\n', ["premise", "hypothesis"], [("A, b", "C"), ("D", "E")])])
+def test_what_is_read_of_a_file(name, content, text, wanted, tmp_path):
+    """The columns of text, by name; all, where there are no names and as many. No label is read."""
+    (tmp_path / name).write_text(content)
+    args = Mock(ood=tmp_path / name, dev="dev.tsv", data="a.tsv", task="classification", text=text)
+    assert classifier.load_unseen(args) == [(texts, 0) for texts in wanted]
+
+
+def test_trials(tmp_path, monkeypatch, capsys):
+    """An epoch of the contrastive loss, then the task's steps, with one schedule; --resume in either stage is
+    exact; --evaluate of the trial that is kept says what its end did, and without --data one detector."""
+    data = files(tmp_path)
+    flags = [*data, "--model", "scratch", "--mode", "F", "D", "--seeds", 2, "--ood-epochs", 1, "--steps", 3]
+    flags += ["--fisher-samples", 6, "--form", "code", "--warmup-share", 0.5, "--lr", 1e-3, "--eval-every", 3]
+    with monkeypatch.context() as patch:
+        counts = [Mock(wraps=getattr(childtuning, name)) for name in ("compute_ood_loss", "compute_loss")]
+        patch.setattr(childtuning, "compute_ood_loss", counts[0])
+        patch.setattr(childtuning, "compute_loss", counts[1])
+        whole = tune(tmp_path / "whole", *flags)
+    assert [count.call_count for count in counts] == [1 + 4 * 5, 4 * 3]            # one is tried out
+    rates = [1e-3 * x for x in (0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25)]
+    assert [step["lr"] for step in whole.steps[:8]] == pytest.approx(rates)
+    found, best = whole.state["progress"]["ood"], whole.state["progress"]["saved"]
+    assert found == [step["ood"] for step in whole.steps[7::8]] and len(found) == 4
+    assert [*found[0]] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
+    shares = [trial["Mahalanobis"]["FPR95"] for trial in found[2:]]
+    said = f"FPR95 {np.mean(shares):.2f} ± {np.std(shares, ddof=1):.2f}, best {min(shares):.2f}; F1"
+    assert whole.said["ood"].startswith("mode D, Mahalanobis: AUROC") and said in whole.said["ood"]
+    for stop in (10, 14):                                      # in the second trial's stages
+        with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+            patch.setattr(childtuning, "sum_gradients", Mock(side_effect=[None] * stop + [KeyboardInterrupt]))
+            tune(tmp_path / f"{stop}", *flags)
+        parts = tune(tmp_path / f"{stop}", *flags, "--resume")
+        assert [x | {"seconds": 0} for x in parts.steps] == [x | {"seconds": 0} for x in whole.steps]
+        assert equal(parts.state, whole.state)
+    kept = found["FD".index(best["mode"]) * 2 + best["seed"] - 42]
+    lines = [f"ood      {name}: {classifier.mean_and_spread([scores])}" for name, scores in kept.items()]
+    for more, wanted in ((data[-2:], lines), ([], lines[:1])):
+        capsys.readouterr()
+        childtuning.main(["--evaluate", "--model", str(tmp_path / "whole"), *map(str, data[2:-2] + more)])
+        out = capsys.readouterr().out.splitlines()
+        assert [line for line in out if line.startswith("ood ")] == wanted
+        assert any(line.startswith("note     --ood: local outlier factor") for line in out) == (not more)
+
+
+def test_several_processes_equal_one(tmp_path, bert):
+    """Losses, gradients and what is told apart, in both stages, of two with shares of a global batch."""
+    flags = [*files(tmp_path), "--model", bert, "--mode", "none", "--ood-epochs", 1, "--supcon", 0.5]
+    flags += ["--steps", 3, "--lr", 1e-3]
+    one = tune(tmp_path / "one", *flags)
+    norms = in_processes(2, "childtuning", tmp_path / "two", flags)
+    assert [step["loss"] for step in metrics(tmp_path / "two")] == pytest.approx(one.losses, rel=1e-3)
+    assert norms == pytest.approx(one.norms, rel=1e-2) and len(set(one.losses)) == 8
+    state = torch.load(tmp_path / "two" / "state.pt", weights_only=True)
+    for name, scores in one.state["progress"]["ood"][0].items():
+        assert state["progress"]["ood"][0][name] == pytest.approx(scores, abs=2), name
+
+
+def test_told_apart_by_training(tmp_path):
+    """A new model that learnt six topics tells the other two, with a contrastive stage or without."""
+    flags = [*files(tmp_path, 200), "--model", "scratch", "--mode", "none", "--epochs", 4]
+    for more in ([], ["--ood-epochs", 1]):
+        found = tune(tmp_path / f"out{len(more)}", *flags, *more).state["progress"]["ood"][0]
+        assert all(60 < scores["AUROC"] <= 100 for scores in found.values()), found
+
+
+GOOD = "sentence\tlabel\nI ran.\tmotion\nI sat.\trest\nHe ran.\tmotion\nHe sat.\trest\n"
+NUMBERS = "sentence\tlabel\nI ran.\t1.5\nI sat.\t2\nHe ran.\t3\n"
+
+
+@pytest.mark.parametrize("content, flags, wanted", [
+    (GOOD, "--ood b.txt", r"--ood b\.txt: classification without --dev; wanted classification, .*"),
+    (NUMBERS, "--ood b.txt --dev a.tsv", r"--ood b\.txt: regression with --dev; wanted classification, .*"),
+    (NUMBERS, "--ood-epochs 1", "--supcon and --ood-epochs: this is regression, wanted classes"),
+    (GOOD, "--ood none.txt --dev a.tsv", r"none\.txt: No such file or directory"),
+    (GOOD, "--ood c.tsv --dev a.tsv", r"c\.tsv: no rows"),
+    (GOOD, "--ood d.tsv --dev a.tsv", r"d\.tsv: columns text, label; wanted those of a\.tsv, sentence"),
+    (GOOD, "--ood e.tsv --dev a.tsv", r"e\.tsv line 3: an empty cell; .*"),
+    (GOOD, "--ood-epochs -1", "argument --ood-epochs: -1: wanted a number of at least 0"),
+    (GOOD, "--adversarial nan", "argument --adversarial: nan: wanted a number of at least 0"),
+    (GOOD, "--adversarial -0.1", "argument --adversarial: -0.1: wanted a number of at least 0")])
+def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"a.tsv": content, "b.txt": "It rains.\n", "c.tsv": "", "d.tsv": "text\tlabel\nA\tx\n",
+                       "e.tsv": "label\tsentence\nx\tA\nx\t \n"}.items():
+        Path(name).write_text(text)
+    refuse("childtuning", capfd, wanted, *f"--data a.tsv --model scratch --batch-size 2 {flags}".split())
+
+
+@pytest.mark.parametrize("family, more, flags, wanted", [
+    ("Longformer", dict(attention_window=[8] * 3), "--ood-epochs 1",
+     "LongformerForSequenceClassification has no word embeddings that it reads once, a row a text; .*"),
+    ("Xmod", {}, "", "--model model: ValueError: Input language unknown.*")])
+def test_what_a_model_lacks_is_told_first(family, more, flags, wanted, here, monkeypatch, capfd):
+    monkeypatch.setitem(ENCODERS, family, ENCODERS["Bert"] | more)
+    small_model(family, "model")
+    data = ["--data", DATA / "topics.tsv", "--model", "model", "--max-length", 30]
+    refuse("childtuning", capfd, wanted, *data, *flags.split())
+
+
+def test_who_asks_for_no_vector_needs_no_linear_layer(tmp_path, monkeypatch):
+    """Training, Fisher information and scores by --dev read logits alone."""
+    monkeypatch.setattr(classifier, "classify_vectors", None)
+    monkeypatch.setattr(childtuning, "classify_vectors", None)
+    data = ["--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv", "--model", "scratch"]
+    result = tune(tmp_path / "out", *data, "--steps", 1, "--fisher-samples", 2)
+    assert "dev_accuracy" in result.steps[0]
+    model = SimpleNamespace(modules=lambda: [], config=SimpleNamespace(num_labels=8))
+    monkeypatch.undo()
+    with pytest.raises(Fault, match="has no linear layer of 8 labels"):
+        classifier.classify_vectors(model, {})

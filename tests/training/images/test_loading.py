@@ -1,0 +1,312 @@
+"""Pictures that processes decode: what they cut out, the same views whoever does it, kills and signals."""
+import contextlib
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import moco
+import simclr
+from kernels.training.cli import Fault
+from kernels.training.images import loading
+from kernels.training.images.formats import read_pictures
+from kernels.training.images.workers import in_workers
+from running import equal, run
+
+SCRIPTS = {"simclr": simclr, "moco": moco}
+FLAGS = "--data x --model resnet-small --batch-size 4 --size 8 --probe-epochs 0".split()
+CPU = torch.device("cpu")
+
+
+def photo(size, seed=0):
+    """Smooth, as photographs are."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3)).astype(np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+
+
+def put_photos(folder, count=24):
+    """Of many shapes."""
+    folder.mkdir(parents=True)
+    for i in range(count):
+        photo((20 + 3 * i, 60 - 2 * i), i).save(folder / f"{i:02}.{('png', 'jpg')[i % 2]}")
+    return folder
+
+
+# ── what is cut out ──
+
+
+def views_of(source, boxes, size, cubic):
+    """(views, n, size, size, 3) of all pictures of Files."""
+    plan = [(np.arange(len(source)), boxes)]
+    (found,) = source.decode(plan, size, cubic)
+    return found.numpy().reshape(len(boxes), -1, size, size, 3).copy()
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values())
+@pytest.mark.parametrize("name, mode", [
+    ("a.png", "RGB"), ("a.png", "L"), ("a.png", "P"), ("a.png", "RGBA"), ("a.png", "1"), ("a.gif", "P"),
+    ("a.bmp", "RGB"), ("a.webp", "RGB"), ("a.jpg", "CMYK"), ("a.jpg", "L")])
+def test_a_cut_is_pillows(name, mode, script, tmp_path):
+    """To the bit where nothing is shrunk before: boxes smaller, larger and other in shape than views; of an
+    animation the first picture."""
+    picture = photo((70, 50)).convert(mode)
+    more = dict(save_all=True, append_images=[photo((70, 50), 1)]) if name == "a.gif" else {}
+    picture.save(tmp_path / name, **more)
+    cubic = script.CROPS.cubic
+    boxes = np.array([[[0, 0, 70, 50]], [[3, 5, 40, 31]], [[69, 49, 1, 1]], [[10, 0, 9, 50]]])
+    found = views_of(read_pictures(tmp_path, workers=0)[0], boxes, 32, cubic)[:, 0]
+    method = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
+    whole = Image.open(tmp_path / name).convert("RGB")
+    for view, (left, top, w, h) in zip(found, boxes[:, 0].tolist()):
+        wanted = whole.crop((left, top, left + w, top + h)).resize((32, 32), method)
+        assert np.array_equal(view, np.asarray(wanted))
+
+
+def test_a_jpeg_is_decoded_smaller_where_boxes_have_pixels_enough(tmp_path, monkeypatch):
+    """Near what all of its pixels give; only just where one view of the picture wants them, all are."""
+    photo((803, 601)).save(tmp_path / "a.jpg", quality=95)
+    source, whole = read_pictures(tmp_path, workers=0)[0], Image.open(tmp_path / "a.jpg").convert("RGB")
+    opened, real = [], Image.Image.crop
+    monkeypatch.setattr(Image.Image, "crop", lambda image, *more: opened.append(image.size) or real(
+        image, *more))
+    for boxes, size in (([[0, 0, 803, 601], [201, 99, 402, 501]], (201, 151)),
+                        ([[7, 9, 130, 140]], (402, 301)),
+                        ([[0, 0, 803, 601], [5, 5, 64, 127]], (803, 601))):
+        found = views_of(source, np.array(boxes)[:, None], 64, False)[:, 0]
+        assert opened[-1] == size
+        for view, (left, top, w, h) in zip(found, boxes):
+            part = whole.crop((left, top, left + w, top + h))
+            wanted = np.asarray(part.resize((64, 64), Image.Resampling.BILINEAR))
+            assert np.abs(view - wanted.astype(float)).mean() < 4
+
+
+# ── the feed ──
+
+
+def feed(source, batches, size=8):
+    """The bits of the views of a plan, each taken when it comes."""
+    plan = ((rows, simclr.CROPS.draw(5, epoch, rows, source.sizes(rows), 2)) for epoch, rows in batches)
+    return [x.clone() for x in source.read(plan, size, True, CPU)]
+
+
+def test_views_are_the_same_whoever_decodes(tmp_path, monkeypatch):
+    """More batches than the ring has, several tasks a batch, the last one short; and while the first is in
+    use the next ones are decoded."""
+    monkeypatch.setattr(loading, "TASK", 1)
+    path, rows = put_photos(tmp_path / "x"), np.random.default_rng(0).permutation(24)
+    batches = [(epoch, rows[epoch:][:20]) for epoch in range(9)]
+    found = [feed(read_pictures(path, workers=workers)[0], batches) for workers in (0, 1, 2)]
+    assert [len(x) for x in found[0]] == [40, 40, 40, 40, 40, 38, 36, 34, 32]
+    assert equal(found[1], found[0]) and equal(found[2], found[0])
+    assert feed(read_pictures(path, workers=2)[0], []) == []
+    source, slow = read_pictures(path, workers=2)[0], []
+    plan = ((r, simclr.CROPS.draw(5, e, r, source.sizes(r), 2)) for e, r in batches)
+    for views in source.decode(plan, 8, True):                 # workers have time to write too far
+        time.sleep(0.05)
+        slow.append(loading.scaled(views))
+    assert equal(slow, found[0])
+
+
+@pytest.mark.parametrize("workers, batch", [(1, 24), (2, 24), (7, 8), (3, 20), (2, 9)])
+def test_no_task_writes_into_the_batch_in_use(workers, batch, tmp_path, monkeypatch):
+    """However early the workers are given theirs."""
+    def as_early_as_may_be(work, items, workers, ahead):
+        items = iter(items)
+        given[:] = itertools.islice(items, workers * ahead)
+        while given:
+            given[:] = [*given[1:], *itertools.islice(items, 1)]
+            yield None
+
+    given, rings = [], []
+    monkeypatch.setattr(loading, "TASK", 1)
+    monkeypatch.setattr(loading, "in_workers", as_early_as_may_be)
+    monkeypatch.setattr(loading, "shared", lambda count, size, _: rings.append(count) or torch.empty(
+        count, size, dtype=torch.uint8))
+    monkeypatch.setattr(loading.Files, "check", lambda *_: None)
+    source = read_pictures(put_photos(tmp_path / "x"), workers=workers)[0]
+    plan, busy = [(np.arange(batch), np.ones((1, batch, 4), int))] * 12, 0
+    for number, _ in enumerate(source.decode(plan, 8, True)):
+        busy += bool(given)
+        assert number % rings[0] not in [slot for slot, *_ in given]
+    assert number == 11 and busy > 8
+
+
+def test_work_comes_in_order_and_draws_from_no_generator(tmp_path):
+    state = torch.get_rng_state()
+    for workers in (0, 2):
+        done = in_workers(divmod, ((i, 7) for i in range(50)), workers)
+        assert [*done] == [divmod(i, 7) for i in range(50)]
+    feed(read_pictures(put_photos(tmp_path / "x", 4), workers=1)[0], [(0, np.arange(4))])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change, wanted", [
+    (lambda path: photo((30, 20)).save(path), "is 30 x 20 now, was 29 x 54"),
+    (lambda path: path.unlink(), "No such file or directory"),
+    (lambda path: os.truncate(path, 900), r"not readable \(OSError\)"),
+    (lambda path: path.write_text("a text"), r"not readable \(UnidentifiedImageError\)")])
+def test_files_that_change_in_training(workers, change, wanted, tmp_path):
+    source = read_pictures(put_photos(tmp_path / "x", 8), workers=workers)[0]
+    change(tmp_path / "x" / "03.jpg")
+    try:                                                       # pytest.raises would keep the workers too
+        told = feed(source, [(0, np.arange(8))])
+    except Fault as fault:
+        told = str(fault) * fault.every_rank
+    assert re.fullmatch(f".*x/03.jpg: {wanted}; it was whole when training began", told)
+
+
+def test_little_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=1000))
+    path = put_photos(tmp_path / "x", 8)
+    whole = feed(read_pictures(path, workers=0)[0], [(0, np.arange(8))])
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=2**20))
+    assert equal(feed(read_pictures(path, workers=1)[0], [(0, np.arange(8))]), whole)
+    with pytest.raises(Fault, match=r"/dev/shm has 3 MB left, \d batches take \d+; .* --workers 0"):
+        feed(read_pictures(path, workers=1)[0], [(0, np.arange(8))], 300)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_that_is_stopped_in_an_epoch_goes_on_as_if_it_had_not(name, tmp_path, monkeypatch):
+    """To the bit: what was decoded ahead is drawn again; and whatever the number of workers is."""
+    monkeypatch.chdir(tmp_path)
+    put_photos(Path("x"))
+    flags = [*FLAGS, "--steps", 9, *["--queue", 8, "--bn-splits", 2] * (name == "moco")]
+    whole = run(name, Path("whole"), *flags, "--workers", 0)
+    with monkeypatch.context() as patch:
+        stop = itertools.count(1)
+        patch.setattr(SCRIPTS[name], "sum_gradients",
+                      lambda model: next(stop) == 4 and signal.raise_signal(signal.SIGTERM))
+        with contextlib.suppress(SystemExit):
+            run(name, Path("parts"), *flags, "--workers", 1)
+    assert torch.load("parts/state.pt")["progress"]["step"] == 4                 # of six an epoch
+    parts = run(name, Path("parts"), *flags, "--workers", 2, "--resume")
+    assert [step["step"] for step in parts.steps][-1] == 9 and parts.losses[-1] == whole.losses[-1]
+    assert equal(whole.state["model"], parts.state["model"])
+    assert equal(whole.state["random"], parts.state["random"])
+
+
+# ── kills and signals ──
+
+
+def play(folder, flags, slow):
+    """simclr.py as the leader of a group; its words go into files."""
+    os.setpgrp()
+    os.chdir(folder)
+    for number, name in enumerate(("out.txt", "err.txt"), 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    torch.cuda.is_available = lambda: False
+    if slow:
+        loading.measured = sleeps
+    simclr.main(flags)
+
+
+def sleeps(path):
+    """Says loud things; then it takes long."""
+    print("a library speaks", file=sys.stderr, flush=True)
+    Path(f"busy-{os.getpid()}").touch()
+    time.sleep(3)
+    return 32, 32
+
+
+def group(leader):
+    """Ids of the living processes of its group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = path.read_text().rpartition(") ")[2].split()[:3]
+            found += [int(path.parent.name)] * (int(pgrp) == leader and state != "Z")
+    return found
+
+
+def wait(there, seconds=30):
+    end = time.time() + seconds
+    while not (found := there()) and time.time() < end:
+        time.sleep(0.02)
+    return found
+
+
+@contextlib.contextmanager
+def training(folder, *flags, slow=False):
+    """The process of a long run with two workers, which is gone in the end."""
+    put_photos(folder / "x")
+    flags = [*FLAGS, "--steps", "9999", "--out", "out", "--workers", "2", *flags]
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=play, args=(folder, flags, slow))
+    process.start()
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def ended(process, folder):
+    """(exit code, stdout, stderr, what of its group is left)"""
+    process.join(20)
+    left = wait(lambda: not group(process.pid), 5) or group(process.pid)
+    return process.exitcode, *((folder / f"{name}.txt").read_text() for name in ("out", "err")), left
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize("kind, whom", [("SIGINT", "group"), ("SIGTERM", "group"), ("SIGTERM", "leader")])
+def test_a_signal_ends_a_step_and_all_processes(kind, whom, tmp_path):
+    """Sent to the group, as a terminal does, or to the first process alone: the step is done and saved."""
+    with training(tmp_path, "--eval-every", "3") as process:
+        assert wait((tmp_path / "out" / "state.pt").exists)
+        (os.killpg if whom == "group" else os.kill)(process.pid, getattr(signal, kind))
+        code, out, err, left = ended(process, tmp_path)
+    step = int(re.search(r"\nstopped  at step (\d+), saved; --resume continues\n$", out)[1])
+    assert (code, err, left) == (130, "", True)
+    assert torch.load(tmp_path / "out" / "state.pt")["progress"]["step"] == step
+
+
+@needs_proc
+@pytest.mark.parametrize("whom", ["group", "leader"])
+def test_a_signal_while_pictures_are_checked(whom, tmp_path):
+    """Workers that are busy then, with a library that speaks, say nothing and are gone soon."""
+    with training(tmp_path, slow=True) as process:
+        assert wait(lambda: [*tmp_path.glob("busy-*")])
+        began = time.time()
+        (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
+        assert ended(process, tmp_path) == (130, "stopped  before anything was saved\n", "", True)
+    assert time.time() - began < 10 and not (tmp_path / "out").exists()
+
+
+@needs_proc
+def test_a_killed_worker_is_one_line_and_the_checkpoint_whole(tmp_path):
+    with training(tmp_path, "--eval-every", "3") as process:
+        assert wait((tmp_path / "out" / "state.pt").exists)
+        os.kill(max(group(process.pid)), signal.SIGKILL)
+        code, out, err, left = ended(process, tmp_path)
+    assert (code, left) == (2, True)
+    wanted = (r"simclr\.py: a process that decoded pictures was killed, perhaps for want of memory; try "
+              r"fewer --workers; a checkpoint that --out holds is whole, .*\n")
+    assert re.fullmatch(wanted, err)
+    assert torch.load(tmp_path / "out" / "state.pt")["progress"]["step"] % 3 == 0
+
+
+@needs_proc
+def test_workers_do_not_outlive_who_began_them(tmp_path):
+    with training(tmp_path, "--eval-every", "3") as process:
+        assert wait((tmp_path / "out" / "state.pt").exists)
+        assert len(group(process.pid)) == 3
+        process.kill()
+        assert wait(lambda: not group(process.pid), 4)         # torch's own look is each five seconds

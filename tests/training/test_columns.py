@@ -1,0 +1,228 @@
+"""Columns mean what they are called: names and roles of a header, --columns, and what is refused."""
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_tables import alarm  # noqa: F401
+
+import cline
+import dclr
+import ease
+import selfguided
+import simcse
+import vascl
+from kernels.training.cli import Fault
+from kernels.training.tables import RANKING, SENTENCES, empty_cell, read_table
+from kernels.training.text.classifier import find_columns
+from kernels.training.text.sts import load_sts
+from running import NLI, ONE_BATCH, read, run_text
+
+ROWS = [[f"The {name} sat here, on mat {i}." for name in ("cat", "dog", "cow", "hen")] for i in range(9)]
+
+
+def written(folder, head, rows=ROWS, kind="csv"):
+    """A file with this header and as many columns; id and label hold what such columns do."""
+    names = head.split(",")
+    special = {"id": lambda i: str(i), "label": lambda i: "", "": lambda i: str(i)}
+    of = lambda name, at, i: special[name](i) if name in special else rows[i][at]
+    cells = [[of(name, at, i) for at, name in enumerate(names)] for i in range(len(rows))]
+    path = folder / f"data.{kind}"
+    if kind == "csv":
+        path.write_text("\n".join([head, *('"' + '","'.join(row) + '"' for row in cells)]))
+    else:
+        path.write_text(json.dumps([dict(zip(names, row)) for row in cells]))
+    return path
+
+
+def read_roles(path, columns=None):
+    header, table = read_table(path, empty_cell, roles=SENTENCES, columns=columns and columns.split("|"))
+    return header, [cells for _, cells in table]
+
+
+@pytest.mark.parametrize("kind", ["csv", "json"])
+@pytest.mark.parametrize("head, columns, said, order", [
+    ("Anchor,Positive,Negative", None, "anchor Anchor, positive Positive, negative Negative", "012"),
+    ("negative,positive,anchor", None, "anchor anchor, positive positive, negative negative", "210"),
+    (" Hard-Neg ,QUERY,Sentence 2", None, "anchor QUERY, positive Sentence 2, negative Hard-Neg", "120"),
+    ("sent1,negative_2,sent0,hard_neg1", None,
+     "anchor sent0, positive sent1, negative negative_2, negative hard_neg1", "2013"),
+    ("premise", None, "anchor premise", "0"),
+    ("id,query,passage,label", "query|PASSAGE", "anchor query, positive passage", "12"),
+    (",query,passage", "query|passage", "anchor query, positive passage", "12"),
+    ("id,query,passage,label", "3|2", "anchor passage, positive query", "21"),
+    ("Frage,Antwort", "Antwort|Frage", "anchor Antwort, positive Frage", "10")])
+def test_roles(kind, head, columns, said, order, tmp_path):
+    """By name in any case and order; columns that nobody asked for may hold anything."""
+    header, cells = read_roles(written(tmp_path, head, kind=kind), columns)
+    assert [name.replace("  ", " ").strip() for name in header] == said.split(", ")
+    assert cells == [[row[int(i)] for i in order] for row in ROWS]
+
+
+FOREIGN = "columns not known as anchor, positive or negative: "
+
+
+@pytest.mark.parametrize("head, columns, fault", [
+    ("sentence1,sentence2,score", None, FOREIGN + r"score; name those to read: --columns sentence1 sentence2 "
+                                                  r"\(anchor sentence1, positive sentence2\)"),
+    ("premise,hypothesis,id", None, FOREIGN + r"hypothesis, id; name those to read: --columns premise "
+                                              r"hypothesis \(anchor premise, positive hypothesis\)"),
+    ("Reply,Question,negative", None, FOREIGN + r"Reply; name those to read: --columns Question Reply "
+                                                r"negative \(anchor Question, positive Reply, negative .*\)"),
+    ("Foo bar,Baz", None, FOREIGN + r"Foo bar, Baz; name those to read: --columns 'Foo bar' Baz "
+                                    r"\(anchor Foo bar, positive Baz\); if that row is data, .*"),
+    ("query,anchor", None, "2 columns are anchor: query, anchor; name those to read by --columns, in .*"),
+    ("positive,negative", None, "no anchor among columns positive, negative; name those .*, in the order .*"),
+    ("anchor,negative", None, "no positive among columns anchor, negative; name those .*, in the order .*"),
+    (",anchor,positive", None, "the first name of the header is empty, .*index=False; .* anchor positive .*"),
+    ("anchor,positive", "Foo", "--columns Foo: wanted one of anchor, positive, or a number from 1 to 2"),
+    ("anchor,positive", "1|3", "--columns 3: wanted one of anchor, positive, or a number from 1 to 2")])
+def test_headers_that_are_refused(head, columns, fault, tmp_path):
+    """And faults of rows are told before them."""
+    with pytest.raises(Fault, match=rf"data\.csv: {fault}$"):
+        read_roles(written(tmp_path, head), columns)
+    if columns is None:
+        with pytest.raises(Fault, match=r"data\.csv line 4: an empty cell; .*"):
+            read_roles(written(tmp_path, head, [*ROWS[:2], [" "] * 4, *ROWS[2:]]))
+
+
+TWICE = r"data\.csv: --columns sentence: two columns are called so; wanted one of .*, or a number from 1 to 2"
+
+
+@pytest.mark.parametrize("head, columns, fault", [
+    ("sentence,sentence", None, r"data\.csv: 2 columns are anchor: sentence, sentence; name those to read by "
+                                "--columns, in the order anchor, positive, negative"),
+    ("sentence,sentence", "sentence", TWICE), ("Sentence,sentence", "sentence|sentence", TWICE),
+    ("query,id,id", None, rf"data\.csv: {FOREIGN}id, id; name those to read: --columns query \(.*\)"),
+    ("query,answer", "\u00b2", ".*: --columns '\u00b2': wanted one of query, answer, or a number from 1 .*"),
+    ("query,answer", "9" * 5000, ".*: --columns 9{40}: wanted one of query, answer, or a number from 1 .*")])
+def test_names_that_are_no_help(head, columns, fault, tmp_path):
+    """Two columns of one name are two."""
+    with pytest.raises(Fault, match=f"{fault}$"):
+        read_roles(written(tmp_path, head), columns)
+    if head.startswith("sentence"):
+        assert read_roles(tmp_path / "data.csv", "2|1")[1] == [[row[1], row[0]] for row in ROWS]
+
+
+def test_a_doubled_name_is_told_where_all_columns_are_read(tmp_path):
+    (tmp_path / "a.tsv").write_text("sentence1\tSentence 1\tscore\nA\tb\t1\n")
+    with pytest.raises(Fault, match=r"a\.tsv: two columns of one name, 'sentence1', in .*, score$"):
+        load_sts(tmp_path / "a.tsv")
+
+
+def test_a_message_about_names_has_its_end(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{f"{'long ' * 20}{i}": "A b." for i in range(99)}] * 2))
+    with pytest.raises(Fault, match=r"^.{1,500} \.\.\.; number .*: --columns 1 2 3 4 5 6 7 8 9 \(.*\)$"):
+        read_roles(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("content, columns", [
+    ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # rows below look just like it
+    ("Well,Good\n" + "A man eats.,Good\nA dog runs.,It is fast.\n" * 5, None),
+    ("Well,Good\n" + "A man eats.,Good\n" * 5, "1|2"),
+    ("A man eats.,He eats.\n", None), ("A man eats.,He eats.\n", "2|1")])
+def test_first_rows_that_are_data(content, columns, tmp_path, capsys):
+    (tmp_path / "a.csv").write_text(content)
+    rows = [line.split(",")[:: -1 if columns == "2|1" else 1] for line in content.splitlines()]
+    assert read_roles(tmp_path / "a.csv", columns)[1] == rows
+    assert capsys.readouterr().out == ""                       # no note about a header
+
+
+@pytest.mark.parametrize("columns", [None, "1|2", "Frage|Antwort"])
+def test_a_header_is_recognised_with_and_without_columns(columns, tmp_path, capsys):
+    """By the same rule, and a header of names that nobody knows is printed."""
+    (tmp_path / "a.csv").write_text("Frage,Antwort\n" + "A man eats.,He eats.\n" * 5)
+    note = r"note +.*a\.csv: its first row is taken as a header: anchor Frage, positive Antwort; if .*\n"
+    if columns is None:
+        with pytest.raises(Fault, match="not known as .*; if that row is data, write a header above it$"):
+            read_roles(tmp_path / "a.csv")
+    else:
+        header, rows = read_roles(tmp_path / "a.csv", columns)
+        assert header == ["anchor Frage", "positive Antwort"] and rows == [["A man eats.", "He eats."]] * 5
+        named = columns.startswith("Frage")                    # who names the columns knows the header
+        assert bool(re.fullmatch(note, capsys.readouterr().out)) != named
+
+
+def test_rankings_have_the_columns_that_help_names(tmp_path):
+    """text, reference and candidates by a header, or a list of candidates in .jsonl."""
+    header = "text,reference,cand1,cand2"
+    assert header.replace(",cand1,cand2", ", candidates").replace(",", ", ", 1) in simcse.__doc__
+    (tmp_path / "a.csv").write_text(header + "\na,b,c,d" * 3)
+    rows = [["a", "b", "c", "d"]] * 3
+    wanted = ["text text", "reference reference", "candidate cand1", "candidate cand2"]
+    found, table = read_table(tmp_path / "a.csv", empty_cell, roles=RANKING)
+    assert found == wanted and [cells for _, cells in table] == rows
+    row = {"candidates": ["c", "d"], "text": "a", "reference": "b"}
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(row)] * 3))
+    found, table = read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING)
+    assert found == wanted[:2] + ["candidate candidates"] and [cells for _, cells in table] == rows
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [row, row | {"candidates": ["c"]}])))
+    with pytest.raises(Fault, match="line 2: 3 texts, wanted 4 as in the first row; make its lists as long"):
+        read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"query": "a", "pos": ["b"], "neg": ["c", "d"]}) + "\n")
+    assert read_roles(tmp_path / "a.jsonl")[1] == [["a", "b", "c", "d"]]
+
+
+def test_a_column_of_numbers_is_no_text(tmp_path):
+    (tmp_path / "a.tsv").write_text("A man.\tHe.\t5.0\n" * 3)
+    with pytest.raises(Fault, match=r"column 3 holds numbers, such as '5.0'; number .*: --columns 1 2 \("):
+        read_roles(tmp_path / "a.tsv")
+    assert read_roles(tmp_path / "a.tsv", "1|2")[1] == [["A man.", "He."]] * 3
+
+
+def test_long_numbers_take_no_time(tmp_path, alarm):
+    rows = [[f"{i}" * 200_000 + "x", "A man."] for i in range(9)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert read_roles(tmp_path / "a.json")[1] == rows
+
+
+def test_other_readers_know_names_in_any_case(tmp_path):
+    """Scored pairs, labels, links and sentences; cline's and the other scripts' columns by name or number."""
+    path = tmp_path / "a.tsv"
+    path.write_text("\tScore\tSentence 2\tSentence1\n0\t5\tB c.\tA b.\n1\t0\tD e.\tC d.\n")
+    assert load_sts(path) == [("A b.", "B c.", 5.0), ("C d.", "D e.", 0.0)]
+    flags = ["--data", str(path), "--batch-size", "2"]
+    sentences = selfguided.load_data(path, selfguided.make_parser().parse_args(flags))
+    assert [text for _, (text,) in sentences] == ["B c.", "A b.", "D e.", "C d."]
+    path.write_text("Gold Label\tReview, long\n" + "yes\tA b.\nno\tC d.\n")
+    args = SimpleNamespace(text=None, label="gold_label")
+    assert find_columns(path, args)[1:] == ([1], 0) and args.label == "Gold Label"
+    path.write_text("Review\tClass\n" + "A long, long one.\tgood\n" * 5)
+    table, texts, label = find_columns(path, args := SimpleNamespace(text=None, label=None))
+    assert (len(table), texts, label, args.text, args.label) == (5, [0], 1, ["Review"], "Class")
+    path.write_text("Positive Entity\tText\nE\tA b.\nF\tC d.\n")
+    assert ease.load_data(path, ease.make_parser().parse_args(flags))[0] == [
+        ("line 2", ("A b.",)), ("line 3", ("C d.",))]
+    path.write_text("Antonym\tOriginal\tSynonym\n" + "no b\ta b\tan b\n" * 2)
+    assert cline.load_data(path, cline.make_parser().parse_args(flags))[0][0][:3] == ("a b", "an b", "no b")
+    path.write_text("id\tText\tOther\n1\tA b.\tB.\n2\tC d.\tD.\n")
+    for script, more in (dclr, ["--guide", "x"]), (vascl, ["--neighbours", "1"]), (simcse, []):
+        args = script.make_parser().parse_args([*flags, "--columns", "text", *more])
+        assert [cells for _, cells in script.load_data(path, args)] == [["A b."], ["C d."]]
+    with pytest.raises(Fault, match="the first name of the header is empty, .*index=False$"):
+        path.write_text("\tsentence\tlabel\n0\tA\tb\n1\tC\td\n")
+        find_columns(path, SimpleNamespace(text=None, label=None))
+
+
+@pytest.mark.parametrize("columns, equal", [(4, False), (4, True), (5, True), (1, True), (2, True)])
+def test_hard_negatives_and_equal_texts(columns, equal, tmp_path, bert):
+    """Every anchor meets the hard negatives of all rows; with --ignore-equal not those that are its
+    positive."""
+    rows = [[*NLI[i], *NLI[i + 12][:2]][:columns] for i in range(12)]
+    for i, j, column in (0, 3, 1), (0, 5, 2), (7, 7, -1), (2, 9, 1):
+        rows[j][column % columns] = rows[i][1 % columns]
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *["--ignore-equal"] * equal]
+    result = run_text("simcse", tmp_path, rows, *flags)
+    z1, *keys = [F.normalize(read(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    texts = [list(column) for column in zip(*rows)][1:] or [[row[0] for row in rows]]
+    keys, own = torch.cat(keys or [z1]), texts[0]
+    same = torch.tensor([[text == mine for column in texts for text in column] for mine in own])
+    same[range(12), range(12)] = False
+    logits = (z1 @ keys.T / 0.05).masked_fill(same & equal, -torch.inf)
+    wanted = F.cross_entropy(logits, torch.arange(12)).item()
+    assert result.losses == [pytest.approx(wanted, abs=1e-4)]
+    if equal:
+        assert result.said["equal"].startswith(f"{int(same.any(1).sum())} of 12 rows have a ")
+    assert result.args.count == max(columns, 2) and ("equal" in result.said) == equal

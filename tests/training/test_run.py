@@ -1,0 +1,206 @@
+"""What happens to runs: --out, --resume, a full disk, a dead rank, a loss that is no number. test_lost.py has
+signals, attack/ has kills."""
+import json
+import os
+import re
+import resource
+import shutil
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import simcse
+from kernels.training.cli import command, fail, say
+from running import DATA, KEPT, ROOT, SMALL, equal, free_port, refuse, run, start
+
+TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 8]
+PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
+SCRIPTS = {"simcse": TEXT, "moco": [*PICTURES, "--queue", 64, "--bn-splits", 2]}
+every_script = pytest.mark.parametrize("name", SCRIPTS)
+
+
+def wait_for_step(process, out, step):
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if (out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step}: {process.communicate()}")
+
+
+def last_step(out):
+    return torch.load(out / "state.pt", weights_only=True)["progress"]["step"]
+
+
+@pytest.mark.parametrize("keep, left", [("always", True), ("running", False), ("never", False)])
+def test_keep_state(keep, left, tmp_path, monkeypatch):
+    """While it runs state.pt is there, but for never; and a flag that may change on the way."""
+    flags, seen = [*TEXT, "--steps", 2, "--eval-every", 1], []
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        patch.setattr("simcse.sum_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
+        run("simcse", tmp_path / "out", *flags, "--keep-state", keep)
+    seen = (tmp_path / "out" / "state.pt").is_file()
+    assert seen == (keep != "never")
+    if seen:
+        run("simcse", tmp_path / "out", *flags, "--keep-state", "always", "--resume")
+    simcse.main([*map(str, flags), "--keep-state", keep, "--out", str(tmp_path / "whole")])
+    assert (tmp_path / "whole" / "state.pt").is_file() == left
+    assert (tmp_path / "whole" / "model.safetensors").is_file()
+
+
+def test_state_is_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
+    """Which no kill shows: only a power cut would."""
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *x, name=name, real=real: calls.append((name, *x)) or real(*x))
+    run("simcse", tmp_path / "out", *TEXT, "--steps", 1)
+    places = [i for i, call in enumerate(calls) if str(call[-1]).endswith("state.pt")]
+    assert len(places) == 1 and calls[places[0] - 1][0] == "fsync"
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """A run of two steps, of which four are wanted."""
+    out = tmp_path_factory.mktemp("half") / "out"
+    run("simcse", out, *TEXT, "--steps", 2, "--eval-every", 2)
+    flags = json.loads((out / "args.json").read_text())
+    (out / "args.json").write_text(json.dumps(flags | {"steps": 4}))
+    return out
+
+
+@pytest.mark.parametrize("whole", ["nothing", "the model"])
+def test_full_disk_is_one_line_and_keeps_the_checkpoint(whole, tmp_path, half):
+    """A limit on the size of a file is what a test can set; it fails as a full disk does, at once or in the
+    middle of state.pt."""
+    out = shutil.copytree(half, tmp_path / "out")
+    before = {name: (out / name).read_bytes() for name in ("model.safetensors", "state.pt")}
+    most = 100_000 if whole == "nothing" else sum(map(len, before.values())) // 2
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    full = start("simcse", out, *TEXT, "--steps", 4, "--eval-every", 2, "--resume", before=limit)
+    _, errors = full.communicate(timeout=120)
+    assert full.returncode == 2 and errors.count("\n") == 1, errors
+    assert "a checkpoint that --out holds is whole" in errors
+    kept = before if whole == "nothing" else {"state.pt": before["state.pt"]}
+    assert kept == {name: (out / name).read_bytes() for name in kept} and last_step(out) == 2
+
+
+def test_full_disk_before_training_leaves_no_half_of_the_tokens(tmp_path):
+    copied = [ROOT / "simcse.py", *(ROOT / "kernels/training").rglob("*.py")]
+    most = max(file.stat().st_size for file in copied) + 500
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    full = start("simcse", tmp_path / "out", *TEXT, before=limit)
+    _, errors = full.communicate(timeout=120)
+    assert full.returncode == 2 and errors.count("\n") == 1
+    wanted = f"simcse.py: {tmp_path}/out/tokens: File too large\n"         # no checkpoint: there is none
+    assert errors == wanted
+    assert (tmp_path / "out" / "simcse.py").is_file() and not (tmp_path / "out" / "tokens").exists()
+
+
+def test_a_dead_rank_ends_the_others(tmp_path):
+    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    flags = [*TEXT, "--steps", 500]
+    ranks = [start("simcse", tmp_path / "out", *flags, RANK=rank, LOCAL_RANK=rank, **group) for rank in "01"]
+    wait_for_step(ranks[0], tmp_path / "out", 2)
+    ranks[1].kill()
+    _, errors = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode == 2 and "another process of this run has died or hangs" in errors
+
+
+@every_script
+def test_a_loss_that_is_no_number_names_step_rows_and_checkpoint(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    flags = [*SCRIPTS[name], "--steps", 60, "--eval-every", 2, "--lr", 1e15]
+    with pytest.raises(SystemExit) as end:
+        run(name, tmp_path / "out", *flags)
+    errors = capfd.readouterr().err
+    assert end.value.code == 2 and "the loss is not finite; rows " in errors and "checkpoint" in errors
+
+
+def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    say("stopped", "at step 3")
+    with pytest.raises(SystemExit):
+        command(lambda argv=None: fail("no"))()
+    assert capsys.readouterr() == ("\r\x1b[Kstopped  at step 3\n", "\r\x1b[Ktest_run.py: no\n")
+
+
+@pytest.mark.parametrize("name, flags, wanted", [
+    ("ease", ["--data", DATA / "entities.tsv", "--warmup-steps", 500, "--batch-size", 8],
+     "the learning rate rises for 500 steps, but the run has 2: .*; lower --warmup-steps, or train .*"),
+    ("simclr", [*PICTURES[2:], "--model", "resnet-small", "--warmup", 2],
+     "the learning rate rises for 74 steps, but the run has 2: .*; lower --warmup, or train longer .*"),
+    ("simcse", ["--data", DATA / "sentences.txt", "--recipe", "consert", "--batch-size", 8],
+     "--recipe consert has the learning rate of .*, 5e-07: .*--optimizer-of simcse --lr 2e-3")])
+def test_a_schedule_that_trains_nothing_is_said(name, flags, wanted, tmp_path):
+    scratch = [] if "--model" in flags else ["--model", "scratch"]
+    assert re.fullmatch(wanted, run(name, tmp_path / "out", *flags, *scratch, "--steps", 2).said["note"])
+
+
+# ── folders ──
+
+
+@pytest.mark.parametrize("flags, wanted", [
+    ("--out good.csv", r"--out good\.csv: /.*/good\.csv is no folder that can be written"),
+    ("--out good.csv/out", r"--out good\.csv/out: /.*/good\.csv is no folder that can be written"),
+    ("--out .", r"--out \. holds files but no checkpoint: empty it, or name another folder"),
+    ("--out nothing/out", r"--out nothing/out: /.*/nothing is no folder that can be written"),
+    ("--resume --out .", r"--out \.: no state\.pt to resume from")])
+def test_wrong_out(here, capfd, flags, wanted):
+    Path("nothing").symlink_to("gone")
+    refuse("simcse", capfd, wanted, *SMALL, *flags.split())
+
+
+def test_resume_takes_flags_from_the_folder(here, monkeypatch, capfd):
+    """--resume and --out are enough; a flag given again must be as it was, but for those that may change."""
+    flags = [*KEPT, "--steps", "3", "--lr", "1e-3", "--prompt", "a: ", "b: "]
+    simcse.main([*flags, "--out", "whole"])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        patch.setattr("simcse.sum_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
+        simcse.main([*flags, "--out", "out"])
+    os.rename("out", "moved")
+    for more in ([], ["--keep-state", "running"]):             # the second one has nothing left to do
+        simcse.main(["--resume", "--out", "moved", *more])
+    os.rename("moved", "out")
+    one, two = (load_file(f"{out}/model.safetensors") for out in ("whole", "out"))
+    assert equal(one, two) and not Path("out/state.pt").exists()
+    capfd.readouterr()
+    wanted = "--resume: steps was 3 in whole, now it is 9; to train a model .* --model whole --out NEW"
+    refuse("simcse", capfd, wanted, "--resume", "--out", "whole", "--steps", "9")
+    wanted = "--out out holds a finished run: .* start a new run with --model out --out NEW"
+    refuse("simcse", capfd, wanted, "--resume", "--out", "out")
+
+
+HOLDS = r"--resume: out holds a damaged state\.pt, model, args\.json or metrics\.jsonl \(\w+.*\); .*"
+
+
+def one_bit(old):
+    """The last of a weight's mantissa is another."""
+    place = len(old) // 2 & -4
+    return old[:place] + bytes([old[place] ^ 1]) + old[place + 1 :]
+
+
+@pytest.mark.parametrize("file, change, flags, wanted", [
+    ("state.pt", None, "", "--out out holds a finished run: .*"),
+    ("state.pt", lambda old: old[:5000], "", HOLDS),
+    ("state.pt", lambda old: b"", "", HOLDS),
+    ("state.pt", one_bit, "", HOLDS),
+    ("model.safetensors", lambda old: old[:-9], "", HOLDS),
+    ("metrics.jsonl", lambda old: b"{\n", "", HOLDS),
+    ("args.json", None, "", HOLDS),
+    ("args.json", bytes, "--lr 1", r"--resume: lr was 0\.002 in out, now it is 1\.0"),
+    ("args.json", bytes, "--pooling cls", r"--resume: pooling was avg in out, now it is cls"),
+    ("../good.csv", lambda old: old.replace(b"a", b"e", 1), "",
+     "--resume: the content of --data .* is not what it was when the run in out was begun; .*"),
+    ("args.json", bytes, None, r"--out out holds another run: continue it with --resume, or name .*")])
+def test_resume_refuses(here, capfd, finished, file, change, flags, wanted):
+    shutil.copytree(finished, "out")
+    path = Path("out", file)
+    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+    more = ["--resume", *flags.split()] if flags is not None else []
+    refuse("simcse", capfd, wanted, *SMALL, "--out", "out", *more)

@@ -1,0 +1,102 @@
+"""Scored pairs: the reader, Spearman, alignment and uniformity, against slow, independent versions."""
+import itertools
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import simcse
+from kernels.training.text.encoders import SentenceEncoder
+from kernels.training.text.sts import evaluate, load_sts
+from running import SMALL, refuse
+
+
+def slow_spearman(a, b):
+    """Ranks counted pair by pair, then Pearson written out."""
+    ranks = [[sum(y < v for y in x) + (sum(y == v for y in x) + 1) / 2 for v in x] for x in (a, b)]
+    da, db = ([r - sum(x) / len(x) for r in x] for x in ranks)
+    return sum(p * q for p, q in zip(da, db)) / math.sqrt(sum(p * p for p in da) * sum(q * q for q in db))
+
+
+def test_spearman():
+    draw, spearman = random.Random(0), simcse.spearman
+    for n in (2, 3, 10, 200):
+        a = np.array([draw.random() for _ in range(n)])
+        b = [0, 1, *draw.choices(range(4), k=n - 2)]           # which has ties
+        assert spearman(a, b) == pytest.approx(slow_spearman(a, b), abs=1e-12)
+        assert spearman(a, -a) == pytest.approx(-1) and spearman(a, np.exp(a)) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)                # 1 - 6·4 / (5·24)
+    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(math.sqrt(0.9))           # 4.5 / √(4.5 · 5)
+    assert spearman([1, 1, 1], [1, 2, 3]) == spearman([1, 2, 3], [1, 1, 1]) == 0           # a constant side
+
+
+@pytest.mark.parametrize("name, content", [
+    ("sts.tsv",
+     'score\tgenre\tsentence2\tsentence1\n5.0\tnews\tIt  eats.\t"A" cat.\n\tnews\tE\tF\n0\tnews\tC\tB\n'),
+    ("sts.csv", 'sentence1,sentence2,score\n"""A"" cat.",It eats.,5\nE,F,\nB,C,0\n'),
+    ("sts.jsonl", '["\\"A\\" cat.", "It eats.", 5]\n["E", "F", ""]\n["B", "C", 0.0]'),
+    ("sts.tsv", 'E\tF\t\n"A" cat.\tIt eats.\t5\nB\tC\t.0\n'),
+    ("sts.tsv", '5.000\t"A" cat.\tIt eats.\n\tE\tF\n0\tB\tC\n')])
+def test_load_sts(tmp_path, name, content):
+    """Columns by name or score first or last; '"' is only a quote in csv; E and F have no score."""
+    (tmp_path / name).write_text(content)
+    assert load_sts(tmp_path / name) == [('"A" cat.', "It eats.", 5.0), ("B", "C", 0.0)]
+
+
+STS = "sentence1\tsentence2\tscore\nA man eats.\tHe eats.\t5\n"
+
+
+@pytest.mark.parametrize("flag", ["--dev", "--test"])
+@pytest.mark.parametrize("content, wanted", [
+    (None, r"sts\.tsv: No such file or directory"),
+    ("sentence1\tsentence2\nA\tb\n",
+     r"sts\.tsv: sentence1, sentence2; wanted sentence1, sentence2, score, or 3 columns.*"),
+    (STS + "A\tb\tmany\n", r"sts\.tsv line 3: score 'many', wanted a number from 0 to 5"),
+    (STS + "A\tb\t7\n", r"sts\.tsv line 3: score '7', wanted a number from 0 to 5"),
+    *((STS + f"A\tb\t{score}\n", r"sts\.tsv line 3: score '.{1,40}', wanted a number from 0 to 5")
+      for score in ("inf", "1e400", "-1", "1_0", "0x1", "\u00b2", "9" * 5000, "1" * 200_000 + "x")),
+    (STS + "A\tb\tnan\n", r"sts\.tsv line 3: score 'nan', wanted a number from 0 to 5"),
+    (STS + "A\t \t1\n", r"sts\.tsv line 3: an empty sentence"),
+    (STS + "A\tb\t\n", r"sts\.tsv: 1 scored pairs, wanted at least 2")])
+def test_faults(here, capfd, flag, content, wanted):
+    if content is not None:
+        Path("sts.tsv").write_text(content)
+    refuse("simcse", capfd, wanted, *SMALL, flag, "sts.tsv")
+
+
+@torch.no_grad()
+def test_evaluate(tmp_path, bert):
+    """One Spearman over all subsets, alignment and uniformity, by loops over embeddings taken one sentence at
+    a time."""
+    draw, path = random.Random(1), tmp_path / "sts.tsv"
+    words = "cat dog man sun eats runs sees old red".split()
+    sentences = [" ".join(draw.choices(words, k=2 + i)) for i in range(12)]
+    rows = [(*draw.sample(sentences, 2), draw.randint(0, 3), "a") for _ in range(30)]  # unlike, low scores
+    rows += [(one, one + " cat", draw.randint(2, 5), "b") for one in sentences]  # alike, high scores
+    head = ("sentence1", "sentence2", "score", "subset")
+    path.write_text("\n".join("\t".join(map(str, row)) for row in [head, *rows]))
+    args = SimpleNamespace(model="bert", max_length=3, chunk_size=None)  # which does not cut
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
+    encoder, tokenizer = AutoModel.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
+    model, pairs = SentenceEncoder(encoder, tokenizer, run, "avg"), load_sts(path)
+    assert pairs == [row[:3] for row in rows]
+    result, z = evaluate(model, pairs), {}
+    model.eval()
+    for text in {text for row in rows for text in row[:2]}:
+        hidden = encoder(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0]
+        mean = hidden.double().mean(0).numpy()
+        z[text] = mean / np.linalg.norm(mean)
+    chosen = ([(z[one] @ z[two], score) for one, two, score, name in rows if name in names]
+              for names in ("ab", "a", "b"))
+    both, a, b = (100 * slow_spearman(*zip(*pairs)) for pairs in chosen)
+    assert result["spearman"] == pytest.approx(both, abs=1e-3)
+    assert abs(both - (a + b) / 2) > 5                         # the mean over subsets is another number
+    near = [sum((z[one] - z[two]) ** 2) for one, two, score in pairs if score > 4]
+    assert result["alignment"] == pytest.approx(np.mean(near), rel=1e-4)
+    far = [math.exp(-2 * sum((x - y) ** 2)) for x, y in itertools.combinations(z.values(), 2)]
+    assert result["uniformity"] == pytest.approx(math.log(np.mean(far)), rel=1e-3)
