@@ -109,7 +109,6 @@ from transformers import AutoModelForSequenceClassification
 from kernels import check_rows, checks, gather_rows, own_rows, sup_con_loss
 from kernels.training.extras.adversarial import adversarial_views
 from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
-from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import empty_cell, texts_of
@@ -125,6 +124,8 @@ from kernels.training.text.classifier import (
 from kernels.training.text.classifier import (
     confusion_scores as confusion_scores,  # for those who want it from here
 )
+from kernels.training.text.labelled import find_columns
+from kernels.training.text.models import load_text_model, longest_input
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -134,7 +135,7 @@ def load_data(path, args):
 
     The first file, the training data, decides the task, the labels and the flags that were not given.
     """
-    table, texts, label = classifier.find_columns(path, args)
+    table, texts, label = find_columns(path, args)
     rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
     for place, sentences, answer in rows:
         if fault := empty_cell((*sentences, answer)):
@@ -190,7 +191,7 @@ def build_model(args, run):
         names, numbers = dict(enumerate(args.labels)), {label: i for i, label in enumerate(args.labels)}
         head = dict(problem_type="single_label_classification", id2label=names, label2id=numbers)
     auto = AutoModelForSequenceClassification
-    model, tokenizer = load_encoder(args.model, texts_of(args.data), auto, **head)
+    model, tokenizer = load_text_model(args.model, texts_of(args.data), auto, **head)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if args.max_length > (longest := longest_input(model.base_model, tokenizer)):

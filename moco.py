@@ -115,7 +115,7 @@ from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue
 from kernels.training.images import dataset
 from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
 from kernels.training.images.dataset import Pictures, knn_accuracy, train_probe  # noqa: F401
-from kernels.training.images.encoders import PictureEncoder, load_encoder
+from kernels.training.images.encoders import PictureEncoder, load_image_encoder
 from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.run import Run
 
@@ -175,7 +175,7 @@ def build_model(args, pictures, run):
     """The query encoder and its projection head, their copies for keys, and the queue."""
     if args.bn_splits % run.world:
         fail(f"--bn-splits {args.bn_splits} cannot be shared evenly by {run.world} processes")
-    encoder = load_encoder(args.model, pictures.small)
+    encoder = load_image_encoder(args.model, pictures.small)
     width = encoder.config.hidden_sizes[-1]
     waiting = len(pictures) if args.memory_bank else args.queue
     afford(f"--width {args.width} with {waiting} keys", 16 * (width + waiting) * args.width)

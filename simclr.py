@@ -136,7 +136,7 @@ from kernels.training.images import dataset
 from kernels.training.images import encoders as nets
 from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
 from kernels.training.images.dataset import Pictures, knn_accuracy, train_probe  # noqa: F401
-from kernels.training.images.encoders import PictureEncoder, load_classifier, load_encoder
+from kernels.training.images.encoders import PictureEncoder, load_classifier, load_image_encoder
 from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
 from kernels.training.run import Run, peak_gb
 
@@ -187,7 +187,7 @@ def make_batch(rows, pictures, args, teacher=None):
     classifier's batch has one view, and this rank's labels, or a teacher's logits."""
     views, own = next(pictures.feed), own_rows(len(rows))
     if teacher:
-        return views, teacher.read([views], logits=True)
+        return views, teacher.encode_batches([views], logits=True)
     if args.finetune:
         return views, pictures.train.labels[rows[own]].to(views.device)
     labels = pictures.train.labels[rows].to(views.device) if args.supervised else None
@@ -205,7 +205,7 @@ def augment(x, args):
 
 def build_model(args, pictures, run, teacher=None):
     """The encoder, and a projection head, or a classifier of the labels or of a teacher."""
-    encoder = load_encoder(args.model, pictures.small)
+    encoder = load_image_encoder(args.model, pictures.small)
     width = encoder.config.hidden_sizes[-1]
     if args.model in nets.RESNETS:
         for block in (block for stage in encoder.encoder.stages for block in stage.layers):

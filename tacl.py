@@ -84,11 +84,11 @@ from transformers import AutoModelForPreTraining
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
 from kernels.training.loop import half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.output_dir import model_card, new_files, save_tokenizer
-from kernels.training.pretrained import load_encoder, longest_input
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.documents import next_documents, read_documents, sentence_pairs, stream
 from kernels.training.text.mlm import decoder_loss, has_decoder
+from kernels.training.text.models import load_text_model, longest_input
 from kernels.training.text.tokens import pad
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +204,7 @@ def load_teacher(model, args):
 def load_pretraining(flag, name, args):
     """(model with a masked-LM head, tokenizer, layers of its heads that the checkpoint lacks)."""
     texts = None if args.evaluate else ("\n".join(lines) for lines, _ in read_documents(args.data))
-    model, tokenizer = load_encoder(name, texts, AutoModelForPreTraining, flag)
+    model, tokenizer = load_text_model(name, texts, AutoModelForPreTraining, flag)
     like_bert = hasattr(model.base_model, "embeddings")
     has_head = has_decoder(model)
     marks = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
@@ -214,7 +214,7 @@ def load_pretraining(flag, name, args):
     return model, tokenizer, sorted(fresh)
 
 
-def read(model, ids, segments, real, layers=True):
+def run_encoder(model, ids, segments, real, layers=True):
     """The output of an encoder, or of a model around it; layers: with the hidden states of each."""
     known = {"token_type_ids": segments} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
     return model(input_ids=ids, attention_mask=real, output_hidden_states=layers, **known)
@@ -230,7 +230,7 @@ def embed(model, ids, segments, real, chosen):
         return inputs[0][:0]
 
     with model.lm.get_output_embeddings().register_forward_pre_hook(skip):
-        output = read(model.lm, ids, segments, real)
+        output = run_encoder(model.lm, ids, segments, real)
     hidden = output.hidden_states[-1]
     next_logits = output.seq_relationship_logits if model.nsp is None else model.nsp(hidden[:, 0])
     return hidden.float(), taken[0], next_logits
@@ -248,7 +248,7 @@ def compute_loss(model, batch, args):
         student, at_chosen, next_logits = embed(model, masked, segments, real, chosen)
         if args.contrast or not model.training:
             with torch.no_grad():
-                teacher = read(model.teacher[0], ids, segments, real, layers=False).last_hidden_state.float()
+                teacher = run_encoder(model.teacher[0], ids, segments, real, layers=False).last_hidden_state.float()
             unit = args.similarity == "cosine"                 # other rows may leave float16's range
             with half_products(student, args) if unit else contextlib.nullcontext():
                 contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
@@ -361,7 +361,7 @@ def evaluate(model, dev, args):
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
         for ids, _, segments, real, inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-                states = read(model.encoder, ids, segments, real).hidden_states
+                states = run_encoder(model.encoder, ids, segments, real).hidden_states
             layers.append(torch.stack([token_similarity(hidden.float(), mask)
                                        for mask in (inner, real) for hidden in states]))
             pairs.append(real.sum(1) * (real.sum(1) - 1))

@@ -162,7 +162,7 @@ def one_by_one(encoder, tokenizer, sentences, pooling):
     return torch.stack(rows)
 
 
-def read(folder, sentences, pooling):
+def embed_saved(folder, sentences, pooling):
     """The same of a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return one_by_one(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)

@@ -219,7 +219,7 @@ def count(text):
     return int(text)
 
 
-def read(path):
+def load_result(path):
     """What an earlier run wrote."""
     try:
         with open(path) as file:
@@ -271,7 +271,7 @@ def main(argv=None):
     for path in filter(None, (args.json, args.plot)):  # before hours of work
         if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             fail(f"{path}: its folder is not there, or cannot be written")
-    result = read(args.source) if args.source else measured(args, device)
+    result = load_result(args.source) if args.source else measured(args, device)
     if args.markdown:
         print(markdown(result))
     if args.plot:

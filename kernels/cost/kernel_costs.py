@@ -10,7 +10,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from .launches import REGISTERS
-from .listing import read
+from .listing import read_listing
 
 # CUDA's programming guide: a clock and multiprocessor has bytes, results, instructions of warps
 SHARED, MUFU, ISSUE = 128, 16, 4
@@ -21,7 +21,7 @@ LATENCY = 700                            # clocks of a load
 class Tiles(NamedTuple):
     """What the listing does not tell of a launch."""
     of: tuple            # programs, in the order in which they start: their tiles, or the rounds of a loop
-    wanted: str = ""     # see listing.read
+    wanted: str = ""     # see listing.read_listing
     products: int = 0    # of a tile; with 2, weights are multiplied with the columns again
     rows: int = 0        # of q and k that all programs read
     resident: bool = True                                       # a program fetches its own side once
@@ -75,7 +75,7 @@ TILES = {
     "ends_kernel": alike, "finish_kernel": alike, "fold_kernel": alike, "factors_kernel": alike,
     "copy_kernel": alike,
 }
-counted = functools.cache(read)
+counted = functools.cache(read_listing)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ class Way(NamedTuple):
     loops: int           # around the tensor core instructions, else the most
 
 
-def read(cubin, wanted="mma"):
+def read_listing(cubin, wanted="mma"):
     """The Way through a compiled kernel that passes the most of what is wanted: "mma" | "loops" | ""."""
     import triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -10,7 +10,7 @@ from .columns import twice
 WANTED = "wanted texts or rows in a list or array, a dict of columns, a DataFrame, a Dataset, or a path"
 
 
-class Rows:
+class MemoryRows:
     """Rows that can be gone through again and again: a list of cells, a dict of them by column, or something
     that is no row, which is left as it is, for a message that names its place.
 
@@ -29,12 +29,12 @@ class Rows:
 
 
 def rows_of(data):
-    """The Rows of what was handed over; a Fault says why it cannot be read, and what to hand over.
+    """The MemoryRows of what was handed over; a Fault says why it cannot be read, and what to hand over.
 
     data    a sequence of texts or of rows, as a list, a tuple, an array (N,), a Series, a Dataset; an array
             (N, columns) of texts; a dict of columns, each such a sequence; a DataFrame
     """
-    if isinstance(data, Rows):
+    if isinstance(data, MemoryRows):
         return data
     kind = type(data)                                          # a column of a DataFrame is an attribute of it
     if isinstance(data, Mapping):
@@ -48,7 +48,7 @@ def rows_of(data):
     if fault := unreadable(data):
         refuse(data, fault)
     if hasattr(kind, "features") or not (hasattr(kind, "columns") or hasattr(kind, "column_names")):
-        return Rows(len(data), lambda: items(data))            # a Dataset, which has columns, gives rows
+        return MemoryRows(len(data), lambda: items(data))            # a Dataset, which has columns, gives rows
     names = data.column_names if hasattr(kind, "column_names") else data.columns
     if doubled := twice(map(str, names)):
         refuse(data, f"two columns are called {doubled}; rename one")
@@ -56,7 +56,7 @@ def rows_of(data):
 
 
 def rows_of_columns(columns, data):
-    """The Rows of a dict of columns, which data was or has."""
+    """The MemoryRows of a dict of columns, which data was or has."""
     tables = [name for name, column in columns.items()
               if hasattr(type(column), "columns") or hasattr(type(column), "column_names")]
     if tables:
@@ -74,8 +74,8 @@ def rows_of_columns(columns, data):
         refuse(data, f"columns of different lengths: {found}; wanted as many texts in each")
     length, lists = max(lengths.values(), default=0), list(columns.values())
     if all(isinstance(name, int) for name in columns):         # numbers are pandas' where there are no names
-        return Rows(length, lambda: zip(*map(items, lists)))
-    return Rows(length, lambda: (dict(zip(lengths, cells)) for cells in zip(*map(items, lists))))
+        return MemoryRows(length, lambda: zip(*map(items, lists)))
+    return MemoryRows(length, lambda: (dict(zip(lengths, cells)) for cells in zip(*map(items, lists))))
 
 
 def unreadable(data):

@@ -115,7 +115,7 @@ def test_every_line_says_predicted(cost, tmp_path, monkeypatch, capsys):
                cycles={"tensor": 5, "HBM": 9}, binds="HBM")
     result = dict(loss="info_nce", size=[64, 64, 8], dtype="bfloat16", chip="sm_90", ms=3.0, kernels=[row])
     monkeypatch.setattr(predict, "predict", lambda *case: result)
-    path = tmp_path / "predict.json"
+    path = tmp_path / "cost.json"
     predict.main(["--loss", "info_nce", "--size", "64x64x8", "--ranks", "64", "--json", str(path)])
     said = capsys.readouterr().out.splitlines()
     assert len(said) > 20 and all(line.startswith("predicted ") for line in said)
@@ -125,7 +125,7 @@ def test_every_line_says_predicted(cost, tmp_path, monkeypatch, capsys):
 def test_what_is_shipped(cost):
     """The predictions in docs/scale.md are those of the file."""
     from kernels.cost.scale import short
-    shipped = json.loads((ROOT / "kernels/results/predict.json").read_text())
+    shipped = json.loads((ROOT / "kernels/results/cost.json").read_text())
     targets = shipped["targets"]
     assert shipped["predicted"] and [(x["loss"], x["size"]) for x in targets] == predict.TARGETS
     table = re.findall(r"^\| (\w+) \| .* \| ([\d.]+) \| .*\|$", (ROOT / "docs/scale.md").read_text(), re.M)

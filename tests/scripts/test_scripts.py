@@ -216,7 +216,7 @@ def test_others_load_the_encoder_alone(name, form, tmp_path, bert):
     result = run_text(name, tmp_path, SENTENCES[:24], *common, *flags)
     sentences = [row[0] for row in SENTENCES[:6]]
     result.model.load_state_dict(result.state["model"])
-    ours = result.model.eval().read(sentences).detach()
+    ours = result.model.eval().embed_texts(sentences).detach()
     model = eval(result.said["load"].split("  or  ")[1], {"AutoModel": AutoModel})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert not (tmp_path / "out" / "2_Dense").exists()

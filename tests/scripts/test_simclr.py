@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import simclr
 from kernels.training.cli import Fault
 from kernels.training.images import encoders
-from kernels.training.images.encoders import PictureEncoder, load_classifier, load_encoder
+from kernels.training.images.encoders import PictureEncoder, load_classifier, load_image_encoder
 from running import DATA, equal, run
 
 randn = partial(torch.randn, dtype=torch.float64)
@@ -237,7 +237,7 @@ def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
 def test_a_batch_of_distillation_is_one_view_and_the_teachers_logits(first):
     views = torch.rand(4, 3, 16, 16)
     pictures = SimpleNamespace(feed=iter([views]))
-    teacher = PictureEncoder(load_encoder("resnet-small", True), torch.nn.Linear(256, 2)).train()
+    teacher = PictureEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 2)).train()
     batch = simclr.make_batch([0, 1, 2, 3], pictures, None, teacher)
     assert torch.equal(batch[0], views) and torch.equal(batch[1], teacher.eval()(views))
     assert not batch[1].requires_grad

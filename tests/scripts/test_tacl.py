@@ -284,7 +284,7 @@ def test_fresh_heads_and_a_frozen_teacher(name, fresh, files, folders):
     assert set(model.fresh) == fresh and all(parameter.grad is not None for parameter in model.parameters())
     assert values["nsp"].item() == pytest.approx(math.log(2), abs=0.05)
     assert not any(p.requires_grad or p in {*model.parameters()} for p in teacher.parameters())
-    read = lambda encoder: tacl.read(encoder, part[0], *part[2:4]).last_hidden_state
+    read = lambda encoder: tacl.run_encoder(encoder, part[0], *part[2:4]).last_hidden_state
     assert torch.equal(read(teacher), read(teacher)) and not torch.equal(read(model.encoder), read(teacher))
     assert torch.equal(read(model.eval().encoder), read(teacher))
 

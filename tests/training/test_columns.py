@@ -16,9 +16,9 @@ import simcse
 import vascl
 from kernels.training.cli import Fault
 from kernels.training.tables import RANKING, SENTENCES, empty_cell, read_table
-from kernels.training.text.classifier import find_columns
+from kernels.training.text.labelled import find_columns
 from kernels.training.text.sts import load_sts
-from running import NLI, ONE_BATCH, read, run_text
+from running import NLI, ONE_BATCH, embed_saved, run_text
 
 ROWS = [[f"The {name} sat here, on mat {i}." for name in ("cat", "dog", "cow", "hen")] for i in range(9)]
 
@@ -215,7 +215,7 @@ def test_hard_negatives_and_equal_texts(columns, equal, tmp_path, bert):
         rows[j][column % columns] = rows[i][1 % columns]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *["--ignore-equal"] * equal]
     result = run_text("simcse", tmp_path, rows, *flags)
-    z1, *keys = [F.normalize(read(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    z1, *keys = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     texts = [list(column) for column in zip(*rows)][1:] or [[row[0] for row in rows]]
     keys, own = torch.cat(keys or [z1]), texts[0]
     same = torch.tensor([[text == mine for column in texts for text in column] for mine in own])

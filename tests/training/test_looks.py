@@ -8,7 +8,7 @@ import cline
 import selfguided
 from kernels.training.cli import Fault
 from kernels.training.tables import SENTENCES, Table, read_table
-from kernels.training.text.classifier import find_columns
+from kernels.training.text.labelled import find_columns
 from kernels.training.text.sts import load_sts
 from running import NLI
 

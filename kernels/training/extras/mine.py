@@ -132,21 +132,21 @@ def embed(model, texts, anchors, pool):
     once."""
     first, second = model.prompts[0], model.prompts[:2][-1]
     if first == second:
-        z = read(model, texts, first)
+        z = embed_side(model, texts, first)
         return z[anchors], z[pool]
-    return tuple(read(model, [texts[i] for i in ids.tolist()], prompt)
+    return tuple(embed_side(model, [texts[i] for i in ids.tolist()], prompt)
                  for ids, prompt in ((anchors, first), (pool, second)))
 
 
 @torch.no_grad()
-def read(model, texts, prompt):
+def embed_side(model, texts, prompt):
     """(T, D) unit embeddings on the model's device, float32, with --precision bf16 HALF."""
     z, model.scored, kind = None, prompt, HALF if model.bf16 else torch.float32
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))    # alike in length; too long fails first
     with progress(None, "embedding", total=len(texts), unit=" texts") as bar:
         for start in range(0, len(texts), BLOCK):
             places = order[start : start + BLOCK]
-            part = F.normalize(model.read([texts[i] for i in places]), dim=1, eps=1e-8)
+            part = F.normalize(model.embed_texts([texts[i] for i in places]), dim=1, eps=1e-8)
             if z is None:
                 z = part.new_empty(len(texts), part.shape[1], dtype=kind)
             z[places] = part.to(kind)

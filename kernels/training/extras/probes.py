@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ..cli import fail
 from ..progress import progress
 from ..tables import empty_cell
-from ..text.classifier import find_columns
+from ..text.labelled import find_columns
 
 FOLDS, STARTS = 10, 5
 STRENGTHS = [2.0**power for power in range(-2, 4)]             # C, of which one is chosen (SentEval)

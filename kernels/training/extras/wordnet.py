@@ -36,8 +36,8 @@ class WordNet:
         self.folder, self.synsets = Path(folder), {}           # (part of speech, offset): (words, pointers)
         self.senses, self.lemma_of, self.forms_of = ({pos: {} for pos in self.ENDINGS} for _ in range(3))
         for pos in self.ENDINGS:
-            self.read(f"data.{pos}", self.add_synset, pos)
-            self.read(f"{pos}.exc", self.add_irregular, pos)
+            self.read_file(f"data.{pos}", self.add_synset, pos)
+            self.read_file(f"{pos}.exc", self.add_irregular, pos)
             if not self.senses[pos]:
                 fail(f"--wordnet {folder}: data.{pos} is empty; {WANTED}")
         self.check_pointers()
@@ -52,7 +52,7 @@ class WordNet:
                     fail(f"{self.folder / f'data.{pos}'}: synset {offset:08} points to word {number} of "
                          f"{key[1]:08} in data.{key[0]}, which is not there; the database {DAMAGED}")
 
-    def read(self, name, add, pos):
+    def read_file(self, name, add, pos):
         """Hands each line of a file to `add`. Irregular forms, which some copies lack, may be missing."""
         path, offset = self.folder / name, 0
         if not os.path.lexists(path):

@@ -14,7 +14,7 @@ from ..progress import progress
 from ..run import Run
 from . import encoders as nets
 from .augmentation import flip, middle
-from .encoders import PictureEncoder, load_encoder
+from .encoders import PictureEncoder, load_image_encoder
 from .formats import read_pictures
 
 
@@ -103,7 +103,7 @@ class Pictures:
                 sizes = side.sizes(rows)
                 yield rows, crops.draw(seed, epoch, rows, sizes, count) if crops else middle(sizes, share)
 
-        views = side.read(plan(), self.size, self.crops.cubic, self.device)
+        views = side.load_views(plan(), self.size, self.crops.cubic, self.device)
         return map(flip, views) if crops else views
 
     def start(self, run, total, least, count=2):
@@ -114,14 +114,14 @@ class Pictures:
         own = ((step // epoch, rows[own_rows(len(rows))]) for step, rows in order)
         self.feed = self.views(self.train, own, self.crops._replace(least=least), count)
 
-    def read(self, side, model, logits=False):
+    def encode_side(self, side, model, logits=False):
         """(N, H) features, or logits, of all pictures of a side: each rank reads its share, or, where there
         are fewer pictures than ranks, all."""
         shared = len(side) >= (dist.get_world_size() if dist.is_initialized() else 1)
         own = range(len(side))[own_rows(len(side)) if shared else slice(None)]
         starts = progress(range(0, len(own), 256), "evaluating", " batches")
         order = ((0, own[i : i + 256]) for i in starts)
-        found = model.read(self.views(side, order), logits)
+        found = model.encode_batches(self.views(side, order), logits)
         return gather_rows(found, len(side)) if shared else found
 
     def before(self, model, run):
@@ -174,7 +174,7 @@ def evaluate(model, pictures, impl="auto"):
     """{"knn": percent} of test pictures by the training pictures; {"top1": percent} of a classifier."""
     if model.classes:
         return {"top1": accuracy(model, pictures)}
-    bank, queries = pictures.read(pictures.train, model), pictures.read(pictures.test, model)
+    bank, queries = pictures.encode_side(pictures.train, model), pictures.encode_side(pictures.test, model)
     labels, wanted = (side.labels.to(bank.device) for side in (pictures.train, pictures.test))
     return {"knn": knn_accuracy(bank, labels, queries, wanted, impl=impl)}
 
@@ -183,7 +183,7 @@ def accuracy(model, pictures):
     """Percent of the test pictures that a classifier labels right; a class is known by its name."""
     numbers = {name: i for i, name in enumerate(model.classes)}
     wanted = torch.tensor([numbers.get(name, -1) for name in pictures.classes])[pictures.test.labels]
-    right = pictures.read(pictures.test, model, logits=True).argmax(1).cpu() == wanted
+    right = pictures.encode_side(pictures.test, model, logits=True).argmax(1).cpu() == wanted
     return 100 * right.float().mean().item()
 
 
@@ -200,7 +200,7 @@ def score(args, script, crops, linear_probe):
     if not pictures.test:
         fail("--evaluate: wanted labels on both sides, and a test set: in --data, or by --dev")
     run = Run(args, script)
-    encoder, (head, classes) = load_encoder(args.model, pictures.small), nets.load_head(args.model)
+    encoder, (head, classes) = load_image_encoder(args.model, pictures.small), nets.load_head(args.model)
     model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model)).to(run.device)
     pictures.join(run)
     found = []
@@ -242,5 +242,5 @@ def train_probe(model, pictures, run, *, batch, rate, std=0.0, nesterov=False, d
         F.cross_entropy(layer(h), labels[rows]).backward()
         optimizer.step()
     with torch.no_grad():
-        right = layer(pictures.read(pictures.test, model)).argmax(1) == wanted
+        right = layer(pictures.encode_side(pictures.test, model)).argmax(1) == wanted
     return 100 * right.float().mean().item()

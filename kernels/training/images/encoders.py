@@ -14,8 +14,7 @@ from kernels import embed_in_chunks
 
 from ..cli import fail
 from ..output_dir import model_card, new_files
-from ..pretrained import blaming, check_size, no_code, own_memory, read_config, refuse_nan
-from ..text.checkpoint import read_json
+from ..pretrained import blaming, check_size, no_code, own_memory, read_config, read_json, refuse_nan
 
 SMALL = 32                                                     # pixels, up to which nets have the small stem
 CENTRE = 0.875                                                 # of a larger picture's side is what is judged
@@ -26,7 +25,7 @@ class SmallPictureResNet(ResNetModel):
 
     def __init__(self, config):
         super().__init__(config)
-        config.small_stem = True                               # load_encoder reads it
+        config.small_stem = True                               # load_image_encoder reads it
         stem = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
         self.embedder.embedder.convolution = stem
         self.embedder.pooler = nn.Identity()
@@ -46,7 +45,7 @@ RESNETS = {"resnet-small": BASIC | dict(embedding_size=32, hidden_sizes=[32, 64,
 OLD_CODE = {"AutoModel": "modeling.SmallPictureResNet"}
 
 
-def load_encoder(name, small=False, flag="--model"):
+def load_image_encoder(name, small=False, flag="--model"):
     """A random ResNet, with the small stem for small pictures, or the one of a folder or a hub name."""
     if name in RESNETS:
         return (SmallPictureResNet if small else ResNetModel)(ResNetConfig(**RESNETS[name]))
@@ -144,7 +143,7 @@ class PictureEncoder(nn.Module):
         return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
     @torch.no_grad()
-    def read(self, batches, logits=False):
+    def encode_batches(self, batches, logits=False):
         """(N, H) features, or the head's logits, of batches (n, 3, S, S), batch norms at rest."""
         training = self.training
         self.eval()
@@ -211,7 +210,7 @@ def load_classifier(name, flag="--model", run=None):
     head, classes = load_head(name, flag)
     if classes is None:
         fail(f"{flag} {name}: holds no classifier; wanted the --out of a run with --finetune or --distill")
-    return PictureEncoder(load_encoder(name, flag=flag), head, run, *read_statistics(name), classes).eval()
+    return PictureEncoder(load_image_encoder(name, flag=flag), head, run, *read_statistics(name), classes).eval()
 
 
 # ── saving ──

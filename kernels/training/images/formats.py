@@ -15,7 +15,7 @@ import torch
 from ..cli import Fault, afford, fail, memory
 from ..files import open_plain
 from ..tables import read_table
-from .loading import Arrays, Files, Rows
+from .loading import Arrays, Files, NpyRows
 from .pickles import Array, read_pickle
 from .workers import cores
 
@@ -102,7 +102,7 @@ def read_arrays(path, files, members=None):
     afford(f"{path}", sum(head.wanted for head in heads.values() if not head.stays))
     for name, file in files.items():
         if heads[name].stays:
-            arrays[name] = Rows(file, heads[name].shape, os.path.getsize(file) - heads[name].there)
+            arrays[name] = NpyRows(file, heads[name].shape, os.path.getsize(file) - heads[name].there)
         else:
             with unpack(file) as opened:
                 arrays[name] = np.lib.format.read_array(opened, allow_pickle=False)
@@ -136,7 +136,7 @@ def check_pictures(path, prefix, images, labels):
             found = f"{prefix}labels from {labels.min()} to {labels.max()}"
             fail(f"{path}: {found}, wanted {len(images)} integers from 0 up, below 2^63")
         labels = torch.from_numpy(labels.astype(np.int64))
-    return Arrays(images if isinstance(images, Rows) else torch.from_numpy(images), labels)
+    return Arrays(images if isinstance(images, NpyRows) else torch.from_numpy(images), labels)
 
 
 # ── CIFAR ──

@@ -50,7 +50,7 @@ class Source:
 class Arrays(Source):
     """Pictures of one size: in memory, or on the disk.
 
-    images    (N, H, W, 3) uint8: a tensor, or Rows
+    images    (N, H, W, 3) uint8: a tensor, or NpyRows
     """
 
     def __init__(self, images, labels):
@@ -71,7 +71,7 @@ class Arrays(Source):
             if self.images.nbytes < torch.cuda.mem_get_info()[0] / 4:
                 self.images = self.images.to(device)
 
-    def read(self, plan, size, cubic, device):
+    def load_views(self, plan, size, cubic, device):
         """Yields the views of each (row numbers (n,), boxes (views, n, 4)) of a plan: (views · n, 3, size,
         size) float32 from 0 to 1, on the device."""
         for rows, boxes in plan:
@@ -80,7 +80,7 @@ class Arrays(Source):
             yield torch.cat([resized(x, part, size, cubic) for part in boxes])
 
 
-class Rows:
+class NpyRows:
     """The pictures of an .npy file. It is no memmap: where a file is cut meanwhile that kills the process."""
 
     def __init__(self, path, shape, start):
@@ -157,8 +157,8 @@ class Files(Source):
             say("skipped", text)
             self.keep(np.setdiff1d(self.places, [*damaged]))
 
-    def read(self, plan, size, cubic, device):
-        """What Arrays.read yields."""
+    def load_views(self, plan, size, cubic, device):
+        """What Arrays.load_views yields."""
         for views in self.decode(plan, size, cubic):
             yield scaled(views.to(device))
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.utils import cached_file
 
 from ..cli import Fault, fail
-from ..files import read_settings
 from ..output_dir import model_card, new_files, save_tokenizer
+from ..pretrained import find_file, read_json
 
 MODES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-transformers' names, and ours
 FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
@@ -40,21 +39,6 @@ class Layout:
     lower: bool = False
     prompts: tuple = ("",)
     scored: str = ""
-
-
-def find(name, file):
-    """Path of a file in a folder or of a hub name; None: there is none."""
-    if Path(name).is_dir():
-        return path if (path := Path(name, file)).is_file() else None
-    try:
-        return Path(cached_file(name, file))
-    except OSError:
-        return None
-
-
-def read_json(name, file):
-    path = find(name, file)
-    return read_settings(path) if path else {}
 
 
 def read_layout(name, flag="--model"):
@@ -134,7 +118,7 @@ def read_pooling(path, settings):
 
 def mixed_layers(name, path, settings):
     """Which pooling a mean of layers is."""
-    weights = load_file(find(name, f"{path}/model.safetensors"))["layer_weights"]
+    weights = load_file(find_file(name, f"{path}/model.safetensors"))["layer_weights"]
     mix = torch.zeros(settings["num_hidden_layers"] + 1)
     mix[settings["layer_start"] :] = weights
     for pooling, layers in LAYERS.items():
@@ -158,10 +142,10 @@ def read_dense(name, path, settings):
     if kind not in ACTIVATIONS or settings.get("use_residual"):
         fail(f"{path}: activation {kind}{' and a residual' * bool(settings.get('use_residual'))}; "
              f"wanted {', '.join(ACTIVATIONS)}")
-    if file := find(name, f"{path}/model.safetensors"):
+    if file := find_file(name, f"{path}/model.safetensors"):
         weights = load_file(file)
     else:
-        weights = torch.load(find(name, f"{path}/pytorch_model.bin"), "cpu", weights_only=True)
+        weights = torch.load(find_file(name, f"{path}/pytorch_model.bin"), "cpu", weights_only=True)
     with torch.device("meta"):                                 # however wide it says it is
         sizes = settings["in_features"], settings["out_features"]
         linear = torch.nn.Linear(*sizes, bias=settings.get("bias", True))

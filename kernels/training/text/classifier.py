@@ -8,38 +8,15 @@ from transformers import AutoModelForSequenceClassification
 
 from ..cli import fail, say
 from ..extras import ood
-from ..looks import codes_among
 from ..output_dir import model_card, new_files, save_tokenizer
-from ..pretrained import blaming, load_encoder, longest_input
+from ..pretrained import blaming
 from ..progress import progress
 from ..run import Run
-from ..tables import empty_cell, listed, plain, read_table
+from ..tables import empty_cell, listed, plain
+from .labelled import find_columns, read_named  # noqa: F401
+from .models import load_text_model, longest_input
 from .sts import spearman
 from .tokens import letters_of, portions
-
-
-def find_columns(path, args):
-    """(rows of the table, places of its columns of text, place of its column of labels)"""
-    header, table, _ = read_named(path, [*(args.text or []), *([args.label] if args.label else [])])
-    names = [plain(name) for name in header]
-    label = plain(args.label or next((name for name in ("label", "score") if name in names), names[-1]))
-    others = [name for name in names if name not in (label, "")]
-    texts = [name for name in ("sentence", "sentence1", "sentence2") if name in others] or others
-    texts = [plain(name) for name in args.text or texts]
-    if not {label, *texts} <= set(names) or label in texts or len(texts) not in (1, 2):
-        fail(f"{path}: columns {listed(header)}; wanted one or two of text (now {listed(texts)}) and "
-             f"one of labels (now {label[:40]}); name them by --text and --label")
-    at = [names.index(name) for name in texts]
-    if not args.text and texts == others and (fault := codes_among(table.sample, at)):
-        fail(f"{path}: {fault}; name those to read in a header: sentence (or sentence1, sentence2) and label")
-    args.text, args.label = [header[i] for i in at], header[names.index(label)]  # the same in --dev
-    return table, at, names.index(label)
-
-
-def read_named(path, names):
-    """(a name of each column, the table, whether its first row has them); names as read_table takes them."""
-    header, table = read_table(path, names=names)
-    return header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))], table, bool(header)
 
 
 def tokenise_texts(rows, model, longest):
@@ -128,7 +105,7 @@ def confusion_scores(truth, said, labels):
 
 
 @torch.no_grad()
-def read(model, rows, forward):
+def forward_rows(model, rows, forward):
     """What forward(model, inputs) gives, a tuple of tensors, of all rows, in their order, without dropout."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))           # little padding
@@ -142,7 +119,7 @@ def read(model, rows, forward):
 
 def predict(model, rows):
     """(n, labels) float32 logits of the rows."""
-    return read(model, rows, lambda *x: (classify(*x),))[0]
+    return forward_rows(model, rows, lambda *x: (classify(*x),))[0]
 
 
 def evaluate(model, rows, args):
@@ -203,7 +180,7 @@ def load_unseen(args):
 def unseen_scores(model, train, dev, unseen):
     """{detector: {"AUROC", "FPR95", "F1"}} in percent, see module ood; without training rows of the maximum
     softmax alone."""
-    found = [[x.to(model.device) for x in read(model, rows, classify_vectors)]
+    found = [[x.to(model.device) for x in forward_rows(model, rows, classify_vectors)]
              for rows in (dev, unseen, train) if rows]
     if not all(x.isfinite().all() for part in found for x in part):
         say("note", "--ood: logits or vectors hold NaN or infinity, which count as 0")
@@ -257,7 +234,7 @@ def mean_and_spread(runs, labels=()):
 def score(args, script, load_data):
     """--evaluate: a classifier's scores on --dev and --contrast-set, with the labels it was trained on."""
     run, path = Run(args, script), args.dev or args.data
-    model, tokenizer = load_encoder(args.model, None, AutoModelForSequenceClassification)
+    model, tokenizer = load_text_model(args.model, None, AutoModelForSequenceClassification)
     if model.missing:
         fail(f"--model {args.model}: no classifier, {min(model.missing)} is missing; train it first")
     config, model.tokenizer, model.bf16 = model.config, tokenizer, run.bf16

@@ -10,11 +10,11 @@ from transformers import AutoModel
 from kernels import embed_in_chunks
 
 from ..cli import fail, say
-from ..pretrained import blaming, load_encoder, longest_input
+from ..pretrained import blaming
 from ..progress import progress
 from ..tables import texts_of
 from .checkpoint import read_layout
-from .mlm import has_decoder
+from .models import has_decoder, load_text_model, longest_input
 from .tokens import grouped, in_order, pad, tokenise
 
 
@@ -120,7 +120,7 @@ class SentenceEncoder(torch.nn.Module):
             z = self.head(z)
         return z.float()
 
-    def read(self, sentences, size=128):
+    def embed_texts(self, sentences, size=128):
         """(N, H) embeddings of texts, which are not cut to --max-length."""
         texts = [self.spelt(self.scored + text) for text in sentences]
         rows, _ = tokenise(texts, self.tokenizer, self.longest)
@@ -132,7 +132,7 @@ class SentenceEncoder(torch.nn.Module):
         distinct, training = sorted(set(texts), key=lambda text: (len(text), text)), self.training
         self.eval()
         bar = progress(range(0, len(distinct), size), "embedding texts")
-        z = torch.cat([self.read(distinct[i : i + size]) for i in bar])
+        z = torch.cat([self.embed_texts(distinct[i : i + size]) for i in bar])
         self.train(training)
         places = {text: i for i, text in enumerate(distinct)}
         return z, [places[text] for text in texts]
@@ -161,7 +161,7 @@ def build_encoder(args, run, pooling="cls", head=None, auto=AutoModel, columns=1
     name, local, reading = args.model, Path(args.model).is_dir(), getattr(args, "evaluate", False)
     layout = read_layout(name, flag) if local else None
     texts = None if reading else texts_of(args.data)
-    loaded, tokenizer = load_encoder(name, texts, auto, flag, layout.subfolder if layout else "")
+    loaded, tokenizer = load_text_model(name, texts, auto, flag, layout.subfolder if layout else "")
     if not local and name != "scratch":                        # a hub that does not answer is asked once
         layout = read_layout(name, flag)
     with blaming(f"{flag} {name}"):

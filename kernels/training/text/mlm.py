@@ -55,20 +55,6 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
     return linear_cross_entropy(hidden, weight, targets, impl=impl)
 
 
-def has_decoder(lm):
-    """Whether its head ends in a linear layer that reads a state of each token; MobileBERT's does not."""
-    decoder, training, ids, seen = lm.get_output_embeddings(), lm.training, torch.tensor([[2, 3]]), []
-    if not isinstance(decoder, torch.nn.Linear):
-        return False
-    try:
-        with torch.no_grad(), decoder.register_forward_pre_hook(lambda *given: seen.append(given)):
-            lm.eval()(input_ids=ids, attention_mask=ids > 0)
-    except Exception:                                          # it wants more than texts
-        return False
-    lm.train(training)
-    return bool(seen)
-
-
 def free_decoder(lm):
     """The masked LM, its decoder free to leave the word embeddings that it is tied to (SimCSE's released
     code)."""

@@ -58,7 +58,7 @@ def tokenise(sentences, tokenizer, longest):
 
 
 def tokenise_table(table, model, run, name="tokens", whole=False):
-    """The Rows of all sentences of a table, as a model of SentenceEncoder's kind reads them, cut to
+    """The TokenRows of all sentences of a table, as a model of SentenceEncoder's kind reads them, cut to
     --max-length, or whole.
 
     Rank 0 writes them into --out, and every rank reads them there, row by row: neither they nor the text have
@@ -78,7 +78,7 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
     if not folder.is_dir():
         fail(f"--out {run.out}: what rank 0 writes is not there; name a folder that all machines share",
              every_rank=True)
-    rows = Rows(folder, columns)
+    rows = TokenRows(folder, columns)
     if not whole:
         say(name, f"{rows.cut:,} of {columns * len(rows):,} sentences cut to {longest}")
     return rows
@@ -145,7 +145,7 @@ def checksums(folder):
     return sums
 
 
-class Rows:
+class TokenRows:
     """Rows of tokens, as write_tokens left them: rows[i] has the int32 ids (L,) of each column."""
 
     def __init__(self, folder, columns):
@@ -159,11 +159,11 @@ class Rows:
 
     def __getitem__(self, i):
         place = range(len(self))[i] * self.columns
-        first, *ends = self.read(self.ends, np.int64, place, self.columns + 1).tolist()
-        ids = self.read(self.ids, np.int32, first, ends[-1] - first)
+        first, *ends = self.read_part(self.ends, np.int64, place, self.columns + 1).tolist()
+        ids = self.read_part(self.ids, np.int32, first, ends[-1] - first)
         return tuple(ids[start - first : end - first] for start, end in zip((first, *ends), ends))
 
-    def read(self, file, kind, place, count):
+    def read_part(self, file, kind, place, count):
         """An array of a part of the file. It is no memmap: where a file is cut meanwhile that kills the
         process."""
         found = np.empty(count, kind)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import simcse
 from kernels.training.cli import Fault
 from kernels.training.extras.candidates import choose, is_scored_pairs, load_candidates
-from running import DATA, NLI, read, refuse, run
+from running import DATA, NLI, embed_saved, refuse, run
 
 ROWS = [[*row, *other] for row, other in zip(NLI[:12], NLI[1:13])]     # text, reference, four candidates
 
@@ -35,8 +35,8 @@ def test_the_nearest_candidate_is_chosen(tmp_path, bert):
     class Model:
         def embed(self, texts):
             distinct = sorted(set(texts))
-            return read(bert, distinct, "avg"), [distinct.index(text) for text in texts]
-    vectors = {text: F.normalize(read(bert, [text], "avg")[0].double(), dim=0)
+            return embed_saved(bert, distinct, "avg"), [distinct.index(text) for text in texts]
+    vectors = {text: F.normalize(embed_saved(bert, [text], "avg")[0].double(), dim=0)
                for row in ROWS for text in row}
     at = [max(range(4), key=lambda i: (vectors[row[0]] @ vectors[row[2 + i]]).item()) for row in ROWS]
     wanted = {"chosen": scores[range(12), at].mean().item(), "best": scores.amax(1).mean().item(),

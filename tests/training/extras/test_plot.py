@@ -14,7 +14,7 @@ from running import ROOT, refuse
 @pytest.fixture(autouse=True)
 def place(here, monkeypatch):
     """A folder of its own, and the name that a fault begins with."""
-    monkeypatch.setattr(sys, "argv", ["kernels.training.extras.plot.py"])
+    monkeypatch.setattr(sys, "argv", ["plot.py"])
 
 
 def write_run(folder, rows, **before):

@@ -26,7 +26,7 @@ from kernels.training.extras.probes import (
     transfer,
     v_measure,
 )
-from running import DATA, SENTENCES, read, refuse
+from running import DATA, SENTENCES, embed_saved, refuse
 
 
 def blobs(classes, n=40, width=6, spread=0.3, seed=0):
@@ -218,7 +218,7 @@ def test_embeddings_are_those_of_sentences_one_by_one(topics, finished, monkeypa
     (rows, y, names), x = seen[0]
     lines = [line.split("\t") for line in Path("topics.tsv").read_text().splitlines()[1:]]
     assert [(text, names[label]) for (text,), label in zip(rows, y)] == [tuple(line[:2]) for line in lines]
-    torch.testing.assert_close(x, read(finished, [text for (text,) in rows], "avg"), atol=1e-4, rtol=0)
+    torch.testing.assert_close(x, embed_saved(finished, [text for (text,) in rows], "avg"), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("flags, wanted", [

@@ -17,7 +17,7 @@ from kernels.training.extras import text_views
 from kernels.training.extras.text_views import TextViews, anchors_of, some, zeroed
 from kernels.training.text import mlm
 from kernels.training.text.tokens import tokenise
-from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, in_processes, read, refuse, run, run_text
+from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, embed_saved, in_processes, refuse, run, run_text
 
 ONE = torch.ones(())
 
@@ -342,7 +342,7 @@ def test_nt_xent_has_both_views_as_one_set(columns, tmp_path, bert):
     rows = [row[:columns] for row in NLI[:12]]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--objective", "nt-xent", "--temperature", 0.1]
     step, = run_text("simcse", tmp_path, rows, *flags).steps
-    views = [F.normalize(read(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    views = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     z = torch.cat(views if columns == 2 else views * 2)
     logits = (z @ z.T / 0.1).fill_diagonal_(-torch.inf)
     wanted = F.cross_entropy(logits, torch.arange(24).roll(12)).item()
@@ -355,7 +355,7 @@ def test_ranking_of_columns(form, tmp_path, bert):
     rows = [[*row, other[1], other[2]] for row, other in zip(NLI[:12], NLI[1:13])]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--objective", "ranking", "--margin", 0.05]
     step, = run_text("simcse", tmp_path, rows, *flags, "--form", form).steps
-    text, *others = [read(bert, column, "avg").double() for column in zip(*rows)]
+    text, *others = [embed_saved(bert, column, "avg").double() for column in zip(*rows)]
     scores = torch.tensor([[cosine(a, b) for b in row] for a, *row in zip(text, *others)])
     wanted = ranking_written_out(scores[:, 1:], scores[:, 0], 0.05, form).item()
     assert step["loss"] == pytest.approx(wanted, abs=1e-4)
@@ -378,7 +378,7 @@ def test_spans_are_averaged_and_others_of_a_document_are_negatives(anchors, tmp_
     assert result.said["spans"].startswith(f"9 of 9 documents have {16 * anchors} tokens")
     seen = [ids[mask.bool()].tolist() for group in batches[0] for _, ids, mask in zip(*group)]
     assert sorted(seen) == sorted([*ids] for ids in cut(None, None, None)[0])
-    anchors, *positives = [read(bert, view, "avg").double() for view in spans]
+    anchors, *positives = [embed_saved(bert, view, "avg").double() for view in spans]
     z = F.normalize(torch.cat([anchors, torch.stack(positives).mean(0)]), dim=1)
     logits = (z @ z.T / 0.05).fill_diagonal_(-torch.inf)
     wanted = F.cross_entropy(logits, torch.arange(16).roll(8)).item()

@@ -115,7 +115,7 @@ def test_fewer_pictures_than_ranks_are_read_by_each(tmp_path, monkeypatch):
     for name, value in dict(is_initialized=True, get_world_size=11, get_rank=10).items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     model = SimpleNamespace(read=lambda batches, logits: torch.cat([255 * x for x in batches]))
-    found = pictures.read(pictures.train, model).permute(0, 2, 3, 1).flatten(1)
+    found = pictures.encode_side(pictures.train, model).permute(0, 2, 3, 1).flatten(1)
     torch.testing.assert_close(found, wanted)
 
 
@@ -204,7 +204,7 @@ def test_saved_encoders_load_as_they_were(size, tmp_path):
     flags = ["--data", write(tmp_path / "x.npz", dict(images=pictures)), *FLAGS, *OWN["moco"], "--steps", 1]
     result = run("moco", out, *flags)
     model, seen = result.model, pictures_of(flags[1], moco)
-    wanted, line = seen.read(seen.train, model), result.said["load"]
+    wanted, line = seen.encode_side(seen.train, model), result.said["load"]
     assert "auto_map" not in (out / "config.json").read_text() and line in (out / "README.md").read_text()
     assert [file.name for file in out.glob("*.py")] == ["moco.py"]
     words = f"v2: {len(pictures)} pictures from .*, views of {size} px, no labelled test set: no evaluation"
@@ -226,8 +226,8 @@ def test_saved_encoders_load_as_they_were(size, tmp_path):
     if size == 8:                                              # never another net in silence
         with pytest.raises(RuntimeError, match="mismatched"):
             AutoModel.from_pretrained(out)
-    model.encoder = nets.load_encoder(str(out), True)         # as --model: the checkpoint decides on the stem
-    assert torch.equal(seen.read(seen.train, model), wanted) and not (out / ".saving").exists()
+    model.encoder = nets.load_image_encoder(str(out), True)         # as --model: the checkpoint decides on the stem
+    assert torch.equal(seen.encode_side(seen.train, model), wanted) and not (out / ".saving").exists()
 
 
 def change(folder, **settings):
@@ -238,15 +238,15 @@ def change(folder, **settings):
 
 def test_code_of_a_folder_is_never_run(tmp_path, here, capfd):
     """Folders from before, with the code of their stem, load without it; any other code is refused."""
-    encoder, folder = nets.load_encoder("tiny", True), Path("model")
+    encoder, folder = nets.load_image_encoder("tiny", True), Path("model")
     encoder.save_pretrained(folder)
     for file in ("modeling.py", "evil.py"):
         (folder / file).write_text("raise SystemExit('it ran')\n")
     change(folder, auto_map=nets.OLD_CODE, small_stem=None)
-    loaded = nets.load_encoder("model")
+    loaded = nets.load_image_encoder("model")
     assert equal(loaded.state_dict(), encoder.state_dict()) and loaded.config.small_stem
     loaded.save_pretrained("again")
-    assert equal(nets.load_encoder("again").state_dict(), encoder.state_dict())
+    assert equal(nets.load_image_encoder("again").state_dict(), encoder.state_dict())
     assert "auto_map" not in Path("again/config.json").read_text()
     capfd.readouterr()
     wanted = "--model model: wants to run Python that lies in it, which is never done; .*"
@@ -269,7 +269,7 @@ def test_code_of_a_folder_is_never_run(tmp_path, here, capfd):
     (dict(hidden_sizes=[8, 17]), r"\d+ weights, such as .*, are missing or do not fit its config\.json"),
     (dict(small_stem=False), r"1 weights, such as embedder.*, are missing or do not fit its config\.json")])
 def test_a_config_that_is_not_of_its_weights(settings, wanted, here, capfd):
-    nets.load_encoder("tiny", True).save_pretrained("model")
+    nets.load_image_encoder("tiny", True).save_pretrained("model")
     capfd.readouterr()                                         # the bar of that
     change(Path("model"), **settings)
     given = ["--data", write(Path("x.npz"), X["x.npz"]), "--batch-size", 4, *B.split(), "--model", "model"]
@@ -280,7 +280,7 @@ def test_a_config_that_is_not_of_its_weights(settings, wanted, here, capfd):
     ("{", "ValueError.*"), ("[]", "AttributeError.*"), ('{"image_std": [1, 0, 1]}', "image_mean .*"),
     ('{"image_mean": ["a", 0, 0]}', ".*"), ('{"image_mean": [0, 0, 1e999]}', "image_mean .*inf.*")])
 def test_damaged_statistics(content, wanted, data, here, capfd):
-    nets.load_encoder("tiny", True).save_pretrained("model")
+    nets.load_image_encoder("tiny", True).save_pretrained("model")
     capfd.readouterr()                                         # the bar of that
     Path("model/preprocessor_config.json").write_text(content)
     given = ["--evaluate", "--data", data, "--model", "model", "--probe-epochs", 0]

@@ -20,7 +20,7 @@ from kernels.training import cli
 from kernels.training.cli import Fault
 from kernels.training.images import formats, loading, pickles
 from kernels.training.images.formats import read_pictures
-from kernels.training.images.loading import Rows
+from kernels.training.images.loading import NpyRows
 from running import refuse, run
 from simclr import CROPS
 
@@ -442,12 +442,12 @@ def test_rows_that_memory_need_not_hold(tmp_path, monkeypatch):
     held, _ = read_pictures(tmp_path / "x.npy")
     monkeypatch.setattr(formats, "memory", lambda: 4 * PIXELS.nbytes - 1)
     rows, _ = read_pictures(tmp_path / "x.npy")
-    assert isinstance(rows.images, Rows) and torch.is_tensor(held.images) and len(rows) == 4
+    assert isinstance(rows.images, NpyRows) and torch.is_tensor(held.images) and len(rows) == 4
     assert torch.is_tensor(read_pictures(tmp_path / "y.npy")[0].images)            # by columns it is no row
     numbers, cpu = np.array([3, 0, 3]), torch.device("cpu")
     boxes = CROPS.draw(1, 0, numbers, rows.sizes(numbers), 2)
-    views = [next(source.read([(numbers, boxes)], 8, True, cpu)) for source in (rows, held)]
+    views = [next(source.load_views([(numbers, boxes)], 8, True, cpu)) for source in (rows, held)]
     assert torch.equal(*views) and rows.usual_size(224) == held.usual_size(224) == 32
     os.truncate(tmp_path / "x.npy", PIXELS.nbytes - 1)
     with pytest.raises(Fault, match="x.npy: was cut while it was read"):
-        next(rows.read([(numbers, boxes)], 8, True, cpu))
+        next(rows.load_views([(numbers, boxes)], 8, True, cpu))

@@ -96,7 +96,7 @@ def test_a_jpeg_is_decoded_smaller_where_boxes_have_pixels_enough(tmp_path, monk
 def feed(source, batches, size=8):
     """The bits of the views of a plan, each taken when it comes."""
     plan = ((rows, simclr.CROPS.draw(5, epoch, rows, source.sizes(rows), 2)) for epoch, rows in batches)
-    return [x.clone() for x in source.read(plan, size, True, CPU)]
+    return [x.clone() for x in source.load_views(plan, size, True, CPU)]
 
 
 def test_views_are_the_same_whoever_decodes(tmp_path, monkeypatch):

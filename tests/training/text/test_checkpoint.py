@@ -13,8 +13,8 @@ from transformers import BartConfig, BartModel, BertConfig, BertForSequenceClass
 import simcse
 from kernels.training.text.checkpoint import read_layout
 from kernels.training.text.encoders import build_encoder
-from kernels.training.text.tokens import Rows
-from running import DATA, NLI, SMALL, read, refuse, run
+from kernels.training.text.tokens import TokenRows
+from running import DATA, NLI, SMALL, embed_saved, refuse, run
 
 TEXTS = ["A man eats.", "It is day.", "Nobody sleeps in the sun."]
 HEAD = dict(in_features=32, out_features=8, bias=False, activation_function="torch.nn.Identity")
@@ -51,12 +51,12 @@ def test_what_others_wrote(bert, tmp_path):
                      prompts=prompts, subfolder="0_Transformer")
     model = load(folder)
     assert (model.prompts, model.scored, model.longest, model.normalise) == (("q ", "p "), "s ", 20, True)
-    wanted = read(bert, [f"s {text}"[:18] for text in TEXTS], "avg") @ head.T
+    wanted = embed_saved(bert, [f"s {text}"[:18] for text in TEXTS], "avg") @ head.T
     short = [text[:16] for text in TEXTS]                      # with the prompt, [CLS] and [SEP] 20 tokens
-    torch.testing.assert_close(model.read(short), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.embed_texts(short), wanted, atol=1e-5, rtol=0)
     old = dict(pooling_mode_cls_token=False, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)
     model = load(foreign(bert, tmp_path / "b", old, longest=None))
-    torch.testing.assert_close(model.read(TEXTS), read(bert, TEXTS, "last"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.embed_texts(TEXTS), embed_saved(bert, TEXTS, "last"), atol=1e-5, rtol=0)
     assert (model.prompts, model.longest, model.head) == (("",), 512, None)
 
 
@@ -72,7 +72,7 @@ def test_what_others_wrote_is_saved_again(bert, tmp_path):
     old, new = load(folder), load(tmp_path / "out")
     assert (new.prompts, new.scored, new.normalise, new.longest) == (("q ", "p "), "", True, 32)
     short = [text[:16] for text in TEXTS]
-    torch.testing.assert_close(new.read(short), old.read(short), atol=1e-6, rtol=0)
+    torch.testing.assert_close(new.embed_texts(short), old.embed_texts(short), atol=1e-6, rtol=0)
     assert [module["path"] for module in json.loads((tmp_path / "out" / "modules.json").read_text())] == [
         "", "1_Pooling", "2_Dense", "3_Normalize"]
 
@@ -97,7 +97,7 @@ def test_supervised_simcse_keeps_its_head_in_the_pooler(bert, tmp_path):
     named = shutil.copytree(bert, tmp_path / "sup-simcse-bert-small")
     assert read_layout(str(tmp_path / "unsup-simcse-bert-small")) is None
     for model in load(named), load(bert, head=["pooler"]):
-        torch.testing.assert_close(model.read(TEXTS), read(bert, TEXTS, "pooler"), atol=1e-5, rtol=0)
+        torch.testing.assert_close(model.embed_texts(TEXTS), embed_saved(bert, TEXTS, "pooler"), atol=1e-5, rtol=0)
 
 
 def test_training_goes_on_with_the_same_head(bert, tmp_path, monkeypatch):
@@ -107,14 +107,14 @@ def test_training_goes_on_with_the_same_head(bert, tmp_path, monkeypatch):
     first = run("simcse", tmp_path / "first", *data, "--model", bert, "--prompt", "a: ", "b: ")
     out, kept = tmp_path / "first", first.model.head[0].weight.detach().clone()
 
-    for ids, prompt, text in zip(Rows(out / "tokens", 3)[0], ("a: ", "b: ", "b: "), NLI[0]):
+    for ids, prompt, text in zip(TokenRows(out / "tokens", 3)[0], ("a: ", "b: ", "b: "), NLI[0]):
         words = first.model.tokenizer(prompt + text, truncation=True, max_length=32)
         assert ids.tolist() == words["input_ids"]              # each column has its prompt, the last goes on
     for weight in first.model.parameters():
         weight.data.zero_()
     first.model.restore(out)
     assert torch.equal(first.model.head[0].weight, kept)
-    assert torch.equal(first.model.read(TEXTS), load(out).read(TEXTS))
+    assert torch.equal(first.model.embed_texts(TEXTS), load(out).embed_texts(TEXTS))
 
     def go_on(name, *flags):
         result = run("simcse", tmp_path / name, *data, "--model", out, "--lr", 0, *flags)

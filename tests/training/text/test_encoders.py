@@ -53,7 +53,7 @@ def test_embeddings_are_the_pooling_of_every_row(pooling, keep, bert, monkeypatc
         views = model.batch(rows, rows[::-1])
         torch.testing.assert_close(model(views), torch.cat([wanted, wanted.flip(0)]), atol=1e-5, rtol=0)
     assert min(groups) == 1 and max(groups) > 4
-    read = model.eval().read(sentences, size=5)
+    read = model.eval().embed_texts(sentences, size=5)
     torch.testing.assert_close(read, headed if keep else bare, atol=1e-5, rtol=0)
 
 
@@ -66,7 +66,7 @@ def test_others_load_the_folder(library, pooling, data, tmp_path, bert):
     result = run_text("simcse", tmp_path, data[:24], *flags, "--max-length", 16)
     sentences = ["no, " * 20, *(row[0] for row in data[:12])]  # longer than 16 tokens
     result.model.load_state_dict(result.state["model"])
-    ours = result.model.eval().read(sentences).detach()
+    ours = result.model.eval().embed_texts(sentences).detach()
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["truncation"] is None
     sentence_transformer, auto_model = result.said["load"].split("  or  ")
     if library == "sentence_transformers":

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 import simcse
 from kernels.training.text.encoders import build_encoder
 from kernels.training.text.sts import load_sts, spearman
-from kernels.training.text.tokens import Rows
+from kernels.training.text.tokens import TokenRows
 from running import DATA, SMALL, one_by_one, refuse
 
 SHAPE = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
@@ -153,8 +153,8 @@ def test_small_letters(folder_of, tmp_path):
     for name, lower in ("a", True), ("b", True), (folder, False):
         args = SimpleNamespace(model=str(tmp_path / name), evaluate=True, pooling="avg")
         model = build_encoder(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)).eval()
-        assert torch.equal(*model.read(["IT RAINS", "it rains"])) == lower
-    small, large = (Rows(tmp_path / name / "tokens", 1) for name in "ba")
+        assert torch.equal(*model.embed_texts(["IT RAINS", "it rains"])) == lower
+    small, large = (TokenRows(tmp_path / name / "tokens", 1) for name in "ba")
     assert any(not np.array_equal(*rows) for rows in zip(small[0], large[0]))  # in training too
 
 
