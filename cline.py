@@ -92,7 +92,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM
 
 from kernels import check_rows, checks, own_rows
-from kernels.training.extras.wordnet import WORD, WordNet, inflect, load_tagger, tag_words  # noqa: F401 - inflect
+from kernels.training.extras.wordnet import (
+    WORD,
+    WordNet,
+    inflect,  # noqa: F401 - for those who import it from here
+    load_tagger,
+    tag_words,
+)
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.output_dir import new_file
 from kernels.training.progress import progress

@@ -17,7 +17,7 @@ encoder, but a slot for each picture. A picture's key is its slot, its negatives
 a slot is a running mean of its picture's queries.
 
 Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
-batches (a folder), .npz (images, labels, test_dataset, test_classifier; uint8, N x H x W x 3), the folder of an
+batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
 unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
 Labels are for evaluation alone.
 

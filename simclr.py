@@ -15,7 +15,7 @@ v2 keeps a part of the head: --finetune trains the encoder, the head's first lay
 share of the labels; --distill teaches what that knows to another encoder, or the same, without labels.
 
 Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
-batches (a folder), .npz (images, labels, test_dataset, test_classifier; uint8, N x H x W x 3), the folder of an
+batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
 unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
 
     python simclr.py --recipe cifar --data cifar-10-batches-py --out out/simclr

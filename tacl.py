@@ -87,8 +87,8 @@ from kernels.training.output_dir import model_card, new_files, save_tokenizer
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.documents import next_documents, read_documents, sentence_pairs, stream
-from kernels.training.text.mlm import decoder_loss, has_decoder
-from kernels.training.text.models import load_text_model, longest_input
+from kernels.training.text.mlm import decoder_loss
+from kernels.training.text.models import has_decoder, load_text_model, longest_input
 from kernels.training.text.tokens import pad
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+import types
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,9 +140,11 @@ def start(name, out, *flags, before=None, **variables):
 def refuse(name, capfd, wanted, *argv):
     """main ends with exit code 2 and one line on stderr that fits; every file of the working folder is as it
     was."""
+    module = name if isinstance(name, types.ModuleType) else importlib.import_module(name)
+    name = module.__name__.rpartition(".")[2]
     before = {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(name).main([*map(str, argv)])
+        module.main([*map(str, argv)])
     err = capfd.readouterr().err
     assert end.value.code == 2
     assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # . fits no newline: one line

@@ -217,7 +217,7 @@ def furnish(here):
     (here / "documents.txt").write_text("\n".join("".join(lines[i : i + 4]) for i in range(0, 24, 4)),
                                         "utf-8")
     with np.load(DATA / "shapes.npz") as file:
-        most = {"images": 24, "labels": 24, "test_dataset": 8, "test_classifier": 8}
+        most = {"images": 24, "labels": 24, "test_images": 8, "test_labels": 8}
         np.savez(here / "few.npz", **{name: file[name][:count] for name, count in most.items()})
     small_bert(here / "bert")
     for script, out in (("simcse", "half"), ("moco", "net")):

@@ -148,7 +148,7 @@ def npy(shape, dtype="|u1", data=b""):
 
 LOOKS = np.random.default_rng(1).integers(0, 256, (16, 16, 16, 3), np.uint8)
 LABELS = np.arange(16) % 4
-WHOLE = dict(images=LOOKS, labels=LABELS, test_dataset=LOOKS[:4], test_classifier=LABELS[:4])
+WHOLE = dict(images=LOOKS, labels=LABELS, test_images=LOOKS[:4], test_labels=LABELS[:4])
 IMAGES = {"floats": LOOKS / 255, "grey": LOOKS[..., 0], "4 channels": LOOKS[..., [0, 1, 2, 0]],
           "none": LOOKS[:0],
           "0 pixels": LOOKS[:, :0], "scalar": np.uint8(3), "strings": np.array(["a"]), "no numpy": b"junk",
@@ -170,9 +170,9 @@ def of_arrays():
     for name, (file, data) in files.items():
         yield case(name, next(scripts), ["--data", file], put(file, data), "one line")
     for name, data in {"truncated": npz(**WHOLE)[:-30], "flipped": flipped(npz(**WHOLE)), "empty": b"",
-                       "another test size": npz(**WHOLE | dict(test_dataset=LOOKS[:4, :8])),
+                       "another test size": npz(**WHOLE | dict(test_images=LOOKS[:4, :8])),
                        "a label of 10**12": npz(**WHOLE | dict(labels=LABELS * 10**12)),
-                       "a label apart": npz(**WHOLE | dict(test_classifier=LABELS[:4] + 9))}.items():
+                       "a label apart": npz(**WHOLE | dict(test_labels=LABELS[:4] + 9))}.items():
         yield case(f"npz: {name}", next(scripts), ["--data", "a.npz"], put("a.npz", data))
 
 

@@ -87,8 +87,8 @@ def test_the_busiest_multiprocessor(cost):
     assert busiest((7,) * 512, 132) == (4, 28) and busiest((6, 1, 1, 1, 1, 1), 2) == (1, 6)
     assert walked(4, 4, 2, 1, True) == (1, 2, 2, 2, 0, 0, 1, 2)                 # columns 0 to 3, twice
     assert walked(2, 5, 4, 1, False) == (4, 4, 1, 1)
-    of = lambda rows: predict.product_cost(rows, 768, 8192, 2 ** 37, 0, predict.CHIPS["sm_90"])["cycles"]["tensor"]
-    assert of(8192) == pytest.approx(2 ** 37 / (132 * 4096 * predict.LIBRARY))      # 192 tiles in 11 pieces
+    of = lambda rows: cost.product_cost(rows, 768, 8192, 2 ** 37, 0, cost.CHIPS["sm_90"])["cycles"]["tensor"]
+    assert of(8192) == pytest.approx(2 ** 37 / (132 * 4096 * cost.LIBRARY))      # 192 tiles in 11 pieces
     assert of(128) == pytest.approx(of(8192) * 132 / 48)                         # 3 tiles in 16
 
 
@@ -103,7 +103,7 @@ def test_a_step_of_many_ranks(cost):
     assert at.ring == pytest.approx(2 * 56 * 16 * 8 / 1e3 - at.loss) and at.ring_memory == 3 * 2 * 8 * 16 * 6
     alone = scale.step(64, 1, **case)
     assert alone.gather == alone.ring == 0 and alone.memory == 2 * 64 * 16 * 6
-    chip = predict.CHIPS["sm_90"]
+    chip = cost.CHIPS["sm_90"]
     steps = at, alone, at._replace(own=0.5), at._replace(memory=71e9)
     many, one, *rest = (scale.verdict(x, chip) for x in steps)
     assert many.endswith("!") and one.startswith("0.0+") and rest == ["-", "full"]
@@ -114,9 +114,9 @@ def test_every_line_says_predicted(cost, tmp_path, monkeypatch, capsys):
     row = dict(kernel="rows_kernel", launches=2, registers=128, waves=1.5, ms=3.0, bytes=1e9,
                cycles={"tensor": 5, "HBM": 9}, binds="HBM")
     result = dict(loss="info_nce", size=[64, 64, 8], dtype="bfloat16", chip="sm_90", ms=3.0, kernels=[row])
-    monkeypatch.setattr(predict, "predict", lambda *case: result)
+    monkeypatch.setattr(cost, "predict", lambda *case: result)
     path = tmp_path / "cost.json"
-    predict.main(["--loss", "info_nce", "--size", "64x64x8", "--ranks", "64", "--json", str(path)])
+    cost.main(["--loss", "info_nce", "--size", "64x64x8", "--ranks", "64", "--json", str(path)])
     said = capsys.readouterr().out.splitlines()
     assert len(said) > 20 and all(line.startswith("predicted ") for line in said)
     assert json.loads(path.read_text())["targets"] == [result]
@@ -127,7 +127,7 @@ def test_what_is_shipped(cost):
     from kernels.cost.scale import short
     shipped = json.loads((ROOT / "kernels/results/cost.json").read_text())
     targets = shipped["targets"]
-    assert shipped["predicted"] and [(x["loss"], x["size"]) for x in targets] == predict.TARGETS
+    assert shipped["predicted"] and [(x["loss"], x["size"]) for x in targets] == cost.TARGETS
     table = re.findall(r"^\| (\w+) \| .* \| ([\d.]+) \| .*\|$", (ROOT / "docs/scale.md").read_text(), re.M)
     assert table == [(x["loss"], short(x["ms"])) for x in targets]
 
@@ -146,14 +146,14 @@ def test_what_is_shipped(cost):
     ("--json none/x.json", "none/x.json: its folder is not there, or cannot be written")])
 def test_flags_are_refused(flags, wanted, cost, capsys):
     with pytest.raises(SystemExit) as end:
-        predict.main(flags.split())
+        cost.main(flags.split())
     assert end.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(wanted)
 
 
 def test_the_interpreter_compiles_nothing(cost, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SystemExit) as end:
-        predict.main([])
+        cost.main([])
     assert end.value.code == 2 and "TRITON_INTERPRET" in capsys.readouterr().err
 
 

@@ -264,7 +264,7 @@ def main(folder=Path(__file__).parent):
     write_wordnet(Path(folder, "wordnet"))
     labels = np.arange(900, dtype=np.uint8) % len(SHAPES)
     images = np.stack([picture(label) for label in labels]).astype(np.uint8)
-    np.savez_compressed(Path(folder, "shapes.npz"), images=images[:600], labels=labels[:600], test_dataset=images[600:], test_classifier=labels[600:])
+    np.savez_compressed(Path(folder, "shapes.npz"), images=images[:600], labels=labels[:600], test_images=images[600:], test_labels=labels[600:])
     rng.seed(11)                                               # what comes before may grow
     entities = [("text", "positive_entity", "negative_entity", "entity_type", "page")] + [linked(DOMAINS) for _ in range(320)]
     Path(folder, "entities.tsv").write_text("".join("\t".join(row) + "\n" for row in entities), encoding="utf-8", newline="\n")

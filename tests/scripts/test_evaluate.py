@@ -47,7 +47,7 @@ def test_dev_is_no_test_set(here, bert, capsys):
 
 @pytest.mark.parametrize("name, flags", [
     ("simclr", []), ("simclr", ["--supervised"]), ("moco", ["--queue", 32, "--bn-splits", 2])])
-def test_plot(name, flags, here, capsys):
+def test_pictures(name, flags, here, capsys):
     few = {key: PICTURES[key][:150] for key in PICTURES.files}
     np.savez("few.npz", **few)
     flags = ["--data", "few.npz", "--batch-size", 16, "--probe-epochs", 5, *flags]

@@ -192,7 +192,7 @@ def first(tmp_path_factory):
     with np.load(DATA / "shapes.npz") as file:
         x, y, n = file["images"][:, ::2, ::2] // 2, file["labels"] % 3, 200
     x[np.arange(len(x)), :, :, y] += 120                       # a class is a colour
-    arrays = dict(images=x[:n], labels=y[:n] + 5, test_dataset=x[n : n + 60], test_classifier=y[n : n + 60] + 5)
+    arrays = dict(images=x[:n], labels=y[:n] + 5, test_images=x[n : n + 60], test_labels=y[n : n + 60] + 5)
     np.savez(folder / "x.npz", **arrays)
     head = ["--head-layers", 3, "--form", "code"]
     run("simclr", folder / "first", "--data", folder / "x.npz", *SMALL, "--steps", 2, *head)

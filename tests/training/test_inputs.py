@@ -109,7 +109,7 @@ def picture(path, colour, size=4):
     ],
 )
 @pytest.mark.parametrize("listed", [True, False])
-def test_plot(change, listed, tmp_path, monkeypatch):
+def test_pictures(change, listed, tmp_path, monkeypatch):
     """Of equal size in bytes, of another size, gone, with another label; in a folder or in a list."""
     monkeypatch.chdir(tmp_path)
     for i in range(6):

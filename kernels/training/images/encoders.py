@@ -246,5 +246,5 @@ def load_line(model, run):
     if model.classes:
         return f'{LOAD.format("classifier")}("{run.args.out}")'
     if isinstance(model.encoder, SmallPictureResNet):
-        return f'{LOAD.format("encoder")}("{run.args.out}")'
+        return f'{LOAD.format("image_encoder")}("{run.args.out}")'
     return f'AutoModel.from_pretrained("{run.args.out}")'

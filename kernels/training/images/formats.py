@@ -19,7 +19,7 @@ from .loading import Arrays, Files, NpyRows
 from .pickles import Array, read_pickle
 from .workers import cores
 
-ARRAYS = "images", "labels", "test_dataset", "test_classifier"
+ARRAYS = "images", "labels", "test_images", "test_labels"
 KINDS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
@@ -92,8 +92,8 @@ def read_arrays(path, files, members=None):
         with unpack(file) as opened:
             heads[name] = read_head(opened, file.file_size if members else os.path.getsize(file))
     check_kind(path, "", heads["images"], heads.get("labels"))
-    if "test_dataset" in heads:
-        check_kind(path, "test_", heads["test_dataset"], heads.get("test_classifier"))
+    if "test_images" in heads:
+        check_kind(path, "test_", heads["test_images"], heads.get("test_labels"))
     for name, head in heads.items():
         if head.wanted > head.there:
             fail(f"{path}: {name} are cut off, {head.there:,} of {head.wanted:,} bytes; copy the file again")

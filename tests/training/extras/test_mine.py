@@ -89,7 +89,7 @@ def test_draws(monkeypatch):
 def test_prompts():
     """Anchors are read behind one prompt and positives behind the other, whatever their order by length."""
     model = SimpleNamespace(device=torch.device("cpu"), bf16=False, prompts=("q: ", "p: "))
-    model.read = lambda texts: torch.tensor([[len(text), ord(model.scored[0])] for text in texts]).float()
+    model.embed_texts = lambda texts: torch.tensor([[len(text), ord(model.scored[0])] for text in texts]).float()
     q, k = mine.embed(model, ["a", "bbb", "cc"], torch.tensor([0, 1]), torch.tensor([1, 2]))
     wanted = torch.tensor([[1, 113], [3, 113], [3, 112], [2, 112]]).float()
     assert torch.cat([q, k]).allclose(F.normalize(wanted, dim=1))
@@ -149,7 +149,7 @@ def test_ranks_that_no_memory_holds(monkeypatch):
     ("--min-score 0.9 --max-score 0.1", r"good\.csv: nothing to write, all rows have fewer than 1 .*")])
 def test_faults(here, capfd, monkeypatch, flags, wanted):
     model = SimpleNamespace(device=torch.device("cpu"), bf16=False, prompts=("",))
-    model.read = lambda texts: torch.randn(len(texts), 6)
+    model.embed_texts = lambda texts: torch.randn(len(texts), 6)
     monkeypatch.setattr(mine, "load_model", lambda args: model)
     monkeypatch.setitem(sys.modules, "mine", mine)
     Path("one.csv").write_text("A man eats.\nA dog runs.\n")

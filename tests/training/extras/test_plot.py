@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from kernels.benchmark import measure
 from kernels.training.extras import plot
 from running import ROOT, refuse
 
@@ -98,8 +99,8 @@ def test_what_scripts_write_is_read_and_drawn(name, flags, wanted, steps, file, 
     axes, _, legend = drawn("out", file=file)
     assert [line.get_color() for line in axes[0].lines] == [f"C{legend.index(label)}" for label in labels]
     assert magic in Path(file).read_bytes()[:8] and Path(file).stat().st_size < 80_000
-    refuse("kernels.training.extras.plot", capfd, r"none/a\.png: No such file.*", "out", "--save", "none/a.png")
-    refuse("kernels.training.extras.plot", capfd, r"a\.xyz: .*not supported.*", "out", "--save", "a.xyz")
+    refuse(plot, capfd, r"none/a\.png: No such file.*", "out", "--save", "none/a.png")
+    refuse(plot, capfd, r"a\.xyz: .*not supported.*", "out", "--save", "a.xyz")
 
 
 @pytest.mark.parametrize("file, content, wanted", [
@@ -114,7 +115,7 @@ def test_damaged_folder(file, content, wanted, capfd):
     path = Path("run", file)
     path.unlink() if content is None else path.write_text(content, encoding="latin-1")
     wanted = rf"run/{file}{wanted}" if wanted else r"run: metrics\.jsonl is no text, or args\.json is damaged"
-    refuse("kernels.training.extras.plot", capfd, wanted, "run", "--save", "a.png")
+    refuse(plot, capfd, wanted, "run", "--save", "a.png")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "\xff", '{"poolings": [], "trained": [[1], [2, 3]]}'])
@@ -123,15 +124,15 @@ def test_damaged_study(content, capfd):
     Path("run/study.json").write_text(content, encoding="latin-1")
     wanted = r"run/study\.json: damaged; wanted what --study of selfguided\.py wrote"
     for out in "run", "run/study.json":
-        refuse("kernels.training.extras.plot", capfd, wanted, out, "--save", "a.png")
-    refuse("kernels.training.extras.plot", capfd, r"no\.json: No such file .*", "no.json", "--save", "a.png")
+        refuse(plot, capfd, wanted, out, "--save", "a.png")
+    refuse(plot, capfd, r"no\.json: No such file .*", "no.json", "--save", "a.png")
 
 
 def test_without_folder_or_matplotlib(monkeypatch, capfd):
-    refuse("kernels.training.extras.plot", capfd, "good.csv/metrics.jsonl: Not a dir.*", "good.csv", "--save", "a.png")
+    refuse(plot, capfd, "good.csv/metrics.jsonl: Not a dir.*", "good.csv", "--save", "a.png")
     write_run("run", curve(4))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     wanted, result = "wants the package matplotlib: pip install .*", ROOT / "kernels/results/cpu.json"
-    refuse("kernels.training.extras.plot", capfd, wanted, "run", "--save", "a.png")
-    monkeypatch.setattr(sys, "argv", ["kernels.benchmark.measure.py"])
-    refuse("kernels.benchmark.measure", capfd, wanted, "--from", result, "--plot", "a.png")
+    refuse(plot, capfd, wanted, "run", "--save", "a.png")
+    monkeypatch.setattr(sys, "argv", ["measure.py"])
+    refuse(measure, capfd, wanted, "--from", result, "--plot", "a.png")

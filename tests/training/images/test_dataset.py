@@ -56,7 +56,7 @@ def data(tmp_path_factory):
     with np.load(DATA / "shapes.npz") as file:
         x, y = file["images"][:60, ::2, ::2] // 2, file["labels"][:60] % 3
     x[np.arange(60), :, :, y] += 120
-    arrays = dict(images=x[:30], labels=y[:30], test_dataset=x[30:], test_classifier=y[30:])
+    arrays = dict(images=x[:30], labels=y[:30], test_images=x[30:], test_labels=y[30:])
     return write(tmp_path_factory.mktemp("data") / "x.npz", arrays)
 
 
@@ -114,7 +114,7 @@ def test_fewer_pictures_than_ranks_are_read_by_each(tmp_path, monkeypatch):
     wanted = middles(pictures, pictures.train).flatten(1)
     for name, value in dict(is_initialized=True, get_world_size=11, get_rank=10).items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    model = SimpleNamespace(read=lambda batches, logits: torch.cat([255 * x for x in batches]))
+    model = SimpleNamespace(encode_batches=lambda batches, logits: torch.cat([255 * x for x in batches]))
     found = pictures.encode_side(pictures.train, model).permute(0, 2, 3, 1).flatten(1)
     torch.testing.assert_close(found, wanted)
 
@@ -164,7 +164,7 @@ X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-
     ("moco", {"x.npz": dict(images=GOOD / 255)}, "", r".*: images are float64 \(8, 8, 8, 3\), wanted uint.*"),
     ("moco", {"x.npz": dict(pictures=GOOD)}, "", r".*: holds pictures; wanted images, and labels, test_i.*"),
     ("moco", {"x.npz": dict(images=GOOD, labels=np.arange(3))}, "", r".*labels are int64 \(3,\), wanted 8.*"),
-    ("moco", {"x.npz": dict(images=GOOD, test_dataset=GOOD[0])}, "", r".* test_dataset are uint8 \(8, 8.*"),
+    ("moco", {"x.npz": dict(images=GOOD, test_images=GOOD[0])}, "", r".* test_images are uint8 \(8, 8.*"),
     ("moco", {"x.npz": b"PK\3\4"}, "", r"x\.npz: File is not a zip file"),
     ("simclr", X, "--batch-size 9", r"x\.npz: 8 pictures, wanted at least --batch-size, which is 9"),
     ("simclr", X, "--supervised", r"--supervised wants labels, and x\.npz has none: sub-folders, .*"),
@@ -310,7 +310,7 @@ def test_pictures_of_other_sizes_are_judged(data, tmp_path):
 def test_labels_are_numbered_without_gaps(tmp_path):
     """However large they are, and whichever of them a test set has; of folders a name is one label."""
     large = dict(images=GOOD, labels=np.array([5, 10**12] * 4))
-    large |= dict(test_dataset=GOOD, test_classifier=np.arange(4, 12))
+    large |= dict(test_images=GOOD, test_labels=np.arange(4, 12))
     pictures = pictures_of(write(tmp_path / "x.npz", large))
     assert pictures.train.labels.tolist() == [0, 1] * 4
     assert pictures.test.labels.tolist() == [2, 0, 3, 4, 5, 6, 7, 8]

@@ -192,11 +192,11 @@ IMAGES = npy((4, 2, 2, 3), content=bytes(48))
     (dict(images=IMAGES, labels=npy((4,), "<f8", bytes(32))), r"labels are float64 \(4,\), wanted 4 int.*"),
     (dict(images=IMAGES, labels=npy((4,), "|i1", b"\0\1\2\xfd")), "labels from -3 to 2, wanted 4 .*"),
     (dict(images=IMAGES, labels=npy((4,), "<u8", b"\xff" * 32)), r"labels from 18446744073709551615 .*"),
-    (dict(images=IMAGES, test_dataset=npy((2**50, 2, 2, 3))), "test_dataset are cut off, 0 of .*"),
+    (dict(images=IMAGES, test_images=npy((2**50, 2, 2, 3))), "test_images are cut off, 0 of .*"),
     (dict(images=npy((4, 0, 2, 3))), r"images are uint8 \(4, 0, 2, 3\), wanted .*"),
     (dict(images=npy((-4, -2, 2, 3))), r"images are uint8 \(-4, -2, 2, 3\), wanted .*"),
     (dict(images=b"\x93NUMPY\1\0\xff\xff" + b"(" * 70_000), ".*"), (dict(images=b""), ".*"),
-    (dict(a=b"", b=b""), "holds a, b; wanted images, and labels, test_dataset, test_classifier")])
+    (dict(a=b"", b=b""), "holds a, b; wanted images, and labels, test_images, test_labels")])
 def test_arrays_that_are_not_what_they_claim(members, wanted, here, capfd):
     npz("x.npz", **members)
     refuse_data(capfd, rf"x\.npz: {wanted}", "x.npz")
@@ -408,7 +408,7 @@ def test_tables_that_are_none(text, wanted, here, capfd):
 
 
 def test_an_unpacked_npz(tmp_path):
-    arrays = dict(images=PIXELS, labels=np.arange(4), test_dataset=PIXELS[:2], test_classifier=np.array([3, 4]))
+    arrays = dict(images=PIXELS, labels=np.arange(4), test_images=PIXELS[:2], test_labels=np.array([3, 4]))
     np.savez(tmp_path / "x.npz", **arrays)
     with zipfile.ZipFile(tmp_path / "x.npz") as file:
         file.extractall(tmp_path / "x")

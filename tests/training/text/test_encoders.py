@@ -16,7 +16,8 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, Canine
 import simcse
 from kernels.training.cli import POOLINGS, Fault
 from kernels.training.text import tokens
-from kernels.training.text.encoders import SentenceEncoder, begin_linear, load_encoder
+from kernels.training.text.encoders import SentenceEncoder, begin_linear
+from kernels.training.text.models import load_text_model
 from running import NLI, SENTENCES, SMALL, one_by_one, refuse, run_text
 
 CASES = [*((pooling, NLI) for pooling in POOLINGS), ("cls", SENTENCES)]
@@ -24,7 +25,7 @@ every_pooling = pytest.mark.parametrize("pooling, data", CASES)  # cls of one co
 
 
 def encoder_of(folder, pooling, head=None, **more):
-    encoder, tokenizer = load_encoder(str(folder))
+    encoder, tokenizer = load_text_model(str(folder))
     args = SimpleNamespace(model=str(folder), max_length=32, chunk_size=more.pop("chunk_size", None))
     run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
     return SentenceEncoder(encoder, tokenizer, run, pooling, head, **more)
@@ -124,7 +125,7 @@ def test_a_slow_tokenizer_is_refused(tmp_path):
     BertModel(BertConfig(vocab_size=16, **shape)).save_pretrained(tmp_path)
     CanineTokenizer().save_pretrained(tmp_path)
     with pytest.raises(Fault) as end:
-        load_encoder(str(tmp_path), flag="--guide")
+        load_text_model(str(tmp_path), flag="--guide")
     wanted = f"--guide {tmp_path}: CanineTokenizer is a slow tokenizer; wanted one with a tokenizer.json"
     assert str(end.value) == wanted
 

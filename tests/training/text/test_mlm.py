@@ -23,11 +23,11 @@ from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.mlm import (
     decoder_loss,
     free_decoder,
-    has_decoder,
     lm_states,
     mask_tokens,
     masked_lm_loss,
 )
+from kernels.training.text.models import has_decoder
 from running import NLI, equal
 
 
