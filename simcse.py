@@ -13,11 +13,6 @@ by a header of usual names (sent0 sent1 hard_neg, query positive negative_1 ...)
     2 columns  anchor, positive         I ate an apple.,Someone ate fruit.
     3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.
     or more    hard negatives           I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
-Views beside dropout are a line of flags (--views, text_views.py has their papers), and so are other losses:
-    --recipe consert        ConSERT: changed embeddings, and NT-Xent over both views as one set
-    --recipe declutr        DeCLUTR: rows are documents, views are spans of them
-    --recipe simcls         SimCLS: columns text, reference, candidates (cand1, cand2 ...), best first; --dev
-                            may have their ROUGE too, in a column `scores`, numbers with spaces between
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -32,9 +27,11 @@ to seed. The defaults are BERT-base's: unsupervised RoBERTa-base takes --batch-s
 
 Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is
 the one of the global batch, there 1/world of it. --eval-every is the released scripts', the paper has 250.
+
+Views and losses of other papers are flags, too: --recipe consert, declutr or simcls; see docs/others.md.
 """
 from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
-from kernels.training.extras import view_flags
+from kernels.training.extras import sentence_flags
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -49,11 +46,6 @@ def make_parser():
     add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; paper 0.1")
     add("--dropout", type=at_least(0),
         help="of hidden states and attention in training; default the model's own, for BERT 0.1 (paper)")
-    view_flags.add_flags(parser)
-    objectives = "infonce", "nt-xent", "ranking"
-    add("--objective", choices=objectives, default="infonce", help="see above; default infonce (paper)")
-    add("--margin", type=at_least(0), default=0.01, help="of --objective ranking; default 0.01 (SimCLS)")
-    common("--form", "paper")
     parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
     add("--ignore-equal", action="store_true",
         help="what equals an anchor's own positive in text is no negative of it; default off (paper)")
@@ -71,11 +63,11 @@ def make_parser():
     common("--eval-every", 125, "125 (released scripts)")
     common("--impl", "auto")
     parser.plain("--resume", "--keep-state", "--log", "--precision")
+    sentence_flags.add_flags(parser)                           # of other papers
     return parser
 
 
-# What a flag is where it was not given: by the number of columns (paper, BERT-base), and for a small random
-# BERT.
+# Defaults for flags that were not given: by the number of columns (paper, BERT-base), for a small random BERT
 MODES = {
     1: dict(mode="unsupervised", batch_size=64, lr=3e-5, epochs=1),
     2: dict(mode="pairs", batch_size=512, lr=5e-5, epochs=3),
@@ -86,19 +78,20 @@ SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
 if __name__ == "__main__":
     answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_lse
-from kernels.training.extras.optimizers import clip_gradient, make_optimizer, rate_of
-from kernels.training.extras.text_views import TextViews, embed_views
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
+from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
+from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - for those who import it from here
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
-from kernels.training.tables import RANKING, SENTENCES, describe_table, empty_cell, read_table
+from kernels.training.tables import describe_table, empty_cell, read_table
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
 from kernels.training.text.evaluation import HeldOut, score
-from kernels.training.text.mlm import free_decoder
+from kernels.training.text.mlm import free_decoder, masked_lm_loss
 from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.text.tokens import say_equal, text_ids, tokenise_table
 
@@ -107,19 +100,12 @@ from kernels.training.text.tokens import say_equal, text_ids, tokenise_table
 
 def load_data(path, args):
     """The Table of rows of sentences; fills the flags that the number of columns decides (MODES)."""
-    roles = RANKING if args.objective == "ranking" else SENTENCES
-    header, table = read_table(path, empty_cell, roles=roles, columns=args.columns)
+    header, table = read_table(path, empty_cell, roles=sentence_flags.roles_of(args), columns=args.columns)
     columns = len(next(iter(table))[1])
-    usual = MODES[min(columns, 3)] | dict(count=max(columns, 2))
-    fill(args, usual | (SCRATCH if args.model == "scratch" else {}))
+    fill(args, MODES[min(columns, 3)] | (SCRATCH if args.model == "scratch" else {}))
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
-    if args.objective == "nt-xent" and columns > 2 or args.objective == "ranking" and columns < 3:
-        wanted = "a text and its positive" if columns > 2 else "text, reference and candidates"
-        fail(f"--objective {args.objective}: {path} has {columns} columns, wanted {wanted}; see --columns")
-    if args.objective != "infonce" and (args.ignore_equal or args.hard_negative_weight):
-        fail(f"--objective {args.objective}: has no --ignore-equal and no --hard-negative-weight")
-    view_flags.check(args)
+    sentence_flags.check(args, path, columns)                  # args.count: texts of a row in a batch
     say("simcse", f"{args.mode}: {describe_table(table, header)}")
     return table
 
@@ -141,40 +127,9 @@ def build_model(args, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compute_loss(model, batch, rows, args, ids=None):
-    """This rank's part of the contrastive loss of a batch of `rows` rows, and of the masked LM's if it is
-    on. ids: of the texts of all keys of the global batch, with --ignore-equal."""
-    z1, keys, mlm = embed_views(model, batch, args)
-    if args.objective == "ranking":
-        scores = torch.stack([F.cosine_similarity(z1, z, dim=1) for z in keys], 1)
-        loss = ranking_loss(scores[:, 1:], scores[:, 0], args.margin, args.form)
-    else:
-        loss = contrast(z1, keys, rows, args, ids)
-    loss = loss * (len(z1) / (rows * args.anchors))
-    values = {"loss": loss.detach()}
-    if mlm is not None:
-        loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
-    return loss, values
-
-
-def contrast(z1, keys, rows, args, ids):
-    """The mean loss of this rank's anchors against the keys of all ranks, with nt-xent of all anchors."""
-    gather = lambda z: gather_rows(z.unflatten(0, (-1, args.anchors)), rows).flatten(0, 1)
-    keys = [gather(z) for z in keys]
-    with half_products(z1, args):
-        if args.objective == "nt-xent":
-            views = (F.normalize(z, dim=1, eps=1e-8) for z in (gather(z1), *keys))
-            return nt_xent(*views, args.temperature, impl=args.impl)
-        keys[1:] = [torch.stack(keys[1:], 1)] if len(keys) > 2 else keys[1:]
-        flags = dict(temperature=args.temperature, hard_negative_weight=args.hard_negative_weight)
-        offset = own_rows(rows).start * args.anchors
-        return simcse_loss(z1, *keys, **flags, offset=offset, ids=ids, impl=args.impl)
-
-
 def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
                 impl="auto"):
-    """Mean loss of N anchors: z1 against its positive among z2, and against hard negatives z3 if there are
-    any.
+    """Mean loss of N anchors z1 against their positives z2, the other positives and any hard negatives z3.
 
     z1                    (N, D) raw embeddings, any float type; normalised here, a zero vector has cosine 0
     z2                    (M, D) the same of positives; row offset + i belongs to anchor i
@@ -187,6 +142,25 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     raises                ValueError naming the argument, what it was and what is wanted
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
+    check_arguments(z1, z2, z3, hard_negative_weight, offset, ids)
+    hard = [] if z3 is None else [z3] if z3.ndim == 2 else z3.unbind(1)
+    z1, z2, *hard = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2, *hard))
+    if ids is not None:
+        from kernels.training.extras.equal_texts import loss_without_equal_texts
+        return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl)
+    own = slice(offset, offset + len(z1))                      # the keys of these anchors
+    lse = functools.partial(similarity_lse, z1, temperature=temperature, exclude="diagonal", offset=offset,
+                            impl=impl)                         # log Σ_{j≠i} exp s(z1_i, ·_j)
+    negatives = lse(z2)
+    positive = (z1 * z2[own]).sum(1) / temperature
+    for z in hard:                                             # one column in the paper
+        weighted = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
+        negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), lse(z))
+    return -F.logsigmoid(positive - negatives).mean()          # = log(exp positive + exp negatives) - positive
+
+
+def check_arguments(z1, z2, z3, hard_negative_weight, offset, ids):
+    """Raise ValueError where an argument of simcse_loss does not fit the others."""
     checks.check_dense("z3", z3)
     several = getattr(z3, "ndim", 2) == 3
     n = 0 if z3 is None else z3.shape[1] if several else 1
@@ -194,49 +168,22 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
                ids=(ids, "M t", int, None), t=1 + n)
     checks.check_alike(z1=z1, z2=z2, z3=z3)
     checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
-    z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
-    own = slice(offset, offset + len(z1))
-    others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
-    texts = None if ids is None else bits(ids)
-    equal = lambda column: None if ids is None else (texts[own, 0], texts[:, column], 64)
-    negatives = similarity_lse(z1, z2, similar=equal(0), **others)
-    positive = (z1 * z2[own]).sum(1) / temperature
-    for column in range(1, 1 + n):
-        z = F.normalize(z3[:, column - 1] if several else z3, dim=1, eps=1e-8)
-        hard = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
-        if ids is not None:
-            hard = hard.masked_fill(ids[own, column] == ids[own, 0], torch.finfo(hard.dtype).min)
-        rest = similarity_lse(z1, z, similar=equal(column), **others)
-        negatives = torch.logaddexp(torch.logaddexp(negatives, hard), rest)
-    return -F.logsigmoid(positive - negatives).mean()  # = log(exp positive + exp negatives) - positive
 
 
-def bits(ids):
-    """(..., 64) of ids, ±1: a product is 64 where ids are equal. A rule of features can join the diagonal."""
-    return ((ids.long()[..., None] >> torch.arange(64, device=ids.device) & 1) * 2 - 1).half()
-
-
-def ranking_loss(scores, reference, margin=0.01, form="paper"):
-    """SimCLS: candidates of a text, best first, are to score in this order, and below the reference.
-
-        Σ_i max(0, s_i − ref) + Σ_{i<j} max(0, s_j − s_i + (j − i) · margin), in the mean over texts
-
-    scores      (B, C) of the candidates of B texts, any float type
-    reference   (B,) of each text's reference, the same type
-    margin      of candidates that follow each other
-    form        "paper"; "code": the mean over candidates, and over the pairs of each distance j − i, for the
-                sum, so that distant pairs weigh more
-    returns     scalar
-    raises      ValueError naming the argument, what it was and what is wanted
-    source      Liu and Liu 2021, arXiv 2106.01890
-    """
-    check_rows(scores=(scores, "B C"), reference=(reference, "B"))
-    checks.check_number("margin", margin)
-    checks.check_choice("form", form, "paper", "code")
-    hinges = [F.relu(scores - reference[:, None])]
-    for apart in range(1, scores.shape[1]):
-        hinges.append(F.relu(scores[:, apart:] - scores[:, :-apart] + apart * margin))
-    return sum(hinge.sum(1).mean() if form == "paper" else hinge.mean() for hinge in hinges)
+def compute_loss(model, batch, rows, args, ids=None):
+    """This rank's part of the loss of a batch of `rows` rows, and the numbers to log. ids: of the texts of all
+    keys of the global batch, with --ignore-equal."""
+    z1, *keys = model(batch).chunk(args.count)                 # anchors; positives and any hard negatives
+    z2, *hard = (gather_rows(z, rows) for z in keys)           # of all ranks
+    with half_products(z1, args):
+        loss = simcse_loss(z1, z2, torch.stack(hard, 1) if hard else None, args.temperature,
+                           args.hard_negative_weight, offset=own_rows(rows).start, ids=ids, impl=args.impl)
+    loss = loss * (len(z1) / rows)
+    values = {"loss": loss.detach()}
+    if model.lm is not None:
+        mlm = masked_lm_loss(model, batch, args.impl)
+        loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
+    return loss, values
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,26 +199,26 @@ def main(argv=None, data=None):
     held_out = HeldOut(args)
     run = Run(args, __file__)
     model = build_model(args, run)
-    optimizer = make_optimizer(model, args)
-    views = TextViews(args, model, table)
-    total = args.steps or args.epochs * epoch_steps(len(views.kept), args.batch_size, run.world)
+    if args.others:  # views, losses or schedules of other papers
+        from kernels.training.extras.sentence_papers import train
+        return train(args, run, model, table, held_out, simcse_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    total = args.steps or args.epochs * epoch_steps(len(table), args.batch_size, run.world)
     run.begin(model, optimizer, total)
-    tokens = tokenise_table(table, model, run, whole=args.views == ["spans"])
+    tokens = tokenise_table(table, model, run)
     if args.ignore_equal:
         say_equal(tokens)
     held_out.before(model, run)
     model.train()
-    for step, rows in run.steps(total, views.kept):
-        set_lr(optimizer, rate_of(step - 1, total, args))
-        batch = views.batch(tokens, rows[own_rows(len(rows))])
+    for step, rows in run.steps(total, len(tokens)):
+        set_lr(optimizer, warmup_linear(step - 1, total, 0, args.lr))
+        batch = model.batch(*tokens.views(rows[own_rows(len(rows))], args.count))
         ids = text_ids(tokens, rows).to(run.device) if args.ignore_equal else None
-        if args.adversarial:
-            batch = views.against(batch, compute_loss, len(rows), args, ids)
         loss, values = compute_loss(model, batch, len(rows), args, ids)
         optimizer.zero_grad()
         loss.backward()
         sum_gradients(model)
-        clip_gradient(model, args)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:

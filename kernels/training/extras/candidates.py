@@ -37,6 +37,12 @@ def load_candidates(path):
     return rows
 
 
+def load_dev(path):
+    """(which score of choose chooses the best checkpoint, its name, the rows of load_candidates)"""
+    rows = load_candidates(path)
+    return ("chosen", "score of the chosen", rows) if rows[0][2] else ("first", "% first chosen", rows)
+
+
 @torch.no_grad()
 def choose(model, rows):
     """{"chosen": mean score of the candidates with the highest cosine to their text; "best": that of the best

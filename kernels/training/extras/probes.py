@@ -1,6 +1,7 @@
 """Frozen embeddings judged by labels: a logistic regression, as SentEval's transfer tasks, and k-means."""
 import argparse
 import math
+import os
 
 import numpy as np
 import torch
@@ -35,6 +36,26 @@ def load_labelled(path, names=None):
              "rows for each")
     numbers = {name: i for i, name in enumerate(names)}
     return rows, torch.tensor([numbers[answer] for answer in answers]), names
+
+
+def load_parts(path):
+    """(train, test or None) of a file that is cross-validated, or of train.tsv,test.tsv."""
+    names = [path] if os.path.exists(path) else path.split(",")
+    if len(names) > 2 or not all(names):
+        fail(f"--transfer {path}: wanted a file, or two, to train on and to test on, with a comma between")
+    train = load_labelled(names[0])
+    test = load_labelled(names[1], train[2]) if names[1:] else None
+    if test and len(test[0][0]) != len(train[0][0]):
+        fail(f"--transfer {path}: one file has a text a row, the other two")
+    return train, test
+
+
+def load_clusters(path):
+    """What load_labelled gives, of a file with one column of text."""
+    found = load_labelled(path)
+    if len(found[0][0]) == 2:
+        fail(f"--cluster {path}: two columns of text, wanted one")
+    return found
 
 
 def features(model, rows):

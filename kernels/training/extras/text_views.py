@@ -16,10 +16,9 @@ import torch
 
 from ..cli import fail, say
 from ..progress import progress
-from ..text.mlm import masked_embeddings, masked_lm_loss
 from ..text.tokens import WHOLE, portions, tokenise
 from .adversarial import changed, changed_at, find_place, noise
-from .view_flags import CUTS, EMBEDDINGS, WORDS
+from .sentence_flags import CUTS, EMBEDDINGS, WORDS
 from .wordnet import WordNet, tag_words
 
 SHORTEST = 32                                                  # tokens of a span (DeCLUTR)
@@ -38,7 +37,7 @@ class TextViews:
         model.tokenizer.backend_tokenizer.no_padding()         # a folder's own may have some
         added = model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
         self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
-        model.alter = self.alter
+        model.change_pass = self.alter
         if args.views == ["spans"]:
             self.find_documents(table)
         self.cuts, moved = {*args.views} & {*CUTS}, "shuffle" in args.views
@@ -186,21 +185,6 @@ def drawn_cell(cells, left, draw):
     cell = cells[at]
     del cells[max(0, at - 1) : at + 2]
     return cell
-
-
-def embed_views(model, batch, args):
-    """(z1 (n, H), keys [(n, H)], this rank's part of the masked LM's loss or None) of a batch of TextViews:
-    anchors, positives, further views; of spans the mean of an anchor's positives."""
-    rows = sum(len(places) for places, *_ in batch) // args.count
-    anchors, others = (part(batch, rows) for part in (anchors_of, behind_anchors))
-    if args.masked:                                            # DeCLUTR's code embeds the masked anchors
-        z1, mlm = masked_embeddings(model, anchors, args.impl)
-        keys = model(others).chunk(args.count - 1)
-    else:
-        z1, *keys = model(batch).chunk(args.count)
-        read = anchors if args.views == ["spans"] else batch
-        mlm = None if model.lm is None else masked_lm_loss(model, read, args.impl)
-    return z1, [torch.stack(keys).mean(0)] if args.views == ["spans"] else [*keys], mlm
 
 
 def anchors_of(batch, count):

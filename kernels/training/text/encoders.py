@@ -62,7 +62,7 @@ class SentenceEncoder(torch.nn.Module):
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # a decoder's
         self.longest, self.normalise, self.lower = longest_input(encoder, tokenizer), False, False
         self.prompts, self.scored = ("",), ""                  # before the texts of each column; of pairs
-        self.alter = None                                      # a context of text_views.TextViews
+        self.change_pass = None        # (mask, *more) → a context that changes the encoder's pass, see pool
 
     def batch(self, *views):
         """[(places (n,), ids (n, L), mask (n, L))] of lists of token ids: one view behind the other, in
@@ -97,8 +97,8 @@ class SentenceEncoder(torch.nn.Module):
         return in_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
     def pool(self, ids, mask, *how):
-        """(n, H) float32 embeddings of ids (n, L); how: their views, where embedded tokens change."""
-        changed = self.alter(mask, *how) if how else contextlib.nullcontext()
+        """(n, H) float32 embeddings of ids (n, L). how: what else a batch's groups hold, for change_pass."""
+        changed = self.change_pass(mask, *how) if how else contextlib.nullcontext()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), changed:
             output = self.encoder(input_ids=ids, attention_mask=mask, **self.no_cache)
             return self.pool_states(output.last_hidden_state, mask, output.hidden_states)

@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 
 from ..cli import fail, say
-from ..extras.candidates import choose, is_scored_pairs, load_candidates
-from ..extras.probes import cluster, load_labelled, transfer
 from ..run import Run
 from ..tables import KINDS
 from .checkpoint import load_line, save
@@ -20,17 +18,22 @@ class HeldOut:
 
     def __init__(self, args):
         self.args, self.by, self.named = args, "spearman", "Spearman"          # what --dev is judged by
-        ranks = args.dev and getattr(args, "objective", None) == "ranking" and not is_scored_pairs(args.dev)
-        self.dev = (load_candidates if ranks else load_sts)(args.dev) if args.dev else []
-        if ranks:
-            self.by = "chosen" if self.dev[0][2] else "first"
-            self.named = {"chosen": "score of the chosen", "first": "% first chosen"}[self.by]
+        self.dev = self.load_dev(args) if args.dev else []
         self.tests = {path: load_sts(path) for path in files(args.test, "--test")}
-        self.transfers = {path: load_parts(path) for path in files(args.transfer, "--transfer")}
-        self.clusters = {path: load_labelled(path) for path in files(args.cluster, "--cluster")}
-        for path, (rows, *_) in self.clusters.items():
-            if len(rows[0]) == 2:
-                fail(f"--cluster {path}: two columns of text, wanted one")
+        self.transfers = self.clusters = {}
+        if args.transfer or args.cluster:
+            from ..extras.probes import load_clusters, load_parts
+            self.transfers = {path: load_parts(path) for path in files(args.transfer, "--transfer")}
+            self.clusters = {path: load_clusters(path) for path in files(args.cluster, "--cluster")}
+
+    def load_dev(self, args):
+        """The scored pairs of --dev; of simcse.py's --objective ranking, texts with candidates."""
+        if getattr(args, "objective", None) == "ranking":
+            from ..extras import candidates
+            if not candidates.is_scored_pairs(args.dev):
+                self.by, self.named, rows = candidates.load_dev(args.dev)
+                return rows
+        return load_sts(args.dev)
 
     def before(self, model, run):
         """The score before the first step; how long it takes tells how long the test sets will."""
@@ -45,6 +48,7 @@ class HeldOut:
         """Of --dev."""
         if self.by == "spearman":
             return evaluate(model, self.dev, self.args.impl)
+        from ..extras.candidates import choose
         return choose(model, self.dev)
 
     def shown(self, scores):
@@ -84,11 +88,13 @@ class HeldOut:
             yield scores["spearman"], f"  {''.join(more)}{path}"
 
     def of_regressions(self, model):
+        from ..extras.probes import transfer
         for path, parts in self.transfers.items():
             accuracy, strengths = transfer(model, *parts, self.args.seed)
             yield accuracy, f"  C {' '.join(f'{c:g}' for c in strengths)}  {path}"
 
     def of_clusters(self, model):
+        from ..extras.probes import cluster
         for path, data in self.clusters.items():
             runs = np.array(cluster(model, data, self.args.seed))
             (v, accuracy), (spread, _) = runs.mean(0), runs.std(0, ddof=1)
@@ -107,18 +113,6 @@ def files(paths, flag):
             fail(f"{flag} {path}: no file in this folder ends in {', '.join(KINDS)}")
         found += inside
     return found
-
-
-def load_parts(path):
-    """(train, test or None) of a file that is cross-validated, or of train.tsv,test.tsv."""
-    names = [path] if os.path.exists(path) else path.split(",")
-    if len(names) > 2 or not all(names):
-        fail(f"--transfer {path}: wanted a file, or two, to train on and to test on, with a comma between")
-    train = load_labelled(names[0])
-    test = load_labelled(names[1], train[2]) if names[1:] else None
-    if test and len(test[0][0]) != len(train[0][0]):
-        fail(f"--transfer {path}: one file has a text a row, the other two")
-    return train, test
 
 
 def score(args, script, pooling="cls"):

@@ -5,8 +5,6 @@ import torch.nn.functional as F
 
 from kernels import embed_in_chunks, linear_cross_entropy
 
-from .tokens import in_order
-
 
 def mask_tokens(ids, may, tokenizer):
     """(masked ids, chosen): 15 % of the tokens that may be are chosen; of these 80 % are masked, 10 %
@@ -68,19 +66,6 @@ def masked_lm_loss(model, batch, impl="auto"):
     ranks."""
     total = lambda group: read_masked(model, group, impl)[1]
     return mean_over_ranks(embed_in_chunks(total, batch, model.lm if model.chunk_size else None))
-
-
-def masked_embeddings(model, batch, impl="auto"):
-    """(embeddings (rows, H) of a SentenceEncoder's batch whose tokens are masked, this rank's part of the
-    mean cross entropy of these tokens): one pass gives both (DeCLUTR's released code)."""
-    def both(group):
-        """(n, H + 2): the sums stand in the first row."""
-        z, sums = read_masked(model, group, impl)
-        return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
-
-    found = embed_in_chunks(both, batch, model.lm if model.chunk_size else None)
-    z, sums = found.split([found.shape[1] - 2, 2], 1)
-    return in_order(z, batch), mean_over_ranks(sums)
 
 
 def read_masked(model, group, impl):

@@ -1,0 +1,32 @@
+"""--ignore-equal: SimCSE's loss where a text that equals an anchor's own positive is not its negative."""
+import torch
+import torch.nn.functional as F
+
+from kernels import similarity_lse
+
+
+def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl):
+    """Return simcse.simcse_loss of unit rows, with the negatives left out that have their anchor's positive's id.
+
+    z1, z2, hard    (N, D) anchors, (M, D) positives and a list of (M, D) hard negatives, unit rows
+    ids             (M, 1 + n) integers, of the texts of the positives and of the n hard negatives
+    """
+    own, texts = slice(offset, offset + len(z1)), bits(ids)
+    others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
+    equal = lambda column: (texts[own, 0], texts[:, column], 64)
+    negatives = similarity_lse(z1, z2, similar=equal(0), **others)
+    positive = (z1 * z2[own]).sum(1) / temperature
+    for column, z in enumerate(hard, 1):
+        weighted = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
+        weighted = weighted.masked_fill(ids[own, column] == ids[own, 0], torch.finfo(weighted.dtype).min)
+        rest = similarity_lse(z1, z, similar=equal(column), **others)
+        negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), rest)
+    return -F.logsigmoid(positive - negatives).mean()
+
+
+def bits(ids):
+    """Return (..., 64) of ids, ±1: the product of two is 64 where the ids are equal.
+
+    Products can be combined with the diagonal in one rule, pairs of ids cannot.
+    """
+    return ((ids.long()[..., None] >> torch.arange(64, device=ids.device) & 1) * 2 - 1).half()
