@@ -57,7 +57,8 @@ def test_command_parses(program, flags, monkeypatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     with pytest.raises(KeyError, match="parsed"):
-        importlib.import_module(program).main(shlex.split(flags))
+        package = importlib.util.find_spec(program).submodule_search_locations
+        importlib.import_module(f"{program}.__main__" if package else program).main(shlex.split(flags))
 
 
 def test_table_has_every_script():

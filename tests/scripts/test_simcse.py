@@ -11,7 +11,7 @@ from transformers import AutoModel
 import simcse
 from kernels.training.cli import Fault
 from kernels.training.text.encoders import set_dropout
-from running import NLI, ONE_BATCH, SMALL, metrics, read, refuse, run_text
+from running import NLI, ONE_BATCH, SMALL, embed_saved, metrics, refuse, run_text
 
 MODES = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
          3: ("supervised", 3, 512, 5e-5, 3), 5: ("supervised", 5, 512, 5e-5, 3)}
@@ -38,7 +38,7 @@ def test_first_loss_is_the_papers(columns, flag, value, tmp_path, bert):
     rows = [row[:columns] for row in NLI[:12]]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, flag, value]
     step, = run_text("simcse", tmp_path, rows, *flags).steps
-    z1, *others = [F.normalize(read(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    z1, *others = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     logits = [z1 @ z.T / (value if flag == "--temperature" else 0.05) for z in others or [z1]]
     logits[-1] += (value if flag == "--hard-negative-weight" else 0) * torch.eye(12)
     wanted = F.cross_entropy(torch.cat(logits, 1), torch.arange(12)).item()
@@ -53,7 +53,7 @@ def test_several_hard_negatives(ignore, tmp_path, bert):
     rows = [[*row, other[1]] for row, other in zip(NLI[:12], NLI[1:13])]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *["--ignore-equal"] * ignore]
     result = run_text("simcse", tmp_path, rows, *flags)
-    z1, z2, z3, z4 = [F.normalize(read(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    z1, z2, z3, z4 = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     logits = torch.cat([z1 @ z.T / 0.05 for z in (z2, z3, z4)], 1)
     if ignore:
         logits[1:, 24:35].fill_diagonal_(-torch.inf)

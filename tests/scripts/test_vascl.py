@@ -9,7 +9,7 @@ from test_losses import agree, points
 
 import vascl
 from kernels.training.loop import batches
-from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, equal, read, refuse, run_text
+from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, embed_saved, equal, refuse, run_text
 
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
 T, WEIGHTS = 0.05, (points(6, 6, 100), points(5, 6, 101))
@@ -106,7 +106,7 @@ def test_first_loss_is_the_papers(form, columns, length, tmp_path, bert, monkeyp
     flags = ["--model", bert, "--lr", 0, "--head-lr", 0, "--neighbours", 3, *length.split(), *ONE_BATCH]
     result = run_text("vascl", tmp_path, rows, *flags, "--form", form)
     order = next(batches(12, 12, result.args.seed))            # each row has its noise
-    views = [read(bert, [rows[i][column] for i in order], "avg").double() for column in range(columns)]
+    views = [embed_saved(bert, [rows[i][column] for i in order], "avg").double() for column in range(columns)]
     layers = list(result.model.projection.parameters())
     assert [tuple(weight.shape) for weight in layers] == [(32, 32), (128, 32)]             # no biases
     weights = [weight.detach().double().requires_grad_() for weight in layers]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels.training.extras.optimizers import clip_gradient, make_optimizer, rate_of
-from kernels.training.extras.view_flags import OPTIMIZERS
+from kernels.training.extras.sentence_flags import OPTIMIZERS
 
 
 def model_of(seed=0):

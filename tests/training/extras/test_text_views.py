@@ -1,4 +1,5 @@
 """Views beyond dropout (--views), what is done with their similarities (--objective), and their recipes."""
+import functools
 import random
 import shutil
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer
 
 import simcse
-from kernels.training.extras import text_views
+from kernels.training.extras import sentence_papers, text_views
+from kernels.training.extras.sentence_papers import compute_loss, contrast
 from kernels.training.extras.text_views import TextViews, anchors_of, some, zeroed
 from kernels.training.text import mlm
 from kernels.training.text.tokens import tokenise
@@ -391,13 +393,13 @@ def test_spans_of_two_ranks(objective, monkeypatch):
     whole = [points(6, 5, seed) for seed in range(2)]          # three documents of two anchors
     args = SimpleNamespace(anchors=2, objective=objective, temperature=0.05, impl="auto", precision="fp32",
                            hard_negative_weight=0.0)
-    alone, total = simcse.contrast(whole[0], whole[1:], 3, args, None), 0
+    alone, total = contrast(whole[0], whole[1:], 3, args, simcse.simcse_loss), 0
     for own in (slice(0, 1), slice(1, 3)):
         own_rows = slice(2 * own.start, 2 * own.stop)
         parts = iter([whole[1], whole[0]])                     # in the order in which they are gathered
-        monkeypatch.setattr(simcse, "gather_rows", lambda z, rows: next(parts).unflatten(0, (3, 2)))
-        monkeypatch.setattr(simcse, "own_rows", lambda rows: own)
-        part = simcse.contrast(whole[0][own_rows], [whole[1][own_rows]], 3, args, None)
+        monkeypatch.setattr(sentence_papers, "gather_rows", lambda z, rows: next(parts).unflatten(0, (3, 2)))
+        monkeypatch.setattr(sentence_papers, "own_rows", lambda rows: own)
+        part = contrast(whole[0][own_rows], [whole[1][own_rows]], 3, args, simcse.simcse_loss)
         total = total + part * (own.stop - own.start) / 3
     torch.testing.assert_close(total, alone)
 
@@ -424,11 +426,11 @@ def test_noise_is_along_the_gradient(chunk, bert):
     rows = [tokenise(list(column), model.tokenizer, 64)[0] for column in zip(*NLI[:7])]
     tokens = SimpleNamespace(views=lambda places, count: rows)
     batch = views.batch(tokens, list(range(7)))
-    noisy = views.against(batch, simcse.compute_loss, 7, views.args)
+    loss_of = functools.partial(compute_loss, args=views.args, simcse_loss=simcse.simcse_loss)
+    noisy = views.against(batch, loss_of, 7)
     for (*_, mask, view), (*_, step) in zip(batch, noisy):
         torch.testing.assert_close(step.norm(dim=2), 0.1 * (mask * (view == 0)[:, None]).float())
-    loss = lambda scale: simcse.compute_loss(
-        model, [[*group[:4], scale * group[4]] for group in noisy], 7, views.args)[0].item()
+    loss = lambda scale: loss_of(model, [[*group[:4], scale * group[4]] for group in noisy], 7)[0].item()
     assert loss(1) > loss(0.1) > loss(0) > loss(-0.1)
 
 
