@@ -28,7 +28,7 @@ to seed. The defaults are BERT-base's: unsupervised RoBERTa-base takes --batch-s
 Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is
 the one of the global batch, there 1/world of it. --eval-every is the released scripts', the paper has 250.
 
-Views and losses of other papers are flags, too: --recipe consert, declutr or simcls; see docs/others.md.
+Views and losses of other papers (--recipe, --views, --objective) are explained in docs/others.md.
 """
 from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
 from kernels.training.extras import sentence_flags

@@ -39,7 +39,7 @@ def add_flags(parser):
     add("--optimizer-of", choices=OPTIMIZERS, default="simcse",
         help="whose optimizer, learning rates and clipping: see optimizers.py; default simcse (paper)")
     objectives = "infonce", "nt-xent", "ranking"
-    add("--objective", choices=objectives, default="infonce", help="infonce: SimCSE's loss; nt-xent: ConSERT's; ranking: SimCLS's; default infonce (paper)")
+    add("--objective", choices=objectives, default="infonce", help="see above; default infonce (paper)")
     add("--margin", type=at_least(0), default=0.01, help="of --objective ranking; default 0.01 (SimCLS)")
     parser.common("--form", "paper")
     parser.common("--adversarial", 0.0, "0: none; for rows with a positive (ConSERT)")
