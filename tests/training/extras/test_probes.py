@@ -213,7 +213,7 @@ def test_embeddings_are_those_of_sentences_one_by_one(topics, finished, monkeypa
         seen.append((train, features(model, train[0])))
         return 1, []
 
-    monkeypatch.setattr("kernels.training.text.evaluation.transfer", transfer)
+    monkeypatch.setattr("kernels.training.extras.probes.transfer", transfer)
     simcse.main(["--evaluate", "--model", str(finished), "--transfer", "topics.tsv", "--pooling", "avg"])
     (rows, y, names), x = seen[0]
     lines = [line.split("\t") for line in Path("topics.tsv").read_text().splitlines()[1:]]

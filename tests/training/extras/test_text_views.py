@@ -372,7 +372,7 @@ def test_spans_are_averaged_and_others_of_a_document_are_negatives(anchors, tmp_
     cut = lambda self, documents, draw: [tokenise(view, tokenizer, 512)[0] for view in spans]
     monkeypatch.setattr(TextViews, "spans", cut)
     batches = []
-    monkeypatch.setattr(text_views, "masked_lm_loss",
+    monkeypatch.setattr(sentence_papers, "masked_lm_loss",
                         lambda model, batch, impl: batches.append(batch) or 0 * ONE)
     flags = "--views spans --objective nt-xent --steps 1 --max-length 8 --pooling avg --mlm-weight 1".split()
     flags += ["--spans", anchors, 3, "--batch-size", 8 // anchors]
