@@ -104,17 +104,18 @@ POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "la
 COMMON = {
     "--form": dict(choices=("paper", "code"), help="as in the paper, or as in the released code: see above"),
     "--evaluate": dict(action="store_true", help="score --model: nothing is trained or written"),
-    "--data": dict(help="training data; see above"),
+    "--data": dict(reads="training data", help="training data; see above"),
     "--columns": dict(nargs="+", help="of --data, in the order above: names of a header, or numbers from 1"),
-    "--dev": dict(help="held-out data to evaluate on; see above"),
-    "--test": dict(nargs="*", default=[], help="files, or a folder, of scored pairs for the best model"),
-    "--transfer": dict(nargs="*", default=[],
+    "--dev": dict(reads="held-out data", help="held-out data to evaluate on; see above"),
+    "--test": dict(reads="held-out data", nargs="*", default=[],
+                   help="files, or a folder, of scored pairs for the best model"),
+    "--transfer": dict(reads="held-out data", nargs="*", default=[],
                        help="the same of labelled texts (sentence, label; or sentence1, sentence2, label): "
                             "accuracy of a logistic regression on embeddings, cross-validated, or of "
                             "train.tsv,test.tsv"),
-    "--cluster": dict(nargs="*", default=[],
+    "--cluster": dict(reads="held-out data", nargs="*", default=[],
                       help="the same for k-means: V-measure, and accuracy of the best matching"),
-    "--model": dict(help="hub name, local folder, or from scratch"),
+    "--model": dict(reads="model", help="hub name, local folder, or from scratch"),
     "--pooling": dict(choices=POOLINGS, help="what is a sentence's embedding"),
     "--head": dict(nargs="+", choices=("keep", "train-only", "new", "pooler"),
                    help="behind the pooling: in use after training, or in training alone; new: not the "
@@ -149,33 +150,50 @@ COMMON = {
 
 
 class Flags(argparse.ArgumentParser):
-    """The flags of a script: its own by add_argument, shared ones by common. A fault is raised, not
-    printed."""
+    """The flags of a script: its own by add_argument, shared ones by common. A mistake raises Fault.
+
+    inputs   {name: what it reads} of each flag that names something to read, in the order they were added
+    """
 
     def __init__(self, doc):
+        self.recipes, self.implied, self.inputs = {}, {}, {}
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.recipes = self.implied = {}
+
+    def add_argument(self, *names, reads=None, **settings):
+        """Adds a flag, as argparse does.
+
+        reads   "training data" or "held-out data" if the flag names such; a word for anything else that a
+                run reads: "model", "vectors". --resume compares the contents of all of them. Training data
+                of another flag than --data takes the place of --data.
+        """
+        flag = super().add_argument(*names, **settings)
+        if reads:
+            self.inputs[flag.dest] = reads
+        return flag
 
     def add_recipes(self, recipes, implied=()):
-        """--recipe, and recipes that a flag of the same name brings."""
+        """Adds --recipe. implied: recipes that apply when the flag of the same name is given."""
         self.recipes, self.implied = recipes | dict(implied), implied
         self.add_argument("--recipe", choices=[*recipes], help="flags that belong together")
 
     def common(self, name, default=None, said=None):
-        """A flag of COMMON with this script's default; said is what --help tells of it where it is not just
-        that."""
+        """Adds a flag of COMMON with this script's default. said: how --help describes the default, if its
+        value alone does not."""
         told = default if said is None else said
         text = COMMON[name]["help"] + ("" if told is None else f"; default {told}")
         kept = {} if default is None else {"default": default}
         self.add_argument(name, **COMMON[name] | {"help": text} | kept)
 
     def plain(self, *names):
-        """Flags of COMMON without a default of this script's."""
+        """Adds flags of COMMON that have no default of this script's."""
         for name in names:
             self.common(name)
 
     def parse_args(self, args=None, namespace=None, data=None):
-        """data: what main was handed in the place of --data: a path, or rows in memory, as a Table reads."""
+        """The flags; --resume adds those that the run was started with, a recipe changes defaults.
+
+        data   what main was given instead of --data: a path, or rows in memory, as a Table reads them
+        """
         given = sys.argv[1:] if args is None else [*map(str, args)]
         path = [f"--data={os.fsdecode(data)}"] if isinstance(data, (str, os.PathLike)) else []
         if named := [text for text in (*given, *path) if "\0" in text]:
@@ -184,8 +202,6 @@ class Flags(argparse.ArgumentParser):
         if data is not None and parsed.data is not None:
             fail(f"--data {parsed.data}: data is handed over, too; leave one of them out")
         args = given = [*given, *path]
-        if path:
-            parsed, data = super().parse_args(args, namespace), None
         if getattr(parsed, "resume", False):
             given = [*saved_command(parsed.out), *given]       # a flag that is given again wins
             args = [*given, "--out", parsed.out]               # a folder may have moved since
@@ -193,25 +209,30 @@ class Flags(argparse.ArgumentParser):
         implied = (name for name in self.implied if getattr(parsed, name))
         if name := getattr(parsed, "recipe", None) or next(implied, None):     # its values are the defaults
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
-            parsed = super().parse_args(args, namespace)
-        parsed.command = given
-        if data is not None:
+        parsed = super().parse_args(args, namespace)
+        parsed.command, parsed.inputs = given, [*self.inputs]
+        if data is not None and not path:
             from .tables import Table
             parsed.data = Table(data)
-        if finetune := getattr(parsed, "finetune", None):
-            if parsed.data not in (None, finetune):
-                fail("--finetune names the pictures; leave --data out")
-            parsed.data = finetune
+        self.check_inputs(parsed)
+        return parsed
+
+    def check_inputs(self, parsed):
+        """Refuses data that are missing, named twice or by an empty name. Fills --data from a flag that
+        takes its place."""
+        for name in (name for name, kind in self.inputs.items() if kind == "training data"):
+            value = getattr(parsed, name)
+            if value and parsed.data not in (None, value):
+                fail(f"--{name} names the data; leave --data out")
+            parsed.data = parsed.data or value
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
-        held_out = "dev", "test", "transfer", "cluster", "contrast_set", "ood"
-        for name in ("data", "model", "out", "finetune", "distill", *held_out):
+        for name in (*self.inputs, "out"):
             value = getattr(parsed, name, None)
             if value == "" or isinstance(value, list) and "" in value:
                 fail(f"--{name.replace('_', '-')}: an empty name, which would be this folder")
-        if not any(getattr(parsed, name, None) for name in ("data", *held_out)):
+        if not any(getattr(parsed, name) for name, kind in self.inputs.items() if kind.endswith("data")):
             fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
-        return parsed
 
     def error(self, message):
         fail(message)
@@ -363,15 +384,19 @@ def count_signals(ours, done):
     if not done.wait(1):                                       # else Python came to handle it
         try:
             if is_first_rank():
-                text = f"stopped  while it waited for another process{as_fault.kept}\n"
+                text = f"stopped  while it waited for another process{checkpoint_note}\n"
                 os.write(1, b"\n" * sys.stdout.isatty() + text.encode())
         finally:
             os._exit(STOPPED)
 
 
+checkpoint_note = ""                                           # what messages say of the folder of this run
+
+
 def has_checkpoint(there):
-    """Run says whether --out holds one, which the message of a fault then tells."""
-    as_fault.kept = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
+    """Run says whether --out holds a checkpoint: messages of errors then tell so."""
+    global checkpoint_note
+    checkpoint_note = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
 
 
 @contextlib.contextmanager
@@ -384,43 +409,52 @@ def written(path):
         raise
 
 
-FULL = "[Cc]an('|no)t allocate memory|could not create a primitive|ThreadPoolBuildError"
+# What PyTorch, oneDNN and tokenizers tell by their texts alone.
+OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a primitive", "threadpoolbuild"
+
+
+def is_out_of_memory(error):
+    import torch
+
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(x in text for x in OUT_OF_MEMORY)
 
 
 def as_fault(error, main):
-    """The Fault that an exception is, or that the machine or another process made; None: it is a bug, with
-    its traceback."""
-    import torch
+    """The Fault that tells a user what to do about an exception. None: it is a bug, which needs its
+    traceback."""
     import torch.distributed as dist
     from safetensors import SafetensorError
 
     if isinstance(error, Fault):
         return error
-    usage, kept = main.__globals__["make_parser"]().format_usage(), as_fault.kept
-    path = getattr(error, "written", None)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or re.search(FULL, str(error)):
-        lower = "--chunk-size", "--batch-size", "--max-length", "--ranks"
-        flags = " or ".join(flag for flag in lower if re.search(rf"{flag}\b", usage))
-        mend = f"lower {flags}" if flags else "end other programs, or take a machine with more"
-        whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
-        return Fault(f"the {whose} memory is full; {mend}{kept}", every_rank=True)
-    if "more than 1 value per channel" in str(error):
-        flags = [flag for flag in ("--batch-size", "--chunk-size", "--bn-splits") if flag in usage]
-        return Fault("batch norms see a single value of each channel; wanted more pictures at a time: see "
-                     f"{', '.join(flags)}", every_rank=True)
-    # torch.save hides what the disk said, tokenizers and safetensors have exceptions of their own for it
+    text, path = str(error), getattr(error, "written", None)
+    # torch.save hides what the disk said; tokenizers and safetensors have exceptions of their own for it
     disk = error if isinstance(error, OSError) else error.__context__
-    if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
+    if is_out_of_memory(error):
+        message = describe_full_memory(error, main)
+    elif isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
         file = disk.filename2 or disk.filename or path         # of two, it is the second that is written
-        return Fault(f"{file}: " * bool(file) + f"{disk.strerror or disk}{kept}", every_rank=True)
-    if re.search(r"DataLoader worker \(pid|shared memory", str(error)):
-        full = "; /dev/shm is full" * ("shared memory" in str(error))
-        return Fault(f"a process that decoded pictures was killed, perhaps for want of memory{full}; "
-                     f"try fewer --workers{kept}", every_rank=True)
-    if isinstance(error, SafetensorError) or re.search(r"\(os error \d+\)", str(error)):
-        return Fault(f"{path}: " * bool(path) + f"{error}{kept}", every_rank=True)
-    lost = re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error))
-    if isinstance(error, RuntimeError) and dist.is_initialized() and lost:
-        what = str(error).splitlines()[0][:80]
-        return Fault(f"another process of this run has died or hangs ({what}){kept}", every_rank=True)
-    return None
+        message = f"{file}: " * bool(file) + f"{disk.strerror or disk}"
+    elif isinstance(error, SafetensorError) or "(os error " in text:
+        message = f"{path}: " * bool(path) + text
+    elif isinstance(error, RuntimeError) and ("DataLoader worker (pid" in text or "shared memory" in text):
+        full = "; /dev/shm is full" * ("shared memory" in text)
+        message = ("a process that decoded pictures was killed, perhaps for want of memory"
+                   f"{full}; try fewer --workers")
+    elif dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in text):
+        message = f"another process of this run has died or hangs ({text.splitlines()[0][:80]})"
+    else:
+        return None
+    return Fault(message + checkpoint_note, every_rank=True)
+
+
+def describe_full_memory(error, main):
+    """Which memory is full, and which flags of the script need less."""
+    import torch
+
+    known = main.__globals__["make_parser"]().format_usage()
+    lower = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if f"{flag} " in known]
+    mend = f"lower {' or '.join(lower)}" if lower else "end other programs, or take a machine with more"
+    whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
+    return f"the {whose} memory is full; {mend}"

@@ -216,33 +216,30 @@ Every setting is in args.json, the course of the training in metrics.jsonl.
     return card.encode("utf-8", "backslashreplace").decode()   # names of files may be no UTF-8
 
 
-# flags that name what a run reads: data, models
-INPUTS = """data dev test transfer cluster contrast_set ood finetune distill model guide teacher wordnet
-            entity_vectors tagger""".split()
 MODEL_FILES = ".json", ".txt", ".model", ".safetensors", ".bin"
 WHOLE = 2**28                                                  # bytes of a file that is read whole
 
 
 def fingerprints(args, known):
-    """{flag: checksum of the content} of every flag that names a file, a folder or a model.
+    """{flag: checksum of the content} of the flags that name what a run reads (args.inputs).
 
-    known   of those whose checksum is known already
+    known   {flag: checksum} of those that were read whole already
     """
     found = {}
-    for name in INPUTS:
-        values = getattr(args, name, None)
+    for name in args.inputs:
+        values = getattr(args, name)
         if values := [value for value in (values if isinstance(values, list) else [values]) if value]:
-            found[name] = known.get(name) or " ".join(fingerprint(value, name) for value in values)
+            found[name] = known.get(name) or " ".join(map(fingerprint, values))
     return found
 
 
-def fingerprint(path, flag="data"):
+def fingerprint(value):
     """Tells whether an input of a run has changed since: a checksum of a file, or of all names and files of a
-    folder, links followed; of a model's folder of settings and weights alone; of a hub name the commit;
-    of rows in memory what is in their name (tables.Table)."""
-    names = [str(path)]
-    if isinstance(path, str) and flag == "transfer" and not os.path.exists(path):
-        names = path.split(",")                                # train.tsv,test.tsv
+    folder, links followed; of a model's folder the settings and weights alone; of a hub name the commit; of
+    rows in memory what is in their name (tables.Table)."""
+    names = [str(value)]
+    if isinstance(value, str) and not os.path.exists(value):
+        names = value.split(",")                               # train.tsv,test.tsv
     digest = hashlib.sha1()
     for name in names:
         if os.path.isdir(name):
@@ -254,7 +251,7 @@ def fingerprint(path, flag="data"):
         elif os.path.isfile(name):
             add_file(digest, name)
         else:
-            return commit_of(name) if flag in ("model", "guide", "teacher") else name
+            return commit_of(str(value))
     return digest.hexdigest()
 
 
@@ -277,8 +274,8 @@ def add_file(digest, path):
 
 
 def commit_of(name):
-    """The commit of a model of the hub, as its place in the cache has it; or just its name."""
+    """The commit of a model of the hub, as its place in the cache has it; of anything else its name."""
     try:
         return Path(cached_file(name, "config.json", local_files_only=True)).parent.name
-    except (OSError, ValueError):                              # scratch, resnet-18
+    except (OSError, ValueError):                              # scratch, resnet-18, rows in memory
         return name

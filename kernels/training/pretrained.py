@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers import dynamic_module_utils as remote_code
 from transformers.utils import cached_file
 
-from .cli import FULL, Fault, afford, fail, say
+from .cli import Fault, afford, fail, is_out_of_memory, say
 from .files import read_settings
 from .output_dir import check_files
 
@@ -22,11 +22,11 @@ def blaming(named):
     """Whatever a foreign or damaged model makes of the block becomes one line that begins with its name."""
     try:
         yield
-    except (Fault, KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError):
+    except (Fault, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:                             # tokenizers' PanicException is no Exception
         text = str(error).strip()
-        if re.search(FULL, text):                              # memory: as_fault says what to do
+        if is_out_of_memory(error):                            # cli.as_fault says what to do
             raise
         if "custom code" in text or "This code is timed out" in text:
             fail(f"{named}: wants to run Python that lies in it, which is never done; "

@@ -89,14 +89,13 @@ class Run:
             fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
         self.inputs = output_dir.fingerprints(args, self.known)
         kernels = ""
-        if hasattr(args, "impl"):                              # childtuning's loss has none
+        if hasattr(args, "impl"):                              # not every loss compares rows with each other
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
         say("run", f"seed {args.seed}, {self.world} × {self.device.type}, {args.precision}, "
                    f"{kernels}{total:,} steps of {args.batch_size}, writing {args.out}")
         if warmup >= total:
-            flag = "--warmup-steps" if hasattr(args, "warmup_steps") else "--warmup"
             say("note", f"the learning rate rises for {warmup:,} steps, but the run has {total:,}: it never "
-                        f"reaches --lr; lower {flag}, or train longer (--epochs, --steps)")
+                        "reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
         with output_dir.locked(self.out, args.resume, self.rank) as self.lock:
             rows = self.load_state() if args.resume and output_dir.has_run(self.out) else []
@@ -131,7 +130,7 @@ class Run:
         self.clock.start(self.step)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)  # the step of such a loss
         for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
-            self.step, self.values = step, None
+            self.step, self.values, self.shown = step, None, ""
             self.due = step % args.eval_every == 0 or step == total
             yield step, batch
             if self.due and self.values:
@@ -171,12 +170,16 @@ class Run:
             self.refuse_nan()
         self.noted = self.clock.seconds()
 
-    def keeps(self, scores, by=None):
-        """Take the scores of an evaluation; return whether to save the model: if scores[by] is the best so
-        far, and without `by` always, so that the last checkpoint is kept."""
+    def keeps(self, scores, by=None, shown=""):
+        """Takes the scores of an evaluation; returns whether to save the model: if scores[by] is the best so
+        far, and without `by` always, so that the last checkpoint is kept.
+
+        scores   {name: number}, which metrics.jsonl gets as dev_name
+        shown    the score that the progress line shows, as a text
+        """
         saved = self.progress["saved"]
         better = not scores or by is None or saved is None or scores[by] > saved[by]
-        word = "saved" if by is None else "best"
+        word, self.shown = "saved" if by is None else "best", shown
         self.values |= {f"dev_{name}": value for name, value in scores.items()} | {word: better}
         if better:
             self.progress["saved"] = {"step": self.step, **scores}
@@ -240,7 +243,8 @@ class Run:
         if self.rank == 0:
             row = {"step": step, **values, "seconds": round(self.clock.seconds(), 3)}
             self.write_metrics(row)
-            line, evaluated = step_line(self.clock, row, total, self.args), {"best", "saved"} & values.keys()
+            line = step_line(self.clock, row, total, self.args, self.shown)
+            evaluated = {"best", "saved"} & values.keys()
             put(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
 
     def write_metrics(self, row):

@@ -132,9 +132,9 @@ def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name, flags, wanted", [
     ("ease", ["--data", DATA / "entities.tsv", "--warmup-steps", 500, "--batch-size", 8],
-     "the learning rate rises for 500 steps, but the run has 2: .*; lower --warmup-steps, or train .*"),
+     "the learning rate rises for 500 steps, but the run has 2: .*; shorten the warm-up, or train .*"),
     ("simclr", [*PICTURES[2:], "--model", "resnet-small", "--warmup", 2],
-     "the learning rate rises for 74 steps, but the run has 2: .*; lower --warmup, or train longer .*"),
+     "the learning rate rises for 74 steps, but the run has 2: .*; shorten the warm-up, or train .*"),
     ("simcse", ["--data", DATA / "sentences.txt", "--recipe", "consert", "--batch-size", 8],
      "--recipe consert has the learning rate of .*, 5e-07: .*--optimizer-of simcse --lr 2e-3")])
 def test_a_schedule_that_trains_nothing_is_said(name, flags, wanted, tmp_path):

@@ -140,7 +140,13 @@ class PictureEncoder(nn.Module):
         """(n, D) float32 projections, or logits, of views (n, 3, S, S)."""
         chunks = views.split(self.chunk_size or len(views))
         module = self if self.chunk_size else None
-        return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
+        try:
+            return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):              # PyTorch's words alone tell
+                raise
+            fail("batch norms see a single value of each channel; wanted more pictures at a time: raise "
+                 "--batch-size or --chunk-size, or split batch norms less", every_rank=True)
 
     @torch.no_grad()
     def encode_batches(self, batches, logits=False):
