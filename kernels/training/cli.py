@@ -25,8 +25,10 @@ for name in ("stdin", "stdout", "stderr"):                     # closed: the nex
 
 
 class Fault(Exception):
-    """What the person who started a run has to mend, in one line; with every_rank whatever rank finds it says
-    so."""
+    """A mistake, or a failure of the machine, told in one line to the person who started the run.
+
+    every_rank   each rank that finds it prints it; else the first rank alone
+    """
 
     def __init__(self, message, every_rank=False):
         cut = lambda word: f"{word[0][:99]}...{word[0][-99:]}"
@@ -35,18 +37,19 @@ class Fault(Exception):
 
 
 def fail(message, every_rank=False):
+    """Ends the run with this line."""
     raise Fault(message, every_rank)
 
 
 def afford(what, needed):
-    """Fails where something would need more bytes than this machine has, before they are asked for."""
+    """Fails early if something would need more bytes than this machine has."""
     has = memory()
     if needed > has:
         fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has {has / 2**30:,.0f} GB")
 
 
 def memory():
-    """Bytes of this machine; where it does not say, more than any has."""
+    """Bytes of this machine's memory; if the system does not tell, more than any machine has."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):              # Windows
@@ -54,18 +57,18 @@ def memory():
 
 
 def say(label, text):
-    """A line of the first rank's."""
+    """Prints a line, on the first rank only."""
     if is_first_rank():
         show(label, text)
 
 
 def show(label, text):
-    """A line of whatever rank."""
+    """Prints a line, on any rank."""
     put(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
 
 
 def put(text, end="\n"):
-    """print, to someone who may have gone: then the run stops as by a signal, and is saved."""
+    """Prints text. If nobody reads standard output any more, the run stops as by a signal, and is saved."""
     try:
         with written("standard output"):
             print(text, end=end, flush=True)
@@ -78,12 +81,12 @@ def put(text, end="\n"):
 
 
 def clear_bar(stream):
-    """What puts a message in the place of a progress bar."""
+    """Characters that clear the progress bar of a terminal, so that a message can take its place."""
     return "\r\x1b[K" if stream.isatty() else ""
 
 
 def at_least(least, kind=float, most=None):
-    """An argparse type: a finite number from least up, or to most."""
+    """An argparse type: a finite number of at least `least`, and at most `most`."""
     def convert(text):
         value = kind(text)
         if not least <= value < 2**63 or most is not None and value > most:    # no seed too long for PyTorch
@@ -100,7 +103,7 @@ ratio = at_least(0, most=1)
 
 POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")       # of encoders.py
 
-# What the flags are that scripts share. Their defaults are each script's.
+# Flags that scripts share: arguments of Flags.add_argument. Defaults are each script's own.
 COMMON = {
     "--form": dict(choices=("paper", "code"), help="as in the paper, or as in the released code: see above"),
     "--evaluate": dict(action="store_true", help="score --model: nothing is trained or written"),
@@ -253,8 +256,8 @@ def saved_command(out):
 
 
 def answer_early(make_parser):
-    """For the top of a script: --help, wrong flags and packages that are too old are answered without the
-    seconds that torch takes to load; a signal in those seconds ends in a line too."""
+    """Answers --help, wrong flags and old packages before a script imports torch, which takes seconds; a
+    signal in those seconds ends in one line, too."""
     def leave(*_):
         say("stopped", NOTHING)
         os._exit(STOPPED)                                      # an exception would be an import's
@@ -275,20 +278,22 @@ def answer_early(make_parser):
 
 
 def check_ranks():
+    """Refuses environment variables of torchrun that cannot be."""
     if problem := ranks.problem():
         fail(problem, every_rank=True)
 
 
-STOPPED, NOTHING = 130, "before anything was saved"            # exit code of whatever was stopped
+STOPPED, NOTHING = 130, "before anything was saved"            # exit code after a signal; what is told
 
 
 def in_main_thread():
+    """Whether Python lets this thread handle signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 def handle_signals(handler):
-    """Ctrl-C, SIGTERM and, unless nohup has it ignored, a closed terminal: one handler, a function or one of
-    each. Python lets the main thread alone handle them: in another one they stay whoever's they are."""
+    """Sets one handler for Ctrl-C, SIGTERM and a closed terminal, unless nohup ignores that. Only the main
+    thread may do so in Python: in another one the handlers stay as they are."""
     for kind in map(signal.Signals, SIGNALS if in_main_thread() else ()):
         if kind.name == "SIGINT" or signal.getsignal(kind) is not signal.SIG_IGN:
             signal.signal(kind, handler)
@@ -298,15 +303,15 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 
 def fill(args, defaults):
-    """Gives the flags that were not given these values."""
+    """Sets flags that were not given to these defaults."""
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
 
 
 def command(main):
-    """main, for the shell: a fault, of the user's or of the machine, is one line on stderr and exit code 2; a
-    signal one on stdout and 130."""
+    """Makes main a shell command: a Fault, or a failure of the machine, is one line on stderr and exit code
+    2; a signal is one line on stdout and 130."""
     script = one_line(Path(inspect.getfile(main)).name)
 
     @functools.wraps(main)
@@ -345,7 +350,7 @@ def command(main):
 
 
 def leave(code):
-    """Ends the process; at once where a group lacks a rank, which may abort or hang an ordinary exit."""
+    """Ends the process; at once if it belongs to a group, whose dead ranks may hang an ordinary exit."""
     import torch.distributed as dist
 
     if dist.is_initialized() or ranks.waits():
@@ -355,13 +360,14 @@ def leave(code):
 
 
 def interrupt(*_):
+    """A signal handler that does what Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def second_signal_ends():
-    """Python handles a signal between two of its instructions, so never while a process waits in C++ for
-    another one that hangs: where there are several, a thread sees to it that the second signal ends it."""
+    """Python handles no signal while a process waits in C++ for another one that hangs. So with several
+    processes a thread counts signals, and the second one ends this process."""
     if ranks.world() == 1 or not in_main_thread():
         yield
         return
@@ -378,6 +384,7 @@ def second_signal_ends():
 
 
 def count_signals(ours, done):
+    """Reads signal numbers from a socket; the second one ends this process, unless `done` is set first."""
     heard = 0
     while heard < 2 and (number := ours.recv(1)):
         heard += number[0] in SIGNALS
@@ -401,7 +408,7 @@ def has_checkpoint(there):
 
 @contextlib.contextmanager
 def written(path):
-    """What fails within failed to write this file or folder, unless it names another: as_fault says so."""
+    """Notes on an exception of the block which file or folder was being written, for as_fault's message."""
     try:
         yield
     except Exception as error:
@@ -414,6 +421,7 @@ OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a
 
 
 def is_out_of_memory(error):
+    """Whether an exception says that the memory of the machine, or of the GPU, is full."""
     import torch
 
     text = str(error).lower()

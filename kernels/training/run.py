@@ -186,6 +186,7 @@ class Run:
         return better
 
     def done(self, text):
+        """Ends a run: removes what only an unfinished one needs, and says how long it took."""
         if self.rank == 0:
             (self.out / output_dir.RUNNING).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
@@ -248,6 +249,7 @@ class Run:
             put(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
 
     def write_metrics(self, row):
+        """Appends a row to metrics.jsonl and sends it to --log."""
         output_dir.check_lock(self.out, self.lock)
         with written(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -272,9 +274,9 @@ class Run:
         there, rows = (self.out / "state.pt").is_file(), []
         output_dir.check_files(self.out, f"--out {self.out}")
         try:
-            was, now = json.loads((self.out / "args.json").read_text()), self.flags()
-            changed = output_dir.changed_flags(was, now)
-            if there and not changed:
+            was = json.loads((self.out / "args.json").read_text())
+            output_dir.refuse_changes(was, self.flags(), self.out)
+            if there:
                 state.read_state(self.out / "state.pt", self)
                 self.step = self.progress["step"]
                 rows = state.read_rows(self.out / "metrics.jsonl", self.step)
@@ -284,7 +286,5 @@ class Run:
             what = f": {error}".splitlines()[0] if type(error) is ValueError else ""
             fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
                  f"({type(error).__name__}{what}); start a new run in another folder")
-        if changed:
-            output_dir.refuse_flag(changed[0], was, now, self.out)
         has_checkpoint(there)
         return rows

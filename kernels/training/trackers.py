@@ -15,6 +15,7 @@ class Tracker:
 
 
 class TensorBoard(Tracker):
+    """Writes event files to OUT/tensorboard."""
     def __init__(self):
         from torch.utils.tensorboard import SummaryWriter
         self.writer_type = SummaryWriter
@@ -30,6 +31,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
+    """Sends the run to Weights & Biases."""
     def __init__(self):
         import wandb
         self.wandb = wandb
