@@ -5,7 +5,7 @@
     for step, rows in run.steps(total, len(data)):
         ...                                          forward, backward, sum_gradients, clip, optimizer.step()
         run.note(values)                             the numbers of the step
-        if run.due and run.keeps(scores): ...        an evaluation; the model is to be saved
+        if run.due and run.keeps(scores): ...        evaluate, and save the model
     run.done(text)
 
 A rank's loss is its part of the global loss, so that the gradient, and every number that is noted, is a sum
