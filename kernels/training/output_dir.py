@@ -137,8 +137,8 @@ def refuse_changes(was, now, out):
         if was["inputs"].get(name) != now["inputs"].get(name):
             value = now.get(name)
             words = " ".join(map(str, value)) if isinstance(value, list) else value
-            fail(f"--resume: the content of --{name.replace('_', '-')} {words} is not what it was when the run "
-                 f"in {out} was begun; put that back, or start a new run in another folder")
+            fail(f"--resume: the content of --{name.replace('_', '-')} {words} is not what it was when the "
+                 f"run in {out} was begun; put that back, or start a new run in another folder")
 
 
 def spelt(flag):

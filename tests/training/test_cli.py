@@ -63,7 +63,8 @@ def test_without_docstrings(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("flags, wanted", [
-    ("", "the following arguments are required: --data"), ("--tune y --data x", "--tune names the data; leave .*"),
+    ("", "the following arguments are required: --data"),
+    ("--tune y --data x", "--tune names the data; leave --data out"),
     ("--data x --guide=", "--guide: an empty name, .*"), ("--data x --dev=", "--dev: an empty name, .*"),
     ("--evaluate --guide x", "--evaluate: nothing to evaluate; .*"), ("--evaluate --more x", None),
     ("--tune x", None), ("--tune x --data x", None)])
