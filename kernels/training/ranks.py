@@ -5,7 +5,7 @@
     LOCAL_WORLD_SIZE             how many of them this machine has
     MASTER_ADDR, MASTER_PORT     where they meet; one that is alone wants none
 
-Without torch, until they meet: command.py answers wrong variables before the seconds that it takes to load.
+Without torch, until they meet: cli.py answers wrong variables before the seconds that it takes to load.
 """
 import datetime
 import os

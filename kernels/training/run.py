@@ -105,7 +105,8 @@ class Run:
             output_dir.write_whole(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
                 output_dir.write_code(self.out, self.script, self.flags())
-            self.tracker.begin(self.out, self.flags(), self.progress)
+            if self.tracker:
+                self.tracker.begin(self.out, self.flags(), self.progress)
 
     def flags(self):
         """What --resume wants to be as it was, and the command, from which --resume takes flags."""
@@ -254,8 +255,9 @@ class Run:
         with written(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
             output_dir.sync(file)
-        with written(self.out):
-            self.tracker.log(row)
+        if self.tracker:
+            with written(self.out):
+                self.tracker.log(row)
 
     def save_state(self):
         """state.pt: see module state."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cli import fail, is_first_rank, say, written
+from ..cli import fail, say, written
 
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers
 # of 768, from 25 to 400 alike); CUDA: an estimate.
@@ -128,26 +128,6 @@ class TokenRows:
         many."""
         columns = list(zip(*(self[i] for i in places)))
         return [columns[i % self.columns] for i in range(count)]
-
-
-def text_ids(tokens, places):
-    """(n, columns - 1) int64: ids of the texts behind the anchors, equal where tokens are; (n, 1) of one
-    column."""
-    numbers = {}
-    rows = ([ids.tobytes() for ids in tokens[i][1:] or tokens[i]] for i in places)
-    return torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
-
-
-def say_equal(tokens):
-    """How many rows --ignore-equal can spare a negative."""
-    if not is_first_rank():
-        return
-    rows = (tokens[i][1:] or tokens[i] for i in range(len(tokens)))
-    texts = np.array([[hash(ids.tobytes()) for ids in row] for row in rows])   # 8 bytes a text
-    _, which, times = np.unique(texts, return_inverse=True, return_counts=True)
-    again = (times[which.reshape(texts.shape)[:, 0]] > 1).sum()
-    what = "a positive that" if tokens.columns > 1 else "a sentence that"
-    say("equal", f"{again:,} of {len(tokens):,} rows have {what} occurs again behind an anchor")
 
 
 def grouped(lengths, device, most=None):
