@@ -75,9 +75,10 @@ def make_parser():
     add("--metric", choices=sum(METRICS.values(), ()),
         help="compares trials; f1 of label 1 for labels 0, 1, else macro f1; default accuracy or spearman")
     parser.plain("--evaluate", "--data", "--dev")
-    add("--contrast-set", nargs=2, metavar=("ORIGINAL", "EDITED"),
+    add("--contrast-set", reads="held-out data", nargs=2, metavar=("ORIGINAL", "EDITED"),
         help="test texts, and the same edited so that their labels change, row by row")
-    add("--ood", help="texts of other classes than --data's, to be told from --dev's; labels are not read")
+    add("--ood", reads="held-out data",
+        help="texts of other classes than --data's, to be told from --dev's; labels are not read")
     common("--model", "bert-large-cased")
     common("--out", "out/childtuning")
     common("--batch-size", 16, "16 (released script)")

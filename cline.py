@@ -43,8 +43,9 @@ def make_parser():
     add, common = parser.add_argument, parser.common
     parser.set_defaults(pooling="cls")                         # what a text's vector is here
     common("--form", "paper")
-    add("--wordnet", help="folder of a WordNet database (data.noun and so on), for texts")
-    add("--tagger", help="a spaCy model, or lexicon: WordNet; default en_core_web_sm, without spaCy lexicon")
+    add("--wordnet", reads="words", help="folder of a WordNet database (data.noun and so on), for texts")
+    add("--tagger", reads="model",
+        help="a spaCy model, or lexicon: WordNet; default en_core_web_sm, without spaCy lexicon")
     add("--synonym-rate", type=ratio, help="of a text's words, replaced; default 0.4 (paper), code 0.5")
     add("--antonym-rate", type=ratio, help="of a text's words, replaced; default 0.2 (paper), code 0.5")
     add("--save-triples", help="a .csv to write the texts to; --data reads it")

@@ -41,7 +41,7 @@ def make_parser():
     common("--pooling", said="its folder's, else cls (paper), scratch avg, a decoder's last")
     common("--head", said="its folder's, else for cls train-only (paper)")
     common("--prompt", said="its folder's, else none")
-    add("--guide", default="princeton-nlp/unsup-simcse-bert-base-uncased",
+    add("--guide", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
         help="complementary model, a hub name or local folder; default the paper's")
     add("--phi", type=at_least(-1), default=0.9,
         help="φ, the guide's cosine from which on none is a negative; default 0.9 (paper)")

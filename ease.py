@@ -45,7 +45,7 @@ def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
     common("--form", "paper")
-    add("--entity-vectors",
+    add("--entity-vectors", reads="vectors",
         help="Wikipedia2Vec's text file, also .gz or .bz2; default random vectors of the encoder's width")
     add("--entity-map", choices=("linear", "tanh", "none"),
         help="W; default linear (paper), with --form code tanh")

@@ -72,12 +72,12 @@ def make_parser():
     add, common = parser.add_argument, parser.common
     parser.add_recipes(RECIPES, IMPLIED)
     add("--supervised", action="store_true", help="SupCon over the labels, with its recipe")
-    add("--finetune", metavar="DATA",
+    add("--finetune", reads="training data", metavar="DATA",
         help="train the encoder of --model, and a classifier, on labelled pictures (v2); no --data")
     add("--labels", type=ratio, default=1.0, help="share of each class for --finetune; default 1")
     add("--from-layer", type=at_least(0, int), default=0,
         help="of --model's head that a classifier stands on; default 0: none, --finetune 1 (v2)")
-    add("--distill", metavar="TEACHER",
+    add("--distill", reads="model", metavar="TEACHER",
         help="train --model on the soft labels that a fine-tuned folder gives --data (v2)")
     add("--head-layers", type=int, choices=(0, 1, 2, 3), default=2,
         help="of the projection head; default 2 (paper), 3 in v2 and the released code")

@@ -85,6 +85,7 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
+from kernels.training.extras.equal_texts import loss_without_equal_texts, say_equal, text_ids
 from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - for those who import it from here
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
@@ -93,7 +94,7 @@ from kernels.training.text.encoders import build_encoder, describe_model, set_dr
 from kernels.training.text.evaluation import HeldOut, score
 from kernels.training.text.mlm import free_decoder, masked_lm_loss
 from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
-from kernels.training.text.tokens import say_equal, text_ids, tokenise_table
+from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -146,7 +147,6 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     hard = [] if z3 is None else [z3] if z3.ndim == 2 else z3.unbind(1)
     z1, z2, *hard = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2, *hard))
     if ids is not None:
-        from kernels.training.extras.equal_texts import loss_without_equal_texts
         return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl)
     own = slice(offset, offset + len(z1))                      # the keys of these anchors
     lse = functools.partial(similarity_lse, z1, temperature=temperature, exclude="diagonal", offset=offset,

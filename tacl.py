@@ -40,7 +40,8 @@ def make_parser():
     common("--form", "paper", "paper; whether padding is in the denominator")
     add("--contrast", type=at_least(0), default=1.0,
         help="weight of the contrastive term; default 1 (paper), 0: without it, the released code's switch")
-    add("--teacher", help="hub name or local folder of equal width and vocabulary; default --model (paper)")
+    add("--teacher", reads="model",
+        help="hub name or local folder of equal width and vocabulary; default --model (paper)")
     add("--similarity", choices=("cosine", "dot"), default="cosine", help="dot: no τ; default cosine (paper)")
     add("--whole-word", action="store_true", help="choose whole words for masking (released code's option)")
     add("--accumulate", type=at_least(1, int), default=1, help="parts a batch is computed in; default 1")

@@ -25,8 +25,10 @@ for name in ("stdin", "stdout", "stderr"):                     # closed: the nex
 
 
 class Fault(Exception):
-    """What the person who started a run has to mend, in one line; with every_rank whatever rank finds it says
-    so."""
+    """A mistake, or a failure of the machine, told in one line to the person who started the run.
+
+    every_rank   each rank that finds it prints it; else the first rank alone
+    """
 
     def __init__(self, message, every_rank=False):
         cut = lambda word: f"{word[0][:99]}...{word[0][-99:]}"
@@ -35,18 +37,19 @@ class Fault(Exception):
 
 
 def fail(message, every_rank=False):
+    """Ends the run with this line."""
     raise Fault(message, every_rank)
 
 
 def afford(what, needed):
-    """Fails where something would need more bytes than this machine has, before they are asked for."""
+    """Fails early if something would need more bytes than this machine has."""
     has = memory()
     if needed > has:
         fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has {has / 2**30:,.0f} GB")
 
 
 def memory():
-    """Bytes of this machine; where it does not say, more than any has."""
+    """Bytes of this machine's memory; if the system does not tell, more than any machine has."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):              # Windows
@@ -54,18 +57,18 @@ def memory():
 
 
 def say(label, text):
-    """A line of the first rank's."""
+    """Prints a line, on the first rank only."""
     if is_first_rank():
         show(label, text)
 
 
 def show(label, text):
-    """A line of whatever rank."""
+    """Prints a line, on any rank."""
     put(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
 
 
 def put(text, end="\n"):
-    """print, to someone who may have gone: then the run stops as by a signal, and is saved."""
+    """Prints text. If nobody reads standard output any more, the run stops as by a signal, and is saved."""
     try:
         with written("standard output"):
             print(text, end=end, flush=True)
@@ -78,12 +81,12 @@ def put(text, end="\n"):
 
 
 def clear_bar(stream):
-    """What puts a message in the place of a progress bar."""
+    """Characters that clear the progress bar of a terminal, so that a message can take its place."""
     return "\r\x1b[K" if stream.isatty() else ""
 
 
 def at_least(least, kind=float, most=None):
-    """An argparse type: a finite number from least up, or to most."""
+    """An argparse type: a finite number of at least `least`, and at most `most`."""
     def convert(text):
         value = kind(text)
         if not least <= value < 2**63 or most is not None and value > most:    # no seed too long for PyTorch
@@ -100,21 +103,22 @@ ratio = at_least(0, most=1)
 
 POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")       # of encoders.py
 
-# What the flags are that scripts share. Their defaults are each script's.
+# Flags that scripts share: arguments of Flags.add_argument. Defaults are each script's own.
 COMMON = {
     "--form": dict(choices=("paper", "code"), help="as in the paper, or as in the released code: see above"),
     "--evaluate": dict(action="store_true", help="score --model: nothing is trained or written"),
-    "--data": dict(help="training data; see above"),
+    "--data": dict(reads="training data", help="training data; see above"),
     "--columns": dict(nargs="+", help="of --data, in the order above: names of a header, or numbers from 1"),
-    "--dev": dict(help="held-out data to evaluate on; see above"),
-    "--test": dict(nargs="*", default=[], help="files, or a folder, of scored pairs for the best model"),
-    "--transfer": dict(nargs="*", default=[],
+    "--dev": dict(reads="held-out data", help="held-out data to evaluate on; see above"),
+    "--test": dict(reads="held-out data", nargs="*", default=[],
+                   help="files, or a folder, of scored pairs for the best model"),
+    "--transfer": dict(reads="held-out data", nargs="*", default=[],
                        help="the same of labelled texts (sentence, label; or sentence1, sentence2, label): "
                             "accuracy of a logistic regression on embeddings, cross-validated, or of "
                             "train.tsv,test.tsv"),
-    "--cluster": dict(nargs="*", default=[],
+    "--cluster": dict(reads="held-out data", nargs="*", default=[],
                       help="the same for k-means: V-measure, and accuracy of the best matching"),
-    "--model": dict(help="hub name, local folder, or from scratch"),
+    "--model": dict(reads="model", help="hub name, local folder, or from scratch"),
     "--pooling": dict(choices=POOLINGS, help="what is a sentence's embedding"),
     "--head": dict(nargs="+", choices=("keep", "train-only", "new", "pooler"),
                    help="behind the pooling: in use after training, or in training alone; new: not the "
@@ -149,33 +153,50 @@ COMMON = {
 
 
 class Flags(argparse.ArgumentParser):
-    """The flags of a script: its own by add_argument, shared ones by common. A fault is raised, not
-    printed."""
+    """The flags of a script: its own by add_argument, shared ones by common. A mistake raises Fault.
+
+    inputs   {name: what it reads} of each flag that names something to read, in the order they were added
+    """
 
     def __init__(self, doc):
+        self.recipes, self.implied, self.inputs = {}, {}, {}
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.recipes = self.implied = {}
+
+    def add_argument(self, *names, reads=None, **settings):
+        """Adds a flag, as argparse does.
+
+        reads   "training data" or "held-out data" if the flag names such; a word for anything else that a
+                run reads: "model", "vectors". --resume compares the contents of all of them. Training data
+                of another flag than --data takes the place of --data.
+        """
+        flag = super().add_argument(*names, **settings)
+        if reads:
+            self.inputs[flag.dest] = reads
+        return flag
 
     def add_recipes(self, recipes, implied=()):
-        """--recipe, and recipes that a flag of the same name brings."""
+        """Adds --recipe. implied: recipes that apply when the flag of the same name is given."""
         self.recipes, self.implied = recipes | dict(implied), implied
         self.add_argument("--recipe", choices=[*recipes], help="flags that belong together")
 
     def common(self, name, default=None, said=None):
-        """A flag of COMMON with this script's default; said is what --help tells of it where it is not just
-        that."""
+        """Adds a flag of COMMON with this script's default. said: how --help describes the default, if its
+        value alone does not."""
         told = default if said is None else said
         text = COMMON[name]["help"] + ("" if told is None else f"; default {told}")
         kept = {} if default is None else {"default": default}
         self.add_argument(name, **COMMON[name] | {"help": text} | kept)
 
     def plain(self, *names):
-        """Flags of COMMON without a default of this script's."""
+        """Adds flags of COMMON that have no default of this script's."""
         for name in names:
             self.common(name)
 
     def parse_args(self, args=None, namespace=None, data=None):
-        """data: what main was handed in the place of --data: a path, or rows in memory, as a Table reads."""
+        """The flags; --resume adds those that the run was started with, a recipe changes defaults.
+
+        data   what main was given instead of --data: a path, or rows in memory, as a Table reads them
+        """
         given = sys.argv[1:] if args is None else [*map(str, args)]
         path = [f"--data={os.fsdecode(data)}"] if isinstance(data, (str, os.PathLike)) else []
         if named := [text for text in (*given, *path) if "\0" in text]:
@@ -184,8 +205,6 @@ class Flags(argparse.ArgumentParser):
         if data is not None and parsed.data is not None:
             fail(f"--data {parsed.data}: data is handed over, too; leave one of them out")
         args = given = [*given, *path]
-        if path:
-            parsed, data = super().parse_args(args, namespace), None
         if getattr(parsed, "resume", False):
             given = [*saved_command(parsed.out), *given]       # a flag that is given again wins
             args = [*given, "--out", parsed.out]               # a folder may have moved since
@@ -193,25 +212,30 @@ class Flags(argparse.ArgumentParser):
         implied = (name for name in self.implied if getattr(parsed, name))
         if name := getattr(parsed, "recipe", None) or next(implied, None):     # its values are the defaults
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
-            parsed = super().parse_args(args, namespace)
-        parsed.command = given
-        if data is not None:
+        parsed = super().parse_args(args, namespace)
+        parsed.command, parsed.inputs = given, [*self.inputs]
+        if data is not None and not path:
             from .tables import Table
             parsed.data = Table(data)
-        if finetune := getattr(parsed, "finetune", None):
-            if parsed.data not in (None, finetune):
-                fail("--finetune names the pictures; leave --data out")
-            parsed.data = finetune
+        self.check_inputs(parsed)
+        return parsed
+
+    def check_inputs(self, parsed):
+        """Refuses data that are missing, named twice or by an empty name. Fills --data from a flag that
+        takes its place."""
+        for name in (name for name, kind in self.inputs.items() if kind == "training data"):
+            value = getattr(parsed, name)
+            if value and parsed.data not in (None, value):
+                fail(f"--{name} names the data; leave --data out")
+            parsed.data = parsed.data or value
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
-        held_out = "dev", "test", "transfer", "cluster", "contrast_set", "ood"
-        for name in ("data", "model", "out", "finetune", "distill", *held_out):
+        for name in (*self.inputs, "out"):
             value = getattr(parsed, name, None)
             if value == "" or isinstance(value, list) and "" in value:
                 fail(f"--{name.replace('_', '-')}: an empty name, which would be this folder")
-        if not any(getattr(parsed, name, None) for name in ("data", *held_out)):
+        if not any(getattr(parsed, name) for name, kind in self.inputs.items() if kind.endswith("data")):
             fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
-        return parsed
 
     def error(self, message):
         fail(message)
@@ -232,8 +256,8 @@ def saved_command(out):
 
 
 def answer_early(make_parser):
-    """For the top of a script: --help, wrong flags and packages that are too old are answered without the
-    seconds that torch takes to load; a signal in those seconds ends in a line too."""
+    """Answers --help, wrong flags and old packages before a script imports torch, which takes seconds; a
+    signal in those seconds ends in one line, too."""
     def leave(*_):
         say("stopped", NOTHING)
         os._exit(STOPPED)                                      # an exception would be an import's
@@ -254,20 +278,22 @@ def answer_early(make_parser):
 
 
 def check_ranks():
+    """Refuses environment variables of torchrun that cannot be."""
     if problem := ranks.problem():
         fail(problem, every_rank=True)
 
 
-STOPPED, NOTHING = 130, "before anything was saved"            # exit code of whatever was stopped
+STOPPED, NOTHING = 130, "before anything was saved"            # exit code after a signal; what is told
 
 
 def in_main_thread():
+    """Whether Python lets this thread handle signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 def handle_signals(handler):
-    """Ctrl-C, SIGTERM and, unless nohup has it ignored, a closed terminal: one handler, a function or one of
-    each. Python lets the main thread alone handle them: in another one they stay whoever's they are."""
+    """Sets one handler for Ctrl-C, SIGTERM and a closed terminal, unless nohup ignores that. Only the main
+    thread may do so in Python: in another one the handlers stay as they are."""
     for kind in map(signal.Signals, SIGNALS if in_main_thread() else ()):
         if kind.name == "SIGINT" or signal.getsignal(kind) is not signal.SIG_IGN:
             signal.signal(kind, handler)
@@ -277,15 +303,15 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 
 def fill(args, defaults):
-    """Gives the flags that were not given these values."""
+    """Sets flags that were not given to these defaults."""
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
 
 
 def command(main):
-    """main, for the shell: a fault, of the user's or of the machine, is one line on stderr and exit code 2; a
-    signal one on stdout and 130."""
+    """Makes main a shell command: a Fault, or a failure of the machine, is one line on stderr and exit code
+    2; a signal is one line on stdout and 130."""
     script = one_line(Path(inspect.getfile(main)).name)
 
     @functools.wraps(main)
@@ -324,7 +350,7 @@ def command(main):
 
 
 def leave(code):
-    """Ends the process; at once where a group lacks a rank, which may abort or hang an ordinary exit."""
+    """Ends the process; at once if it belongs to a group, whose dead ranks may hang an ordinary exit."""
     import torch.distributed as dist
 
     if dist.is_initialized() or ranks.waits():
@@ -334,13 +360,14 @@ def leave(code):
 
 
 def interrupt(*_):
+    """A signal handler that does what Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def second_signal_ends():
-    """Python handles a signal between two of its instructions, so never while a process waits in C++ for
-    another one that hangs: where there are several, a thread sees to it that the second signal ends it."""
+    """Python handles no signal while a process waits in C++ for another one that hangs. So with several
+    processes a thread counts signals, and the second one ends this process."""
     if ranks.world() == 1 or not in_main_thread():
         yield
         return
@@ -357,26 +384,31 @@ def second_signal_ends():
 
 
 def count_signals(ours, done):
+    """Reads signal numbers from a socket; the second one ends this process, unless `done` is set first."""
     heard = 0
     while heard < 2 and (number := ours.recv(1)):
         heard += number[0] in SIGNALS
     if not done.wait(1):                                       # else Python came to handle it
         try:
             if is_first_rank():
-                text = f"stopped  while it waited for another process{as_fault.kept}\n"
+                text = f"stopped  while it waited for another process{checkpoint_note}\n"
                 os.write(1, b"\n" * sys.stdout.isatty() + text.encode())
         finally:
             os._exit(STOPPED)
 
 
+checkpoint_note = ""                                           # what messages say of the folder of this run
+
+
 def has_checkpoint(there):
-    """Run says whether --out holds one, which the message of a fault then tells."""
-    as_fault.kept = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
+    """Run says whether --out holds a checkpoint: messages of errors then tell so."""
+    global checkpoint_note
+    checkpoint_note = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
 
 
 @contextlib.contextmanager
 def written(path):
-    """What fails within failed to write this file or folder, unless it names another: as_fault says so."""
+    """Notes on an exception of the block which file or folder was being written, for as_fault's message."""
     try:
         yield
     except Exception as error:
@@ -384,43 +416,53 @@ def written(path):
         raise
 
 
-FULL = "[Cc]an('|no)t allocate memory|could not create a primitive|ThreadPoolBuildError"
+# What PyTorch, oneDNN and tokenizers tell by their texts alone.
+OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a primitive", "threadpoolbuild"
+
+
+def is_out_of_memory(error):
+    """Whether an exception says that the memory of the machine, or of the GPU, is full."""
+    import torch
+
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(x in text for x in OUT_OF_MEMORY)
 
 
 def as_fault(error, main):
-    """The Fault that an exception is, or that the machine or another process made; None: it is a bug, with
-    its traceback."""
-    import torch
+    """The Fault that tells a user what to do about an exception. None: it is a bug, which needs its
+    traceback."""
     import torch.distributed as dist
     from safetensors import SafetensorError
 
     if isinstance(error, Fault):
         return error
-    usage, kept = main.__globals__["make_parser"]().format_usage(), as_fault.kept
-    path = getattr(error, "written", None)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or re.search(FULL, str(error)):
-        lower = "--chunk-size", "--batch-size", "--max-length", "--ranks"
-        flags = " or ".join(flag for flag in lower if re.search(rf"{flag}\b", usage))
-        mend = f"lower {flags}" if flags else "end other programs, or take a machine with more"
-        whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
-        return Fault(f"the {whose} memory is full; {mend}{kept}", every_rank=True)
-    if "more than 1 value per channel" in str(error):
-        flags = [flag for flag in ("--batch-size", "--chunk-size", "--bn-splits") if flag in usage]
-        return Fault("batch norms see a single value of each channel; wanted more pictures at a time: see "
-                     f"{', '.join(flags)}", every_rank=True)
-    # torch.save hides what the disk said, tokenizers and safetensors have exceptions of their own for it
+    text, path = str(error), getattr(error, "written", None)
+    # torch.save hides what the disk said; tokenizers and safetensors have exceptions of their own for it
     disk = error if isinstance(error, OSError) else error.__context__
-    if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
+    if is_out_of_memory(error):
+        message = describe_full_memory(error, main)
+    elif isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
         file = disk.filename2 or disk.filename or path         # of two, it is the second that is written
-        return Fault(f"{file}: " * bool(file) + f"{disk.strerror or disk}{kept}", every_rank=True)
-    if re.search(r"DataLoader worker \(pid|shared memory", str(error)):
-        full = "; /dev/shm is full" * ("shared memory" in str(error))
-        return Fault(f"a process that decoded pictures was killed, perhaps for want of memory{full}; "
-                     f"try fewer --workers{kept}", every_rank=True)
-    if isinstance(error, SafetensorError) or re.search(r"\(os error \d+\)", str(error)):
-        return Fault(f"{path}: " * bool(path) + f"{error}{kept}", every_rank=True)
-    lost = re.search("gloo|NCCL|[Cc]onnection|[Tt]imed? ?out", str(error))
-    if isinstance(error, RuntimeError) and dist.is_initialized() and lost:
-        what = str(error).splitlines()[0][:80]
-        return Fault(f"another process of this run has died or hangs ({what}){kept}", every_rank=True)
-    return None
+        message = f"{file}: " * bool(file) + f"{disk.strerror or disk}"
+    elif isinstance(error, SafetensorError) or "(os error " in text:
+        message = f"{path}: " * bool(path) + text
+    elif isinstance(error, RuntimeError) and ("DataLoader worker (pid" in text or "shared memory" in text):
+        full = "; /dev/shm is full" * ("shared memory" in text)
+        message = ("a process that decoded pictures was killed, perhaps for want of memory"
+                   f"{full}; try fewer --workers")
+    elif dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in text):
+        message = f"another process of this run has died or hangs ({text.splitlines()[0][:80]})"
+    else:
+        return None
+    return Fault(message + checkpoint_note, every_rank=True)
+
+
+def describe_full_memory(error, main):
+    """Which memory is full, and which flags of the script need less."""
+    import torch
+
+    known = main.__globals__["make_parser"]().format_usage()
+    lower = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if f"{flag} " in known]
+    mend = f"lower {' or '.join(lower)}" if lower else "end other programs, or take a machine with more"
+    whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
+    return f"the {whose} memory is full; {mend}"

@@ -20,6 +20,7 @@ def batches(rows, size, seed, step=0, least=1):
 
 
 def epoch_steps(rows, size, least=1):
+    """Steps of an epoch; see batches."""
     return rows // size + (rows % size >= least)
 
 
@@ -36,6 +37,7 @@ def warmup_cosine(step, total, warmup, lr):
 
 
 def set_lr(optimizer, lr):
+    """Sets the learning rate of all groups of weights."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 

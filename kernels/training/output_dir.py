@@ -27,18 +27,17 @@ def check_out(out, resume, data):
         return
     begun = next((name for name in ("state.pt", RUNNING) if (path / name).is_file()), None)
     if not begun and (path / "args.json").is_file():
-        further = f"to train its model further, start a new run with --model {out} --out NEW"
-        fail(f"--out {out} holds a finished run: {further}" if resume else
-             f"--out {out} holds a finished run: name another folder, or {further}")
+        other = "" if resume else "name another folder, or "
+        fail(f"--out {out} holds a finished run: {other}to train its model further, start a new run with "
+             f"--model {out} --out NEW")
     if resume and not begun:
         fail(f"--out {out}: no state.pt to resume from")
     if resume:
-        check_links(out)
-    if not resume:
-        kept = {"state.pt": "another run: continue it with --resume",
-                RUNNING: "a run that has no checkpoint yet: begin it again with --resume",
-                None: "files but no checkpoint: empty it"}[begun]
-        fail(f"--out {out} holds {kept}, or name another folder")
+        return check_links(out)
+    kept = {"state.pt": "another run: continue it with --resume",
+            RUNNING: "a run that has no checkpoint yet: begin it again with --resume",
+            None: "files but no checkpoint: empty it"}[begun]
+    fail(f"--out {out} holds {kept}, or name another folder")
 
 
 def check_links(out):
@@ -82,6 +81,7 @@ def locked(out, resume, rank=0):
 
 
 def has_run(out):
+    """Whether a run was begun in this folder."""
     return any((out / name).is_file() for name in ("state.pt", "args.json"))
 
 
@@ -122,14 +122,23 @@ def write_code(out, script, flags):
     write_whole(out / "args.json", json.dumps(flags, indent=1))
 
 
-def changed_flags(was, now):
-    """Names of the flags of a run that --resume was given another value of."""
+def refuse_changes(was, now, out):
+    """Fails if a flag, or the content of an input, is not what it was when the run in --out was begun."""
     if "inputs" not in was:
         fail("--resume: the run was begun by an older version; go on with that, or start a new one")
-    free = "data", "command", "inputs"                         # a checksum stands for the data
-    changed = [name for name in was if name not in free and spelt(now.get(name)) != spelt(was[name])]
-    return changed + [f"inputs {name}" for name in was["inputs"] | now["inputs"]
-                      if was["inputs"].get(name) != now["inputs"].get(name)]
+    for name in was:
+        if name in ("data", "command", "inputs") or spelt(now.get(name)) == spelt(was[name]):
+            continue                                           # checksums stand for the data
+        hint = ""
+        if name in ("steps", "epochs"):                        # the learning rates depend on it from step 1
+            hint = f"; to train a model further, start a new run with --model {out} --out NEW"
+        fail(f"--resume: {name} was {was.get(name)} in {out}, now it is {now.get(name)}{hint}")
+    for name in was["inputs"] | now["inputs"]:
+        if was["inputs"].get(name) != now["inputs"].get(name):
+            value = now.get(name)
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            fail(f"--resume: the content of --{name.replace('_', '-')} {words} is not what it was when the "
+                 f"run in {out} was begun; put that back, or start a new run in another folder")
 
 
 def spelt(flag):
@@ -137,23 +146,6 @@ def spelt(flag):
     if isinstance(flag, list):
         return [spelt(value) for value in flag]
     return os.path.realpath(flag) if isinstance(flag, str) and os.path.exists(flag) else flag
-
-
-def refuse_flag(name, was, now, out):
-    """Fails because a flag, or the content of an input, differs from that of the run in --out."""
-    if name.startswith("inputs "):
-        name = name.removeprefix("inputs ")
-        flag = f"--{name.replace('_', '-')} {one_text(now.get(name))}"
-        fail(f"--resume: the content of {flag} is not what it was when the run in {out} was begun; put that "
-             "back, or start a new run in another folder")
-    hint = ""
-    if name in ("steps", "epochs"):                            # the learning rates depend on it from step 1
-        hint = f"; to train a model further, start a new run with --model {out} --out NEW"
-    fail(f"--resume: {name} was {was.get(name)} in {out}, now it is {now.get(name)}{hint}")
-
-
-def one_text(value):
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def write_whole(path, text):
@@ -191,6 +183,7 @@ def new_files(run):
 
 
 def save_tokenizer(tokenizer, folder):
+    """Writes a tokenizer, without the truncation that tokenise has set."""
     tokenizer.backend_tokenizer.no_truncation()                # tokenise's, which would be saved
     tokenizer.save_pretrained(folder)
 
@@ -216,33 +209,30 @@ Every setting is in args.json, the course of the training in metrics.jsonl.
     return card.encode("utf-8", "backslashreplace").decode()   # names of files may be no UTF-8
 
 
-# flags that name what a run reads: data, models
-INPUTS = """data dev test transfer cluster contrast_set ood finetune distill model guide teacher wordnet
-            entity_vectors tagger""".split()
 MODEL_FILES = ".json", ".txt", ".model", ".safetensors", ".bin"
 WHOLE = 2**28                                                  # bytes of a file that is read whole
 
 
 def fingerprints(args, known):
-    """{flag: checksum of the content} of every flag that names a file, a folder or a model.
+    """{flag: checksum of the content} of the flags that name what a run reads (args.inputs).
 
-    known   of those whose checksum is known already
+    known   {flag: checksum} of those that were read whole already
     """
     found = {}
-    for name in INPUTS:
-        values = getattr(args, name, None)
+    for name in args.inputs:
+        values = getattr(args, name)
         if values := [value for value in (values if isinstance(values, list) else [values]) if value]:
-            found[name] = known.get(name) or " ".join(fingerprint(value, name) for value in values)
+            found[name] = known.get(name) or " ".join(map(fingerprint, values))
     return found
 
 
-def fingerprint(path, flag="data"):
+def fingerprint(value):
     """Tells whether an input of a run has changed since: a checksum of a file, or of all names and files of a
-    folder, links followed; of a model's folder of settings and weights alone; of a hub name the commit;
-    of rows in memory what is in their name (tables.Table)."""
-    names = [str(path)]
-    if isinstance(path, str) and flag == "transfer" and not os.path.exists(path):
-        names = path.split(",")                                # train.tsv,test.tsv
+    folder, links followed; of a model's folder the settings and weights alone; of a hub name the commit; of
+    rows in memory what is in their name (tables.Table)."""
+    names = [str(value)]
+    if isinstance(value, str) and not os.path.exists(value):
+        names = value.split(",")                               # train.tsv,test.tsv
     digest = hashlib.sha1()
     for name in names:
         if os.path.isdir(name):
@@ -254,7 +244,7 @@ def fingerprint(path, flag="data"):
         elif os.path.isfile(name):
             add_file(digest, name)
         else:
-            return commit_of(name) if flag in ("model", "guide", "teacher") else name
+            return commit_of(str(value))
     return digest.hexdigest()
 
 
@@ -277,8 +267,8 @@ def add_file(digest, path):
 
 
 def commit_of(name):
-    """The commit of a model of the hub, as its place in the cache has it; or just its name."""
+    """The commit of a model of the hub, as its place in the cache has it; of anything else its name."""
     try:
         return Path(cached_file(name, "config.json", local_files_only=True)).parent.name
-    except (OSError, ValueError):                              # scratch, resnet-18
+    except (OSError, ValueError):                              # scratch, resnet-18, rows in memory
         return name

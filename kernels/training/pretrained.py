@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers import dynamic_module_utils as remote_code
 from transformers.utils import cached_file
 
-from .cli import FULL, Fault, afford, fail, say
+from .cli import Fault, afford, fail, is_out_of_memory, say
 from .files import read_settings
 from .output_dir import check_files
 
@@ -22,11 +22,11 @@ def blaming(named):
     """Whatever a foreign or damaged model makes of the block becomes one line that begins with its name."""
     try:
         yield
-    except (Fault, KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError):
+    except (Fault, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:                             # tokenizers' PanicException is no Exception
         text = str(error).strip()
-        if re.search(FULL, text):                              # memory: as_fault says what to do
+        if is_out_of_memory(error):                            # cli.as_fault says what to do
             raise
         if "custom code" in text or "This code is timed out" in text:
             fail(f"{named}: wants to run Python that lies in it, which is never done; "
@@ -43,6 +43,7 @@ def first_not_finite(model):
 
 
 def refuse_nan(named, model):
+    """Refuses a model with a weight that is not finite."""
     if bad := first_not_finite(model):
         fail(f"{named}: {bad} holds NaN or infinity; wanted a checkpoint of a training that went well")
 
@@ -123,14 +124,12 @@ def make_plain(config):
 def check_counts(named, settings):
     """Refuses numbers of layers, labels and the like, in settings within settings too, that would take the
     config itself minutes to make."""
-    for name, value in settings.items() if isinstance(settings, dict) else enumerate(settings):
-        if isinstance(value, dict):
-            check_counts(named, value)
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, dict):
-                check_counts(named, number)
-            elif isinstance(number, (int, float)) and number > MOST and re.search(COUNTS, str(name)):
-                fail(f"{named}: config.json has {name} {number}; wanted at most {MOST:,}")
+    for name, values in settings.items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, dict):
+                check_counts(named, value)
+            elif isinstance(value, (int, float)) and value > MOST and re.search(COUNTS, name):
+                fail(f"{named}: config.json has {name} {value}; wanted at most {MOST:,}")
 
 
 def check_size(named, config, build, folder):
@@ -185,5 +184,6 @@ def find_file(name, file):
 
 
 def read_json(name, file):
+    """The settings in a .json file of a folder or hub name; {} if there is no such file."""
     path = find_file(name, file)
     return read_settings(path) if path else {}

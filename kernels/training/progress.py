@@ -8,8 +8,6 @@ from ..printing import one_line
 from .cli import is_first_rank, say
 
 QUIET = 2                                                      # seconds without a bar or a line
-# of an evaluation, what a line has room for: the first that is there
-SCORES = dict(dev_spearman=".2f", dev_knn=".2f", dev_top1=".2f", dev_chosen=".4g", dev_first=".2f")
 KNOWN = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left"
 UNKNOWN = "{desc}: {n_fmt}{unit} so far, {elapsed}"
 
@@ -93,16 +91,16 @@ class Clock:
         return self.pace(step) * (total - step) + mean * evaluations + self.later
 
 
-def step_line(clock, row, total, args):
-    """The line of a step: a bar, the numbers of its row of metrics, the speed of training and the time that
-    is left."""
+def step_line(clock, row, total, args, score=""):
+    """The line of a step: a bar, loss and learning rate of its row of metrics, the speed of training, the
+    time that is left, and the score of an evaluation."""
     step, done = row["step"], 16 * row["step"] // total
     left, speed = round(clock.left(step, total, args.eval_every)), args.batch_size / clock.pace(step)
     line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {row['loss']:.4f}  "
             f"lr {row['lr']:.1e}  {speed:,.0f} rows/s  left {left // 60}:{left % 60:02}")
-    kept = [word for word in ("best", "saved") if row.get(word)]
-    if name := next((name for name in SCORES if name in row), None):
-        line += " ".join([f"  dev {row[name]:{SCORES[name]}}", *kept])
+    if score:
+        kept = [word for word in ("best", "saved") if row.get(word)]
+        line += " ".join([f"  dev {score}", *kept])
     return line
 
 

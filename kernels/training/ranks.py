@@ -5,7 +5,7 @@
     LOCAL_WORLD_SIZE             how many of them this machine has
     MASTER_ADDR, MASTER_PORT     where they meet; one that is alone wants none
 
-Without torch, until they meet: command.py answers wrong variables before the seconds that it takes to load.
+Without torch, until they meet: cli.py answers wrong variables before the seconds that it takes to load.
 """
 import datetime
 import os
@@ -41,6 +41,7 @@ def problem():
 
 
 def no_place(name, wanted):
+    """A line about a variable that does not say where processes meet."""
     found = f"is {os.environ[name]!r}" if name in os.environ else "is not set"
     return (f"{name} {found}; wanted {wanted}, where {world()} processes (WORLD_SIZE) meet: start with "
             "torchrun, which sets it, or unset WORLD_SIZE and RANK for one process")
@@ -53,6 +54,7 @@ def number(name, usual=None):
 
 
 def rank():
+    """The number of this process, from 0."""
     return number("RANK", 0)
 
 

@@ -5,7 +5,7 @@
     for step, rows in run.steps(total, len(data)):
         ...                                          forward, backward, sum_gradients, clip, optimizer.step()
         run.note(values)                             the numbers of the step
-        if run.due and run.keeps(scores): ...        an evaluation; the model is to be saved
+        if run.due and run.keeps(scores): ...        evaluate, and save the model
     run.done(text)
 
 A rank's loss is its part of the global loss, so that the gradient, and every number that is noted, is a sum
@@ -89,14 +89,13 @@ class Run:
             fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
         self.inputs = output_dir.fingerprints(args, self.known)
         kernels = ""
-        if hasattr(args, "impl"):                              # childtuning's loss has none
+        if hasattr(args, "impl"):                              # not every loss compares rows with each other
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
         say("run", f"seed {args.seed}, {self.world} × {self.device.type}, {args.precision}, "
                    f"{kernels}{total:,} steps of {args.batch_size}, writing {args.out}")
         if warmup >= total:
-            flag = "--warmup-steps" if hasattr(args, "warmup_steps") else "--warmup"
             say("note", f"the learning rate rises for {warmup:,} steps, but the run has {total:,}: it never "
-                        f"reaches --lr; lower {flag}, or train longer (--epochs, --steps)")
+                        "reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
         with output_dir.locked(self.out, args.resume, self.rank) as self.lock:
             rows = self.load_state() if args.resume and output_dir.has_run(self.out) else []
@@ -106,7 +105,8 @@ class Run:
             output_dir.write_whole(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
                 output_dir.write_code(self.out, self.script, self.flags())
-            self.tracker.begin(self.out, self.flags(), self.progress)
+            if self.tracker:
+                self.tracker.begin(self.out, self.flags(), self.progress)
 
     def flags(self):
         """What --resume wants to be as it was, and the command, from which --resume takes flags."""
@@ -131,7 +131,7 @@ class Run:
         self.clock.start(self.step)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)  # the step of such a loss
         for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
-            self.step, self.values = step, None
+            self.step, self.values, self.shown = step, None, ""
             self.due = step % args.eval_every == 0 or step == total
             yield step, batch
             if self.due and self.values:
@@ -171,18 +171,23 @@ class Run:
             self.refuse_nan()
         self.noted = self.clock.seconds()
 
-    def keeps(self, scores, by=None):
-        """Take the scores of an evaluation; return whether to save the model: if scores[by] is the best so
-        far, and without `by` always, so that the last checkpoint is kept."""
+    def keeps(self, scores, by=None, shown=""):
+        """Takes the scores of an evaluation; returns whether to save the model: if scores[by] is the best so
+        far, and without `by` always, so that the last checkpoint is kept.
+
+        scores   {name: number}, which metrics.jsonl gets as dev_name
+        shown    the score that the progress line shows, as a text
+        """
         saved = self.progress["saved"]
         better = not scores or by is None or saved is None or scores[by] > saved[by]
-        word = "saved" if by is None else "best"
+        word, self.shown = "saved" if by is None else "best", shown
         self.values |= {f"dev_{name}": value for name, value in scores.items()} | {word: better}
         if better:
             self.progress["saved"] = {"step": self.step, **scores}
         return better
 
     def done(self, text):
+        """Ends a run: removes what only an unfinished one needs, and says how long it took."""
         if self.rank == 0:
             (self.out / output_dir.RUNNING).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
@@ -240,16 +245,19 @@ class Run:
         if self.rank == 0:
             row = {"step": step, **values, "seconds": round(self.clock.seconds(), 3)}
             self.write_metrics(row)
-            line, evaluated = step_line(self.clock, row, total, self.args), {"best", "saved"} & values.keys()
+            line = step_line(self.clock, row, total, self.args, self.shown)
+            evaluated = {"best", "saved"} & values.keys()
             put(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
 
     def write_metrics(self, row):
+        """Appends a row to metrics.jsonl and sends it to --log."""
         output_dir.check_lock(self.out, self.lock)
         with written(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
             output_dir.sync(file)
-        with written(self.out):
-            self.tracker.log(row)
+        if self.tracker:
+            with written(self.out):
+                self.tracker.log(row)
 
     def save_state(self):
         """state.pt: see module state."""
@@ -268,9 +276,9 @@ class Run:
         there, rows = (self.out / "state.pt").is_file(), []
         output_dir.check_files(self.out, f"--out {self.out}")
         try:
-            was, now = json.loads((self.out / "args.json").read_text()), self.flags()
-            changed = output_dir.changed_flags(was, now)
-            if there and not changed:
+            was = json.loads((self.out / "args.json").read_text())
+            output_dir.refuse_changes(was, self.flags(), self.out)
+            if there:
                 state.read_state(self.out / "state.pt", self)
                 self.step = self.progress["step"]
                 rows = state.read_rows(self.out / "metrics.jsonl", self.step)
@@ -280,7 +288,5 @@ class Run:
             what = f": {error}".splitlines()[0] if type(error) is ValueError else ""
             fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
                  f"({type(error).__name__}{what}); start a new run in another folder")
-        if changed:
-            output_dir.refuse_flag(changed[0], was, now, self.out)
         has_checkpoint(there)
         return rows

@@ -60,6 +60,7 @@ def read_rows(path, step):
 
 
 def want(fits, what):
+    """Raises ValueError with this text unless it fits."""
     if not fits:
         raise ValueError(what)
 

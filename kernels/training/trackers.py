@@ -4,17 +4,10 @@ import uuid
 from .cli import fail
 
 
-class Tracker:
-    """Logs nothing. `begin` is called once by the first rank, then `log` for each row of metrics.jsonl."""
+class TensorBoard:
+    """Writes event files to OUT/tensorboard. `begin` is called once, by the first rank, then `log` for each
+    row of metrics.jsonl."""
 
-    def begin(self, out, flags, progress):
-        pass
-
-    def log(self, row):
-        pass
-
-
-class TensorBoard(Tracker):
     def __init__(self):
         from torch.utils.tensorboard import SummaryWriter
         self.writer_type = SummaryWriter
@@ -29,7 +22,9 @@ class TensorBoard(Tracker):
         self.writer.flush()
 
 
-class WandB(Tracker):
+class WandB:
+    """Sends the run to Weights & Biases, as TensorBoard."""
+
     def __init__(self):
         import wandb
         self.wandb = wandb
@@ -54,9 +49,9 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def open_tracker(args):
-    """The Tracker that --log names; a missing package is one clear line."""
+    """What --log names, or None; a missing package is one clear line."""
     name = getattr(args, "log", None)
     try:
-        return TRACKERS.get(name, Tracker)()
+        return TRACKERS[name]() if name else None
     except ImportError:
         fail(f"--log {name}: the package {name} is not installed; pip install {name}, or leave --log out")

@@ -62,8 +62,25 @@ def test_without_docstrings(monkeypatch, capfd):
     assert ": python -OO, or PYTHONOPTIMIZE=2, drops docstrings" in capfd.readouterr().err
 
 
-def test_data_is_required(here, capfd):
-    refuse("simcse", capfd, r"the following arguments are required: --data", "--model", "scratch")
+@pytest.mark.parametrize("flags, wanted", [
+    ("", "the following arguments are required: --data"),
+    ("--tune y --data x", "--tune names the data; leave --data out"),
+    ("--data x --guide=", "--guide: an empty name, .*"), ("--data x --dev=", "--dev: an empty name, .*"),
+    ("--evaluate --guide x", "--evaluate: nothing to evaluate; .*"), ("--evaluate --more x", None),
+    ("--tune x", None), ("--tune x --data x", None)])
+def test_flags_that_name_what_is_read(flags, wanted):
+    """--tune takes the place of --data."""
+    parser = Flags("what it does")
+    parser.plain("--data", "--dev", "--evaluate")
+    for name, reads in ("--guide", "model"), ("--tune", "training data"), ("--more", "held-out data"):
+        parser.add_argument(name, reads=reads)
+    if wanted:
+        with pytest.raises(Fault, match=wanted):
+            parser.parse_args(flags.split())
+    else:
+        args = parser.parse_args(flags.split())
+        assert args.inputs == ["data", "dev", "guide", "tune", "more"]
+        assert args.data == (None if args.evaluate else "x")
 
 
 def test_a_fault_is_an_exception_to_a_library():

@@ -48,7 +48,7 @@ def test_work_of_more_than_two_seconds_is_told_in_a_log(monkeypatch, capsys):
 def test_what_is_left_has_the_evaluations_and_what_follows(time):
     """10 steps of 2 s, evaluations of 5 s after steps 4, 8 and 10, then a probe of 30 s; a pause counts for
     none of them."""
-    clock, line = Clock(), {"loss": 1.0, "lr": 0.1, "dev_knn": 20.0, "saved": True}
+    clock, line = Clock(), {"loss": 1.0, "lr": 0.1, "saved": True}
     args = SimpleNamespace(eval_every=4, batch_size=6)
     clock.start(0)
     with clock.apart(evaluation=True):
@@ -62,7 +62,8 @@ def test_what_is_left_has_the_evaluations_and_what_follows(time):
     clock.evaluated(1.0, count=0)
     time.seconds += 5
     assert (clock.pace(4), clock.left(4, 10, 4)) == (2, 12 + 10 + 30)
-    assert step_line(clock, line | {"step": 4}, 10, args).endswith("  3 rows/s  left 0:52  dev 20.00 saved")
+    shown = step_line(clock, line | {"step": 4}, 10, args, "20.00")
+    assert shown.endswith("  3 rows/s  left 0:52  dev 20.00 saved")
     time.seconds += 12 + 10
     clock.evaluated(10.0, count=2)
     assert clock.left(10, 10, 4) == 30

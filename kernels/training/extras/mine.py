@@ -41,7 +41,7 @@ def make_parser():
     parser = Flags(__doc__)
     add, common = parser.add_argument, parser.common
     parser.set_defaults(evaluate=True)                         # the model is read, not trained
-    add("--data", required=True, help="pairs; see above")
+    add("--data", reads="training data", required=True, help="pairs; see above")
     common("--columns", said="by the header, else all")
     add("--model", required=True, help="hub name or local folder of a trained encoder")
     add("--out", required=True, type=Path, help=f"file to write: {', '.join(KINDS)}")

@@ -43,7 +43,7 @@ def add_flags(parser):
     add("--margin", type=at_least(0), default=0.01, help="of --objective ranking; default 0.01 (SimCLS)")
     parser.common("--form", "paper")
     parser.common("--adversarial", 0.0, "0: none; for rows with a positive (ConSERT)")
-    add("--wordnet", help="folder of a WordNet database (data.noun and so on), for texts")
+    add("--wordnet", reads="words", help="folder of a WordNet database (data.noun and so on), for texts")
 
 
 def roles_of(args):

@@ -9,7 +9,8 @@ from kernels import embed_in_chunks, gather_rows, nt_xent, own_rows
 
 from ..loop import epoch_steps, half_products, set_lr, sum_gradients
 from ..text.mlm import masked_lm_loss, mean_over_ranks, read_masked
-from ..text.tokens import in_order, say_equal, text_ids, tokenise_table
+from ..text.tokens import in_order, tokenise_table
+from .equal_texts import say_equal, text_ids
 from .optimizers import clip_gradient, make_optimizer, rate_of
 from .ranking import ranking_loss
 from .text_views import TextViews, anchors_of, behind_anchors

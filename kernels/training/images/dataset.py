@@ -136,7 +136,8 @@ class Pictures:
     def judge(self, model, run):
         """Evaluates and saves the model: the last one is kept, nothing is chosen on test pictures."""
         average_statistics(model)
-        if run.keeps(evaluate(model, self, run.impl) if self.test else {}):
+        scores = evaluate(model, self, run.impl) if self.test else {}
+        if run.keeps(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
             nets.save(model, run, self.size)
 
     def after(self, model, run, linear_probe):

@@ -133,14 +133,16 @@ class PictureEncoder(nn.Module):
     def features(self, pictures):
         """(n, H) float32: the encoder's pooled output for pictures (n, 3, S, S) from 0 to 1."""
         pictures = ((pictures - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(pictures.device.type, torch.bfloat16, enabled=self.bf16):
+        autocast = torch.autocast(pictures.device.type, torch.bfloat16, enabled=self.bf16)
+        with autocast, single_values_refused():
             return self.encoder(pictures).pooler_output.flatten(1).float()
 
     def forward(self, views):
         """(n, D) float32 projections, or logits, of views (n, 3, S, S)."""
         chunks = views.split(self.chunk_size or len(views))
         module = self if self.chunk_size else None
-        return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
+        with single_values_refused():
+            return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
     @torch.no_grad()
     def encode_batches(self, batches, logits=False):
@@ -156,6 +158,18 @@ class PictureEncoder(nn.Module):
         """Puts the saved checkpoint back."""
         self.encoder.load_state_dict(load_file(folder / "model.safetensors"))
         self.head.load_state_dict(load_file(folder / HEAD))
+
+
+@contextlib.contextmanager
+def single_values_refused():
+    """Says which flags help if a batch norm of the block sees a single value of each channel."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):  # PyTorch's words alone tell
+            raise
+        fail("batch norms see a single value of each channel; wanted more pictures at a time: raise "
+             "--batch-size or --chunk-size, or split batch norms less", every_rank=True)
 
 
 # ── heads ──

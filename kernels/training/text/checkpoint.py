@@ -57,6 +57,7 @@ def read_layout(name, flag="--model"):
 
 
 def read_modules(name, modules):
+    """The Layout that modules.json and the folders that it names describe."""
     layout, layers = Layout(), []
     for module in modules:
         kind, path = module["type"].rpartition(".")[2], module["path"]
@@ -107,6 +108,7 @@ LONGEST_PROMPT = 10_000
 
 
 def read_pooling(path, settings):
+    """The pooling, as --pooling calls it, of sentence-transformers' settings."""
     found = settings.get("pooling_mode") or [FLAGS.get(flag, flag) for flag, on in settings.items()
                                              if flag.startswith("pooling_mode_") and on]
     found = [found] if isinstance(found, str) else found or ["mean"]
@@ -131,6 +133,7 @@ LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}     # 0 is the word e
 
 
 def mix_of(layers, count):
+    """(count,) weights of layers: 1 for these, else 0."""
     mix = torch.zeros(count)
     mix[layers] = 1
     return mix

@@ -56,7 +56,8 @@ class HeldOut:
 
     def judge(self, model, run):
         """Evaluate, and save the model if it is the best so far; without --dev, always."""
-        if run.keeps(self.scores(model) if self.dev else {}, by=self.by):
+        scores = self.scores(model) if self.dev else {}
+        if run.keeps(scores, by=self.by, shown=self.shown(scores) if scores else ""):
             save(model, run)
 
     def after(self, model, run):

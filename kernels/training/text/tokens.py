@@ -1,7 +1,5 @@
 """The tokens of sentences: on the disk, and in batches of groups of similar length."""
-import hashlib
 import itertools
-import json
 import os
 import shutil
 
@@ -9,8 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cli import fail, is_first_rank, say, written
-from ..output_dir import sync
+from ..cli import fail, say, written
 
 # What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers
 # of 768, from 25 to 400 alike); CUDA: an estimate.
@@ -40,6 +37,7 @@ def portions(items, letters=len, rows=ROWS):
 
 
 def letters_of(texts):
+    """How many letters the texts have together."""
     return sum(map(len, texts))
 
 
@@ -62,32 +60,27 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
     --max-length, or whole.
 
     Rank 0 writes them into --out, and every rank reads them there, row by row: neither they nor the text have
-    to fit in memory. What a run before this one left, and no longer is as it was, is made anew.
+    to fit in memory. --resume writes them anew, so that nothing depends on what became of the old ones.
     """
     columns, folder = len(next(iter(table))[1]), run.out / name
     longest = WHOLE if whole else min(run.args.max_length, model.longest)
-    words = getattr(model.encoder.get_input_embeddings(), "num_embeddings", WHOLE)
-    if run.rank == 0 and not is_whole(folder, columns * len(table), longest, words):
-        if folder.is_dir():
-            say(name, f"damaged in {run.out}: made anew")
-            shutil.rmtree(folder)
+    if run.rank == 0:
         with written(folder):
-            write_tokens(table, model, longest, folder)
+            cut = write_tokens(table, model, longest, folder)
+        if not whole:
+            say(name, f"{cut:,} of {columns * len(table):,} sentences cut to {longest}")
     if run.world > 1:
         dist.barrier()
     if not folder.is_dir():
         fail(f"--out {run.out}: what rank 0 writes is not there; name a folder that all machines share",
              every_rank=True)
-    rows = TokenRows(folder, columns)
-    if not whole:
-        say(name, f"{rows.cut:,} of {columns * len(rows):,} sentences cut to {longest}")
-    return rows
+    return TokenRows(folder, columns)
 
 
 def write_tokens(table, model, longest, folder):
-    """Files of all `ids`, one sentence behind the other, and of where sentences end, a 0 first; and what they
-    are known by."""
-    aside, done, cut, count = folder.with_suffix(".tmp"), 0, 0, 0
+    """Writes two files: `ids`, one sentence behind the other, and `ends`, a 0 and where each sentence ends.
+    Returns how many sentences were cut."""
+    aside, done, cut = folder.with_suffix(".tmp"), 0, 0
     rows = (model.prompted(cells) for _, cells in table)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -98,61 +91,19 @@ def write_tokens(table, model, longest, folder):
             places = done + np.cumsum([len(sentence) for sentence in sentences])
             ids.write(np.concatenate(sentences).tobytes())
             ends.write(places.tobytes())
-            done, cut, count = places[-1], cut + more, count + len(sentences)
-        sync(ids)
-        sync(ends)
-    with open(aside / "about.json", "w") as file:
-        json.dump({"sentences": count, "cut": cut, "checksums": checksums(aside)}, file)
-        sync(file)
+            done, cut = places[-1], cut + more
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
-
-
-def is_whole(folder, sentences, longest, words):
-    """Whether it has the tokens of so many sentences, to the bit as they were written: each of 1 to `longest`
-    tokens with ids below `words`."""
-    try:
-        about = json.loads((folder / "about.json").read_text())
-        if about["sentences"] != sentences or about["checksums"] != checksums(folder):
-            return False
-        if type(about["cut"]) is not int or any(
-                part.min() < 0 or part.max() >= words for part in arrays(folder / "ids", np.int32)):
-            return False
-        last, count = 0, -1                                    # the first end is a 0
-        for part in arrays(folder / "ends", np.int64):
-            lengths = np.diff(part, prepend=last)[count < 0 :]
-            if count < 0 and part[0] != 0 or (lengths <= 0).any() or (lengths > longest).any():
-                return False
-            last, count = part[-1], count + len(part)
-        return count == sentences and last * 4 == os.path.getsize(folder / "ids")
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-
-
-def arrays(path, kind):
-    """Yields the numbers of a file, many at a time."""
-    with open(path, "rb") as file:
-        while (part := np.frombuffer(file.read(2**20), kind)).size:
-            yield part
-
-
-def checksums(folder):
-    sums = []
-    for name in ("ids", "ends"):
-        digest = hashlib.sha1()
-        for part in arrays(folder / name, np.uint8):
-            digest.update(part)
-        sums.append(digest.hexdigest())
-    return sums
+    return cut
 
 
 class TokenRows:
-    """Rows of tokens, as write_tokens left them: rows[i] has the int32 ids (L,) of each column."""
+    """Rows of tokens in a folder that write_tokens wrote: rows[i] has the int32 ids (L,) of each column."""
 
     def __init__(self, folder, columns):
         self.folder, self.columns = folder, columns
-        about = json.loads((folder / "about.json").read_text())
-        self.length, self.cut = about["sentences"] // columns, about["cut"]
         self.ids, self.ends = (open(folder / name, "rb", buffering=0) for name in ("ids", "ends"))
+        self.length = (os.path.getsize(folder / "ends") // 8 - 1) // columns
 
     def __len__(self):
         return self.length
@@ -177,26 +128,6 @@ class TokenRows:
         many."""
         columns = list(zip(*(self[i] for i in places)))
         return [columns[i % self.columns] for i in range(count)]
-
-
-def text_ids(tokens, places):
-    """(n, columns - 1) int64: ids of the texts behind the anchors, equal where tokens are; (n, 1) of one
-    column."""
-    numbers = {}
-    rows = ([ids.tobytes() for ids in tokens[i][1:] or tokens[i]] for i in places)
-    return torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
-
-
-def say_equal(tokens):
-    """How many rows --ignore-equal can spare a negative."""
-    if not is_first_rank():
-        return
-    rows = (tokens[i][1:] or tokens[i] for i in range(len(tokens)))
-    texts = np.array([[hash(ids.tobytes()) for ids in row] for row in rows])   # 8 bytes a text
-    _, which, times = np.unique(texts, return_inverse=True, return_counts=True)
-    again = (times[which.reshape(texts.shape)[:, 0]] > 1).sum()
-    what = "a positive that" if tokens.columns > 1 else "a sentence that"
-    say("equal", f"{again:,} of {len(tokens):,} rows have {what} occurs again behind an anchor")
 
 
 def grouped(lengths, device, most=None):

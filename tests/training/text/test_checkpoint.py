@@ -96,8 +96,9 @@ def test_supervised_simcse_keeps_its_head_in_the_pooler(bert, tmp_path):
     """By its name; --head pooler says so of any other."""
     named = shutil.copytree(bert, tmp_path / "sup-simcse-bert-small")
     assert read_layout(str(tmp_path / "unsup-simcse-bert-small")) is None
+    wanted = embed_saved(bert, TEXTS, "pooler")
     for model in load(named), load(bert, head=["pooler"]):
-        torch.testing.assert_close(model.embed_texts(TEXTS), embed_saved(bert, TEXTS, "pooler"), atol=1e-5, rtol=0)
+        torch.testing.assert_close(model.embed_texts(TEXTS), wanted, atol=1e-5, rtol=0)
 
 
 def test_training_goes_on_with_the_same_head(bert, tmp_path, monkeypatch):
