@@ -18,7 +18,10 @@ from transformers import AutoModel, AutoTokenizer
 
 import cline
 import running
-from cline import CODES, KINDS, contrastive_loss, replaced_token_loss, total_loss
+from cline import contrastive_loss, replaced_token_loss, total_loss
+from kernels.training.extras import triples as module
+from kernels.training.extras.triples import CODES, KINDS
+from kernels.training.extras.wordnet import WordNet, tag_words
 from kernels.training.text import tokens
 from running import DATA, SENTENCES, free_port, refuse, run
 
@@ -93,7 +96,7 @@ def test_losses_refuse(call, wanted):
 
 # ── triples ──
 
-LATE, WORDNET = "The old dog chased two hounds, late.", cline.WordNet(DATA / "wordnet")
+LATE, WORDNET = "The old dog chased two hounds, late.", WordNet(DATA / "wordnet")
 
 
 @pytest.mark.parametrize("side, text, kinds", [
@@ -103,10 +106,10 @@ LATE, WORDNET = "The old dog chased two hounds, late.", cline.WordNet(DATA / "wo
     ("synonym", "the soon", {0.0: "synonym"}), ("antonym", "dog", {0.0: "random"}),
     ("synonym", "fully", {0.0: None}), ("antonym", "him", {0.0: None})])
 def test_a_text_has_one_kind_of_replacement(side, text, kinds):
-    draw, [words] = random.Random(0), cline.tag_words([text], None, WORDNET)
+    draw, [words] = random.Random(0), tag_words([text], None, WORDNET)
     for first, kind in kinds.items():
         draw.random = lambda: first
-        new, labels = cline.replace_words(text, words, KINDS[side], 1, WORDNET, draw)
+        new, labels = module.replace_words(text, words, KINDS[side], 1, WORDNET, draw)
         assert {code for *_, code in labels} - {0} == ({CODES[kind]} if kind else set())
         assert (new == text) == (kind is None)
 
@@ -128,7 +131,7 @@ def test_triples(rates, capsys, tmp_path):
     printed = re.search(said, capsys.readouterr().out).groups()
     assert triples == triples_of(*flags)[0] != triples_of(*flags, "--seed", 1)[0]
     assert [row[0] for row in triples] == [text for text, in SENTENCES]
-    words = list(cline.tag_words([row[0] for row in triples], None, WORDNET))
+    words = list(tag_words([row[0] for row in triples], None, WORDNET))
     for i, (side, rate, share) in enumerate(zip(KINDS, rates, printed), 1):
         kinds, full = Counter(), 0
         for row, tagged in zip(triples, words):
@@ -147,16 +150,16 @@ def test_triples(rates, capsys, tmp_path):
     labels = [(3, 7, 0), (9, 12, 2)], [(0, 3, 5)]
     triples[0] = 'He said "no",\nthen', 'He said "not",\nthen', "She, 'yes'", *labels
     triples[1] = "He", "He", "He", [], []
-    cline.save_triples(triples, tmp_path / "triples.csv")
+    module.write_triples(triples, tmp_path / "triples.csv")
     assert cline.load_data(tmp_path / "triples.csv", args) == (triples, None)
     assert [path.name for path in tmp_path.iterdir()] == ["triples.csv"]
 
 
 def test_three_columns_are_aligned():
     words = [(0, 1, 0), (2, 5, 1), (6, 9, 0), (9, 10, 0), (11, 14, 1), (15, 18, 0), (18, 19, 0)]
-    assert cline.new_words("A dog, a cat.", "A big dog, one cat.") == words
+    assert module.align_words("A dog, a cat.", "A big dog, one cat.") == words
     texts = "a b", "a c", "d b"
-    assert cline.read_triple(texts, "") == (*texts, [(0, 1, 0), (2, 3, 1)], [(0, 1, 1), (2, 3, 0)])
+    assert module.read_triple(texts, "") == (*texts, [(0, 1, 0), (2, 3, 1)], [(0, 1, 1), (2, 3, 0)])
 
 
 # ── labels of sub-words ──
@@ -170,7 +173,7 @@ def test_labels_of_sub_words(form):
     offsets = [(0, 0), (0, 2), (2, 5), (5, 11), (6, 11), (11, 14), (14, 18), (18, 21), (19, 21), (21, 22),
                (22, 23), (22, 23), (23, 25), (24, 25), (24, 25), (25, 26), (26, 27), (0, 0)]
     encoding = SimpleNamespace(offsets=offsets, special_tokens_mask=[1, *[0] * 16, 1])
-    labels = cline.token_labels(text, words, encoding, 2, SimpleNamespace(form=form))
+    labels = module.token_labels(text, words, encoding, 2, form)
     other = 0 if form == "paper" else -100
     wanted = [-100, 0, 0, *[2] * 4, other, other, 2, 2, 2, *[other] * 5, -100]
     assert labels.dtype == np.int8 and labels.tolist() == wanted
