@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from test_losses import agree, by_way, cosine, every_way, points
 
 import ease
-from ease import EntityTable, draw_entities, ease_loss, load_data, load_vectors, warmup_linear
+from ease import draw_entities, ease_loss, load_data, warmup_linear
+from kernels.training.extras.lazy_embedding import LazyEmbedding
+from kernels.training.extras.wikipedia2vec import load_entity_vectors
 from kernels.training.loop import batches
 from kernels.training.text.tokens import tokenise
 from running import DATA, ONE_BATCH, SMALL, equal, one_by_one, refuse, run, saved_weights
@@ -58,7 +60,7 @@ def test_table_is_a_dense_one(size):
     torch.manual_seed(0)
     rates = [warmup_linear(step, 300, 20, 3e-3) for step in range(300)]
     start = torch.randn(40, 6)
-    dense, table = start.clone().requires_grad_(), EntityTable(start.clone(), 8)
+    dense, table = start.clone().requires_grad_(), LazyEmbedding(start.clone(), 8)
     table.schedule(rates, 0)
     optimizer = torch.optim.AdamW([dense], weight_decay=0.0)
     for step, optimizer.param_groups[0]["lr"] in enumerate(rates):
@@ -111,7 +113,7 @@ GLOVE = TABS.replace(" York", "_York").replace("\t", " ")
 def test_entity_vectors(text, pack, name, tmp_path):
     """Wikipedia2Vec's three text formats; words are no entities, and entities without a vector are random."""
     (tmp_path / name).write_bytes(pack(text.encode()))
-    vectors, found = load_vectors(str(tmp_path / name), ["Ulm", "the", "New York"])
+    vectors, found = load_entity_vectors(str(tmp_path / name), ["Ulm", "the", "New York"])
     assert found == 2 and vectors[[0, 2]].tolist() == [[0.25, 3, 4], [1, -2, 0.5]]
     assert vectors.shape == (3, 3) and 0 < vectors[1].abs().max() <= 0.05
 
