@@ -19,6 +19,7 @@ from transformers import DistilBertForMaskedLM as DistilBertLM
 
 import tacl
 from kernels import blockwise
+from kernels.training.text.documents import mask_pair
 from running import SENTENCES, equal, in_processes, metrics, refuse, run
 from tacl import tacl_loss
 
@@ -132,7 +133,7 @@ def test_masks(whole, ids, wanted):
     goes_on = whole & np.isin(ids[ordinary], [6, 8]) & (ids[ordinary - 1] > 4)
     words = np.split(ordinary, np.flatnonzero(~goes_on)[1:])
     for seed in range(200):
-        masked, chosen = tacl.choose_and_mask(ids, model, args, random.Random(seed))
+        masked, chosen = mask_pair(ids, model, args, random.Random(seed))
         assert (masked == ids)[~chosen].all() and chosen.sum() == chosen[ordinary].sum()
         assert all(len({*chosen[word]}) <= 1 for word in words)
         assert sum(chosen[word].any() for word in words) == wanted
@@ -208,7 +209,7 @@ def test_losses_are_the_librarys_and_the_papers(form, accumulate, weight, more, 
     assert len(set(lengths)) > 4 and len(rows) == len(sentences) == 9 and model.fresh == []
     with decoder.register_forward_hook(lambda *x: seen.append(x[2].numel())):
         for part in parts:
-            loss, found = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
+            loss, found = tacl.compute_loss(model, part, tacl.row_weights(rows), args)
             loss.backward()
             values.update({name: value.item() for name, value in found.items()})
     calls = [call for kernel in kernels.values() for call in kernel.call_args_list]
@@ -259,7 +260,7 @@ def test_without_contrast_the_teacher_rests(files, folders, monkeypatch):
     monkeypatch.setattr(tacl, "tacl_loss", asked)
     model.teacher[0].register_forward_hook(lambda *_: read.append(1))
     for part in tacl.make_batch(rows, model.train(), args):
-        loss, values = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
+        loss, values = tacl.compute_loss(model, part, tacl.row_weights(rows), args)
         assert {*values} == {"loss", "mlm", "nsp"} and loss.item() == (values["mlm"] + values["nsp"]).item()
         loss.backward()
     assert not read and not asked.called
@@ -279,7 +280,7 @@ def test_fresh_heads_and_a_frozen_teacher(name, fresh, files, folders):
         stored = DistilBertLM.from_pretrained(folders / name).state_dict()
         assert equal(dict(model.lm.state_dict()), dict(stored))
     [part], [teacher] = tacl.make_batch(rows, model, args), model.train().teacher
-    loss, values = tacl.compute_loss(model, (part, *tacl.row_weights(rows)), args)
+    loss, values = tacl.compute_loss(model, part, tacl.row_weights(rows), args)
     loss.backward()
     assert set(model.fresh) == fresh and all(parameter.grad is not None for parameter in model.parameters())
     assert values["nsp"].item() == pytest.approx(math.log(2), abs=0.05)

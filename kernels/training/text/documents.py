@@ -1,4 +1,5 @@
-"""Files of documents: a sentence a line, a blank line between documents. Endless pairs of text from one."""
+"""Files of documents, one sentence per line, a blank line between documents: an endless stream of text pairs
+for BERT's pre-training, and the masks of their tokens."""
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,30 @@ def cut_pair(a, b, most, rng):
         else:
             b = b[front : len(b) - 1 + front]
     return a, b
+
+
+def mask_pair(ids, model, args, rng):
+    """(masked ids, chosen) of a pair: 15 % of the tokens that are not special are chosen, at least one if
+    there is any, at most a quarter of --max-length. Of these 80 % become [MASK] and 10 % a random token. With
+    --whole-word 15 % of the words are chosen, at most a quarter; each piece of a word has its own luck."""
+    words = []
+    for place, token in enumerate(ids.tolist()):
+        if args.whole_word and token in model.continuing and words and words[-1][-1] == place - 1:
+            words[-1].append(place)
+        elif token not in model.special:
+            words.append([place])
+    most, length = int(0.25 * args.max_length), len(ids)
+    if args.whole_word:
+        most, length = len(words) // 4, len(words)
+    masked, chosen = ids.copy(), np.zeros(len(ids), bool)
+    for word in rng.sample(words, min(most, max(1, round(0.15 * length)), len(words))):
+        for place in word:
+            chosen[place], luck = True, rng.random()
+            if luck < 0.8:
+                masked[place] = model.tokenizer.mask_token_id
+            elif luck < 0.9:
+                masked[place] = rng.choice(model.ordinary)
+    return masked, chosen
 
 
 def stream(count, place, model, args, was=None):
