@@ -12,9 +12,10 @@ from transformers import AutoModel, AutoTokenizer
 
 import selfguided
 from kernels.training.text import tokens
+from kernels.training.text.layers import pool_tokens
 from kernels.training.text.sts import load_sts, spearman
 from running import DATA, ONE_BATCH, SENTENCES, SMALL, one_by_one, refuse, run, run_text
-from selfguided import compute_loss, layer_views, pool_tokens, regularise, selfguided_loss
+from selfguided import compute_loss, layer_views, regularise, selfguided_loss
 
 ROWS = [["Yes."], ["no, " * 20], *SENTENCES[:10]]
 TEXT = [row[0] for row in ROWS]
