@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import agree, points
 from test_tacl import check_processes, check_resume
 from transformers import AutoModel, AutoTokenizer
 
 import cline
 import running
 from cline import contrastive_loss, replaced_token_loss, total_loss
+from formulas import agree, points
 from kernels.training.extras import triples as module
 from kernels.training.extras.triples import CODES, KINDS
 from kernels.training.extras.wordnet import WordNet, tag_words

@@ -6,11 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_losses import agree, by_way, cosine, every_way, points
 from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import dclr
 from dclr import dclr_loss, instance_weights, noise_negatives
+from formulas import agree, by_way, cosine, every_way, points
 from running import DATA, ONE_BATCH, SENTENCES, SMALL, embed_saved, refuse, run_text
 
 every_form = pytest.mark.parametrize("form", ["paper", "code"])

@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import agree, by_way, cosine, every_way, points
 
 import ease
 from ease import draw_entities, ease_loss, load_data, warmup_linear
+from formulas import agree, by_way, cosine, every_way, points
 from kernels.training.extras.lazy_embedding import LazyEmbedding
 from kernels.training.extras.wikipedia2vec import load_entity_vectors
 from kernels.training.loop import batches

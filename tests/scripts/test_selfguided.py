@@ -6,11 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_families import folder_of  # noqa: F401 - a fixture
-from test_losses import agree, by_way, cosine, every_way, points
 from transformers import AutoModel, AutoTokenizer
 
 import selfguided
+from formulas import agree, by_way, cosine, every_way, points
 from kernels.training.text import tokens
 from kernels.training.text.layers import pool_tokens
 from kernels.training.text.sts import load_sts, spearman

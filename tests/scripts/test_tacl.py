@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from test_losses import agree, both_impls, points
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForPreTraining, BertModel, DistilBertConfig
 from transformers import DistilBertForMaskedLM as DistilBertLM
 
 import tacl
+from formulas import agree, both_impls, points
 from kernels import blockwise
 from kernels.training.text.documents import mask_pair
 from running import SENTENCES, equal, in_processes, metrics, refuse, run

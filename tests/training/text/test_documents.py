@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from test_tables import alarm  # noqa: F401
 from transformers import AutoTokenizer
 
 from kernels.training.cli import Fault
