@@ -3,6 +3,7 @@ import pytest
 import torch
 
 both_impls = pytest.mark.parametrize("impl", ["blockwise", "eager"])
+POOL = dict(max=lambda x: x.amax(0), mean=lambda x: x.mean(0), sum=lambda x: x.sum(0))      # of (L, H)
 every_way = pytest.mark.parametrize("way", ["blockwise", "eager", "ranks"])
 
 

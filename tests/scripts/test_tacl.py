@@ -1,7 +1,6 @@
-"""tacl.py: its loss against float64 formulas written out anchor by anchor, its masks, its model, its runs."""
+"""tacl.py: its loss against float64 formulas written out anchor by anchor, its model, its runs."""
 import json
 import math
-import random
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,6 @@ from transformers import DistilBertForMaskedLM as DistilBertLM
 import tacl
 from formulas import agree, both_impls, points
 from kernels import blockwise
-from kernels.training.text.documents import mask_pair
 from running import SENTENCES, equal, in_processes, metrics, refuse, run
 from tacl import tacl_loss
 
@@ -109,40 +107,6 @@ def test_tacl_loss_refuses(change, wanted):
     z = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match="^" + wanted):
         tacl_loss(**dict(student=z, teacher=z, masked=torch.ones(2, 3)) | change)
-
-
-# ── masks ──
-
-
-def row_of(words):
-    """Ids: 0 to 4 are special tokens, 6 and 8 go on with a word, but behind the unknown 1, where 6 is one."""
-    return np.array([2, *[5, 6, 8] * words, 3, 7, 1, 6, 3])
-
-
-@pytest.mark.parametrize("whole, ids, wanted", [
-    (False, np.array([2, 3, 3]), 0), (False, np.array([2, 5, 3, 3]), 1), (False, row_of(2), 2),
-    (False, row_of(6), 4), (False, row_of(40), 16), (True, row_of(1), 0), (True, row_of(3), 1),
-    (True, row_of(12), 2), (True, row_of(40), 6)])
-def test_masks(whole, ids, wanted):
-    """BERT's number: round(0.15 · length), at least 1, at most a quarter of --max-length, here 16; of whole
-    words, whose pieces each have their own luck, at most a quarter. 80 % are masks, 10 % a random token."""
-    args, places, luck, became = SimpleNamespace(max_length=64, whole_word=whole), set(), set(), Counter()
-    model = SimpleNamespace(tokenizer=SimpleNamespace(mask_token_id=4), special={0, 1, 2, 3, 4},
-                            continuing={6, 8}, ordinary=[5, 6, 7, 8])
-    ordinary = np.flatnonzero(ids > 4)
-    goes_on = whole & np.isin(ids[ordinary], [6, 8]) & (ids[ordinary - 1] > 4)
-    words = np.split(ordinary, np.flatnonzero(~goes_on)[1:])
-    for seed in range(200):
-        masked, chosen = mask_pair(ids, model, args, random.Random(seed))
-        assert (masked == ids)[~chosen].all() and chosen.sum() == chosen[ordinary].sum()
-        assert all(len({*chosen[word]}) <= 1 for word in words)
-        assert sum(chosen[word].any() for word in words) == wanted
-        luck |= {tuple(masked[word] == 4) for word in words if chosen[word].any()}
-        places.update(np.flatnonzero(chosen))
-        became.update(np.where(masked == 4, "mask", np.where(masked == ids, "same", "other"))[chosen])
-    assert wanted == 0 or places == {*ordinary} and len(luck) > 2 * whole
-    share = {name: count / became.total() for name, count in became.items()}
-    assert wanted < 16 or share == pytest.approx(dict(mask=0.8, same=0.125, other=0.075), abs=0.02)
 
 
 # ── the model and its three losses ──
