@@ -18,8 +18,9 @@ from transformers import DistilBertForMaskedLM as DistilBertLM
 import tacl
 from formulas import agree, both_impls, points
 from kernels import blockwise
-from running import SENTENCES, equal, in_processes, metrics, refuse, run
+from running import SENTENCES, equal, in_processes, refuse, run
 from tacl import tacl_loss
+from whole_runs import check_processes, check_resume
 
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
 
@@ -291,47 +292,17 @@ def test_learns(tmp_path, files, bert):
     check_folder(result, tmp_path / "out", "bert")
 
 
-def check_resume(name, folder, flags, others, monkeypatch, *more):
-    """A run that is interrupted in its sixth step and goes on from its third is the whole one, and so is one
-    with other flags, fewer evaluations."""
-    whole, parts = run(name, folder / "whole", *flags), folder / "parts"
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr(whole.script, "sum_gradients", Mock(side_effect=[None] * 5 + [KeyboardInterrupt]))
-        run(name, parts, *flags, *more)
-    assert len(metrics(parts)) == 5
-    resumed, other = run(name, parts, *flags, *more, "--resume"), run(name, folder / "other", *others)
-    assert [x | {"seconds": 0} for x in resumed.steps] == [x | {"seconds": 0} for x in whole.steps]
-    assert equal(resumed.state, whole.state) and other.losses == whole.losses
-    assert equal(*(load_file(out / "model.safetensors") for out in (parts, folder / "whole")))
-    for part in ("model", "optimizer", "random"):
-        assert equal(other.state[part], whole.state[part]), part
-    found = [sum(any(key.startswith("dev_") for key in step) for step in x.steps) for x in (whole, other)]
-    assert found == [3, 1]
-    return whole
-
-
 @pytest.mark.parametrize("flags", [
     [], ["--form", "code", "--accumulate", 3, "--whole-word", "--similarity", "dot", "--buffer", 2],
     ["--contrast", 0, "--accumulate", 2]], ids=str)
-def test_resume_is_exact_and_evaluation_leaves_no_trace(flags, tmp_path, files, folders, monkeypatch):
+def test_resume_is_exact_and_evaluation_leaves_no_trace(flags, tmp_path, files, folders):
     """With dropout and another model as teacher; the stream goes through its file twice."""
     flags = [*files, "--model", folders / "distilbert", "--teacher", folders / "bert", "--steps", 8, *flags]
-    whole = check_resume("tacl", tmp_path, [*flags, "--eval-every", 3], flags, monkeypatch)
+    whole = check_resume("tacl", tmp_path, [*flags, "--eval-every", 3], flags, 5, [3, 1])
     assert whole.state["progress"]["place"][1] > 0
     assert all(("contrast" in step) is ("--contrast" not in flags) for step in whole.steps)
     assert all(step["dev_contrast"] > 0 for step in whole.steps if "dev_loss" in step)
     check_folder(whole, tmp_path / "whole", "distilbert")
-
-
-def check_processes(one, out, norms):
-    """Clipping and Adam hide a gradient that is too large: norms are compared too."""
-    assert norms == pytest.approx(one.norms, rel=1e-3)
-    for name in one.steps[0].keys() - {"seconds"}:             # the terms of a loss too
-        found = [step[name] for step in metrics(out)]
-        assert found == pytest.approx([step[name] for step in one.steps], rel=1e-5, abs=1e-4), name
-    for key, weight in torch.load(out / "state.pt", weights_only=True)["model"].items():
-        if not key.endswith("key.bias"):   # softmax ignores it: Adam makes the rounding of its gradient large
-            torch.testing.assert_close(weight, one.state["model"][key], atol=2e-4, rtol=0, msg=key)
 
 
 def test_several_processes_equal_one(tmp_path, files, bert):
@@ -340,7 +311,7 @@ def test_several_processes_equal_one(tmp_path, files, bert):
     one = run("tacl", tmp_path / "one", *flags)
     assert not {"after", "before"} & {*one.said} and one.said["done"].startswith("0 min")
     assert max(one.norms) > 1                                  # clipping is active
-    check_processes(one, tmp_path / "three", in_processes(3, "tacl", tmp_path / "three", flags))
+    check_processes(one, tmp_path / "three", in_processes(3, "tacl", tmp_path / "three", flags), loose=10)
 
 
 # ── bad input ──
