@@ -106,8 +106,7 @@ from kernels.training.text.tokens import grouped, in_order, pad
 
 def load_data(path, args):
     """(texts, the WordNet that makes triples of them) or (triples, None); fills the flags of FORMS."""
-    check = lambda cells: empty_cell(cells[:3])
-    header, table = read_table(path, check, roles=ROLES, columns=args.columns)
+    header, table = read_table(path, lambda cells: empty_cell(cells[:3]), roles=ROLES, columns=args.columns)
     place, cells = next(iter(table))
     if len(cells) not in (1, 3, 5):
         wanted = "1 (text), 3 (original, synonym, antonym) or 5 (and synonym_words, antonym_words)"
@@ -298,7 +297,7 @@ def evaluate_and_save(model, held_out, run, args):
         say("held out", told.format(**scores))
 
 
-def score(model, tokens, args):
+def evaluate_only(model, tokens, args):
     """--evaluate: probe all triples, without RTD, whose head is in no saved folder."""
     if not tokens:
         fail(f"{args.data}: no row has replaced words on both sides")
@@ -343,7 +342,7 @@ def main(argv=None):
     args.max_length = min(args.max_length, model.longest)      # matters for --evaluate only
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:
-        return score(model, tokens, args)
+        return evaluate_only(model, tokens, args)
     left_out = len(triples) - len(tokens)
     tokens, held_out = hold_out(tokens, args)
     say("data", f"{len(tokens):,} triples, {len(held_out):,} held out, {left_out:,} left out: nothing "

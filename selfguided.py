@@ -105,8 +105,8 @@ def load_data(path, args):
     if args.columns:
         columns = range(len(table[0][1]))
     elif len(columns) < 2:                                     # all but numbers
-        numbers = lambda i: all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in table)
-        columns = [i for i in range(len(table[0][1])) if not numbers(i)]
+        columns = [i for i in range(len(table[0][1]))
+                   if not all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in table)]
         if fault := unlike_texts(sample, columns):
             fail(f"{path}: {fault}")
     for place, cells in table:
@@ -164,15 +164,19 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
     """
     checks.check_choice("objective", objective, *OBJECTIVES)
     pair = (c, h) if gathered is None else checks.check_pair("gathered", gathered, "(c, h) of all ranks")
-    (all_c, all_h), layers = pair, "L " * (getattr(h, "ndim", 2) == 3)
-    check_rows(offset, c=(c, "N D"), h=(h, f"N {layers}D"), gathered_c=(all_c, "M D"),
-               gathered_h=(all_h, f"M {layers}D"))
+    all_c, all_h = pair
+    view = "L D" if getattr(h, "ndim", 2) == 3 else "D"
+    check_rows(offset, c=(c, "N D"), h=(h, f"N {view}"), gathered_c=(all_c, "M D"),
+               gathered_h=(all_h, f"M {view}"))
     checks.check_alike(c=c, h=h, gathered_c=all_c, gathered_h=all_h)
-    if layers and h.shape[1] > 1 and objective != "opt3":
+    if h.ndim == 3 and h.shape[1] > 1 and objective != "opt3":
         raise ValueError(f"h: found {tuple(h.shape)}, wanted ({len(c)}, D) or for opt3 ({len(c)}, L, D)")
-    h = h.view(len(h), -1, h.shape[-1])
-    c, h, *gathered = (F.normalize(z, dim=-1, eps=1e-8) for z in (c, h, *(gathered or ())))
-    all_c, all_h = gathered or (c, h)
+    h = h.view(len(h), -1, h.shape[-1])                        # (B, L, D)
+    c, h = F.normalize(c, dim=-1, eps=1e-8), F.normalize(h, dim=-1, eps=1e-8)
+    if gathered is None:
+        all_c, all_h = c, h
+    else:
+        all_c, all_h = (F.normalize(z, dim=-1, eps=1e-8) for z in gathered)
     others = torch.arange(len(all_c), device=c.device)         # sentence ids
     own = torch.arange(len(c), device=c.device) + offset
     anchors, keys, ids = c, all_h.flatten(0, -2), others.repeat_interleave(h.shape[1])

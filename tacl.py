@@ -251,7 +251,7 @@ def compute_loss(model, part, weights, args):
     (ids, masked, segments, real, chosen, labels), (token_weight, pair_weight) = part, weights
     contrast = None
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-        student, at_chosen, next_logits = embed(model, masked, segments, real, chosen)
+        student, at_chosen, next_logits = run_student(model, masked, segments, real, chosen)
         if args.contrast or not model.training:
             with torch.no_grad():
                 output = run_encoder(model.teacher[0], ids, segments, real, layers=False)
@@ -276,7 +276,7 @@ def compute_loss(model, part, weights, args):
     return loss, values
 
 
-def embed(model, ids, segments, real, chosen):
+def run_student(model, ids, segments, real, chosen):
     """(last hidden states (n, L, H) float32, what the decoder would read at the chosen tokens, next-sentence
     logits (n, 2)). The decoder, by far the widest layer, gets no tokens here: decoder_loss runs it."""
     taken = []

@@ -196,7 +196,10 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     if isinstance(head, torch.nn.Module):  # running statistics are not to see these passes
         buffers = {name: buffer.clone() for name, buffer in head.named_buffers()}
         head = functools.partial(torch.func.functional_call, head, buffers)
-    unit = lambda x: x / (x.norm(dim=1, keepdim=True) + 1e-8)
+
+    def unit(x):
+        return x / (x.norm(dim=1, keepdim=True) + 1e-8)
+
     e, z, direction = e.detach(), project(head, e).detach(), unit(noise.detach())
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
