@@ -1,15 +1,15 @@
 """DCLR: Debiased Contrastive Learning of Unsupervised Sentence Representations. Zhou, Zhang, Zhao, Wen, ACL
 2022, arXiv 2205.00656.
 
-Unsupervised SimCSE with other negatives. A sentence that a finished model, the guide, finds similar to the
-anchor is likely no negative: its weight is 0. And noise is added, for sentences alone leave much of the space
-empty: Gaussian vectors n_k, moved a few steps of length β up the gradient of what they cost all anchors at a
-temperature τ_u. With anchors z1, positives z2, s(a, b) = cos(a, b) / τ, the guide's embeddings f, w_ij = 0
-where cos(f_i, f_j) ≥ φ, else 1:
+Unsupervised SimCSE with other negatives. If a finished model, the guide, finds a sentence similar to the
+anchor, the sentence is likely no negative: its weight is 0. And noise is added as negatives, because
+sentences leave much of the space empty: Gaussian vectors n_k, moved a few steps of length β up the gradient
+of the loss of all anchors against them, at a temperature τ_u. With anchors z1, positives z2,
+s(a, b) = cos(a, b) / τ, the guide's embeddings f, and w_ij = 0 where cos(f_i, f_j) ≥ φ, else 1:
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]
 
-Data: one sentence a line of .txt, or one column of .csv .tsv .json .jsonl .parquet. Scored pairs for --dev,
+Data: one sentence per line of .txt, or one column of .csv .tsv .json .jsonl .parquet. Scored pairs for --dev,
 which chooses the best checkpoint (without it the last one is kept), and for --test: columns sentence1,
 sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -17,9 +17,9 @@ sentence2, score (0 to 5), by header, or the score first or last.
     python dclr.py --model scratch --guide out/guide --data tests/data/sentences.txt --dev tests/data/sts.tsv
     torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
 
-Expected: the paper's BERT-base has 77.22 Spearman as the mean of seven STS test sets (SimCSE 76.25), by code
-that is the third command's with --form code; of the default, the paper's equations, nobody has published a
-run. The defaults are BERT-base's. RoBERTa takes its own SimCSE as --guide and --phi 0.85, its base
+Expected: the paper's BERT-base has 77.22 Spearman as the mean of seven STS test sets (SimCSE 76.25). Its code
+is that of the third command with --form code. Nobody has published a run of the default, the paper's
+equations. The defaults are BERT-base's. RoBERTa takes its own SimCSE as --guide and --phi 0.85, its base
 --noise-times 2.5. Large models start from a SimCSE (--model), whose pooler alone is the head (--head pooler),
 and take --batch-size 256 --epochs 1 --noise-times 3, RoBERTa 5 and --lr 1e-5. The authors advise a search for
 φ and the noise.
@@ -72,7 +72,7 @@ def make_parser():
     return parser
 
 
-# What a flag is where it was not given: the paper's (BERT-base), and a small random BERT's.
+# Defaults for flags that were not given: the paper's (BERT-base), and for a small random BERT.
 PAPER = dict(batch_size=128, lr=3e-5, epochs=3)
 SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
 
@@ -116,7 +116,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """The encoder without its pretrained pooler, and what is trained beside it: the head, a masked LM."""
+    """The encoder without its pretrained pooler, with what is trained beside it: the head, a masked LM."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     model = build_encoder(args, run, "cls", "train-only", auto)
     if args.form == "code" and model.origin == "new" and model.pooler[0] is not None:
@@ -128,10 +128,8 @@ def build_model(args, run):
 
 
 def build_guide(args, run):
-    """The complementary model, at rest: nothing of it is trained or saved.
-
-    Its embedding is what its folder says, or else the output of its pooler (released code).
-    """
+    """The complementary model, which is neither trained nor saved. It embeds as its folder says, or else by
+    the output of its pooler (released code)."""
     asked = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(asked, run, flag="--guide")
     if guide.layout is None and guide.pooler[0] is not None:
@@ -143,86 +141,17 @@ def build_guide(args, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss of a batch: (groups of both views, the guide's embeddings); and the masked
-    LM's."""
-    batch, f1 = batch
-    z1, z2 = model(batch).chunk(2)
-    z2, f2 = gather_rows(z2, rows), gather_rows(f1, rows)
-    noise = torch.randn(int(args.noise_times * rows), z2.shape[1], device=z2.device)
-    if dist.is_initialized():
-        dist.broadcast(noise, 0)                               # the same for all ranks
-    shared, climb = dict(form=args.form, impl=args.impl), (args.noise_step_size, args.noise_temperature)
-    with half_products(z1, args):
-        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, *climb, **shared)
-        loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, args.temperature, offset=own_rows(rows).start,
-                         **shared)
-    loss = loss * (len(z1) / rows)
-    values = {"loss": loss.detach()}
-    if model.lm is not None:
-        mlm = masked_lm_loss(model, batch, args.impl)
-        loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
-    return loss, values
-
-
-@torch.no_grad()
-def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *, impl="auto"):
-    """(K, D) raw noise after some steps up the gradient of the loss of all anchors against it.
-
-    z1, z2     (N, D) raw embeddings of anchors and positives, any float type; normalised here, no gradient
-    noise      (K, D) where to start, as from torch.randn; K may be 0
-    step_size  length of each row's step; a row without gradient stays where it is (as released: is set to 0)
-    form       paper: the denominator of the loss is the noise; code: and all of z2
-    raises     ValueError naming the argument, what it was and what is wanted
-    source     Zhou et al. 2022, noise-based negatives
-    """
-    check_rows(z1=(z1, "N D"), z2=(z2, "N D"), noise=(noise, "k D"))
-    checks.check_alike(z1=z1, z2=z2, noise=noise)
-    checks.check_temperature(temperature, z1.device)
-    checks.check_choice("form", form, "paper", "code")
-    checks.check_impl(impl)
-    checks.check_integer("steps", steps, 0)
-    checks.check_number("step_size", step_size)
-    z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
-    rest = similarity_lse(z1, z2, temperature, impl=impl) if form == "code" else z1.new_tensor(-torch.inf)
-    for _ in range(steps if len(noise) else 0):
-        with torch.enable_grad():
-            noise = noise.detach().requires_grad_()
-            lse = similarity_lse(z1, F.normalize(noise, dim=1, eps=1e-8), temperature, impl=impl)
-            gradient, = torch.autograd.grad(torch.logaddexp(lse, rest).sum(), noise)
-        largest = gradient.abs().amax(1, keepdim=True)  # of a row; the squares of a tiny one would vanish
-        noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
-    return noise.detach()
-
-
-def instance_weights(f1, f2, phi, *, offset=0):
-    """(N, M) weights: 0 where cos(f1_i, f2_j) ≥ phi, but 1 where j = i + offset, and 1 elsewhere. Zhou et al.
-    2022.
-
-    f1, f2     (N, E), (M, E) raw embeddings of the guide
-    offset     this rank's first row where f2 is gathered from all ranks
-    raises     ValueError naming the argument, what it was and what is wanted
-    """
-    check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
-    checks.check_alike(f1=f1, f2=f2)
-    checks.check_number("phi", phi, -torch.inf, torch.inf)
-    weights = (F.normalize(f1, dim=1, eps=1e-8) @ F.normalize(f2, dim=1, eps=1e-8).T < phi).to(f1.dtype)
-    weights.diagonal(offset).fill_(1)
-    return weights
-
-
 def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, offset=0, impl="auto"):
-    """Mean loss of N anchors: z1 against its positive among z2, against what instance_weights leaves of z2,
-    and against noise.
+    """L: mean loss of N anchors z1 with their positives among z2. Negatives are the rows of z2 that
+    instance_weights leaves, and the noise.
 
     z1           (N, D) raw embeddings, any float type; normalised here, a zero vector has cosine 0 with all
-    z2           (M, D) the same of positives; row offset + i belongs to anchor i
+    z2           (M, D) positives, likewise; row offset + i belongs to anchor i
     noise        (K, D) negatives of all anchors, without gradient; K may be 0
     f1, f2, phi  as in instance_weights, for the rows of z1 and z2
-    form         paper: a softmax without the positive; code: one_against_all, plain PyTorch
+    form         "paper": the denominator leaves out the positive | "code": one_against_all, plain PyTorch
     offset       this rank's first row where z2 and f2 are gathered from all ranks
     returns      scalar float32, float64 for float64; an anchor without negatives: 0
-    raises       ValueError naming the argument, what it was and what is wanted
     source       Zhou et al. 2022, the instance-weighted objective
     """
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), noise=(noise, "k D"), f1=(f1, "N E"), f2=(f2, "M E"))
@@ -246,11 +175,76 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     return (negatives - positive).where(negatives != -torch.inf, 0).mean()
 
 
-def one_against_all(z1, keys, f1, f2, phi, temperature, offset):
-    """Mean over N rows and M keys of −log q_ii and −log(1 − q_ij), q the softmax of w_ij s_ij: a weight of 0
-    is a logit of 0.
+def instance_weights(f1, f2, phi, *, offset=0):
+    """w (N, M): 0 where cos(f1_i, f2_j) ≥ phi, except at j = i + offset, else 1. Source: Zhou et al. 2022.
 
-    1 − q of the largest negative is the sum of the others, as it may round to 0.
+    f1, f2     (N, E), (M, E) raw embeddings of the guide
+    offset     this rank's first row where f2 is gathered from all ranks
+    """
+    check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
+    checks.check_alike(f1=f1, f2=f2)
+    checks.check_number("phi", phi, -torch.inf, torch.inf)
+    weights = (F.normalize(f1, dim=1, eps=1e-8) @ F.normalize(f2, dim=1, eps=1e-8).T < phi).to(f1.dtype)
+    weights.diagonal(offset).fill_(1)
+    return weights
+
+
+@torch.no_grad()
+def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *, impl="auto"):
+    """(K, D) raw noise after some steps up the gradient of the loss of all anchors against the noise.
+
+    z1, z2     (N, D) raw embeddings of anchors and positives, any float type; normalised here, no gradient
+    noise      (K, D) where to start, as from torch.randn; K may be 0
+    step_size  length of each row's step; a row without gradient stays where it is (released code: becomes 0)
+    form       "paper": the denominator of the loss holds the noise | "code": and all of z2
+    source     Zhou et al. 2022, noise-based negatives
+    """
+    check_rows(z1=(z1, "N D"), z2=(z2, "N D"), noise=(noise, "k D"))
+    checks.check_alike(z1=z1, z2=z2, noise=noise)
+    checks.check_temperature(temperature, z1.device)
+    checks.check_choice("form", form, "paper", "code")
+    checks.check_impl(impl)
+    checks.check_integer("steps", steps, 0)
+    checks.check_number("step_size", step_size)
+    z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
+    rest = similarity_lse(z1, z2, temperature, impl=impl) if form == "code" else z1.new_tensor(-torch.inf)
+    for _ in range(steps if len(noise) else 0):
+        with torch.enable_grad():
+            noise = noise.detach().requires_grad_()
+            lse = similarity_lse(z1, F.normalize(noise, dim=1, eps=1e-8), temperature, impl=impl)
+            gradient, = torch.autograd.grad(torch.logaddexp(lse, rest).sum(), noise)
+        largest = gradient.abs().amax(1, keepdim=True)  # of a row; the squares of a tiny one would vanish
+        noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
+    return noise.detach()
+
+
+def compute_loss(model, batch, rows, args):
+    """This rank's part of the loss and of the masked LM's, for a batch of `rows` rows over all ranks: groups
+    of both views, and the guide's embeddings."""
+    batch, f1 = batch
+    z1, z2 = model(batch).chunk(2)
+    z2, f2 = gather_rows(z2, rows), gather_rows(f1, rows)
+    noise = torch.randn(int(args.noise_times * rows), z2.shape[1], device=z2.device)
+    if dist.is_initialized():
+        dist.broadcast(noise, 0)                               # the same for all ranks
+    shared, climb = dict(form=args.form, impl=args.impl), (args.noise_step_size, args.noise_temperature)
+    with half_products(z1, args):
+        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, *climb, **shared)
+        loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, args.temperature, offset=own_rows(rows).start,
+                         **shared)
+    loss = loss * (len(z1) / rows)
+    values = {"loss": loss.detach()}
+    if model.lm is not None:
+        mlm = masked_lm_loss(model, batch, args.impl)
+        loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
+    return loss, values
+
+
+def one_against_all(z1, keys, f1, f2, phi, temperature, offset):
+    """The released code's loss: mean over N rows and M keys of −log q_ii and −log(1 − q_ij), where q is the
+    softmax of w_ij s_ij, so that a weight of 0 makes a logit of 0.
+
+    For the largest negative 1 − q is summed from the other terms, because q may round to 1.
     """
     def block(z1, keys, start, end):
         s = z1 @ keys.T / temperature
@@ -269,8 +263,8 @@ def one_against_all(z1, keys, f1, f2, phi, temperature, offset):
 
 
 class SumOfBlocks(torch.autograd.Function):
-    """Σ block(z1[start:end], keys, start, end), with the gradients of each block taken at once, so that one
-    block is in memory."""
+    """Σ block(z1[start:end], keys, start, end). forward takes the gradients of each block, so that only one
+    block is in memory at a time."""
 
     @staticmethod
     def forward(ctx, block, z1, keys, size):

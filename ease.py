@@ -1,23 +1,24 @@
 """EASE: Entity-Aware Contrastive Learning of Sentence Embedding. Nishikawa et al., NAACL 2022, arXiv
 2205.04260.
 
-A sentence that links to an entity is pulled to the entity's vector and pushed from the entities of other
-sentences, and from hard negatives: entities of the same type that are not on its page. All languages share
-the entities, which ties translations together. With two dropout masks' z and z' of a sentence, entities
-e = W E[entity] and hard negatives h alike,
+A sentence that links to an entity is pulled to the entity's vector. It is pushed from the entities of other
+sentences and from hard negatives: entities of the same type that are not on its page. All languages share the
+entities, which brings translations together. With z and z' of a sentence under two dropout masks, entities
+e = W E[entity] and hard negatives h likewise,
 
-    L     = L_sim + λ L_ent,     L_sim = SimCSE's: z_i against all z'_j at its own temperature
+    L = L_sim + λ L_ent,     L_sim = SimCSE's: z_i against all z'_j at its own temperature
     L_ent = −1/N Σ_i log( exp(cos(z_i, e_i) / τ)
                           / Σ_j [ exp(cos(z_i, e_j) / τ) + Σ_k exp(cos(z_i, h_jk) / τ + w [i = j]) ] )
 
-τ is a divisor, and 100: with λ = 0.01 the entity term is a gentle pull. An entity that several sentences of a
-batch link to is no negative of theirs (--equal-entities). E and W are dropped after training.
+τ is a divisor, and 100: with λ = 0.01 the entity term is a gentle pull. If several sentences of a batch link
+to one entity, it is not a negative of any of them (--equal-entities). E and W are dropped after training.
 
-Data: .json .jsonl .csv .tsv .parquet, one row a link, with columns named as in the released dataset or else:
+Data: .json .jsonl .csv .tsv .parquet, one row per link, with columns named as in the released dataset or as
+in brackets:
     text (sentence), positive_entity (entity)    both are needed
-    negative_entity                              hard negatives to draw from: a JSON list, or parted by |
-    entity_type, page (article, origin_entity)   or the entity's types, parted by |, and the page that links
-                                                 to it; without, the text is the page
+    negative_entity                              hard negatives to draw from: a JSON list, or separated by |
+    entity_type, page (article, origin_entity)   or else the entity's types, separated by |, and the page that
+                                                 links to it; without a page, the text is the page
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -28,8 +29,8 @@ columns sentence1, sentence2, score (0 to 5), by header, or the score first or l
         --batch-size 256 --lr 5e-5 --out out/18
 
 Expected: the paper's BERT-base has 77.0 and RoBERTa-base 76.8 Spearman as the mean of seven STS test sets,
-where SimCSE has 76.25 and 76.57, by code that is the second command's with --form code; of the default, the
-paper's equations, nobody has published a run.
+where SimCSE has 76.25 and 76.57. Its code is that of the second command with --form code. Nobody has
+published a run of the default, the paper's equations.
 
 Departures from the released code: under torchrun entities are gathered as sentences are, there they are not
 and the run fails; the best checkpoint is kept, there the last one. --form code brings back what else differs:
@@ -83,7 +84,7 @@ def make_parser():
     return parser
 
 
-# What a flag is where it was not given: in the paper, in the released code's form, for a small random BERT.
+# Defaults of the paper, of the released code where it differs, and for a small random BERT.
 PAPER = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01, hard_logit=0.0,
              equal_entities="mask", warmup_steps=500, batch_size=128, epochs=1, lr=3e-5)
 CODE = dict(entity_map="tanh", hard_logit=1.0, equal_entities="keep", micro_batch=8)
@@ -94,21 +95,16 @@ SCRATCH = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg", warmup_
 if __name__ == "__main__":
     answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
 
-import bz2
-import gzip
 import math
 import random
-import re
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
-from kernels.training.files import opened, pieces
+from kernels.training.extras.lazy_embedding import LazyEmbedding
+from kernels.training.extras.wikipedia2vec import load_entity_vectors
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
-from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import plain, read_table
 from kernels.training.text.encoders import begin_linear, build_encoder, describe_model
@@ -124,8 +120,7 @@ COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "ent
 
 
 def load_data(path, args):
-    """([(place, (sentence,))], what link_entities makes of each, titles of all entities); fills the flags
-    that were not given (PAPER, CODE, SCRATCH)."""
+    """([(place, (sentence,))], records and titles of link_entities); fills the flags that were not given."""
     header, table = read_table(path, lists="join")
     names = [plain(name) for name in header or []]
     at = {kind: names.index(plain(name)) for name, kind in COLUMNS.items() if plain(name) in names}
@@ -157,27 +152,32 @@ def load_data(path, args):
 
 
 def link_entities(path, rows, args):
-    """([(row, entity, candidates for hard negatives, entities that cannot be one)], titles); entities go by
-    their number."""
-    numbers, pages, types, records = {}, {}, {}, []
-    number = lambda title: numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
-    parts = lambda cell: [part.strip() for part in cell.split("|") if part.strip()]
+    """([(row, entity, candidates for hard negatives, entities that must not be one)], titles of entities); an
+    entity is a number, its place among the titles."""
+    numbers, on_page, of_type, records = {}, {}, {}, []
+
+    def number(title):
+        return numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
+
+    def parts(cell):
+        return [part.strip() for part in cell.split("|") if part.strip()]
+
     for row in rows:
         entity = number(row["entity"])
-        pages.setdefault(row.get("page") or row["text"], set()).add(entity)
+        on_page.setdefault(row.get("page") or row["text"], set()).add(entity)
         for kind in parts(row.get("type", "")):
-            types.setdefault(kind, {})[entity] = None
-    of_type, chance = {kind: tuple(entities) for kind, entities in types.items()}, random.Random(args.seed)
+            of_type.setdefault(kind, {})[entity] = None        # a dict keeps the order, unlike a set
+    tuples, chance = {kind: tuple(entities) for kind, entities in of_type.items()}, random.Random(args.seed)
     for i, row in enumerate(rows):
-        entity, candidates, found, barred, what = number(row["entity"]), (), (), (), ""
+        entity, candidates, known, barred, what = number(row["entity"]), (), (), (), ""
         if "negatives" in row:
-            candidates = found = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
+            candidates = known = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
             barred, what = (entity,), "hard negatives"
-        elif "type" in row:                                    # of several types one is drawn
+        elif "type" in row:                                    # one of several types is drawn
             kind = chance.choice(parts(row["type"]))
-            candidates, found, barred = of_type[kind], types[kind], pages[row.get("page") or row["text"]]
+            candidates, known, barred = tuples[kind], of_type[kind], on_page[row.get("page") or row["text"]]
             what = f"entities of type {kind!r} that are not on its page"
-        free = len(candidates) - sum(other in found for other in barred)
+        free = len(candidates) - sum(other in known for other in barred)
         if free < args.hard_negatives:
             fail(f"{path} {row['place']}: {free} {what}, wanted at least --hard-negatives, "
                  f"which is {args.hard_negatives}")
@@ -186,8 +186,8 @@ def link_entities(path, rows, args):
 
 
 def draw_entities(records, epoch, args):
-    """(n, 1 + m) int64: each record's entity, and m different hard negatives, drawn from the seed, the epoch
-    and the row alone: the same after --resume and on any number of GPUs."""
+    """(n, 1 + m) int64: each record's entity and m different hard negatives. The draw depends on the seed,
+    the epoch and the row only, so it is the same after --resume and on any number of GPUs."""
     drawn = []
     for row, entity, candidates, barred in records:
         chance, picks = random.Random(f"{args.seed} {epoch} {row}"), [entity]
@@ -199,94 +199,52 @@ def draw_entities(records, epoch, args):
     return torch.tensor(drawn)
 
 
-def load_vectors(path, titles):
-    """((entities, D) float32, how many the file has) from Wikipedia2Vec's text, line by line; the others are
-    random (released code)."""
-    places, vectors, found, line = {title: i for i, title in enumerate(titles)}, None, set(), 0
-    unpack = {".gz": gzip.open, ".bz2": bz2.open}.get(Path(path).suffix, open)
-    try:
-        with opened(path, unpack) as file:
-            bar = progress(pieces(file), "vectors", unit=" lines")
-            for line, text in enumerate(bar, 1):
-                if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):  # word2vec's header: rows, columns
-                    continue
-                name, _, numbers = text.strip().partition(b"\t" if b"\t" in text else b" ")
-                width = numbers.count(b" ") + bool(numbers)
-                if vectors is None:
-                    vectors = torch.empty(len(titles), width).uniform_(-0.05, 0.05)
-                if width != vectors.shape[1]:
-                    fail(f"{path} line {line}: {width} numbers, wanted {vectors.shape[1]} as before")
-                title = name.removeprefix(b"ENTITY/").decode().replace("_", " ")
-                if name.startswith(b"ENTITY/") and title in places:
-                    vectors[places[title]] = torch.from_numpy(np.array(numbers.split(b" "), np.float32))
-                    found.add(title)
-    except (OSError, EOFError) as error:
-        fail(f"{path}: {getattr(error, 'strerror', None) or error}")
-    except ValueError as error:                                # no number, or not UTF-8
-        fail(f"{path} line {line}: {error}")
-    if not found:
-        fail(f"{path}: none of the {len(titles):,} entities; wanted lines like ENTITY/Title 0.1 0.2 "
-             "(Wikipedia2Vec's save_text)")
-    if not vectors.isfinite().all():
-        fail(f"{path}: not all numbers are finite")
-    return vectors, len(found)
-
-
 def build_model(args, run, titles):
-    """The encoder without its pretrained pooler; for training alone, the head, the entities' table E and its
-    map W."""
+    """The encoder without its pretrained pooler; for training only, the head and the entities."""
     model = build_encoder(args, run, "cls", "train-only")
     say("model", describe_model(model, args))
     add_entities(model, titles, args)
     return model.to(run.device)
 
 
+def add_entities(model, titles, args):
+    """Give the model the table E of the entities and the map W, which are for training only."""
+    width = model.width
+    vectors, found = torch.empty(len(titles), width).uniform_(-0.05, 0.05), 0
+    if args.entity_vectors:
+        vectors, found = load_entity_vectors(args.entity_vectors, titles)
+    if args.entity_map == "none" and vectors.shape[1] != width:
+        fail(f"--entity-map none: {args.entity_vectors} has {vectors.shape[1]} numbers a row, "
+             f"embeddings have {width}; take linear")
+    linear = torch.nn.Linear(vectors.shape[1], width, bias=args.entity_map == "tanh")
+    begin_linear(linear, model.encoder.config)
+    tanh = torch.nn.Sequential(linear, torch.nn.Tanh())
+    model.entity_map = {"linear": linear, "tanh": tanh, "none": torch.nn.Identity()}[args.entity_map]
+    model.entities = LazyEmbedding(vectors, min(len(titles), args.batch_size * (1 + args.hard_negatives)))
+    origin = f"{found:,} of them from {args.entity_vectors}" if found else "random"
+    say("entities", f"{len(titles):,} vectors of {vectors.shape[1]}, {origin}, {args.entity_map} map, "
+                    f"temperature {args.entity_temperature:g}, weight {args.entity_weight:g}")
+
+
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def compute_loss(model, batch, rows, args):
-    """This rank's part of SimCSE's loss of a batch of `rows` rows plus λ times the entity term; with
-    --micro-batch, means over parts that do not meet."""
-    groups, ids = batch  # ids (n, 1 + m): each sentence's entity, its hard negatives
-    z1, z2 = model(groups).chunk(2)
-    own, n = own_rows(rows), len(z1)
-    ids = gather_rows(ids, rows)  # every rank looks up and maps the entities of all
-    e = model.entity_map(model.entities(ids))                  # (M, 1 + m, H)
-    offset, simcse, entity = 0, 0.0, 0.0
-    if args.micro_batch:
-        parts = zip(*(x.split(args.micro_batch) for x in (z1, z2, e[own], ids[own])))
-    else:
-        offset, parts = own.start, [(z1, gather_rows(z2, rows), e, ids)]
-    for z1, z2, e, ids in parts:
-        common = dict(offset=offset, impl=args.impl)
-        unit = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2))
-        known = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.equal_entities == "mask" else {}
-        with half_products(z1, args):
-            simcse += len(z1) / n * info_nce(*unit, args.temperature, **common)
-            entity += len(z1) / n * ease_loss(z1, e[:, 0], e[:, 1:], args.entity_temperature,
-                                              args.hard_logit, **common, **known)
-    loss = (args.simcse_weight * simcse + args.entity_weight * entity) * (n / rows)
-    simcse, entity = (term.detach() * (n / rows) for term in (simcse, entity))
-    return loss, {"loss": loss.detach(), "simcse": simcse, "entity": entity}
 
 
 def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_ids=None, *, hard_ids=None,
               offset=0, impl="auto"):
-    """The entity term: mean over N sentences of −log softmax of their entity among all entities and all hard
-    negatives.
+    """L_ent: mean over N sentences of −log softmax of their own entity among all entities and hard negatives.
 
-    z            (N, D) sentences, any float type, half types computed in float32; all vectors are normalised
-                 here, a zero vector has cosine 0 with all
-    entity       (M, D) entities after their map; row offset + i belongs to sentence i
-    hard         (M, m, D) hard negatives alike; None or m = 0: there are none
+    z            (N, D) sentences, any float type; half types are computed in float32. All vectors are
+                 normalised here; a zero vector has cosine 0 with all
+    entity       (M, D) entities after the map W; row offset + i belongs to sentence i
+    hard         (M, m, D) hard negatives after W; None or m = 0: there are none
     temperature  τ, a divisor: exp(cos / τ)
-    hard_logit   w ≤ 80, added to the logits of a sentence's own hard negatives; of no other sentence's
-    entity_ids   (M,) integers: an entity with the id of a sentence's own is no negative of it; None: all are
-    hard_ids     (M, m) the same of hard negatives, beside entity_ids; a sentence's own must not have its
-                 entity's id
-    offset       this rank's first row where entity, hard and the ids are gathered from all ranks
+    hard_logit   w ≤ 80, added to the logits of a sentence's own hard negatives, not of other sentences'
+    entity_ids   (M,) integers: an entity with the id of a sentence's own entity is not a negative of that
+                 sentence; None: all other entities are negatives
+    hard_ids     (M, m) ids of hard negatives, used together with entity_ids; a sentence's own hard negatives
+                 must not have its entity's id
+    offset       this rank's first row among entity, hard and ids gathered from all ranks
     returns      scalar float32, float64 for float64; one sentence without hard negatives: 0
-    raises       ValueError naming the argument, what it was and what is wanted
     source       Nishikawa et al. 2022, the entity contrastive objective
     """
     check_rows(offset, z=(z, "N D"), entity=(entity, "M D"), hard=(hard, "M m D", None),
@@ -312,79 +270,30 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     return -F.logsigmoid(positive - negatives).mean()  # = log(exp positive + exp negatives) - positive
 
 
-def add_entities(model, titles, args):
-    """The table E of the entities and the map W, for training alone."""
-    width = model.width
-    vectors, found = torch.empty(len(titles), width).uniform_(-0.05, 0.05), 0
-    if args.entity_vectors:
-        vectors, found = load_vectors(args.entity_vectors, titles)
-    if args.entity_map == "none" and vectors.shape[1] != width:
-        fail(f"--entity-map none: {args.entity_vectors} has {vectors.shape[1]} numbers a row, "
-             f"embeddings have {width}; take linear")
-    linear = torch.nn.Linear(vectors.shape[1], width, bias=args.entity_map == "tanh")
-    begin_linear(linear, model.encoder.config)
-    tanh = torch.nn.Sequential(linear, torch.nn.Tanh())
-    model.entity_map = {"linear": linear, "tanh": tanh, "none": torch.nn.Identity()}[args.entity_map]
-    model.entities = EntityTable(vectors, min(len(titles), args.batch_size * (1 + args.hard_negatives)))
-    origin = f"{found:,} of them from {args.entity_vectors}" if found else "random"
-    say("entities", f"{len(titles):,} vectors of {vectors.shape[1]}, {origin}, {args.entity_map} map, "
-                    f"temperature {args.entity_temperature:g}, weight {args.entity_weight:g}")
-
-
-class EntityTable(torch.nn.Module):
-    """A vector for each entity, trained by AdamW as all weights are, at the cost of the rows that a batch
-    uses.
-
-    AdamW moves a row also in steps without gradient, by what is left of its momentum. Here a row waits, and
-    makes these moves up before its next use, as far as float32 sees them (0.9¹⁶⁰ = 5e-8): the vectors are
-    those of a dense table, to rounding.
-    """
-
-    def __init__(self, vectors, slots):
-        super().__init__()
-        self.register_buffer("vectors", vectors)
-        self.register_buffer("m", torch.zeros_like(vectors))
-        self.register_buffer("v", torch.zeros_like(vectors))
-        last = torch.zeros(len(vectors), dtype=torch.int64)  # the step of a row's last gradient; 0: none yet
-        self.register_buffer("last", last)
-        # The batch's rows, put here by forward: what backward, sum_gradients and clip_grad_norm_ see of it.
-        self.used = torch.nn.Parameter(vectors.new_zeros(slots, vectors.shape[1]))
-
-    def schedule(self, rates, done):
-        """The learning rate of each step, and how many steps are done."""
-        steps = torch.arange(1, len(rates) + 1, dtype=torch.float64)
-        rates, scales = torch.tensor(rates, dtype=torch.float64), (1 - 0.999 ** steps).rsqrt()
-        rates = rates / (1 - 0.9 ** steps)
-        self.rates, self.scales, self.done = rates.to(self.vectors), scales.to(self.vectors), done
-
-    @torch.no_grad()
-    def catch_up(self, rows):
-        """(vectors, m, v) of the rows after all steps that are done."""
-        vectors, m, v, last = (x[rows] for x in (self.vectors, self.m, self.v, self.last))
-        waited, root = torch.where(last > 0, self.done - last, -1), v.sqrt()
-        for k in range(min(int(waited.max()) + 1, 160)):       # 0: the step with the gradient
-            at = (last + k - 1).clamp(0, self.done - 1)
-            rate = torch.where(k <= waited, self.rates[at] * 0.9 ** k, 0)
-            vectors -= rate[:, None] * m / (root * (self.scales[at] * 0.999 ** (k / 2))[:, None] + 1e-8)
-        waited = waited.clamp(min=0)[:, None]
-        return vectors, m * 0.9 ** waited, v * 0.999 ** waited
-
-    def forward(self, ids):
-        """(..., D) vectors of the entities ids (...)."""
-        rows, places = ids.unique(return_inverse=True)
-        self.batch = rows, *self.catch_up(rows)
-        with torch.no_grad():
-            self.used[: len(rows)] = self.batch[1]
-        return self.used[places]
-
-    @torch.no_grad()
-    def step(self):
-        """AdamW's step for the rows of the last batch, from the gradient of `used`."""
-        rows, vectors, m, v = self.batch
-        gradient, self.done = self.used.grad[: len(rows)], self.done + 1
-        self.vectors[rows] = vectors
-        self.m[rows], self.v[rows] = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient ** 2
-        self.last[rows], self.used.grad = self.done, None
+def compute_loss(model, batch, rows, args):
+    """This rank's part of SimCSE's loss plus λ times the entity term, for a batch of `rows` rows over all
+    ranks. With --micro-batch both are means over parts of the batch that share no negatives."""
+    groups, ids = batch  # ids (n, 1 + m): each sentence's entity, its hard negatives
+    z1, z2 = model(groups).chunk(2)
+    own, n = own_rows(rows), len(z1)
+    ids = gather_rows(ids, rows)  # every rank looks up and maps the entities of all
+    e = model.entity_map(model.entities(ids))                  # (M, 1 + m, H)
+    offset, simcse, entity = 0, 0.0, 0.0
+    if args.micro_batch:
+        parts = zip(*(x.split(args.micro_batch) for x in (z1, z2, e[own], ids[own])))
+    else:
+        offset, parts = own.start, [(z1, gather_rows(z2, rows), e, ids)]
+    for z1, z2, e, ids in parts:
+        common = dict(offset=offset, impl=args.impl)
+        unit = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2))
+        known = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.equal_entities == "mask" else {}
+        with half_products(z1, args):
+            simcse += len(z1) / n * info_nce(*unit, args.temperature, **common)
+            entity += len(z1) / n * ease_loss(z1, e[:, 0], e[:, 1:], args.entity_temperature,
+                                              args.hard_logit, **common, **known)
+    loss = (args.simcse_weight * simcse + args.entity_weight * entity) * (n / rows)
+    simcse, entity = (term.detach() * (n / rows) for term in (simcse, entity))
+    return loss, {"loss": loss.detach(), "simcse": simcse, "entity": entity}
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,19 +1,20 @@
 """Self-Guided Contrastive Learning for BERT Sentence Representations. Kim, Yoo, Lee, ACL 2021, arXiv
 2106.07345.
 
-A pretrained encoder is its own teacher: a copy T is tuned, but for its word embeddings, and a copy F stays as
-it was. T's [CLS] vector c_i of a sentence is pulled to the sentence's views h_ik, F's hidden states of every
-layer k pooled over tokens, and pushed from the views of other sentences. Both go through one projection head,
-which is dropped in the end. φ(u, v) = exp(cos(u, v) / τ):
+A pretrained encoder is its own teacher. Of two copies, T is tuned, except its word embeddings, and F stays
+fixed. T's [CLS] vector c_i of a sentence is pulled to the sentence's views h_ik, which are F's hidden states
+of every layer k pooled over tokens, and pushed from the views of other sentences. Both go through one
+projection head, which is dropped after training. φ(u, v) = exp(cos(u, v) / τ):
 
     L = mean over i, k of −log( φ(c_i, h_ik) / ( φ(c_i, h_ik) + Σ_{j≠i} Σ_n φ(c_i, h_jn) ) ) + λ ‖θ_T − θ_F‖²
 
-This is opt3. The other objectives draw one layer for each sentence and step. opt2 is the same with this view
-alone, opt1 has the φ(c_i, c_j) among its negatives too, and base is NT-Xent: every h_i is an anchor as well.
+This is opt3. The other objectives draw one layer for each sentence and step: opt2 has the view of this layer
+only, opt1 has also the φ(c_i, c_j) among its negatives, and base is NT-Xent, in which every h_i is an anchor
+as well.
 
-Data: sentences alone, one a line (.txt) or one a cell (.csv .tsv .json .jsonl .parquet), in the columns
-sentence1 and sentence2, by --columns, or else in all but those of numbers. Scored pairs will do (the authors
-took all of STS-B); their scores are not read.
+Data: sentences, one per line (.txt) or one per cell (.csv .tsv .json .jsonl .parquet), in the columns
+sentence1 and sentence2, by --columns, or else in all columns but those of numbers. Scored pairs will do (the
+authors took all of STS-B); their scores are not read.
 Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
 columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
 
@@ -80,12 +81,13 @@ import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.columns import unlike_texts
-from kernels.training.extras.layer_study import check_study, pool_layers, pool_tokens, study, study_model  # noqa: F401
+from kernels.training.extras.layer_study import check_study, study_copies, study_model
 from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
 from kernels.training.run import Run
 from kernels.training.tables import plain, read_table
 from kernels.training.text.encoders import begin_linear, build_encoder, describe_model
 from kernels.training.text.evaluation import HeldOut, score
+from kernels.training.text.layers import pool_layers
 from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
 from kernels.training.text.tokens import tokenise_table
 
@@ -93,7 +95,8 @@ from kernels.training.text.tokens import tokenise_table
 
 
 def load_data(path, args):
-    """[(place, (sentence,))], one a cell of the columns that hold sentences."""
+    """[(place, (sentence,))], one for each cell of the columns that hold sentences."""
+    check_study(args)
     names = "sentence1", "sentence2"
     roles = {"sentence": names} if args.columns else None
     header, table = read_table(path, names=names, roles=roles, columns=args.columns)
@@ -102,8 +105,8 @@ def load_data(path, args):
     if args.columns:
         columns = range(len(table[0][1]))
     elif len(columns) < 2:                                     # all but numbers
-        numbers = lambda i: all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in table)
-        columns = [i for i in range(len(table[0][1])) if not numbers(i)]
+        columns = [i for i in range(len(table[0][1]))
+                   if not all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in table)]
         if fault := unlike_texts(sample, columns):
             fail(f"{path}: {fault}")
     for place, cells in table:
@@ -121,7 +124,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """The tuned copy without its pretrained pooler, its projection head, and the fixed copy."""
+    """The tuned copy T without its pretrained pooler, its projection head, and the fixed copy F."""
     model = build_encoder(args, run)
     encoder, config = model.encoder, model.encoder.config
     model.layers = args.layers or range(config.num_hidden_layers + 1)
@@ -145,9 +148,60 @@ def build_model(args, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
+    """Mean loss of B sentences: [CLS] vectors c against views h, both after the projection head.
+
+    c            (B, D) raw vectors, any float type; normalised here, a zero vector has cosine 0 with all
+    h            (B, D) or (B, L, D) views, likewise; L > 1 is for opt3
+    objective    "base"  anchors c_i and h_i, negatives c_j and h_j of other sentences: NT-Xent, mean over 2B
+                 "opt1"  anchors c_i, negatives c_j and h_j
+                 "opt2"  anchors c_i, negatives h_j
+                 "opt3"  anchors c_i, negatives h_jn of all layers n; mean over the B · L positives h_ik
+    gathered     (c, h) of all ranks, with gradient; None: one process
+    offset       this rank's first row in gathered
+    returns      scalar float32, float64 for float64, without the regulariser; one sentence: 0
+    source       Kim et al. 2021, the objectives of SG and SG-OPT
+    """
+    checks.check_choice("objective", objective, *OBJECTIVES)
+    pair = (c, h) if gathered is None else checks.check_pair("gathered", gathered, "(c, h) of all ranks")
+    all_c, all_h = pair
+    view = "L D" if getattr(h, "ndim", 2) == 3 else "D"
+    check_rows(offset, c=(c, "N D"), h=(h, f"N {view}"), gathered_c=(all_c, "M D"),
+               gathered_h=(all_h, f"M {view}"))
+    checks.check_alike(c=c, h=h, gathered_c=all_c, gathered_h=all_h)
+    if h.ndim == 3 and h.shape[1] > 1 and objective != "opt3":
+        raise ValueError(f"h: found {tuple(h.shape)}, wanted ({len(c)}, D) or for opt3 ({len(c)}, L, D)")
+    h = h.view(len(h), -1, h.shape[-1])                        # (B, L, D)
+    c, h = F.normalize(c, dim=-1, eps=1e-8), F.normalize(h, dim=-1, eps=1e-8)
+    if gathered is None:
+        all_c, all_h = c, h
+    else:
+        all_c, all_h = (F.normalize(z, dim=-1, eps=1e-8) for z in gathered)
+    others = torch.arange(len(all_c), device=c.device)         # sentence ids
+    own = torch.arange(len(c), device=c.device) + offset
+    anchors, keys, ids = c, all_h.flatten(0, -2), others.repeat_interleave(h.shape[1])
+    if objective in ("base", "opt1"):
+        keys, ids = torch.cat([keys, all_c]), torch.cat([ids, others])
+    if objective == "base":
+        anchors, h, own = torch.cat([c, h[:, 0]]), torch.cat([h, c[:, None]]), own.repeat(2)
+    negatives = similarity_lse(anchors, keys, temperature, exclude=(own, ids), impl=impl)
+    positives = (anchors[:, None].to(negatives.dtype) * h).sum(2) / temperature          # (anchors, L)
+    return -F.logsigmoid(positives - negatives[:, None]).mean()
+
+
+@torch.no_grad()
+def regularise(model, args):
+    """Return ‖θ_T − θ_F‖², a sum over all weights, and add the gradient of λ times it to T's gradients."""
+    pairs = zip(model.encoder.parameters(), model.fixed[0].parameters())
+    tuned, fixed = zip(*((mine, its) for mine, its in pairs if mine.grad is not None))
+    differences = torch._foreach_sub(tuned, fixed)
+    torch._foreach_add_([weight.grad for weight in tuned], differences, alpha=2 * args.regulariser_weight)
+    return torch.stack(torch._foreach_norm(differences)).square().sum()
+
+
 def compute_loss(model, batch, rows, args):
-    """This rank's part of the contrastive loss of a batch of `rows` rows; regularise adds the other term's
-    gradient."""
+    """This rank's part of the contrastive loss, for a batch of `rows` rows over all ranks. regularise adds
+    the gradient of the other term."""
     views = layer_views(model, batch, args)
     if args.objective != "opt3":                               # one layer for each sentence
         drawn = torch.randint(views.shape[1], (len(views), 1, 1), device=views.device)
@@ -163,57 +217,8 @@ def compute_loss(model, batch, rows, args):
 
 
 def layer_views(model, batch, args):
-    """(rows, layers, H) float32 views in the order of the rows: the fixed copy's hidden states, pooled over
-    tokens."""
+    """(rows, layers, H) float32: the views, hidden states of the fixed copy pooled over tokens."""
     return pool_layers(model, model.fixed[0], batch, model.layers, [args.view_pooling])[:, :, 0]
-
-
-def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
-    """Mean loss of B sentences: their [CLS] vectors c against their views h, both after the projection head.
-
-    c            (B, D) raw vectors, any float type; normalised here, a zero vector has cosine 0 with all
-    h            (B, D) or (B, L, D) the same of the views; L > 1 is for opt3
-    objective    "base"  anchors c_i and h_i, negatives c_j and h_j of other sentences: NT-Xent, mean over 2B
-                 "opt1"  anchors c_i, negatives c_j and h_j
-                 "opt2"  anchors c_i, negatives h_j
-                 "opt3"  anchors c_i, negatives h_jn of all layers n; mean over the B · L positives h_ik
-    gathered     (c, h) of all ranks, with gradient; None: one process
-    offset       this rank's first row in them
-    returns      scalar float32, float64 for float64, without the regulariser; one sentence: 0
-    raises       ValueError naming the argument, what it was and what is wanted
-    source       Kim et al. 2021, the objectives of SG and SG-OPT
-    """
-    checks.check_choice("objective", objective, *OBJECTIVES)
-    pair = (c, h) if gathered is None else checks.check_pair("gathered", gathered, "(c, h) of all ranks")
-    (all_c, all_h), layers = pair, "L " * (getattr(h, "ndim", 2) == 3)
-    check_rows(offset, c=(c, "N D"), h=(h, f"N {layers}D"), gathered_c=(all_c, "M D"),
-               gathered_h=(all_h, f"M {layers}D"))
-    checks.check_alike(c=c, h=h, gathered_c=all_c, gathered_h=all_h)
-    if layers and h.shape[1] > 1 and objective != "opt3":
-        raise ValueError(f"h: found {tuple(h.shape)}, wanted ({len(c)}, D) or for opt3 ({len(c)}, L, D)")
-    h = h.view(len(h), -1, h.shape[-1])
-    c, h, *gathered = (F.normalize(z, dim=-1, eps=1e-8) for z in (c, h, *(gathered or ())))
-    all_c, all_h = gathered or (c, h)
-    others = torch.arange(len(all_c), device=c.device)         # sentence ids
-    own = torch.arange(len(c), device=c.device) + offset
-    anchors, keys, ids = c, all_h.flatten(0, -2), others.repeat_interleave(h.shape[1])
-    if objective in ("base", "opt1"):
-        keys, ids = torch.cat([keys, all_c]), torch.cat([ids, others])
-    if objective == "base":
-        anchors, h, own = torch.cat([c, h[:, 0]]), torch.cat([h, c[:, None]]), own.repeat(2)
-    negatives = similarity_lse(anchors, keys, temperature, exclude=(own, ids), impl=impl)
-    positives = (anchors[:, None].to(negatives.dtype) * h).sum(2) / temperature          # (anchors, L)
-    return -F.logsigmoid(positives - negatives[:, None]).mean()
-
-
-@torch.no_grad()
-def regularise(model, args):
-    """‖θ_T − θ_F‖², a sum over all weights; adds the gradient of λ times it to what backward has left."""
-    pairs = zip(model.encoder.parameters(), model.fixed[0].parameters())
-    tuned, fixed = zip(*((mine, its) for mine, its in pairs if mine.grad is not None))
-    differences = torch._foreach_sub(tuned, fixed)
-    torch._foreach_add_([weight.grad for weight in tuned], differences, alpha=2 * args.regulariser_weight)
-    return torch.stack(torch._foreach_norm(differences)).square().sum()
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -222,12 +227,8 @@ def regularise(model, args):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
-    if args.study is not None:
-        check_study(args)
-        if args.evaluate:
-            return study_model(args, __file__)
     if args.evaluate:
-        return score(args, __file__)
+        return score(args, __file__) if args.study is None else study_model(args, __file__)
     sentences = load_data(args.data, args)
     held_out = HeldOut(args)
     run = Run(args, __file__)
@@ -253,9 +254,7 @@ def main(argv=None):
         if run.due:
             held_out.judge(model, run)
     held_out.after(model, run)
-    if args.study is not None:
-        encoders = {"untrained": model.fixed[0], "trained": model.encoder}
-        study(encoders, model, held_out.dev, args.study or run.out / "study.json")
+    study_copies(model, held_out.dev, run)                     # with --study
 
 
 if __name__ == "__main__":

@@ -1,33 +1,34 @@
 """TaCL: Improving BERT Pre-training with Token-aware Contrastive Learning. Su, Liu, Meng, Lan, Shu, Shareghi,
 Collier, Findings of NAACL 2022, arXiv 2111.04198.
 
-A pretrained BERT, the student, goes on with its masked-LM and next-sentence losses. A frozen copy of it, the
-teacher, reads the same sequence without masks. Where the student reads a mask at place i, its token is pulled
-to the teacher's at place i and pushed from the teacher's other tokens of that sequence: the tokens of a
-sentence move apart. With s of the student, t of the teacher, sim = cos, M the places chosen for masking, and
-j all places of i's sequence,
+A pretrained BERT, the student, continues with its masked-LM and next-sentence losses. A frozen copy of it,
+the teacher, reads the same sequence without masks. Where the student reads a mask at place i, its token is
+pulled to the teacher's token at place i and pushed from the teacher's other tokens of that sequence. So the
+tokens of a sentence move apart. With s of the student, t of the teacher, sim = cos, M the places chosen for
+masking, and j all places of i's sequence,
 
     L = L_MLM + L_NSP + mean over i in M of −log( exp(sim(s_i, t_i) / τ) / Σ_j exp(sim(s_i, t_j) / τ) )
 
-Data: one sentence a line, a blank line between documents. The file is read as a stream, --buffer documents at
-a time. --dev is such a file too: it gives the losses, how often the nearest of the teacher's tokens is that
-of the same place, and the mean cosine of a sentence's tokens in each layer: without [CLS] and [SEP], the mean
-over sentences, which kernels.training.extras.plot draws, and with both, over all pairs of tokens, as the paper's figure.
+Data: one sentence per line, a blank line between documents. The file is read as a stream, --buffer documents
+at a time. --dev is such a file too. It gives the losses; how often the nearest of the teacher's tokens is the
+one at the same place; and the mean cosine of a sentence's tokens in each layer. The last comes twice: without
+[CLS] and [SEP], as the mean over sentences, which kernels.training.plot draws; and with both, over all pairs
+of tokens, as in the paper's figure.
 
     awk '{print $0 (NR % 8 ? "" : ORS) > (NR > 520 ? "dev.txt" : "train.txt")}' tests/data/sentences.txt
     python tacl.py --model scratch --data train.txt --dev dev.txt
     torchrun --nproc-per-node 8 tacl.py --data wikipedia.txt --dev held-out.txt --out out/tacl
 
-Expected: from BERT, token similarity falls strongly in the top layers. The published numbers,
+Expected: from BERT, token similarity falls strongly in the top layers. The published numbers are of
 bert-base-uncased after 150,000 steps of 256 pairs of up to 256 tokens (our defaults) on English Wikipedia,
-then fine-tuned with transformers' example scripts (for labelled texts childtuning.py will do): GLUE 79.6 →
+then fine-tuned with transformers' example scripts (childtuning.py fine-tunes on labelled texts): GLUE 79.6 →
 81.2, SQuAD 1.1 80.8/88.5 → 81.6/89.0, SQuAD 2.0 73.4/76.8 → 74.4/77.5 (EM/F1). They are the released code's,
 so --form code comes nearest; --form paper, the default, has none of its own.
 
 Departures: the released code pads every sequence to --max-length, and its denominator holds the teacher's
-output there too, with --form code ours does. In both forms the mean is over the chosen tokens of the global
-batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the author
-agrees), and pairs come from a stream, anew in every round (there once, all in memory).
+output there too, as ours does with --form code. In both forms the mean is over the chosen tokens of the
+global batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the
+author agrees), and pairs come from a stream, drawn anew in every pass (in the code once, all in memory).
 """
 from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
 
@@ -62,7 +63,7 @@ def make_parser():
     return parser
 
 
-# What a flag is where it was not given: the paper's, and a small random BERT's.
+# Defaults for flags that were not given: the paper's, and for a small random BERT.
 PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
 SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
@@ -87,7 +88,7 @@ from kernels.training.loop import half_products, set_lr, sum_gradients, warmup_l
 from kernels.training.output_dir import model_card, new_files, save_tokenizer
 from kernels.training.progress import progress
 from kernels.training.run import Run
-from kernels.training.text.documents import next_documents, read_documents, sentence_pairs, stream
+from kernels.training.text.documents import mask_pair, next_documents, read_documents, sentence_pairs, stream
 from kernels.training.text.mlm import decoder_loss
 from kernels.training.text.models import has_decoder, load_text_model, longest_input
 from kernels.training.text.tokens import pad
@@ -96,7 +97,7 @@ from kernels.training.text.tokens import pad
 
 
 def load_data(path, args):
-    """How many documents of two sentences or more a file holds; it is read once, to be checked, not kept."""
+    """How many documents of two or more sentences a file holds. Reads it once, to check it; keeps nothing."""
     fill(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.max_length < 5:
         fail(f"--max-length {args.max_length}: wanted 5 or more: [CLS], both [SEP], a token of each sentence")
@@ -112,36 +113,12 @@ def load_data(path, args):
     return sizes[2]
 
 
-def choose_and_mask(ids, model, args, rng):
-    """(masked ids, chosen): 15 % of the tokens that are not special are chosen, at least one where there is
-    any and at most a quarter of --max-length; of these 80 % become [MASK], 10 % a random token. With
-    --whole-word 15 % of the words are, at most a quarter, and each piece of one has its own luck."""
-    words = []
-    for place, token in enumerate(ids.tolist()):
-        if args.whole_word and token in model.continuing and words and words[-1][-1] == place - 1:
-            words[-1].append(place)
-        elif token not in model.special:
-            words.append([place])
-    most, length = int(0.25 * args.max_length), len(ids)
-    if args.whole_word:
-        most, length = len(words) // 4, len(words)
-    masked, chosen = ids.copy(), np.zeros(len(ids), bool)
-    for word in rng.sample(words, min(most, max(1, round(0.15 * length)), len(words))):
-        for place in word:
-            chosen[place], luck = True, rng.random()
-            if luck < 0.8:
-                masked[place] = model.tokenizer.mask_token_id
-            elif luck < 0.9:
-                masked[place] = rng.choice(model.ordinary)
-    return masked, chosen
-
-
 def make_batch(rows, model, args):
     """[(ids, masked ids, segments, real, chosen (n, L), labels (n,))]: rows in --accumulate parts of similar
-    length. A row is (ids, second segment, label, masked ids, chosen). The paper's form pads to a part's
-    longest, the code's to --max-length."""
-    rows, parts, blank = sorted(rows, key=lambda row: len(row[0])), [], model.tokenizer.pad_token_id
-    size = math.ceil(len(rows) / args.accumulate)
+    length. A row is (ids, segments, label, masked ids, chosen). The paper's form pads to a part's longest
+    row, the code's to --max-length."""
+    rows, parts = sorted(rows, key=lambda row: len(row[0])), []
+    size, blank = math.ceil(len(rows) / args.accumulate), model.tokenizer.pad_token_id
     for i in range(0, len(rows), size):
         ids, segments, labels, masked, chosen = zip(*rows[i : i + size])
         lengths = torch.tensor([len(row) for row in ids])
@@ -156,12 +133,12 @@ def make_batch(rows, model, args):
 
 
 def row_weights(rows):
-    """What a chosen token, and what a pair, weighs in the means over these rows."""
+    """The weights of a chosen token and of a pair in the means over these rows."""
     return 1 / max(1, sum(int(chosen.sum()) for *_, chosen in rows)), 1 / len(rows)
 
 
 def build_model(args, run):
-    """The student with its heads, and the teacher, which no train(), optimizer and state.pt reaches."""
+    """The student with its heads, and the teacher, which is hidden from train(), optimizer and state.pt."""
     model = torch.nn.Module()
     model.device, model.bf16 = run.device, run.bf16
     model.lm, model.tokenizer, model.fresh = load_pretraining("--model", args.model, args)
@@ -172,7 +149,7 @@ def build_model(args, run):
         model.nsp = torch.nn.Sequential(*layers).apply(model.lm._init_weights)
         model.fresh.append("next sentence")
     teacher = load_teacher(model, args) if args.teacher else copy.deepcopy(model.encoder)
-    model.teacher = (teacher.eval().requires_grad_(False).to(model.device),)   # in a tuple: no part of it
+    model.teacher = (teacher.eval().requires_grad_(False).to(model.device),)   # a tuple hides it
     longest = min(longest_input(encoder, model.tokenizer) for encoder in (model.encoder, teacher))
     if args.max_length > longest:
         both = f"{args.model} with its teacher" if args.teacher else args.model
@@ -190,7 +167,7 @@ def build_model(args, run):
 
 
 def load_teacher(model, args):
-    """The encoder that --teacher names, if the student can learn from it."""
+    """The encoder that --teacher names; fails if the student cannot learn from it."""
     lm, tokenizer, _ = load_pretraining("--teacher", args.teacher, args)
     found, wanted = lm.config.hidden_size, model.lm.config.hidden_size
     if found != wanted:
@@ -203,53 +180,83 @@ def load_teacher(model, args):
 
 
 def load_pretraining(flag, name, args):
-    """(model with a masked-LM head, tokenizer, layers of its heads that the checkpoint lacks)."""
+    """(model with a masked-LM head, tokenizer, names of the head layers that the checkpoint lacks)."""
     texts = None if args.evaluate else ("\n".join(lines) for lines, _ in read_documents(args.data))
     model, tokenizer = load_text_model(name, texts, AutoModelForPreTraining, flag)
-    like_bert = hasattr(model.base_model, "embeddings")
-    has_head = has_decoder(model)
+    like_bert = hasattr(model.base_model, "embeddings") and has_decoder(model)
     marks = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
-    if not like_bert or not has_head or None in marks:
+    if not like_bert or None in marks:
         fail(f"{flag} {name}: {type(model).__name__} is no masked language model like BERT or DistilBERT")
     fresh = {part.removeprefix(f"{model.base_model_prefix}.").rpartition(".")[0] for part in model.missing}
     return model, tokenizer, sorted(fresh)
 
 
-def run_encoder(model, ids, segments, real, layers=True):
-    """The output of an encoder, or of a model around it; layers: with the hidden states of each."""
-    known = {"token_type_ids": segments} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
-    return model(input_ids=ids, attention_mask=real, output_hidden_states=layers, **known)
-
-
-def embed(model, ids, segments, real, chosen):
-    """(last hidden states (n, L, H) float32, what the decoder would read at the chosen tokens, next-sentence
-    logits (n, 2)). The decoder, by far the widest layer, is handed no token."""
-    taken = []
-
-    def skip(_, inputs):
-        taken.append(inputs[0][chosen].float())
-        return inputs[0][:0]
-
-    with model.lm.get_output_embeddings().register_forward_pre_hook(skip):
-        output = run_encoder(model.lm, ids, segments, real)
-    hidden = output.hidden_states[-1]
-    next_logits = output.seq_relationship_logits if model.nsp is None else model.nsp(hidden[:, 0])
-    return hidden.float(), taken[0], next_logits
-
-
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compute_loss(model, batch, args):
-    """This rank's part of the three losses of a part of a batch; a token weighs token_weight and a pair
-    pair_weight in the means over all of it. With --contrast 0 training does without teacher and contrast."""
-    (ids, masked, segments, real, chosen, labels), token_weight, pair_weight = batch
+def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, form="paper", *,
+              similarity="cosine", impl="auto"):
+    """Mean over masked tokens, the anchors, of −log softmax of the teacher's token at the same place among
+    the teacher's tokens of the same sequence.
+
+    student, teacher   (B, L, D) raw hidden states of the masked and of the plain sequences, any float type;
+                       normalised here, a zero vector has cosine 0 with all; the teacher gets no gradient
+    masked             (B, L) bool or integers: the chosen tokens, which are the anchors
+    attention_mask     (B, L) bool or integers, 0 at padding, which is never an anchor; None: no padding
+    form               "paper": the denominator holds a sequence's tokens | "code": and its padding
+    similarity         "cosine" | "dot": plain products, not divided by the temperature (released code)
+    returns            scalar float32, float64 for float64; no anchor: 0 with gradient 0
+    memory             copies of the anchors and of the teacher's tokens; no (B, L, L) similarities
+    source             Su et al. 2022, the token-aware contrastive objective; the mean instead of the sum is
+                       the released code's
+    """
+    q, k, groups, own = pack(student, teacher, masked, attention_mask, form, similarity)
+    checks.check_temperature(temperature, q.device)
+    checks.check_impl(impl)
+    if not len(q):
+        return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
+    temperature = temperature if similarity == "cosine" else 1.0
+    positives = own, torch.arange(len(k), device=k.device)
+    others = similarity_lse(q, k, temperature, exclude=positives, within=groups, impl=impl)
+    positive = (q.to(others.dtype) * k[own].to(others.dtype)).sum(1) / temperature
+    return -F.logsigmoid(positive - others).mean()             # = log(exp positive + exp others) - positive
+
+
+def pack(student, teacher, masked, attention_mask, form, similarity):
+    """Lay the tokens of all sequences one after the other; the paper's form leaves padding out.
+
+    returns   anchors (N, D), the teacher's tokens (M, D), (the sequence of each anchor, of each token), and
+              the place of each anchor's own token (N,)
+    """
+    check_rows(masked=(masked, "B L", bool, int, float), student=(student, "B L D"),
+               teacher=(teacher, "B L D"), attention_mask=(attention_mask, "B L", bool, int, float, None))
+    checks.check_alike(student=student, teacher=teacher)
+    checks.check_choice("form", form, "paper", "code")
+    checks.check_choice("similarity", similarity, "cosine", "dot")
+    real = torch.ones_like(masked, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    anchors = masked.bool() & real
+    columns = real if form == "paper" else torch.ones_like(real)
+    own = (columns.flatten().cumsum(0) - 1)[anchors.flatten()]
+    sequence = torch.arange(len(real), device=real.device)[:, None].expand_as(real)
+    q, k = student[anchors], teacher.detach()[columns]
+    if similarity == "cosine":
+        eps = max(1e-8, torch.finfo(k.dtype).tiny)
+        q = F.normalize(q, dim=1, eps=eps)
+        F.normalize(k, dim=1, eps=eps, out=k)
+    return q, k, (sequence[anchors], sequence[columns]), own
+
+
+def compute_loss(model, part, weights, args):
+    """This rank's share of the three losses, for one part of a batch. weights are those of row_weights, of
+    the whole batch. With --contrast 0 training leaves out the teacher and the contrast."""
+    (ids, masked, segments, real, chosen, labels), (token_weight, pair_weight) = part, weights
     contrast = None
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-        student, at_chosen, next_logits = embed(model, masked, segments, real, chosen)
+        student, at_chosen, next_logits = run_student(model, masked, segments, real, chosen)
         if args.contrast or not model.training:
             with torch.no_grad():
-                teacher = run_encoder(model.teacher[0], ids, segments, real, layers=False).last_hidden_state.float()
+                output = run_encoder(model.teacher[0], ids, segments, real, layers=False)
+            teacher = output.last_hidden_state.float()
             unit = args.similarity == "cosine"                 # other rows may leave float16's range
             with half_products(student, args) if unit else contextlib.nullcontext():
                 contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
@@ -270,94 +277,63 @@ def compute_loss(model, batch, args):
     return loss, values
 
 
-def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, form="paper", *,
-              similarity="cosine", impl="auto"):
-    """Mean over anchors of −log softmax, among the teacher's tokens of its own sequence, of the one in the
-    anchor's place.
+def run_student(model, ids, segments, real, chosen):
+    """(last hidden states (n, L, H) float32, what the decoder would read at the chosen tokens, next-sentence
+    logits (n, 2)). The decoder, by far the widest layer, gets no tokens here: decoder_loss runs it."""
+    taken = []
 
-    student, teacher   (B, L, D) raw hidden states of the masked and of the plain sequences, any float type;
-                       normalised here, a zero vector has cosine 0 with all; no gradient reaches the teacher
-    masked             (B, L) bool or integers: the chosen tokens, which are the anchors
-    attention_mask     (B, L) bool or integers, 0 at padding, which is never an anchor; None: no padding
-    form               "paper": the denominator holds a sequence's tokens | "code": and its padding
-    similarity         "cosine" | "dot": plain products, not divided by the temperature (released code)
-    returns            scalar float32, float64 for float64; no anchor: 0 with gradient 0
-    raises             ValueError naming the argument, what it was and what is wanted
-    memory             beside copies of the anchors and of the teacher's tokens that of similarity_lse: no
-                       (B, L, L) similarities
-    source             Su et al. 2022, the token-aware contrastive objective; the mean instead of the sum is
-                       the released code's
-    """
-    q, k, groups, own = pack(student, teacher, masked, attention_mask, form, similarity)
-    checks.check_temperature(temperature, q.device)
-    checks.check_impl(impl)
-    if not len(q):
-        return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
-    temperature = temperature if similarity == "cosine" else 1.0
-    positives = own, torch.arange(len(k), device=k.device)
-    others = similarity_lse(q, k, temperature, exclude=positives, within=groups, impl=impl)
-    positive = (q.to(others.dtype) * k[own].to(others.dtype)).sum(1) / temperature
-    return -F.logsigmoid(positive - others).mean()             # = log(exp positive + exp others) - positive
+    def skip(_, inputs):
+        taken.append(inputs[0][chosen].float())
+        return inputs[0][:0]
+
+    with model.lm.get_output_embeddings().register_forward_pre_hook(skip):
+        output = run_encoder(model.lm, ids, segments, real)
+    hidden = output.hidden_states[-1]
+    next_logits = output.seq_relationship_logits if model.nsp is None else model.nsp(hidden[:, 0])
+    return hidden.float(), taken[0], next_logits
 
 
-def pack(student, teacher, masked, attention_mask, form, similarity):
-    """(anchors (N, D), teacher's tokens (M, D), (sequence of each anchor, of each token), each anchor's own
-    token (N,)): all sequences one after the other. M has no padding in the paper's form."""
-    check_rows(masked=(masked, "B L", bool, int, float), student=(student, "B L D"),
-               teacher=(teacher, "B L D"), attention_mask=(attention_mask, "B L", bool, int, float, None))
-    checks.check_alike(student=student, teacher=teacher)
-    checks.check_choice("form", form, "paper", "code")
-    checks.check_choice("similarity", similarity, "cosine", "dot")
-    real = torch.ones_like(masked, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    anchors = masked.bool() & real
-    columns = real if form == "paper" else torch.ones_like(real)
-    own = (columns.flatten().cumsum(0) - 1)[anchors.flatten()]
-    sequence = torch.arange(len(real), device=real.device)[:, None].expand_as(real)
-    q, k = student[anchors], teacher.detach()[columns]
-    if similarity == "cosine":
-        eps = max(1e-8, torch.finfo(k.dtype).tiny)
-        q = F.normalize(q, dim=1, eps=eps)
-        F.normalize(k, dim=1, eps=eps, out=k)
-    return q, k, (sequence[anchors], sequence[columns]), own
-
-
-def token_similarity(hidden, mask):
-    """(B,) mean cosine of two different tokens of each sequence: hidden (B, L, D), mask (B, L) bool. Fewer
-    than two: NaN.
-
-    No (L, L) similarities: Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|².
-    """
-    unit = F.normalize(hidden, dim=2, eps=1e-8) * mask[:, :, None]
-    count = mask.sum(1)
-    return (unit.sum(1).square().sum(1) - unit.square().sum((1, 2))) / (count * (count - 1))
+def run_encoder(model, ids, segments, real, layers=True):
+    """The output of an encoder or of a model around it; layers: with the hidden states of each layer."""
+    known = {"token_type_ids": segments} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
+    return model(input_ids=ids, attention_mask=real, output_hidden_states=layers, **known)
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_dev(path, documents, model, args):
-    """(rows of pairs, rows of sentences) for make_batch, the same at every evaluation; "chosen" of a sentence
-    are all its words."""
+    """(rows of pairs, rows of sentences) for make_batch, the same at every evaluation. In a sentence,
+    "chosen" marks all tokens but [CLS] and [SEP]."""
     rng = random.Random(f"{args.seed} dev")
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
     documents, _ = next_documents(path, 0, min(documents, args.dev_pairs), model)
     pairs = sentence_pairs(documents, model, args, rng)[: args.dev_pairs]
     sentences = [row[: args.max_length - 2] for document in documents for row in document][: args.dev_pairs]
     sentences = sorted((np.concatenate([cls, row, sep]) for row in sentences), key=len)
-    return ([(*pair, *choose_and_mask(pair[0], model, args, rng)) for pair in pairs],
+    return ([(*pair, *mask_pair(pair[0], model, args, rng)) for pair in pairs],
             [(ids, ids < 0, 0, ids, np.arange(len(ids)) % (len(ids) - 1) > 0) for ids in sentences])
+
+
+def token_similarity(hidden, mask):
+    """(B,) mean cosine of two different tokens of each sequence, NaN if it has fewer: hidden (B, L, D), mask
+    (B, L) bool."""
+    # without (L, L) similarities: Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|²
+    unit = F.normalize(hidden, dim=2, eps=1e-8) * mask[:, :, None]
+    count = mask.sum(1)
+    return (unit.sum(1).square().sum(1) - unit.square().sum((1, 2))) / (count * (count - 1))
 
 
 @torch.no_grad()
 def evaluate(model, dev, args):
-    """Held-out losses, accuracy of the contrast in percent, and the token similarity of each layer, without
-    [CLS] and [SEP], and "special", with both and over all pairs (released code); 0 is the word embeddings."""
+    """Held-out losses, accuracy of the contrast in percent, and the token similarity of each layer, 0 being
+    the word embeddings: without [CLS] and [SEP], and "special", with both, over all pairs (released code)."""
     model.eval()
     rows, sentences = dev
     weights, totals, layers, pairs = row_weights(rows), Counter(), [], []
     for i in progress(range(0, len(rows), 32), "held-out pairs", " batches"):
         for part in make_batch(rows[i : i + 32], model, args):
-            _, values = compute_loss(model, (part, *weights), args)
+            _, values = compute_loss(model, part, weights, args)
             totals.update({name: value.item() for name, value in values.items()})
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
         for ids, _, segments, real, inner, _ in make_batch(sentences[i : i + 64], model, args):
@@ -372,8 +348,8 @@ def evaluate(model, dev, args):
                            "similarity_special": ((every * pairs).sum(1) / pairs.sum()).tolist()}
 
 
-def score(args):
-    """--evaluate: the documents of --dev, without the losses of heads that the model lacks."""
+def evaluate_only(args):
+    """--evaluate: score the documents of --dev, without the losses of heads that the model lacks."""
     path, run = args.dev or args.data, Run(args, __file__)
     documents, model = load_data(path, args), build_model(args, run)
     scores = evaluate(model, load_dev(path, documents, model, args), args)
@@ -382,7 +358,7 @@ def score(args):
 
 
 def summary(scores):
-    """What evaluate found, in a line; empty where nothing was to be read."""
+    """The scores of evaluate in one line; empty without scores."""
     if "contrast" not in scores:
         return ""
     losses = ", ".join(f"{name} {scores[name]:.4f}" for name in ("mlm", "nsp", "contrast") if name in scores)
@@ -392,19 +368,20 @@ def summary(scores):
 
 
 def save_student(model, run):
-    """The encoder as transformers reads it, without heads and teacher, into --out."""
+    """Write the encoder to --out as transformers reads it, without heads and teacher."""
     if run.rank:
         return
     tokenizer = copy.deepcopy(model.tokenizer)  # the original may be at work in stream's thread
     text = f"An encoder to fine-tune. {summary(run.progress['saved'])}".strip()
-    card = model_card(run, "feature-extraction", ["transformers"], text, load_line(run))
+    card = model_card(run, "feature-extraction", ["transformers"], text, load_command(run))
     with new_files(run) as aside:
         model.encoder.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
-def load_line(run):
+def load_command(run):
+    """The line of Python that loads what was saved."""
     return f'AutoModel.from_pretrained("{run.args.out}")'
 
 
@@ -415,7 +392,7 @@ def load_line(run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return score(args)
+        return evaluate_only(args)
     documents = load_data(args.data, args)
     held_out = load_data(args.dev, args) if args.dev else 0
     run = Run(args, __file__)
@@ -436,11 +413,11 @@ def main(argv=None):
         batch, places = zip(*itertools.islice(pairs, args.batch_size))
         run.progress["place"] = places[-1]
         rng = random.Random(f"{args.seed} masks {step}")
-        rows = [(*pair, *choose_and_mask(pair[0], model, args, rng)) for pair in batch]
+        rows = [(*pair, *mask_pair(pair[0], model, args, rng)) for pair in batch]
         weights, values = row_weights(rows), Counter()
         optimizer.zero_grad()
         for part in make_batch(rows[own_rows(len(rows))], model, args):
-            loss, terms = compute_loss(model, (part, *weights), args)
+            loss, terms = compute_loss(model, part, weights, args)
             loss.backward()
             values.update(terms)
         sum_gradients(model)
@@ -456,7 +433,7 @@ def main(argv=None):
         change = (f"contrast accuracy {before['accuracy']:.2f} → {after['accuracy']:.2f} %, token similarity "
                   f"of the top layer {', with [CLS] and [SEP] '.join(top)}, ")
     run.done(change)
-    say("load", load_line(run))
+    say("load", load_command(run))
 
 
 if __name__ == "__main__":

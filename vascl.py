@@ -1,17 +1,17 @@
 """VaSCL: Virtual Augmentation Supported Contrastive Learning of Sentence Representations. Zhang, Xiao, Zhu,
 Ma, Arnold, Findings of ACL 2022, arXiv 2110.08552.
 
-A sentence gets a virtual augmentation, the step δ from its embedding e to where its nearest neighbours in the
-batch are hardest to tell from it: it is pulled there and pushed from them, beside SimCLR's loss of two views
-(dropout). With a head g for training alone, z = g(e) / |g(e)|, z* that of e + δ, N(i) the K sentences j of
-largest e_i·e_j, and P_i = exp(z_i·z*_i / τ):
+A sentence gets a virtual augmentation: a step δ from its embedding e to where its nearest neighbours in the
+batch are hardest to tell from it. It is pulled there and pushed from the neighbours, beside SimCLR's loss of
+two views (dropout). With a head g for training only, z = g(e) / |g(e)|, z* that of e + δ, N(i) the K
+sentences j of largest e_i·e_j, and P_i = exp(z_i·z*_i / τ):
 
     L = NT-Xent of both views' z
         + mean over i, a ∈ {z_i, z*_i} of −log( P_i / (P_i + Σ_{k∈N(i)} exp(a·z_k / τ) + exp(a·z*_k / τ)) )
     δ_i = Δ ∇ / |∇|,   ∇ the gradient of −log( P_i / (P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ)) ) by a random δ_i
                        of length Δ
 
-Data, a row a line: .txt is sentences; .csv .tsv .json .jsonl .parquet have columns, chosen by --columns,
+Data, one row per line: .txt has sentences; .csv .tsv .json .jsonl .parquet have columns, chosen by --columns,
 by a header of usual names (sentence1 sentence2, query positive ...) or by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
@@ -25,11 +25,12 @@ columns sentence1, sentence2, score (0 to 5), by header, or the score first or l
 Expected: the paper's RoBERTa-base has 76.96, large 79.04 Spearman as the mean of seven STS tests (SimCSE:
 76.57 and 78.90), by the released code, which the second command follows.
 
-Why --form code is the default: there the second term trains the head alone, through z*, and the encoder
-learns from the first. In --form paper no gradient is stopped. With the released Δ, which was never tried so,
-the pretrained encoder that we tried collapsed; with one small beside the embeddings' spread
-(--relative-radius) it did not, but only one of three gained by the term (docs/results.md). Its random δ is
-Gaussian, the released code's is uniform before it is scaled. Nobody has published a run of that form.
+Why --form code is the default: there the second term trains only the head, through z*, and the encoder learns
+from the first term. In --form paper no gradient is stopped. With the released Δ, which nobody tried in that
+form, the pretrained encoder that we tried collapsed. With a Δ that is small beside the embeddings' spread
+(--relative-radius) it did not, but only one of three gained by the term (docs/results.md). The random δ of
+the paper's form is Gaussian, that of the code is uniform before it is scaled. Nobody has published a run of
+the paper's form.
 
 Departures from the released code: on several GPUs its neighbours are wrong rows; an empty cell, there a full
 stop, is an error.
@@ -71,7 +72,7 @@ def make_parser():
     return parser
 
 
-# What a flag is where it was not given: the paper's (RoBERTa-base), and for a small random BERT.
+# Defaults for flags that were not given: the paper's (RoBERTa-base), and for a small random BERT.
 PAPER = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)
 SCRATCH = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)
 RADIUS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25), scratch=dict(radius=0.2))
@@ -111,7 +112,7 @@ def load_data(path, args):
     fill(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.radius is None and args.relative_radius is None:
         fill(args, RADIUS["scratch" if args.model == "scratch" else args.form])
-    rows = Distinct(table)
+    rows = DistinctRows(table)
     if len(rows) < 2 or args.batch_size > len(rows):
         fail(f"{path}: {len(rows)} distinct rows, wanted at least 2 and --batch-size, "
              f"which is {args.batch_size}")
@@ -124,7 +125,7 @@ def load_data(path, args):
     return rows
 
 
-class Distinct:
+class DistinctRows:
     """The rows of a table without repetitions: equal sentences would be each other's neighbours (paper)."""
 
     def __init__(self, table):
@@ -142,7 +143,7 @@ class Distinct:
 
 
 def build_model(args, run):
-    """The encoder without its pretrained pooler, and the head, for training alone."""
+    """The encoder without its pretrained pooler, and the head g, for training only."""
     model = build_encoder(args, run, "avg", columns=1 + (args.mode == "pairs"))
     linears = [torch.nn.Linear(model.width, size, bias=False) for size in (model.width, 128)]
     model.projection = torch.nn.Sequential(linears[0], torch.nn.ReLU(), linears[1])
@@ -153,9 +154,74 @@ def build_model(args, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"):
+    """The second term of L: mean −log softmax of z_i·z*_i over the 2N anchors z_i and z*_i, each against the
+    z and z* of its K neighbours only.
+
+    e, perturbed   (N, D) raw embeddings and e + δ, float32 or float64
+    head           callable (N, D) → (N, F); its output is normalised here
+    neighbours     (N, K) int64 row numbers
+    form           "paper": gradient to e, perturbed and the head | "code": only to the head, through z*
+    returns        scalar float32, float64 for float64, 0 for K = 0; O(N·K·F) memory
+    """
+    check_rows(e=(e, "N D"), perturbed=(perturbed, "N D"), neighbours=(neighbours, "N k", int))
+    check_neighbourhood(e, head, neighbours, temperature, form)
+    z = project(head, e)
+    if form == "code":
+        z, perturbed = z.detach(), perturbed.detach()
+    anchors = torch.stack([z, project(head, perturbed)], 1)    # (N, 2, F)
+    positive = anchors.prod(1).sum(1, keepdim=True) / temperature
+    negatives = anchors @ anchors[neighbours.long()].flatten(1, 2).mT / temperature             # (N, 2, 2K)
+    return -F.logsigmoid(positive - negatives.logsumexp(2)).mean()
+
+
+@torch.enable_grad()
+def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper"):
+    """δ (N, D) of length radius, a constant: the step to where the neighbours are hardest to tell from e.
+
+    e            (N, D) raw embeddings, float32 or float64; neither e nor the head gets a gradient, and the
+                 head's buffers do not change
+    head         and neighbours: as in neighbourhood_loss
+    noise        (N, D) the first direction, of any length: Gaussian (paper) or uniform around 0 (code)
+    steps        gradient steps, each of which replaces the direction; 0 keeps that of the noise
+    form         "paper" | "code": from the same noise they make the same δ
+    returns      like e; a row with gradient 0 gets 0
+    source       Zhang et al. 2022, the virtual augmentation
+    """
+    check_rows(e=(e, "N D"), neighbours=(neighbours, "N k", int), noise=(noise, "N D"))
+    checks.check_alike(e=e, noise=noise)
+    check_neighbourhood(e, head, neighbours, temperature, form)
+    checks.check_number("radius", radius, 0)
+    checks.check_integer("steps", steps, 0)
+    if isinstance(head, torch.nn.Module):  # running statistics are not to see these passes
+        buffers = {name: buffer.clone() for name, buffer in head.named_buffers()}
+        head = functools.partial(torch.func.functional_call, head, buffers)
+
+    def unit(x):
+        return x / (x.norm(dim=1, keepdim=True) + 1e-8)
+
+    e, z, direction = e.detach(), project(head, e).detach(), unit(noise.detach())
+    for _ in range(steps):
+        moved = project(head, e + radius * direction.requires_grad_())
+        negatives = (z[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
+        loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).mean()
+        direction = unit(torch.autograd.grad(loss, direction)[0])
+    return radius * direction.detach()
+
+
+def nearest_neighbours(e, k, *, impl="auto"):
+    """N(i), (N, K) int64: for each row of raw embeddings e (N, D), any float type, the K = min(k, N − 1)
+    other rows of largest e_i·e_j, largest first. The (N, N) matrix is never stored; N is at least 2."""
+    check_rows(e=(e, "N D"))
+    checks.check_integer("k", k, 1)
+    if len(e) < 2:
+        raise ValueError("e: 1 row, wanted at least 2")
+    return similarity_topk(e, None, min(k, len(e) - 1), exclude="diagonal", impl=impl)[1]
+
+
 def compute_loss(model, batch, rows, args):
-    """This rank's part of both terms. Every rank computes them for the whole batch of `rows` rows: beside the
-    encoder they cost next to nothing."""
+    """This rank's part of both terms. Every rank computes them for the whole batch of `rows` rows, which
+    costs next to nothing beside the encoder."""
     own = model(batch).chunk(2)
     head, e1, e2 = model.projection, *(gather_rows(e, rows) for e in own)
     unit = project(head, e1), project(head, e2)
@@ -179,76 +245,12 @@ def compute_loss(model, batch, rows, args):
 
 
 def spread(e):
-    """The mean distance of the rows of e (N, D) to their mean."""
+    """The mean distance of the rows of e (N, D) from their mean."""
     return (e - e.mean(0)).norm(dim=1).mean()
 
 
-def nearest_neighbours(e, k, *, impl="auto"):
-    """(N, K) int64: for each row of the raw embeddings e (N, D), any float type, the K = min(k, N − 1) others
-    of largest e_i·e_j, largest first; the (N, N) matrix is never stored, N is at least 2. Source: Zhang et
-    al. 2022, N(i)."""
-    check_rows(e=(e, "N D"))
-    checks.check_integer("k", k, 1)
-    if len(e) < 2:
-        raise ValueError("e: 1 row, wanted at least 2")
-    return similarity_topk(e, None, min(k, len(e) - 1), exclude="diagonal", impl=impl)[1]
-
-
-@torch.enable_grad()
-def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper"):
-    """δ* (N, D) of Zhang et al. 2022, a constant of length radius: the way to where the neighbours are
-    hardest to tell from e.
-
-    e            (N, D) raw embeddings, float32 or float64; neither they nor the head get a gradient, nor do
-                 the head's buffers change
-    head         callable (N, D) → (N, F); its output is normalised here
-    neighbours   (N, K) int64 row numbers
-    noise        (N, D) the first direction, of any length: Gaussian (paper) or uniform around 0 (code)
-    steps        gradients, each of which replaces the direction; 0: the noise's own
-    form         "paper" | "code": from the same noise they make the same δ
-    returns      like e; a row whose gradient is 0 gets 0
-    raises       ValueError naming the argument, what it was and what is wanted
-    """
-    check_rows(e=(e, "N D"), neighbours=(neighbours, "N k", int), noise=(noise, "N D"))
-    checks.check_alike(e=e, noise=noise)
-    check_neighbourhood(e, head, neighbours, temperature, form)
-    checks.check_number("radius", radius, 0)
-    checks.check_integer("steps", steps, 0)
-    if isinstance(head, torch.nn.Module):  # running statistics are not to see these passes
-        buffers = {name: buffer.clone() for name, buffer in head.named_buffers()}
-        head = functools.partial(torch.func.functional_call, head, buffers)
-    unit = lambda x: x / (x.norm(dim=1, keepdim=True) + 1e-8)
-    e, z, direction = e.detach(), project(head, e).detach(), unit(noise.detach())
-    for _ in range(steps):
-        moved = project(head, e + radius * direction.requires_grad_())
-        negatives = (z[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).mean()
-        direction = unit(torch.autograd.grad(loss, direction)[0])
-    return radius * direction.detach()
-
-
-def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"):
-    """Mean −log softmax of z_i·z*_i over the 2N anchors z_i and z*_i, each against the z and z* of its K
-    neighbours alone.
-
-    e, perturbed   (N, D) raw embeddings and e + δ, float32 or float64
-    head           and neighbours: as in virtual_augmentation
-    form           "paper": gradient to e, perturbed and the head; "code": to the head alone, through z* alone
-    returns        scalar float32, float64 for float64, 0 for K = 0; O(N·K·F) memory
-    raises         ValueError naming the argument, what it was and what is wanted
-    """
-    check_rows(e=(e, "N D"), perturbed=(perturbed, "N D"), neighbours=(neighbours, "N k", int))
-    check_neighbourhood(e, head, neighbours, temperature, form)
-    z = project(head, e)
-    if form == "code":
-        z, perturbed = z.detach(), perturbed.detach()
-    anchors = torch.stack([z, project(head, perturbed)], 1)    # (N, 2, F)
-    positive = anchors.prod(1).sum(1, keepdim=True) / temperature
-    negatives = anchors @ anchors[neighbours.long()].flatten(1, 2).mT / temperature             # (N, 2, 2K)
-    return -F.logsigmoid(positive - negatives.logsumexp(2)).mean()
-
-
 def check_neighbourhood(e, head, neighbours, temperature, form):
+    """The checks that both functions on neighbours share."""
     checks.check_callable("head", head)
     checks.check_index("neighbours", neighbours, len(e))
     checks.check_temperature(temperature, e.device)
@@ -256,6 +258,7 @@ def check_neighbourhood(e, head, neighbours, temperature, form):
 
 
 def project(head, e):
+    """The unit vectors z of embeddings e (N, D)."""
     return F.normalize(head(e), dim=1, eps=1e-8)
 
 

@@ -1,9 +1,11 @@
 """All tests run without a hub and, where there is no GPU, with Triton's interpreter; two processes share
 them."""
 import fcntl
+import functools
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,6 +68,23 @@ def finished(tmp_path_factory):
         Path("good.csv").write_text(GOOD)
         simcse.main([*KEPT, "--out", "out"])
     return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """folder_of(family): a folder with a small random model of the family."""
+    from families import small_model
+    return functools.cache(lambda family: small_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture
+def alarm():
+    """What hangs fails."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 # ── two processes ──

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
+from transformers.utils import import_utils
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
@@ -170,6 +171,26 @@ def embed_saved(folder, sentences, pooling):
     """The same of a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return one_by_one(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
+
+
+def install_for_transformers(folder):
+    """Write a package that transformers takes for the real one. It has every name, and notes what is used."""
+    version = getattr(import_utils, "KERNELS_MIN_VERSION", "0.17.2")
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "kernels-1.dist-info").mkdir()
+    (folder / "kernels-1.dist-info/METADATA").write_text(f"Name: kernels\nVersion: {version}\n")
+    (folder / "kernels/__init__.py").write_text("""
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    with open(__file__ + ".used", "a") as file:
+        print(name, file=file)
+    if name.startswith("use_kernel"):
+        return lambda *_, **more: lambda decorated: decorated
+    modes = {"INFERENCE": 1, "TRAINING": 2, "TORCH_COMPILE": 4}
+    return type(name, (), {"__init__": lambda *_, **more: None, **modes})
+""")
+    return folder
 
 
 class Memory(TorchDispatchMode):

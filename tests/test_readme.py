@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from test_coexist import install_for_transformers
 
 import kernels
 import simcse
 from running import embed_saved as embed
-from running import metrics, small_bert
+from running import install_for_transformers, metrics, small_bert
 from simcse import simcse_loss
 
 ROOT = Path(__file__).resolve().parent.parent

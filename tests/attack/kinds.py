@@ -4,9 +4,10 @@ from functools import partial
 
 import torch
 from cases import Case
-from test_families import LETTERS, small_tokenizer
 from transformers import AutoConfig, AutoModel
 from transformers.utils.logging import disable_progress_bar
+
+from families import LETTERS, small_tokenizer
 
 SIZES = {32: "hidden_size d_model n_embd emb_dim dim embedding_size word_embed_proj_dim",
          64: "intermediate_size hidden_dim d_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_dim "

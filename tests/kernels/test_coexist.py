@@ -5,7 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from transformers.utils import import_utils
 
 from kernels import benchmark, hf_kernels
 from running import ROOT
@@ -115,23 +114,3 @@ def test_benchmark_has_names_of_both(monkeypatch):
     monkeypatch.setattr(hf_kernels, "package", theirs)
     assert benchmark.Benchmark == "a class" and benchmark.measure != "theirs"
     assert not hasattr(benchmark, "nothing")
-
-
-def install_for_transformers(folder):
-    """Write a package that transformers takes for the real one. It has every name, and notes what is used."""
-    version = getattr(import_utils, "KERNELS_MIN_VERSION", "0.17.2")
-    (folder / "kernels").mkdir(parents=True)
-    (folder / "kernels-1.dist-info").mkdir()
-    (folder / "kernels-1.dist-info/METADATA").write_text(f"Name: kernels\nVersion: {version}\n")
-    (folder / "kernels/__init__.py").write_text("""
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    with open(__file__ + ".used", "a") as file:
-        print(name, file=file)
-    if name.startswith("use_kernel"):
-        return lambda *_, **more: lambda decorated: decorated
-    modes = {"INFERENCE": 1, "TRAINING": 2, "TORCH_COMPILE": 4}
-    return type(name, (), {"__init__": lambda *_, **more: None, **modes})
-""")
-    return folder

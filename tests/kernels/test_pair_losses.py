@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from test_kernels import DEVICE
-from test_losses import agree, both_impls, points
 
+from formulas import agree, both_impls, points
 from kernels import margin_loss, sigmoid_loss, sup_con_loss, triplet_loss
 from kernels.losses import nearest_farther
 from running import Memory

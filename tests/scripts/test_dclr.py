@@ -6,11 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from test_losses import agree, by_way, cosine, every_way, points
 from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import dclr
 from dclr import dclr_loss, instance_weights, noise_negatives
+from formulas import agree, by_way, cosine, every_way, points
 from running import DATA, ONE_BATCH, SENTENCES, SMALL, embed_saved, refuse, run_text
 
 every_form = pytest.mark.parametrize("form", ["paper", "code"])
@@ -141,7 +141,8 @@ def test_guide_is_read_as_its_folder_says(name, how, guides, capsys):
     """At rest; a model of another class may know no pooler."""
     args = SimpleNamespace(guide=guides[name], max_length=32)
     guide = dclr.build_guide(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
-    torch.testing.assert_close(guide.embed_texts(TEXTS[:8]), embed_saved(guides[name], TEXTS[:8], how), atol=1e-5, rtol=0)
+    wanted = embed_saved(guides[name], TEXTS[:8], how)
+    torch.testing.assert_close(guide.embed_texts(TEXTS[:8]), wanted, atol=1e-5, rtol=0)
     assert not guide.training and not any(weight.requires_grad for weight in guide.parameters())
     said = {"avg": "avg pooling", "cls": "cls pooling", "pooler": "cls pooling, its pooler as head"}[how]
     assert capsys.readouterr().out == f"guide    {guides[name]}, 0.0 M parameters, {said}\n"
@@ -162,7 +163,7 @@ def test_first_loss_is_the_papers(form, noise_times, name, below, more, climb, g
     linear, texts = result.model.head[-2], [row[0] for row in rows]
     assert abs(linear.weight.std() - 0.2) < 0.02 and not linear.bias.any()
     z = torch.tanh(linear(embed_saved(guides[name], texts, below))).detach().double()
-    f = embed_saved(guides["mean"], texts, "avg").double()            # phi is 0.001 from each of their cosines
+    f = embed_saved(guides["mean"], texts, "avg").double()     # phi is 0.001 from each of their cosines
     assert 4 < (1 - instance_weights(f, f, 0.99)).sum() < 100  # the duplicates and others, not all
     noise = asked.call_args_list[0].args[2].double()
     assert noise.shape == (int(noise_times * 12), 32)

@@ -1,5 +1,4 @@
 """EASE: its loss against the formula written out, its table against a dense one, its files, its runs."""
-import bz2
 import gzip
 import itertools
 import math
@@ -10,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import agree, by_way, cosine, every_way, points
 
 import ease
-from ease import EntityTable, draw_entities, ease_loss, load_data, load_vectors, warmup_linear
+from ease import draw_entities, ease_loss, load_data
+from formulas import agree, by_way, cosine, every_way, points
 from kernels.training.loop import batches
 from kernels.training.text.tokens import tokenise
 from running import DATA, ONE_BATCH, SMALL, equal, one_by_one, refuse, run, saved_weights
@@ -52,28 +51,6 @@ def test_loss(way, n, m, tau, w):
         agree(ours, written, *(z, e, h)[: 3 if m else 2])
 
 
-@pytest.mark.parametrize("size", [1e-7, 1.0])                  # of gradients: AdamW's eps counts, or not
-def test_table_is_a_dense_one(size):
-    """Rows repeat in a batch, rest for a few steps, for hundreds, for ever."""
-    torch.manual_seed(0)
-    rates = [warmup_linear(step, 300, 20, 3e-3) for step in range(300)]
-    start = torch.randn(40, 6)
-    dense, table = start.clone().requires_grad_(), EntityTable(start.clone(), 8)
-    table.schedule(rates, 0)
-    optimizer = torch.optim.AdamW([dense], weight_decay=0.0)
-    for step, optimizer.param_groups[0]["lr"] in enumerate(rates):
-        ids = torch.randint(0, 30 if step % 200 < 20 else 5, (4, 2))
-        gradient = torch.randn(4, 2, 6) * size
-        optimizer.zero_grad()
-        (dense[ids] * gradient).sum().backward()
-        optimizer.step()
-        (table(ids) * gradient).sum().backward()
-        table.step()
-    vectors = table.catch_up(torch.arange(40))[0]
-    assert (vectors - start).abs().max() > 0.05 and torch.equal(vectors[30:], start[30:])
-    torch.testing.assert_close(vectors, dense.detach(), atol=1e-5, rtol=0)
-
-
 def write(path, rows):
     path.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -100,20 +77,6 @@ def test_hard_negatives_of_a_type_are_not_on_the_page(page, tmp_path):
     args.seed += 1
     others = *drawn[3:5], draw_entities(records, 3, args)
     assert [parts.equal(other) for other in others] == [True, False, False] and chosen == {0, 1}
-
-
-TABS = "the\t9 9 9\nENTITY/New York\t1 -2 0.5\nNew York\t8 8 8\nENTITY/Ulm\t0.25 3 4\nENTITY/Bonn\t7 7 7\n"
-GLOVE = TABS.replace(" York", "_York").replace("\t", " ")
-
-
-@pytest.mark.parametrize("pack, name", [(bytes, "a.txt"), (gzip.compress, "a.gz"), (bz2.compress, "a.bz2")])
-@pytest.mark.parametrize("text", [TABS, GLOVE, "5 3\n" + GLOVE])
-def test_entity_vectors(text, pack, name, tmp_path):
-    """Wikipedia2Vec's three text formats; words are no entities, and entities without a vector are random."""
-    (tmp_path / name).write_bytes(pack(text.encode()))
-    vectors, found = load_vectors(str(tmp_path / name), ["Ulm", "the", "New York"])
-    assert found == 2 and vectors[[0, 2]].tolist() == [[0.25, 3, 4], [1, -2, 0.5]]
-    assert vectors.shape == (3, 3) and 0 < vectors[1].abs().max() <= 0.05
 
 
 @pytest.mark.parametrize("form, m, kind, tau, equals", [

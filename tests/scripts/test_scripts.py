@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
 from running import (
@@ -30,6 +29,7 @@ from running import (
     run_text,
     saved_weights,
 )
+from whole_runs import check_processes, check_resume
 
 TEXT = ["--model", "scratch", "--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv"]
 SCRIPTS = {
@@ -112,26 +112,13 @@ def test_loss_falls_when_one_batch_repeats(name, tmp_path):
 @pytest.mark.parametrize("name, flags", [
     *((name, []) for name in SCRIPTS), ("simcse", ["--mlm-weight", 1]),
     ("simcse", ["--columns", 1, "--views", "token_cutoff", "delete", "--optimizer-of", "consert"])])
-def test_resume_is_exact_and_evaluation_leaves_no_trace(name, flags, tmp_path, monkeypatch):
+def test_resume_is_exact_and_evaluation_leaves_no_trace(name, flags, tmp_path):
     """Step 6 begins the second epoch; step 4, which the interrupted run did after its evaluation, is done
-    again. A run without any evaluation has the same losses, weights and random numbers."""
-    flags = [*small(name, tmp_path), "--steps", 6, "--eval-every", 3, *flags]
-    whole = run(name, tmp_path / "whole", *flags)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr(whole.script, "sum_gradients", Mock(side_effect=[None] * 4 + [KeyboardInterrupt]))
-        run(name, tmp_path / "parts", *flags)
-    assert len(metrics(tmp_path / "parts")) == 4
-    parts = run(name, tmp_path / "parts", *flags, "--resume")
-    assert [step | {"seconds": 0} for step in parts.steps] == [step | {"seconds": 0} for step in whole.steps]
-    assert equal(parts.state, whole.state)
-    models = [load_file(tmp_path / part / "model.safetensors") for part in ("parts", "whole")]
-    assert equal(*models)
+    again."""
+    flags = [*small(name, tmp_path), "--steps", 6, *flags]
     dev = flags.index("--dev")
-    never = run(name, tmp_path / "never", *flags[:dev], *flags[dev + 2 :], "--eval-every", 100)
-    assert [sum("dev_spearman" in step for step in x.steps) for x in (whole, never)] == [2, 0]
-    assert never.losses == whole.losses
-    for part in ("model", "optimizer", "random"):
-        assert equal(never.state[part], whole.state[part]), part
+    never = [*flags[:dev], *flags[dev + 2 :], "--eval-every", 100]
+    check_resume(name, tmp_path, [*flags, "--eval-every", 3], never, 4, [2, 0])
 
 
 @pytest.mark.parametrize("size", [1, 7])
@@ -153,22 +140,14 @@ def test_chunks_are_the_whole_step(name, size, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, flags", [*((name, []) for name in SCRIPTS),
                                          ("selfguided", ["--objective", "base", "--layers", 2])])
 def test_several_processes_equal_one(name, flags, tmp_path, bert):
-    """Three have unequal shares of a batch. Clipping and Adam hide a gradient that is k times too large, so
-    its norm is compared as well; chunks without dropout are the whole step."""
+    """Three have unequal shares of a batch; chunks without dropout are the whole step."""
     flags = [*small(name, tmp_path), "--model", bert, "--pooling", "avg", "--steps", 6, "--lr", 1e-3, *flags]
     if name == "ease":                                         # whose entity term is else a gentle pull
         flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]
     one = run(name, tmp_path / "one", *flags)
     assert max(one.norms) > 1                                  # clipping is active
     norms = in_processes(3, name, tmp_path / "three", [*flags, "--chunk-size", 3])
-    several = metrics(tmp_path / "three")
-    for value in one.steps[0].keys() - {"seconds"}:            # the terms of a loss too
-        wanted = [step[value] for step in one.steps]
-        assert [step[value] for step in several] == pytest.approx(wanted, rel=1e-5, abs=1e-5), value
-    assert norms == pytest.approx(one.norms, rel=1e-4)
-    for key, weight in torch.load(tmp_path / "three" / "state.pt", weights_only=True)["model"].items():
-        if not key.endswith("key.bias"):   # softmax ignores it: Adam makes the rounding of its gradient large
-            torch.testing.assert_close(weight, one.state["model"][key], atol=1e-4, rtol=0, msg=key)
+    check_processes(one, tmp_path / "three", norms)
 
 
 @every_script

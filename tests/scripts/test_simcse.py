@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from test_families import DECODERS, ENCODERS, small_model
 from transformers import AutoModel
 
 import simcse
+from families import DECODERS, ENCODERS, small_model
 from kernels.training.cli import Fault
 from kernels.training.text.encoders import set_dropout
 from running import NLI, ONE_BATCH, SMALL, embed_saved, metrics, refuse, run_text

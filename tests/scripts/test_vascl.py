@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import agree, points
 
 import vascl
+from formulas import agree, points
 from kernels.training.loop import batches
 from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, embed_saved, equal, refuse, run_text
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_tables import alarm  # noqa: F401
 
 import cline
 import dclr

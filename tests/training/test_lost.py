@@ -19,13 +19,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-import cline
 import simcse
 from kernels.benchmark import measure as benchmark
 from kernels.printing import one_line
 from kernels.training import output_dir
 from kernels.training.cli import Fault, Flags, command, fail, handle_signals, put
-from kernels.training.extras import layer_study, plot
+from kernels.training.extras import layer_study, plot, triples
 from kernels.training.progress import progress
 from kernels.training.text.tokens import tokenise_table
 from running import DATA, GOOD, KEPT, ROOT, SMALL, equal, metrics, refuse, run
@@ -393,7 +392,7 @@ def study_of_nothing():
 
 
 @pytest.mark.parametrize("write, path", [
-    (lambda: cline.save_triples([("a", "b", "c")] * 9, Path("full.csv")), "full.csv"),
+    (lambda: triples.write_triples([("a", "b", "c")] * 9, Path("full.csv")), "full.csv"),
     (study_of_nothing, "full.json"), (lambda: put("A line of a log. " * 9), "standard output")])
 def test_a_full_disk_elsewhere(write, path, here, monkeypatch, capsys):
     with open("log", "w") as log, full_disk(20), pytest.raises(SystemExit, match="2"):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -172,16 +171,6 @@ def test_rows_in_memory_that_python_cannot_spell():
         wanted = rf"2 rows in memory, sha1 \w+ row 2: wanted .*, found {type(cell).__name__} among them$"
         with pytest.raises(Fault, match=wanted):
             read_table(Table([["A"], [cell]]))
-
-
-@pytest.fixture
-def alarm():
-    """What hangs fails."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 ENDLESS = {"fifo": os.mkfifo, "zero": functools.partial(os.symlink, "/dev/zero"),

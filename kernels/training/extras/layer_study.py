@@ -11,38 +11,13 @@ from ..output_dir import new_file
 from ..progress import progress
 from ..run import Run
 from ..text.encoders import build_encoder, describe_model
+from ..text.layers import pool_layers
 from ..text.sts import load_sts, spearman
-from ..text.tokens import in_order, tokenise
-
-
-def pool_tokens(hidden, mask, pooling):
-    """(n, H) of hidden states (n, L, H): special tokens count, padding, on the right, does not; a row of it
-    alone gives no NaN. pooling: "cls" is the first token, "last", "max", "mean", "sum"."""
-    if pooling in ("cls", "last"):
-        ends = (mask.sum(1) - 1).clamp(min=0) * (pooling == "last")
-        return hidden[torch.arange(len(mask), device=mask.device), ends]
-    if pooling == "max":
-        return hidden.masked_fill(mask[:, :, None] == 0, -1e9).amax(1)
-    count = mask.sum(1, keepdim=True).clamp(min=1) if pooling == "mean" else 1
-    return (hidden * mask[:, :, None]).sum(1) / count
-
-
-@torch.no_grad()
-def pool_layers(model, encoder, batch, layers, poolings):
-    """(rows, layers, poolings, H) float32, in the order of the batch's rows: states of an encoder that reads
-    the model's tokens; layer 0 is the word embeddings."""
-    pieces = []
-    for _, ids, mask in batch:
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            output = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **model.no_cache)
-        states = (output.hidden_states[layer].float() for layer in layers)
-        pooled = [torch.stack([pool_tokens(x, mask, pooling) for pooling in poolings], 1) for x in states]
-        pieces.append(torch.stack(pooled, 1))
-    return in_order(torch.cat(pieces), batch)
+from ..text.tokens import tokenise
 
 
 def score_layers(model, encoder, pairs, poolings):
-    """[[100 ρ by cosine of each pooling] of each layer], without dropout; no text is cut to --max-length."""
+    """[[100 ρ of each pooling] of each layer], by cosine, without dropout; no text is cut to --max-length."""
     texts = [pair[side] for side in (0, 1) for pair in pairs]
     distinct = sorted(set(texts), key=lambda text: (len(text), text))
     rows, _ = tokenise([model.spelt(model.scored + x) for x in distinct], model.tokenizer, model.longest)
@@ -61,7 +36,7 @@ def score_layers(model, encoder, pairs, poolings):
 
 
 def study(encoders, model, pairs, path):
-    """Prints the tables of {name: encoder} of the model's kind, and writes them where there is a path."""
+    """Print a table for each of {name: encoder} of the model's kind, and write them to path, if any."""
     poolings = ["last" if model.pooling == "last" else "cls", "mean", "max"]
     tables = {name: score_layers(model, encoder, pairs, poolings) for name, encoder in encoders.items()}
     if len(tables) > 1:
@@ -78,13 +53,24 @@ def study(encoders, model, pairs, path):
 
 def study_model(args, script):
     """--evaluate --study: the table of --model."""
+    check_study(args)
     pairs, run = load_sts(args.dev), Run(args, script)
     model = build_encoder(args, run, columns=len(args.prompt or [""])).to(run.device)
     say("model", describe_model(model, args))
     study({"evaluated": model.encoder}, model, pairs, args.study)
 
 
+def study_copies(model, pairs, run):
+    """--study at the end of a training: tables of the model's fixed copy and of its trained encoder."""
+    if run.args.study is not None:
+        encoders = {"untrained": model.fixed[0], "trained": model.encoder}
+        study(encoders, model, pairs, run.args.study or run.out / "study.json")
+
+
 def check_study(args):
+    """Fail if --study is given without what it needs."""
+    if args.study is None:
+        return
     if not args.dev or args.evaluate and args.test + args.transfer + args.cluster:
         fail("--study: layers are judged by --dev; wanted it, and with --evaluate no other data")
     folder = Path(args.study).absolute().parent

@@ -21,7 +21,11 @@ DAMAGED = "is damaged, copy it anew"
 
 
 class WordNet:
-    """A database in Princeton's format. A synset is known by its part of speech and its offset in a file."""
+    """A database in Princeton's format.
+
+    folder    holds data.noun, data.verb, data.adj, data.adv and, if any, their .exc of irregular forms
+    synsets   {(part of speech, offset in its file): (words, pointers to hypernyms "@" and antonyms "!")}
+    """
     LETTERS = dict(n="noun", v="verb", a="adj", s="adj", r="adv")              # in pointers
     # The end of a form, and what its lemma has there: WordNet's morphy.
     ENDINGS = dict(noun="s- ses-s ves-f xes-x zes-z ches-ch shes-sh men-man ies-y",
@@ -33,7 +37,7 @@ class WordNet:
                    adj=("^[^aeiouy]*[aeiouy]+[^aeiouy]+e?$", {"er": "(?<!st)$", "est": "st$"}), adv=("", {}))
 
     def __init__(self, folder):
-        self.folder, self.synsets = Path(folder), {}           # (part of speech, offset): (words, pointers)
+        self.folder, self.synsets = Path(folder), {}
         self.senses, self.lemma_of, self.forms_of = ({pos: {} for pos in self.ENDINGS} for _ in range(3))
         for pos in self.ENDINGS:
             self.read_file(f"data.{pos}", self.add_synset, pos)
@@ -45,7 +49,7 @@ class WordNet:
         self.words = sorted({word for word in words if word.isalpha() and word.islower()})
 
     def check_pointers(self):
-        """A database that was cut short ends between two lines, and points to what is gone."""
+        """Fail if a pointer leads nowhere: a file that was cut between two lines looks whole otherwise."""
         for (pos, offset), (_, targets) in self.synsets.items():
             for key, number in targets["@"] + targets["!"]:
                 if key not in self.synsets or not 0 <= number <= len(self.synsets[key][0]):
@@ -53,7 +57,7 @@ class WordNet:
                          f"{key[1]:08} in data.{key[0]}, which is not there; the database {DAMAGED}")
 
     def read_file(self, name, add, pos):
-        """Hands each line of a file to `add`. Irregular forms, which some copies lack, may be missing."""
+        """Call add(line, offset, pos) for each line of a file. Files of irregular forms may be missing."""
         path, offset = self.folder / name, 0
         if not os.path.lexists(path):
             if not name.startswith("data."):
@@ -95,7 +99,7 @@ class WordNet:
 
     @functools.cache
     def lemmas(self, word, pos):
-        """The base forms that a word may have: dogs, dog."""
+        """The lemmas that a word may be a form of: "dogs" of "dog"."""
         forms = self.lemma_of[pos].get(word)
         if forms is None:
             endings = (pair.split("-") for pair in self.ENDINGS[pos].split())
@@ -104,7 +108,7 @@ class WordNet:
 
     @functools.cache
     def part_of_speech(self, word):
-        """The one with most senses; None for a word of a closed class and for what WordNet does not know."""
+        """The part of speech with most senses; None for words of closed classes and for unknown words."""
         if word in CLOSED or word.upper() == word:
             return None
         senses = {pos: sum(len(self.senses[pos][lemma]) for lemma in self.lemmas(word, pos))
@@ -112,7 +116,7 @@ class WordNet:
         return max(senses, key=senses.get) if any(senses.values()) else None
 
     def inflections(self, lemma, pos):
-        """Its forms and itself: WordNet's irregular ones, and regular ones where it has none."""
+        """A lemma and its forms: WordNet's irregular ones, else regular ones."""
         known, (fits, endings) = self.forms_of[pos].get(lemma, []), self.REGULAR[pos]
         if not known and not re.search(fits, lemma):
             return {lemma}
@@ -122,8 +126,8 @@ class WordNet:
 
     @functools.cache
     def options(self, kind, word, pos):
-        """What may replace a word in lower case, sorted, by a synonym, hypernym, antonym, inflected or
-        random one."""
+        """The sorted words that may replace a word (in lower case): its "synonym", "hypernym", "antonym" or
+        "inflected" words, or all words for "random"."""
         if kind == "random":
             return self.words
         lemmas = self.lemmas(word, pos)
@@ -140,7 +144,7 @@ class WordNet:
 
 
 def inflect(word, ending):
-    """The regular form: tries, trying, tried, wider; WordNet lists the others (stopped, potatoes)."""
+    """The regular form of a word: tries, trying, tried, wider. WordNet lists the irregular ones."""
     if ending == "ing":
         return re.sub("([^eoy])e$", r"\1", word) + ending
     if ending in ("s", "es"):                                  # of nouns, of verbs: photos, echoes
@@ -151,7 +155,7 @@ def inflect(word, ending):
 
 
 def load_tagger(args):
-    """spaCy's tagger, or None: WordNet tells parts of speech. args.tagger becomes what was found."""
+    """spaCy's tagger, or None for WordNet's parts of speech. Sets args.tagger to its name."""
     if args.tagger == "lexicon":
         return None
     try:
@@ -168,7 +172,7 @@ def load_tagger(args):
 
 
 def tag_words(texts, tagger, wordnet):
-    """Yields each text's words and marks as (start, end, part of speech), None for what is not replaced."""
+    """Yield each text's words and marks as (start, end, part of speech or None). None are not replaced."""
     if tagger:
         for doc in tagger.pipe(texts):
             words = (word for word in doc if not word.is_space)

@@ -1,4 +1,5 @@
-"""Files of documents: a sentence a line, a blank line between documents. Endless pairs of text from one."""
+"""Files of documents, one sentence per line, a blank line between documents: an endless stream of text pairs
+for BERT's pre-training, and the masks of their tokens."""
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from .tokens import tokenise
 
 
 def read_documents(path, offset=0):
-    """Yields ([sentence, ...], byte after them) of each document from a byte of the file on."""
+    """Yield ([sentence, ...], byte after them) of each document, from byte `offset` of the file on."""
     if Path(path).suffix.lower() == ".gz":  # --resume would unpack all before its place
         fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
     sentences, start, most = [], offset, memory() // 8
@@ -32,7 +33,7 @@ def read_documents(path, offset=0):
 
 
 def read_round(path, offset):
-    """Yields the documents of two sentences or more from a byte on, then again and again from the first."""
+    """Yield documents of two or more sentences from byte `offset` on, then all of them again and again."""
     for start in itertools.chain([offset], itertools.repeat(0)):
         found = False
         for document in read_documents(path, start):
@@ -44,8 +45,11 @@ def read_round(path, offset):
 
 
 def next_documents(path, offset, count, model, was=None):
-    """(the next `count` documents of two sentences or more from a byte on, round the file's end, as lists of
-    ids; the byte after them). was: the file's stamp, where it must be what it was."""
+    """Tokenise the next `count` documents of two or more sentences from byte `offset`, round the file's end.
+
+    was       the file's stamp (files.stamp), if it must not have changed since
+    returns   [[ids of a sentence, ...] of each document], without special tokens; and the byte after them
+    """
     with unchanged(path, was or stamp(path)):
         found, ends = zip(*itertools.islice(read_round(path, offset), count))
     rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
@@ -59,12 +63,13 @@ def next_documents(path, offset, count, model, was=None):
 
 
 def sentence_pairs(documents, model, args, rng):
-    """[(ids (L,), where the second segment is (L,), whether B is random)] in random order, of documents of
-    tokenised sentences: [CLS] A [SEP] B [SEP] as BERT's generator makes them.
+    """Pairs [CLS] A [SEP] B [SEP] of documents of tokenised sentences, made as BERT's generator makes them.
 
-    Sentences of a document are taken in turn until they fill a pair, or, in a tenth of the documents, a
-    random part of one. A is a random number of the first; B is the rest or, half of the time, a stretch of
-    another document, the rest being put back. Where there is no rest, B is random.
+    Sentences of a document are taken in turn until they fill a pair or, in a tenth of the documents, a random
+    part of one. A is a random number of the first of these; B is the rest or, half of the time, a stretch of
+    another document. Then the rest is put back. If there is no rest, B is random.
+
+    returns   [(ids (L,), which tokens are of the second segment (L,), whether B is random)] in random order
     """
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
     pairs, most = [], args.max_length - 3
@@ -92,7 +97,7 @@ def sentence_pairs(documents, model, args, rng):
 
 
 def cut_pair(a, b, most, rng):
-    """The pair with `most` tokens: the longer one, B where they are equal, loses some at random ends."""
+    """Cut a pair to `most` tokens: the longer text, or B if they are equal, loses tokens at random ends."""
     while len(a) + len(b) > most:                              # views: nothing is copied
         front = rng.random() < 0.5
         if len(a) > len(b):
@@ -102,12 +107,39 @@ def cut_pair(a, b, most, rng):
     return a, b
 
 
+def mask_pair(ids, model, args, rng):
+    """(masked ids, chosen) of a pair: 15 % of the tokens that are not special are chosen, at least one if
+    there is any, at most a quarter of --max-length. Of these 80 % become [MASK] and 10 % a random token. With
+    --whole-word 15 % of the words are chosen, at most a quarter; each piece of a word has its own luck."""
+    words = []
+    for place, token in enumerate(ids.tolist()):
+        if args.whole_word and token in model.continuing and words and words[-1][-1] == place - 1:
+            words[-1].append(place)
+        elif token not in model.special:
+            words.append([place])
+    most, length = int(0.25 * args.max_length), len(ids)
+    if args.whole_word:
+        most, length = len(words) // 4, len(words)
+    masked, chosen = ids.copy(), np.zeros(len(ids), bool)
+    for word in rng.sample(words, min(most, max(1, round(0.15 * length)), len(words))):
+        for place in word:
+            chosen[place], luck = True, rng.random()
+            if luck < 0.8:
+                masked[place] = model.tokenizer.mask_token_id
+            elif luck < 0.9:
+                masked[place] = rng.choice(model.ordinary)
+    return masked, chosen
+
+
 def stream(count, place, model, args, was=None):
-    """Yields (a pair, the place after it) endlessly from a place on: [byte, buffer, pairs used of it].
+    """Yield (pair, place after it) endlessly, from a place on.
 
     Documents come in the order of the file, round its end, --buffer at a time, and their pairs are shuffled.
-    A buffer depends on the seed, its number and the byte where it begins alone. The next is made meanwhile.
-    was: the stamp of the file, which must stay what it was; by default since the stream began.
+    A buffer depends only on the seed, its number and the byte where it begins. A thread makes the next one.
+
+    count     how many documents the file has
+    place     [byte where the buffer begins, number of the buffer, pairs of it that were used]
+    was       the file's stamp, which must not change; default: its stamp when the stream begins
     """
     was = was or stamp(args.data)
 

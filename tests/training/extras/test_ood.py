@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_families import ENCODERS, small_model
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertForSequenceClassification
 
 import childtuning
 from childtuning import ood_contrastive_loss
+from families import ENCODERS, small_model
 from kernels.training.cli import Fault
 from kernels.training.extras import ood
 from kernels.training.extras.adversarial import adversarial_views, changed, noise

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_families import DECODERS, ENCODERS, small_model
-from test_losses import agree, cosine, points
 from tokenizers import Tokenizer
 from transformers import AutoModel, AutoTokenizer
 
 import simcse
+from families import DECODERS, ENCODERS, small_model
+from formulas import agree, cosine, points
 from kernels.training.extras import sentence_papers, text_views
 from kernels.training.extras.sentence_papers import compute_loss, contrast
 from kernels.training.extras.text_views import TextViews, anchors_of, some, zeroed

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from test_tables import alarm  # noqa: F401
 
 from kernels.training.cli import Fault
 from kernels.training.extras.wordnet import WordNet, inflect, load_tagger, tag_words

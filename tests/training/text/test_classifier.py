@@ -4,7 +4,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_tables import alarm  # noqa: F401
 from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser

@@ -1,4 +1,4 @@
-"""Files of documents, and pairs of text from them, against the rules of BERT's generator."""
+"""Files of documents, pairs of text from them and their masks, against the rules of BERT's generator."""
 import itertools
 import math
 import os
@@ -9,13 +9,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from test_tables import alarm  # noqa: F401
 from transformers import AutoTokenizer
 
 from kernels.training.cli import Fault
 from kernels.training.files import stamp
 from kernels.training.text import documents as module
-from kernels.training.text.documents import next_documents, read_documents, sentence_pairs, stream
+from kernels.training.text.documents import mask_pair, next_documents, read_documents, sentence_pairs, stream
 from running import SENTENCES
 
 
@@ -83,6 +82,37 @@ def test_pairs_are_cut_at_random_ends():
     never = Mock(random=lambda: 0.9, randint=lambda a, b: a, randrange=lambda *_: 1, shuffle=lambda x: None)
     first = pairs_of(numbered([[4, 9], [3, 3]]), 9, never)[0]
     assert first == ([5, 6, 7, 8], [9, 10, 11, 12, 13], False)                 # the true next, cut at the end
+
+
+def row_of(words):
+    """Ids: 0 to 4 are special tokens, 6 and 8 go on with a word, but behind the unknown 1, where 6 is one."""
+    return np.array([2, *[5, 6, 8] * words, 3, 7, 1, 6, 3])
+
+
+@pytest.mark.parametrize("whole, ids, wanted", [
+    (False, np.array([2, 3, 3]), 0), (False, np.array([2, 5, 3, 3]), 1), (False, row_of(2), 2),
+    (False, row_of(6), 4), (False, row_of(40), 16), (True, row_of(1), 0), (True, row_of(3), 1),
+    (True, row_of(12), 2), (True, row_of(40), 6)])
+def test_masks(whole, ids, wanted):
+    """BERT's number: round(0.15 · length), at least 1, at most a quarter of --max-length, here 16; of whole
+    words, whose pieces each have their own luck, at most a quarter. 80 % are masks, 10 % a random token."""
+    args, places, luck, became = SimpleNamespace(max_length=64, whole_word=whole), set(), set(), Counter()
+    model = SimpleNamespace(tokenizer=SimpleNamespace(mask_token_id=4), special={0, 1, 2, 3, 4},
+                            continuing={6, 8}, ordinary=[5, 6, 7, 8])
+    ordinary = np.flatnonzero(ids > 4)
+    goes_on = whole & np.isin(ids[ordinary], [6, 8]) & (ids[ordinary - 1] > 4)
+    words = np.split(ordinary, np.flatnonzero(~goes_on)[1:])
+    for seed in range(200):
+        masked, chosen = mask_pair(ids, model, args, random.Random(seed))
+        assert (masked == ids)[~chosen].all() and chosen.sum() == chosen[ordinary].sum()
+        assert all(len({*chosen[word]}) <= 1 for word in words)
+        assert sum(chosen[word].any() for word in words) == wanted
+        luck |= {tuple(masked[word] == 4) for word in words if chosen[word].any()}
+        places.update(np.flatnonzero(chosen))
+        became.update(np.where(masked == 4, "mask", np.where(masked == ids, "same", "other"))[chosen])
+    assert wanted == 0 or places == {*ordinary} and len(luck) > 2 * whole
+    share = {name: count / became.total() for name, count in became.items()}
+    assert wanted < 16 or share == pytest.approx(dict(mask=0.8, same=0.125, other=0.075), abs=0.02)
 
 
 def test_read_documents(tmp_path):

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from test_losses import agree, points
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 import simcse
+from formulas import agree, points
 from kernels import blockwise
 from kernels.training.text import tokens
 from kernels.training.text.encoders import SentenceEncoder

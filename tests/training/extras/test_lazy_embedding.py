@@ -1,0 +1,28 @@
+"""The lazily updated table against an embedding trained by torch's AdamW."""
+import pytest
+import torch
+
+from kernels.training.extras.lazy_embedding import LazyEmbedding
+from kernels.training.loop import warmup_linear
+
+
+@pytest.mark.parametrize("size", [1e-7, 1.0])                  # of gradients: AdamW's eps counts, or not
+def test_table_is_a_dense_one(size):
+    """Rows repeat in a batch, rest for a few steps, for hundreds, for ever."""
+    torch.manual_seed(0)
+    rates = [warmup_linear(step, 300, 20, 3e-3) for step in range(300)]
+    start = torch.randn(40, 6)
+    dense, table = start.clone().requires_grad_(), LazyEmbedding(start.clone(), 8)
+    table.schedule(rates, 0)
+    optimizer = torch.optim.AdamW([dense], weight_decay=0.0)
+    for step, optimizer.param_groups[0]["lr"] in enumerate(rates):
+        ids = torch.randint(0, 30 if step % 200 < 20 else 5, (4, 2))
+        gradient = torch.randn(4, 2, 6) * size
+        optimizer.zero_grad()
+        (dense[ids] * gradient).sum().backward()
+        optimizer.step()
+        (table(ids) * gradient).sum().backward()
+        table.step()
+    vectors = table.catch_up(torch.arange(40))[0]
+    assert (vectors - start).abs().max() > 0.05 and torch.equal(vectors[30:], start[30:])
+    torch.testing.assert_close(vectors, dense.detach(), atol=1e-5, rtol=0)

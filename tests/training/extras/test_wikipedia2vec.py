@@ -1,0 +1,20 @@
+"""Files of entity vectors."""
+import bz2
+import gzip
+
+import pytest
+
+from kernels.training.extras.wikipedia2vec import load_entity_vectors
+
+TABS = "the\t9 9 9\nENTITY/New York\t1 -2 0.5\nNew York\t8 8 8\nENTITY/Ulm\t0.25 3 4\nENTITY/Bonn\t7 7 7\n"
+GLOVE = TABS.replace(" York", "_York").replace("\t", " ")
+
+
+@pytest.mark.parametrize("pack, name", [(bytes, "a.txt"), (gzip.compress, "a.gz"), (bz2.compress, "a.bz2")])
+@pytest.mark.parametrize("text", [TABS, GLOVE, "5 3\n" + GLOVE])
+def test_entity_vectors(text, pack, name, tmp_path):
+    """Wikipedia2Vec's three text formats; words are no entities, and entities without a vector are random."""
+    (tmp_path / name).write_bytes(pack(text.encode()))
+    vectors, found = load_entity_vectors(str(tmp_path / name), ["Ulm", "the", "New York"])
+    assert found == 2 and vectors[[0, 2]].tolist() == [[0.25, 3, 4], [1, -2, 0.5]]
+    assert vectors.shape == (3, 3) and 0 < vectors[1].abs().max() <= 0.05
