@@ -101,7 +101,7 @@ def test_losses(seeds, monkeypatch):
             side, few = pick.choice([128, 256, 2 ** 14]), pick.choice([0, 1024])
             set_in(monkeypatch, {
                 "gpu.reference.FEW": few, "paths.FEW": 0, "paths.WIDEST": pick.choice([0, 64, 256]),
-                "gpu.lse_forward.block_shape": lambda q, k, square, side=side: (side, side)})
+                "gpu.lse_forward.sums_block": lambda q, k, square, side=side: (side, side)})
         offset = pick.randint(0, m - n) if n <= m else 0
         targets = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         half, few, bias = n // 2 or 1, min(n, m), pick.uniform(-12, 3)
@@ -158,8 +158,8 @@ EXTREME = {
     "sup_con_loss": lambda q, k, t, impl: sup_con_loss(
         torch.stack([q, k], 1), counted(q) // 2, t, t, impl=impl)}
 KINDS = ["random", "trained", "equal", "nearly equal", "a row of zeros", "nan", "inf"]
-BLOCKS = {"gpu.lse_forward.block_shape": lambda q, k, square: (128, 128),
-          "gpu.gradient_blocks.block_shape": lambda q, k, square: (128, 128),
+BLOCKS = {"gpu.lse_forward.sums_block": lambda q, k, square: (128, 128),
+          "gpu.gradient_blocks.weight_block": lambda q, k, square: (128, 128),
           "gpu.one_pass.strip_height": lambda q, k: 128,
           "blockwise.SMALL": 0, "blockwise.STRIP": 1}
 PATHS = [{}, MANY, MANY | {"paths.WIDEST": 0}, MANY | {"paths.WIDEST": 0} | BLOCKS,

@@ -331,9 +331,9 @@ def test_normalize_under_autocast(impl, loss):
 WIDE = {"paths.WIDEST": 0, "paths.FEW": 0}
 TWO_PASSES = WIDE | {"operations.in_one_pass": lambda *x: False}
 BOUNDED = {"gpu.launch.FEW": 0, "gpu.reference.FEW": 0}  # rows are looked at for a bound
-SUMS_IN_BLOCKS = {"gpu.lse_forward.block_shape": lambda q, k, square: (128, 128)}
+SUMS_IN_BLOCKS = {"gpu.lse_forward.sums_block": lambda q, k, square: (128, 128)}
 IN_BLOCKS = SUMS_IN_BLOCKS | {
-    "gpu.gradient_blocks.block_shape": lambda q, k, square: (128, 128)}
+    "gpu.gradient_blocks.weight_block": lambda q, k, square: (128, 128)}
 # each way that a shape or a chip may choose, for 150 rows, which are two tiles or more: what makes it so, and
 # which losses it changes in float32, where all rows are wide, and in half types
 WAYS = {
@@ -342,7 +342,7 @@ WAYS = {
                  "info_nce clip_loss queue_loss linear sigmoid_loss", "info_nce clip_loss queue_loss"),
     "pointers, wide": ({"gpu.launch.PLAYED": 8} | WIDE, "", "clip_loss queue_loss sigmoid_loss"),
     "tiles of a B200": ({"gpu.launch.PLAYED": 10} | BOUNDED, "clip_loss nt_xent", "clip_loss nt_xent"),
-    "a number": ({f"{module}.is_number": lambda number, x: True for module in ("launch", "sigmoid")},
+    "a number": ({f"gpu.{module}.is_number": lambda number, x: True for module in ("launch", "sigmoid")},
                  "info_nce clip_loss queue_loss sigmoid_loss", "info_nce clip_loss queue_loss sigmoid_loss"),
     "sums in blocks": (SUMS_IN_BLOCKS, "clip_loss nt_xent lse", "info_nce clip_loss nt_xent one_set"),
     "sums in blocks without maximum": (SUMS_IN_BLOCKS | BOUNDED, "clip_loss nt_xent", "clip_loss one_set"),
@@ -497,7 +497,7 @@ def test_blocks_fit_their_buffers(n, m, size):
     from kernels.gpu import gradient_blocks, lse_forward
     q, k = (torch.empty(rows, 1, dtype=torch.float32 if size == 4 else torch.float16) for rows in (n, m))
     for square in (False, True):
-        height, width = gradient_blocks.block_shape(q, q if square else k, square)
+        height, width = gradient_blocks.weight_block(q, q if square else k, square)
         whole = lambda count: -(-count // 128) * 128
         fits = whole(height) * whole(width) * size
         assert 1 <= height <= n and 1 <= width <= max(n, m) and fits <= paths.BUFFER
@@ -506,7 +506,7 @@ def test_blocks_fit_their_buffers(n, m, size):
         assert square or height * width == n * m or fits > paths.BUFFER // 4
     assert whole(paths.strip_height(q, k)) * whole(m) * size <= paths.STRIP
     for d, square in itertools.product((1, 768, 4096), (False, True)):
-        height, width = lse_forward.block_shape(torch.empty(1, d), k, square)
+        height, width = lse_forward.sums_block(torch.empty(1, d), k, square)
         assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.PARTS
 
 
@@ -517,7 +517,7 @@ def test_limits_may_be_set_lower(monkeypatch):
     one_pass = lambda q: paths.in_one_pass(q, k, False, make_rule(q, k, False), "triton", [True, True, False])
     assert one_pass(q) and one_pass(q[:100])
     set_in(monkeypatch, {"paths.STRIP": 2 ** 24, "paths.BUFFER": 2 ** 20})
-    height, width = gradient_blocks.block_shape(q, k, False)
+    height, width = gradient_blocks.weight_block(q, k, False)
     assert not one_pass(q) and one_pass(q[:100]) and height * width * 4 <= 2 ** 20
 
 
