@@ -136,8 +136,8 @@ def add_strips(dq, dk, q, k, temperature, rule, weights):
         at = slice(i, min(i + height, n))
         w, x = strip[:at.stop - i, :m], q[at]
         rows = triton.cdiv(len(w), blocks["BLOCK_N"])
-        strip_kernel[rows * tiles,](strip, parts, positive, reference, i, len(w), rows, tiles, strip.stride(0),
-                                    *operands, **rest)
+        strip_kernel[rows * tiles,](strip, parts, positive, reference, i, len(w), rows, tiles,
+                                    strip.stride(0), *operands, **rest)
         of_strip = parts[:2 * tiles * len(w)].view(2, tiles, len(w))
         of_rows = None if weights is None else weights[at]
         loss.append(merge(sums[..., at], of_strip, True, None, positive, slope[:, at], of_rows, number, n,

@@ -1,7 +1,7 @@
 """Every Triton kernel compiled for sm_80, sm_90 and sm_100 as a real launch would compile it: no GPU needed.
 
     python -m pytest tests/gpu/test_compile.py                      the kernels that are nearest to a limit
-    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 1,500, in ten minutes
+    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 1,500, ten minutes
     python tests/gpu/test_compile.py [90]                           their table: registers, spills, shared memory
 
 The host functions are called as users call them, on a driver that compiles for the chip and runs nothing.

@@ -161,7 +161,7 @@ KINDS = ["random", "trained", "equal", "nearly equal", "a row of zeros", "nan", 
 BLOCKS = {"gpu.lse_forward.sums_block": lambda q, k, square: (128, 128),
           "gpu.gradient_blocks.weight_block": lambda q, k, square: (128, 128),
           "gpu.one_pass.strip_height": lambda q, k: 128,
-          "blockwise.SMALL": 0, "blockwise.STRIP": 1}
+          "blockwise.SMALL": 0, "blockwise.STRIP_LOGITS": 1}
 PATHS = [{}, MANY, MANY | {"paths.WIDEST": 0}, MANY | {"paths.WIDEST": 0} | BLOCKS,
          MANY | {"operations.in_one_pass": lambda *x: False},
          {"gpu.launch.is_number": lambda temperature, x: True}]

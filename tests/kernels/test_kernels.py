@@ -408,7 +408,7 @@ def test_groups_by_ranges(order, keys, dtype, monkeypatch):
 @pytest.mark.parametrize("name", RULES)
 def test_many_strips(name, monkeypatch):
     """Strips of 3 rows instead of all rows at once, the last one short."""
-    set_in(monkeypatch, {"blockwise.ROWS": 3, "blockwise.STRIP": 1, "blockwise.SMALL": 0})
+    set_in(monkeypatch, {"blockwise.ROWS": 3, "blockwise.STRIP_LOGITS": 1, "blockwise.SMALL": 0})
     q, k = rows(37, 12, torch.float64, 12), rows(53, 12, torch.float64, 13)
     lse = lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, 37, 53))
     compare(lse, q, k, impl="blockwise")
@@ -421,7 +421,7 @@ def test_many_strips(name, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.07, 0.01])
 def test_strips_of_one_set_start_on_the_diagonal(sums, temperature, monkeypatch):
     """Half of the products, with one exponential for a pair where nothing overflows, and else with two."""
-    set_in(monkeypatch, {"blockwise.ROWS": 3, "blockwise.STRIP": 1, "blockwise.SMALL": 0})
+    set_in(monkeypatch, {"blockwise.ROWS": 3, "blockwise.STRIP_LOGITS": 1, "blockwise.SMALL": 0})
     q = rows(38, 12, torch.float64, 12)
     compare(SUMS[sums], q, q, temperature, impl="blockwise", units=32)
     found = blockwise.strips(q, q, torch.tensor(1.0), make_rule(q, q, True, "pair"), upper=True)
@@ -432,7 +432,7 @@ def test_strips_of_one_set_start_on_the_diagonal(sums, temperature, monkeypatch)
 @pytest.mark.parametrize("order", ["sorted", "only columns sorted", "only rows sorted"])
 def test_sorted_groups_cost_the_pairs_that_they_keep(order, keys, monkeypatch):
     """Groups of 1 to 90 rows, some without columns, some columns without rows; the result must not know."""
-    set_in(monkeypatch, {"blockwise.SMALL": 0, "blockwise.STRIP": 32 * 150})
+    set_in(monkeypatch, {"blockwise.SMALL": 0, "blockwise.STRIP_LOGITS": 32 * 150})
     draw = torch.Generator().manual_seed(7)
     sizes, widths = torch.randint(1, 30, (40,), generator=draw), torch.randint(0, 60, (40,), generator=draw)
     sizes[[0, 3, 20]], widths[[0, 3, 12, 20, 39]] = 90, torch.tensor([0, 160, 0, 0, 0])  # 90 × 160: 3 strips
@@ -454,7 +454,7 @@ def test_sorted_groups_cost_the_pairs_that_they_keep(order, keys, monkeypatch):
     computed = [s.shape for _, _, s in blockwise.strips(q, k, torch.tensor(1.0), selected)]
     kept, total = (sizes * widths).sum(), sum(height * width for height, width in computed)
     assert sum(height for height, _ in computed) == n
-    assert all(height * width <= max(blockwise.STRIP, 32 * width) for height, width in computed)
+    assert all(height * width <= max(blockwise.STRIP_LOGITS, 32 * width) for height, width in computed)
     assert kept <= total < 2.5 * kept if order == "sorted" and not GPU else total == n * m
 
 
@@ -470,7 +470,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_blockwise_never_holds_the_matrix(monkeypatch):
-    set_in(monkeypatch, {"blockwise.SMALL": 0, "blockwise.STRIP": 2 ** 16})
+    set_in(monkeypatch, {"blockwise.SMALL": 0, "blockwise.STRIP_LOGITS": 2 ** 16})
     q, t = rows(400, 8, torch.float32, 16), torch.tensor(0.1, device=DEVICE)
     ids = torch.arange(400, device=DEVICE) // 3
     for exclude in ("diagonal", (ids, ids)):
@@ -485,7 +485,7 @@ def test_blockwise_never_holds_the_matrix(monkeypatch):
                 blockwise.sigmoid_loss(q, q, t, t, selected, True, True, True, True)
             for k, both in ((q, False), (q, True), (None, False)) if exclude == "diagonal" else ():
                 blockwise.softmax_loss(q, k, t, selected, None, both, True, True, True)
-        assert seen.entries <= blockwise.STRIP < 400 * 400
+        assert seen.entries <= blockwise.STRIP_LOGITS < 400 * 400
 
 
 # ── numbers that are hard to keep ───────────────────────────────────────────────────────────────────────────
