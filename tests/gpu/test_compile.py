@@ -2,7 +2,7 @@
 
     python -m pytest tests/gpu/test_compile.py                      the kernels that are nearest to a limit
     TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 1,500, ten minutes
-    python tests/gpu/test_compile.py [90]                           their table: registers, spills, shared memory
+    python tests/gpu/test_compile.py [90]                        their table: registers, spills, shared memory
 
 The host functions are called as users call them, on a driver that compiles for the chip and runs nothing.
 What must hold: nothing spills but a word of predicates (other versions of Triton spill a little more), shared

@@ -161,19 +161,6 @@ def test_every_width(impl, dtype, d):
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", impl=impl), q, k, impl=impl)
 
 
-@both_impls
-@pytest.mark.parametrize("temperature, norm, sign", [
-    (0.005, 1, 1), (0.005, 1, -1), (0.01, 1, -1), (1.0, 1e3, 1), (100.0, 1, 1)])
-def test_extreme_logits(impl, temperature, norm, sign):
-    """Cosines down to −1, logits up to ±10⁶: no overflow, no underflow to −inf, exact to logits' rounding."""
-    q = rows(20, 32, torch.float32, 8) * norm
-    k, t = sign * q.roll(1, 0), torch.tensor(temperature, device=DEVICE)
-    value, dq, *_ = differentiate(lambda q, k, t: similarity_lse(q, k, t, impl=impl), q, k, t)
-    exact = similarity_lse(q.double(), k.double(), t.double(), impl="eager")
-    assert value.isfinite().all() and dq.isfinite().all()
-    torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5 * norm ** 2 / temperature)
-
-
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_row_without_columns(impl):
     q, ids = rows(5, 8, torch.float32, 9).requires_grad_(), torch.tensor([0, 0, 1, 0, 0], device=DEVICE)
