@@ -60,7 +60,7 @@ def weights_kernel(W, X_SIDE, Y_SIDE, REFERENCE, first_x, first_y, tiles_x, tile
 
 
 @kernel
-def finish_kernel(DX, DOT, SUM, SCALES, GIVEN, X_SIDE, Y_SIDE, RULE, N, M, EXCLUDE: tl.constexpr,
+def finish_kernel(DX, DOT, SUM, SCALES, X_SIDE, Y_SIDE, RULE, N, M, GIVEN, EXCLUDE: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """DX = finish(SUM), rows times SCALES first, a tile of rows and features at a time."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -148,7 +148,7 @@ def finished_side(sums, x, y, rule, exclude, x_side, y_side, ending, needs_dot=F
         if ending.positives:
             add_targets(sums, y, rule.column_ids, y_side.slope)
         ending = ending._replace(positives=False)
-    finish_kernel[grid](dx, dot, sums, scales, Given.of(x, y, ending), x_side, y_side, rule, len(x), len(y),
+    finish_kernel[grid](dx, dot, sums, scales, x_side, y_side, rule, len(x), len(y), Given.of(x, y, ending),
                         EXCLUDE=exclude, BLOCK_N=32, BLOCK_D=128)
     return dx, dot
 

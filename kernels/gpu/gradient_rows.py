@@ -26,8 +26,8 @@ PIPELINES = TorchVersion(triton.__version__) >= (3, 7)
 
 
 @kernel
-def rows_kernel(DX, DOT, REFERENCE, RANGES, GIVEN, X_SIDE, Y_SIDE,
-                X, Y, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+def rows_kernel(DX, DOT, REFERENCE, RANGES, X_SIDE, Y_SIDE,
+                X, Y, RULE, N, M, SHAPE, GIVEN, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """DX[rows of program x, features of program y], and DOT[y, rows] = their share of each row's x·dx."""
     row = tl.program_id(0) * BLOCK_N
@@ -85,7 +85,7 @@ def gradients(q, k, temperature, rule, rows, columns, reference, ending, needs, 
         dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
         operands, rest = arguments(x, y, temperature, rule, blocks)
         given = Given.of(rows_in_place(x), rows_in_place(y), ending)
-        rows_kernel[grid](dx, dot, reference, ranges(rule, blocks), given, x_side, y_side, *operands, **rest)
+        rows_kernel[grid](dx, dot, reference, ranges(rule, blocks), x_side, y_side, *operands, given, **rest)
         return dx, dot
 
     needs_q, needs_k, needs_dot = needs

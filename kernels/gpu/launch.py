@@ -53,18 +53,18 @@ class Ending(NamedTuple):
 
 class Given(NamedTuple):
     """Rows as they were given and an Ending, as kernels take them for the last step of a gradient of x."""
+    grad: Any
     x: Any
     partners: Any     # the other rows, where positives are; None: no share of positives
+    unit: float
     features: int
     x_row: int        # strides
     partner_row: int
-    grad: Any
-    unit: float
 
     @classmethod
     def of(cls, x, y, ending):
         partners = y if ending.positives else None
-        return cls(x, partners, x.shape[1], x.stride(0), y.stride(0), ending.grad, ending.unit)
+        return cls(ending.grad, x, partners, ending.unit, x.shape[1], x.stride(0), y.stride(0))
 
 
 def ranges(rule, blocks):

@@ -139,11 +139,11 @@ def add_strips(dq, dk, q, k, temperature, rule, weights):
         strip_kernel[rows * tiles,](strip, parts, positive, reference, i, len(w), rows, tiles,
                                     strip.stride(0), *operands, **rest)
         of_strip = parts[:2 * tiles * len(w)].view(2, tiles, len(w))
-        of_rows = None if weights is None else weights[at]
-        loss.append(merge(sums[..., at], of_strip, True, None, positive, slope[:, at], of_rows, number, n,
+        own_weights = None if weights is None else weights[at]
+        loss.append(merge(sums[..., at], of_strip, True, None, positive, slope[:, at], own_weights, number, n,
                           reference))
         if weights is not None:
-            slope[:, at] *= of_rows
+            slope[:, at] *= own_weights
         of_rows = sums[..., at], slope[0, at], reference, len(w), n
         scale_kernel[triton.cdiv(len(w), 32), tiles](strip, parts, *of_rows, m, strip.stride(0), precision,
                                                      BLOCK_N=32, BLOCK_M=blocks["BLOCK_M"])
