@@ -21,7 +21,9 @@ What compares all pairs takes impl="auto" | "triton" | "blockwise" | "eager": Tr
 over blocks of rows elsewhere (any device, float64 too), and the textbook formula with the matrix stored,
 which is the oracle and the baseline.
 
-The first use of a function raises ImportError if torch or triton is older than versions.py says.
+Every function raises ValueError for an argument that does not fit; the message names it, what was found and
+what is expected. The first use of a function raises ImportError if torch or triton is older than versions.py
+says.
 """
 import importlib
 import os

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from .rules import Rule, left_out, positive_of
 
-STRIP = 2 ** 24   # logits held at a time: 64 MB in float32, for GEMMs at full speed (2²² costs a tenth)
-SMALL = 2 ** 20   # logits up to which there is one strip
-ROWS = 32         # but never fewer rows than this, below which a GEMM turns into a pass over the keys per row
+STRIP_LOGITS = 2 ** 24    # held at a time: 64 MB in float32, for GEMMs at full speed (2²² costs a tenth)
+SMALL = 2 ** 20           # logits up to which there is one strip
+ROWS = 32                 # but never fewer rows: below, a GEMM turns into a pass over the keys per row
 
 
 def cast(q, k, temperature):
@@ -59,7 +59,7 @@ def spans(n, m, rule, upper, least):
     one_strip = n * m <= SMALL
     if one_strip or rows is None or rows.is_cuda or not all((x[1:] >= x[:-1]).all() for x in (rows, columns)):
         # a few hundred rows are one strip, as every further one costs more than it saves; thousands are four
-        size = n if one_strip else min(-(-n // 4), max(ROWS, STRIP // m))
+        size = n if one_strip else min(-(-n // 4), max(ROWS, STRIP_LOGITS // m))
         for start in range(0, n, size):
             yield slice(start, min(start + size, n)), slice(start if upper else 0, m)
         return
@@ -71,7 +71,7 @@ def spans(n, m, rule, upper, least):
         if following - start > ROWS:                            # groups of a few rows share a strip
             right = min(max(last[end - 1], first[start] + least), m)
             at = slice(min(first[start], right - least), right)
-            size = max(ROWS, STRIP // (at.stop - at.start))
+            size = max(ROWS, STRIP_LOGITS // (at.stop - at.start))
             for piece in range(start, end, size):
                 yield slice(piece, min(piece + size, end)), at
             start = end

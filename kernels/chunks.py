@@ -32,7 +32,6 @@ def embed_in_chunks(embed, chunks, module):
              Batch norms inside normalise by each chunk's own statistics, as as many GPUs would without
              synchronisation, and count them once. None: plain torch.cat, which keeps all activations
     returns  (Σ n, D)
-    raises   ValueError naming the argument, what it was and what is wanted
     source   Gao et al. 2021, section 3.2
     """
     check_callable("embed", embed)

@@ -27,7 +27,6 @@ def own_rows(rows, rank=None, world=None):
     """The slice of a batch of `rows` rows that is this process's, or that of `rank` of `world`.
 
     rows     integer ≥ 0; shares differ by one row at most
-    raises   ValueError naming the argument, what it was and what is wanted
     """
     if not is_count(rows):
         wanted = "the number of rows of the whole batch: len(batch)"

@@ -43,16 +43,13 @@ from .similarity import (
 def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, normalize=False, impl="auto"):
     """Mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
 
-    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
-
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
     temperature  float > 0 (see similarity_lse) or a 0-dim tensor, which then gets its gradient
     symmetric    mean of this and of the same with queries and keys swapped (M = N)
     offset       this rank's first row among the gathered keys, own_rows(rows).start; 0 in one process
-    normalize    True: divides the rows of q and k by their lengths first; see similarity_lse
+    normalize    True: divides rows by their lengths first; False: uses them as given, so pass unit rows
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
-    raises       ValueError naming the argument, what it was and what is wanted
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
     return contrast(q, k, temperature, symmetric, offset, normalize, impl)
@@ -76,17 +73,12 @@ def contrast(q, k, temperature, symmetric, offset, normalize, impl, names=("q", 
 
 
 def clip_loss(image, text, temperature=0.07, *, normalize=False, impl="auto"):
-    """Symmetric info_nce over (N, D) images and (N, D) texts, scalar; source: Radford et al. 2021, fig. 3.
-
-    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
-    """
+    """Symmetric info_nce over (N, D) images and (N, D) texts, scalar; source: Radford et al. 2021, fig. 3."""
     return contrast(image, text, temperature, True, 0, normalize, impl, ("image", "text"))
 
 
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """Mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ): MoCo's loss.
-
-    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
 
     q, k         (N, D) queries and their positives, row by row; other rows of k are no negatives
     queue        (K, D) negatives of every row; never gets a gradient, which makes this cheaper than two sides
@@ -95,7 +87,6 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
                  the queue costs O(K·D) in each call: a queue that is filled with unit rows saves it
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
-    raises       ValueError naming the argument, what it was and what is wanted
     source       He et al. 2020 (MoCo), eq. 1
     """
     q, queue, *_ = check_inputs(q, queue, 1.0, names=("q", "queue"))
@@ -112,7 +103,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
         return eager.queue_loss(*in_dtype(products, q, k, queue), temperature)
     if keeps_keys(q, impl, products):
         needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
-        return operations.call(operations.queue_loss, q, k, queue, temperature, *Rule(), impl, products,
+        return operations.call(operations.queue_loss, q, k, temperature, queue, *Rule(), impl, products,
                                *needs)[0]
     from .gpu.launch import octaves_of
     positive = (as_multiplied(q, temperature, products) * as_multiplied(k, temperature, products)).sum(1)
@@ -125,17 +116,14 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
 def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False, impl="auto"):
     """1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), y = 1 where j = i + offset, else −1: SigLIP's loss.
 
-    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
-
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: row i's positive is key i + offset
     temperature  float > 0 (see similarity_lse) or a 0-dim tensor, which then gets its gradient
     bias         finite float or a 0-dim tensor, which then gets its gradient. −log (M − 1) makes this
                  noise-contrastive estimation with the batch as noise, M − 1 samples to a positive
     offset       this rank's first row among the gathered keys, own_rows(rows).start; 0 in one process
-    normalize    True: divides the rows of q and k by their lengths first; see similarity_lse
+    normalize    True: divides rows by their lengths first; False: uses them as given, so pass unit rows
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
-    raises       ValueError naming the argument, what it was and what is wanted
     source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
     """
     q, k, temperature, products = check_inputs(q, k, temperature)
@@ -165,13 +153,10 @@ def as_multiplied(x, temperature, products):
 def nt_xent(z1, z2, temperature=0.5, *, normalize=False, impl="auto"):
     """Mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ), i' the other view of i.
 
-    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
-
     z1, z2       (N, D) the two views, row i of one belonging to row i of the other
     temperature  float > 0 (see similarity_lse) or a 0-dim tensor, which then gets its gradient
-    normalize    True: divides the rows of z1 and z2 by their lengths first; see similarity_lse
+    normalize    True: divides rows by their lengths first; False: uses them as given, so pass unit rows
     returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
-    raises       ValueError naming the argument, what it was and what is wanted
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
     z1, z2, temperature, products = check_inputs(z1, z2, temperature, names=("z1", "z2"))
@@ -189,16 +174,12 @@ def nt_xent(z1, z2, temperature=0.5, *, normalize=False, impl="auto"):
 def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, normalize=False, impl="auto"):
     """Mean over the N·V views of −1/|P(i)| Σ_{p∈P(i)} [ z_i·z_p/τ − log Σ_{j≠i} exp(z_i·z_j/τ) ] · τ/τ_base.
 
-    Views are used as given: pass unit vectors (F.normalize(z, dim=-1)), or normalize=True, unless you want
-    raw dot products.
-
     z                 (N, V, D) V views of N samples
     labels            (N,) integers: P(i) is all other views of the same label; None: of the same sample
     temperature       float > 0 or a 0-dim tensor, which then gets its gradient
     base_temperature  float > 0; the released code's factor. The paper's loss has none: give temperature again
-    normalize         True: divides each view, a vector of D, by its length first; see similarity_lse
+    normalize         True: divides rows by their lengths first; False: uses them as given, so pass unit rows
     returns           scalar, float32 (float64 for float64); a view without positives adds 0 and counts
-    raises            ValueError naming the argument, what it was and what is wanted
     source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
     """
     check_rows(z=(z, "N V D"), labels=(labels, "N", int, None))
@@ -241,8 +222,8 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     targets       (N,) int64 in [0, V), or ignore_index for rows that do not count (but cost), NaN or not
     temperature   float > 0 or a 0-dim tensor dividing the logits
     returns       scalar, float32 (float64 for float64): mean over the rows that count, 0 where none does
-    raises        ValueError naming the argument, what it was and what is wanted. On a GPU, where reading a
-                  target would wait, and under torch.compile a target that is neither makes the loss NaN
+    raises        on a GPU, where reading a target would wait, and under torch.compile a target that is
+                  neither raises nothing, but makes the loss NaN
     """
     hidden, weight, temperature, products = check_inputs(hidden, weight, temperature, ("hidden", "weight"))
     impl = choose_impl(impl, hidden)
@@ -288,7 +269,6 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
     mining              "hard": the row that is nearest to a_i; "semi-hard": the nearest of those farther from
                         a_i than p_i is, and the farthest of all where there are none
     returns             scalar
-    raises              ValueError naming the argument, what it was and what is wanted
     source              Schroff et al. 2015 (FaceNet), sections 3.1 and 3.2, of distances, not their squares;
                         hard: Hermans et al. 2017
     """
@@ -337,7 +317,6 @@ def margin_loss(x1, x2, same, margin=1.0):
     same       (N,) bool, or integers 0 and 1
     margin     number > 0
     returns    scalar
-    raises     ValueError naming the argument, what it was and what is wanted
     source     Hadsell, Chopra, LeCun 2006, eq. 4
     """
     check_rows(x1=(x1, "N D"), x2=(x2, "N D"), same=(same, "N", bool, int))

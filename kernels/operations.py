@@ -228,12 +228,12 @@ def differentiate_loss(ctx, grad, *_):
 
 differentiable(softmax_loss, softmax_loss_backward, save_loss, differentiate_loss)
 
-# ── a queue of negatives without gradient ───────────────────────────────────────────────────────────────────
+# ── losses that always take their gradients on the way: a queue without gradient, each pair for itself ──────
 
 
-@operation("queue_loss", f"(Tensor q, Tensor k, Tensor queue, Tensor temperature, {RULE}, {NEEDS}) "
+@operation("queue_loss", f"(Tensor q, Tensor k, Tensor temperature, Tensor queue, {RULE}, {NEEDS}) "
            "-> (Tensor, Tensor, Tensor, Tensor)")
-def queue_loss(q, k, queue, temperature, *rest):
+def queue_loss(q, k, temperature, queue, *rest):
     """(loss, dq, dk, dτ), the gradients in the dtype that sums have."""
     rule, impl, products, (_, _, needs_temperature) = unpack(rest)
     q, k, queue = multiplied(impl, products, q, k, queue)
@@ -249,47 +249,15 @@ def queue_loss(q, k, queue, temperature, *rest):
 
 
 @queue_loss.register_fake
-def _(q, k, queue, temperature, *rest):
+def _(q, k, temperature, queue, *rest):
     shapes = (), q.shape, k.shape, () if rest[-1] else 0
     return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in shapes)
-
-
-@operation("loss_backward",
-           "(Tensor q, Tensor k, Tensor temperature, Tensor? bias, Tensor grad, Tensor dq, Tensor dk, "
-           "Tensor dt, Tensor? db) -> (Tensor, Tensor, Tensor, Tensor)")
-def loss_backward(q, k, temperature, bias, grad, dq, dk, dt, db):
-    """grad times the gradients that forward took, rows' in the dtype of the rows."""
-    rows = (scaled(x, grad, q.dtype) for x in (dq, dk))
-    return *rows, grad * dt, dt.new_empty(0) if db is None else grad * db
-
-
-@loss_backward.register_fake
-def _(q, k, temperature, bias, grad, dq, dk, dt, db):
-    rows = (torch.empty_like(x, dtype=q.dtype) for x in (dq, dk))
-    return *rows, torch.empty_like(dt), dt.new_empty(0) if db is None else torch.empty_like(db)
-
-
-def save_queue_loss(ctx, inputs, output):
-    q, k, _, temperature, *_ = inputs
-    ctx.save_for_backward(q, k, temperature, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def differentiate_queue_loss(ctx, grad, *_):
-    q, k, temperature, dq, dk, dt = ctx.saved_tensors
-    dq, dk, dt, _ = call(loss_backward, q, k, temperature, None, grad, dq, dk, dt, None)
-    return *given(ctx.needs_input_grad[:4], (dq, dk, None, dt)), *[None] * (FIELDS + 3)
-
-
-differentiable(queue_loss, loss_backward, save_queue_loss, differentiate_queue_loss)
-
-# ── each pair for itself ────────────────────────────────────────────────────────────────────────────────────
 
 
 @operation("sigmoid_loss", f"(Tensor q, Tensor k, Tensor temperature, Tensor bias, {RULE}, {NEEDS}, "
            "bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def sigmoid_loss(q, k, temperature, bias, *rest):
-    """(loss, dq, dk, dτ, db): the gradients, taken on the way, or empty."""
+    """(loss, dq, dk, dτ, db): the gradients, or empty."""
     rule, impl, products, needs = unpack(rest)
     dtype, (q, k) = q.dtype, multiplied(impl, products, q, k)
     if impl == "blockwise":
@@ -307,18 +275,38 @@ def _(q, k, temperature, bias, *rest):
     return dt.new_empty(()), dq.to(waiting), dk.to(waiting), dt, db
 
 
-def save_sigmoid_loss(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4], *output[1:])
+@operation("loss_backward",
+           "(Tensor q, Tensor k, Tensor temperature, Tensor? bias, Tensor grad, Tensor dq, Tensor dk, "
+           "Tensor dt, Tensor? db) -> (Tensor, Tensor, Tensor, Tensor)")
+def loss_backward(q, k, temperature, bias, grad, dq, dk, dt, db):
+    """grad times the gradients that forward took, rows' in the dtype of the rows."""
+    rows = (scaled(x, grad, q.dtype) for x in (dq, dk))
+    return *rows, grad * dt, dt.new_empty(0) if db is None else grad * db
+
+
+@loss_backward.register_fake
+def _(q, k, temperature, bias, grad, dq, dk, dt, db):
+    rows = (torch.empty_like(x, dtype=q.dtype) for x in (dq, dk))
+    return *rows, torch.empty_like(dt), dt.new_empty(0) if db is None else torch.empty_like(db)
+
+
+def save_gradients(ctx, inputs, output):
+    """The fourth input is a bias, if there is a db, or a queue, which needs no gradient and is not kept."""
+    _, dq, dk, dt, db = (*output, None)[:5]
+    bias = None if db is None else inputs[3]
+    ctx.others = len(inputs) - 4
+    ctx.save_for_backward(*inputs[:3], bias, dq, dk, dt, db)
     ctx.mark_non_differentiable(*output[1:])
 
 
-def differentiate_sigmoid_loss(ctx, grad, *_):
+def differentiate_taken(ctx, grad, *_):
     q, k, temperature, bias, *gradients = ctx.saved_tensors
     gradients = call(loss_backward, q, k, temperature, bias, grad, *gradients)
-    return *given(ctx.needs_input_grad[:4], gradients), *[None] * (FIELDS + 4)
+    return *given(ctx.needs_input_grad[:4], gradients), *[None] * ctx.others
 
 
-differentiable(sigmoid_loss, loss_backward, save_sigmoid_loss, differentiate_sigmoid_loss)
+for taken in (queue_loss, sigmoid_loss):
+    differentiable(taken, loss_backward, save_gradients, differentiate_taken)
 
 # ── the nearest columns ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,7 @@
         keys without gradient         lse_fixed_keys (D ≤ 256)          lse_forward, gradient_blocks
     sigmoid_loss                      sigmoid                           sigmoid
 
-The thresholds come from registers and arithmetic (tests/test_compile.py prints the first), not from a
+The thresholds come from registers and arithmetic (tests/gpu/test_compile.py prints the first), not from a
 measurement yet.
 """
 import importlib.util

@@ -25,7 +25,7 @@ def program():
 
 
 def fail(message):
-    """Print one line and exit: for the commands that are not scripts. These have theirs in training/cli.py."""
+    """Print one line and exit: for commands that are not scripts. Scripts have theirs in training/cli.py."""
     print(one_line(f"{program()}: {message}"), file=sys.stderr)
     sys.exit(2)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, INTEGERS, KINDS, check_dense, check_gathered, check_number, check_offset, told
+from .checks import check_gathered, check_number, check_offset, check_pair, check_rows, told
 
 
 class Rule(NamedTuple):
@@ -73,39 +73,24 @@ def make_rule(q, k, one_set, exclude=None, within=None, similar=None, offset=0):
 
 def check_ids(name, ids, q, k):
     """The pair (row ids (N,), column ids (M,)) as contiguous vectors of one integer type on q's device."""
-    if not isinstance(ids, (tuple, list)) or len(ids) != 2 or not all(isinstance(x, Tensor) for x in ids):
-        found = type(ids).__name__
-        raise ValueError(f"{name}: wanted a pair of tensors (row ids (N,), column ids (M,)), found {found}")
-    for x, side, count in zip(ids, ("row", "column"), (len(q), len(k))):
-        check_dense(f"{name}: {side} ids", x)
-        if x.dtype not in INTEGERS:
-            raise ValueError(f"{name}: {side} ids are {x.dtype}, wanted {KINDS[int][1]}")
-        if x.dim() != 1 or len(x) != count:
-            raise ValueError(f"{name}: {side} ids have shape {tuple(x.shape)}, wanted ({count},)")
-        if x.device != q.device:
-            raise ValueError(f"{name}: {side} ids are on {x.device}, wanted {q.device} as q")
-    if ids[0].dtype != ids[1].dtype:       # Triton takes int8's -1 for uint8's 255
-        ids = [x.long() for x in ids]
-    return tuple(x.contiguous() for x in ids)
+    rows, columns = check_pair(name, ids, "of tensors: row ids (N,) and column ids (M,)")
+    check_rows(q=(q, "n D"), m=len(k), **{f"{name}: row ids": (rows, "n", int),
+                                          f"{name}: column ids": (columns, "m", int)})
+    if rows.dtype != columns.dtype:        # Triton takes int8's -1 for uint8's 255
+        rows, columns = rows.long(), columns.long()
+    return rows.contiguous(), columns.contiguous()
 
 
 def check_similar(similar, q, k):
     """(row features (N, E), column features (M, E), phi), the features without gradient."""
-    wanted = "(row features (N, E), column features (M, E), phi)"
     if not isinstance(similar, (tuple, list)) or len(similar) != 3:
+        wanted = "(row features (N, E), column features (M, E), phi)"
         raise ValueError(f"similar: wanted {wanted}, found {type(similar).__name__}")
     f_q, f_k, phi = similar
-    for x, side, count in ((f_q, "row", len(q)), (f_k, "column", len(k))):
-        check_dense(f"similar: {side} features", x)
-        is_matrix = isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] > 0 and x.dtype in FLOATS
-        if not is_matrix or len(x) != count:
-            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"similar: {side} features are {found}, wanted floating-point ({count}, E)")
-        if x.device != q.device:
-            raise ValueError(f"similar: {side} features are on {x.device}, wanted {q.device} as q")
-    if f_q.shape[1] != f_k.shape[1] or f_q.dtype != f_k.dtype:
-        raise ValueError(f"similar: row features are {f_q.shape[1]} wide and {f_q.dtype}, column features "
-                         f"{f_k.shape[1]} wide and {f_k.dtype}; wanted both alike")
+    check_rows(q=(q, "n D"), m=len(k), **{"similar: row features": (f_q, "n E"),
+                                          "similar: column features": (f_k, "m E")})
+    if f_q.dtype != f_k.dtype:
+        raise ValueError(f"similar: column features are {f_k.dtype}, wanted {f_q.dtype} as row features")
     check_number("similar: phi", phi, -math.inf, math.inf)
     return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)    # kernels read memory
 

@@ -24,9 +24,6 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                    normalize=False, impl="auto"):
     """log Σ_j exp(q_i·k_j / τ) for each row i; the (N, M) matrix is never stored.
 
-    Rows are used as given: pass unit rows (F.normalize), or normalize=True, unless you want raw dot products.
-    Their lengths are not checked, as reading them would wait for the GPU.
-
     q            (N, D) float64 | float32 | float16 | bfloat16, any strides (float64: blockwise and eager)
     k            (M, D) same dtype and device as q; None: the rows of q against each other
     temperature  float > 0, from 1e-38 to 1e38, so that float32 holds it and 1/τ; or a 0-dim tensor, which
@@ -47,8 +44,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; no column left:
                  -inf, gradient 0
-    raises       ValueError naming the argument, what it was and what is wanted; RuntimeError for a second
-                 derivative, forward mode and torch.func, of which impl="eager" has all
+    raises       RuntimeError for a second derivative, forward mode and torch.func; impl="eager" has them
     precision    products of half types are exact, float32 obeys torch.get_float32_matmul_precision(); sums in
                  float32. Gradients are as exact as eager's for logits of any size (in Triton up to 1e9): a
                  row's largest logit and the sum beside it stay two numbers. A query with a NaN spoils no
@@ -86,16 +82,13 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
                     impl="auto"):
     """The n columns of largest q_i·k_j for each row i, largest first; the (N, M) matrix is never stored.
 
-    Rows are used as given: pass unit rows (F.normalize), or normalize=True, to find the nearest by cosine.
-
     q, k         as in similarity_lse; k None: the rows of q against each other (a row is its own neighbour
                  unless exclude="diagonal")
     n            1 ≤ n ≤ M; beyond 64 the Triton kernel has no slots left and blockwise takes over
-    exclude, within, similar, offset, normalize    as in similarity_lse
+    exclude, within, similar, offset, normalize    as in similarity_lse; normalize=True: nearest by cosine
     returns      (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient;
                  a row with fewer than n columns ends in (-inf, -1); equal products in any order. One that is
                  NaN, of a row or a column with a NaN, counts as the largest and is given as NaN
-    raises       ValueError naming the argument, what it was and what is wanted
     memory       O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
     """
     one_set = k is None

@@ -102,7 +102,7 @@ def operands(a, does, size):
     """The Operands of a launch; size: bytes of a feature."""
     if not does.products:
         return Operands()
-    steps = 0 if does.resident else math.ceil(a.D / a.BLOCK_D)
+    steps = 0 if does.resident else math.ceil(a.SHAPE.D / a.BLOCK_D)
     features, again = a.BLOCK_D * max(steps, 1), a.BLOCK_D * (does.products - 1)
     sides, weighted = (a.BLOCK_N + a.BLOCK_M) * features * size, a.BLOCK_M * again * size
     own = 0 if steps else getattr(a, does.owns) * features * size
@@ -140,7 +140,7 @@ def kernel_cost(name, a, metadata, binary, chip, size):
                   chip.shared // (metadata.shared + 1024), THREADS // (32 * warps), PROGRAMS)
     waves = len(of) / at_once / chip.multiprocessors
     arrives = tiles * fetch.fetched + programs * fetch.own
-    rows, straight = does.rows * a.D * size if fetch.flop else all_of["read"], not fetch.flop
+    rows, straight = does.rows * a.SHAPE.D * size if fetch.flop else all_of["read"], not fetch.flop
     cycles = {"tensor": busy["tensor"] / chip.tensor, "MUFU": busy["mufu"] / MUFU,
               "issue": busy["instructions"] / ISSUE, "shared": (busy["shared"] + arrives) / SHARED,
               "L2": (sum(of) * fetch.fetched + len(of) * fetch.own + all_of["read"] + all_of["written"])

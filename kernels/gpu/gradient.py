@@ -13,17 +13,15 @@ coefficient −g_i (−g'_j) comes in at the end, in float32, where nothing canc
 
 Both (paths.py tells them apart) fix the order of every sum, so the same input gives the same bits. In a half
 type W must neither overflow nor vanish: |g| ≤ 1 by the choice of the unit that is taken out of it, and W is
-held times 2¹⁴, which uses float16's range to the full (p_ij of 2⁻³⁸ still counts) and costs bfloat16 and
-float32 nothing; both factors come back at the end, in float32.
+held times WEIGHT_SCALE, 2¹⁴, which uses float16's range to the full (p_ij of 2⁻³⁸ still counts) and costs
+bfloat16 and float32 nothing; both factors come back at the end, in float32.
 """
 import torch
 
 from ..paths import is_narrow
 from . import gradient_blocks, gradient_rows
-from .launch import check_device
+from .launch import Ending, check_device
 from .reference import common_top, side_of
-
-SHIFT = 14        # weights are held times 2¹⁴
 
 
 def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, dtype,
@@ -44,10 +42,11 @@ def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs
     reference = None
     if rows is not None and columns is not None:
         reference = common_top(rows[0], None if one_set else columns[0], len(q), len(k))
-    of_rows = side_of(rows, SHIFT)
-    of_columns = of_rows if columns is rows else side_of(columns, SHIFT)
-    dq, dk, dot = path.gradients(q, k, temperature, rule, of_rows, of_columns, reference, grad, unit, needs_q,
-                                 needs_k, needs_temperature, dtype, positives, one_set, SHIFT)
+    of_rows = side_of(rows)
+    of_columns = of_rows if columns is rows else side_of(columns)
+    needs = needs_q or needs_temperature, needs_k, needs_temperature
+    dq, dk, dot = path.gradients(q, k, temperature, rule, of_rows, of_columns, reference,
+                                 Ending(grad, unit, positives, dtype), needs, one_set)
     if needs_temperature:                # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
         return dq, dk, -dot.sum() / temperature / (2 if one_set else 1)
     return dq, dk, q.new_empty(0, dtype=torch.float32)

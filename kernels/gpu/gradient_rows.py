@@ -18,8 +18,7 @@ import triton.language as tl
 from torch.torch_version import TorchVersion
 
 from ..rules import swapped
-from .launch import arguments, capability, ranges, tile
-from .reference import padded
+from .launch import Given, arguments, capability, ranges, rows_in_place, tile
 from .tiles import factors, finish, in_range, kept, kernel, load, octaves, product, touched, weights
 
 # before 3.7 Triton fails on sm_90 to overlap loads with a loop that has two products and a branch between
@@ -27,35 +26,34 @@ PIPELINES = TorchVersion(triton.__version__) >= (3, 7)
 
 
 @kernel
-def rows_kernel(DX, DOT, GRAD, REFERENCE, RANGES, X_ROWS, Y_ROWS, X_SIDE, Y_SIDE, padded_x, padded_y, unit,
-                features, x_stride, y_stride, X, Y, RULE, N, M, D, x_row, y_row,
-                EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, POSITIVES: tl.constexpr, SHIFT: tl.constexpr,
+def rows_kernel(DX, DOT, REFERENCE, RANGES, X_SIDE, Y_SIDE,
+                X, Y, RULE, N, M, SHAPE, GIVEN, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """DX[rows of program x, features of program y], and DOT[y, rows] = their share of each row's x·dx."""
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     first_d = tl.program_id(1) * BLOCK_D
     scale = octaves(RULE)
-    row_a, row_b = factors(X_SIDE, rows, N, padded_x, SHIFT)
+    row_a, row_b = factors(X_SIDE, rows, N)
     if RESIDENT:
-        x = load(X, row, 0, N, D, x_row, BLOCK_N, BLOCK_D)
+        x = load(X, row, 0, N, SHAPE.D, SHAPE.q_row, BLOCK_N, BLOCK_D)
     start, stop = in_range(RANGES, tl.program_id(0), 0, M, BLOCK_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for column in range(start, stop, BLOCK_M):
         columns = column + tl.arange(0, BLOCK_M)
-        y = load(Y, column, first_d, M, D, y_row, BLOCK_M, BLOCK_D)
+        y = load(Y, column, first_d, M, SHAPE.D, SHAPE.k_row, BLOCK_M, BLOCK_D)
         if RESIDENT:
             s = tl.dot(x, y.T, input_precision=PRECISION)
         else:
-            s = product(X, Y, row, column, N, M, D, x_row, y_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        w = weights(s, scale, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded_y, SHIFT)
+            s = product(X, Y, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        w = weights(s, scale, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             w = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
         dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
     d = first_d + tl.arange(0, BLOCK_D)
-    dx, inside, dots = finish(dx, X_ROWS, Y_ROWS if POSITIVES else None, X_SIDE, Y_SIDE, GRAD, unit, RULE,
-                              rows, d, N, M, features, x_stride, y_stride, EXCLUDE, SHIFT, DOT is not None)
-    tl.store(DX + rows.to(tl.int64)[:, None] * features + d[None, :], dx.to(DX.dtype.element_ty), mask=inside)
+    dx, inside, dots = finish(dx, GIVEN, X_SIDE, Y_SIDE, RULE, rows, d, N, M, EXCLUDE, DOT is not None)
+    place = rows.to(tl.int64)[:, None] * GIVEN.features + d[None, :]
+    tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
     if DOT is not None:
         tl.store(DOT + tl.program_id(1) * N + rows, dots, mask=rows < N)
 
@@ -76,26 +74,24 @@ def block_sizes(x, rule):
     return blocks | dict(BLOCK_M=min(64, blocks["BLOCK_M"]), num_warps=4, maxnreg=registers)
 
 
-def gradients(q, k, temperature, rule, rows, columns, reference, grad, unit, needs_q, needs_k,
-              needs_temperature, dtype, positives, one_set, shift):
+def gradients(q, k, temperature, rule, rows, columns, reference, ending, needs, one_set):
     """See gradient.gradients: (dq, dk, shares of ⟨q, dq⟩ or None)."""
     def of(x, y, rule, x_side, y_side, dot):
         blocks = block_sizes(x, rule) | (dict(maxnreg=255) if dot else {})
         if reference is not None and blocks["RESIDENT"] and capability(x) == 9 and not PIPELINES:
             blocks["num_stages"] = 1
         grid = triton.cdiv(len(x), blocks["BLOCK_N"]), triton.cdiv(x.shape[1], blocks["BLOCK_D"])
-        dx = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        dx = torch.empty_like(x, dtype=ending.dtype, memory_format=torch.contiguous_format)
         dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if dot else None
-        pointers, sizes, rest = arguments(x, y, temperature, rule, blocks)
-        x, y = (a if a.stride(1) == 1 else a.contiguous() for a in (x, y))
-        rows_kernel[grid](dx, dot, grad, reference, ranges(rule, blocks), x, y, x_side, y_side,
-                          padded(len(x)), padded(len(y)), unit, x.shape[1], x.stride(0), y.stride(0),
-                          *pointers, *sizes, POSITIVES=positives, SHIFT=shift, **rest)
+        operands, rest = arguments(x, y, temperature, rule, blocks)
+        given = Given.of(rows_in_place(x), rows_in_place(y), ending)
+        rows_kernel[grid](dx, dot, reference, ranges(rule, blocks), x_side, y_side, *operands, given, **rest)
         return dx, dot
 
-    dq, dk, dot = *(q.new_empty(0, q.shape[1], dtype=dtype) for _ in range(2)), None
-    if needs_q or needs_temperature:
-        dq, dot = of(q, k, rule, rows, columns, needs_temperature)
+    needs_q, needs_k, needs_dot = needs
+    dq, dk, dot = *(q.new_empty(0, q.shape[1], dtype=ending.dtype) for _ in range(2)), None
+    if needs_q:
+        dq, dot = of(q, k, rule, rows, columns, needs_dot)
     if needs_k:
         dk, _ = of(k, q, swapped(rule), columns, rows, False)
     return dq, dk, dot

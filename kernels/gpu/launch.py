@@ -19,6 +19,13 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 PROGRAMS = 2 * MULTIPROCESSORS
 
 
+class Shape(NamedTuple):
+    """Of the rows of q and k that a product takes."""
+    D: int
+    q_row: Any            # strides; None where they travel as descriptors
+    k_row: Any
+
+
 class KernelRule(NamedTuple):
     """Rule, without its name (EXCLUDE), and temperature as kernels take them; None is not there: no code."""
     row_ids: Any
@@ -34,6 +41,30 @@ class KernelRule(NamedTuple):
     column_stride: Any
     temperature: Any      # where it is learned: read on the device
     octaves: Any          # log2(e)/τ where it is a number
+
+
+class Ending(NamedTuple):
+    """How a sum of weighted rows becomes a gradient."""
+    grad: Any         # 0-dim: what reached the loss,
+    unit: float       # times this number
+    positives: bool   # whether the positives, which the rule leaves out of the sum, have a share
+    dtype: Any        # of the gradient
+
+
+class Given(NamedTuple):
+    """Rows as they were given and an Ending, as kernels take them for the last step of a gradient of x."""
+    grad: Any
+    x: Any
+    partners: Any     # the other rows, where positives are; None: no share of positives
+    unit: float
+    features: int
+    x_row: int        # strides
+    partner_row: int
+
+    @classmethod
+    def of(cls, x, y, ending):
+        partners = y if ending.positives else None
+        return cls(ending.grad, x, partners, ending.unit, x.shape[1], x.stride(0), y.stride(0))
 
 
 def ranges(rule, blocks):
@@ -58,7 +89,7 @@ def capability(x):
 
 
 def tile(x, rule, two_sided=False):
-    """Block sizes, warps, stages and input precision for rows of x; registers: tests/test_compile.py.
+    """Block sizes, warps, stages and input precision for rows of x; registers: tests/gpu/test_compile.py.
 
     two_sided    the tile is reduced along, or weighted with vectors of, both of its sides
     """
@@ -86,6 +117,11 @@ def check_device(q):
     if q.device.type != "cuda" and not INTERPRETED:
         raise ValueError(f"impl: 'triton' on {q.device} wants TRITON_INTERPRET=1 in the environment before "
                          "the start; use 'blockwise'")
+
+
+def rows_in_place(x):
+    """x, or a copy where a row's features are not contiguous: kernels take the stride of rows only."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def in_whole_words(x):
@@ -137,17 +173,17 @@ def octaves_of(temperature, x):
 
 
 def arguments(q, k, temperature, rule, blocks):
-    """(pointers and rule, sizes and strides, the rest by name): what all kernels take of q and k."""
+    """((q, k, KernelRule, N, M, Shape), the rest by name): what all kernels with a product take."""
     words = in_whole_words(q)
     q, k = words, words if k is q else in_whole_words(k)
     f_q, f_k = (None if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)
                 for f in (rule.row_features, rule.column_features))  # tiles sum in float32
-    shape = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
+    features = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     offset = 4 * rule.offset + 2  # in a tuple integers that are 1, or divide by 16, have kernels of their own
-    taken = KernelRule(*rule[1:5], f_q, f_k, offset, rule.phi, *shape, *scale_of(temperature, q)[-2:])
-    sizes, strides = (len(q), *k.shape), (q.stride(0), k.stride(0))
+    taken = KernelRule(*rule[1:5], f_q, f_k, offset, rule.phi, *features, *scale_of(temperature, q)[-2:])
+    n, m, shape = len(q), len(k), Shape(k.shape[1], q.stride(0), k.stride(0))
     if capability(q) >= 9:
-        strides = None, None
+        shape = Shape(k.shape[1], None, None)
         q, k = (TensorDescriptor.from_tensor(x, [rows, blocks["BLOCK_D"]])
                 for x, rows in ((q, blocks["BLOCK_N"]), (k, blocks["BLOCK_M"])))
-    return (q, k, taken), (*sizes, *strides), dict(EXCLUDE=rule.exclude, enable_fp_fusion=True, **blocks)
+    return (q, k, taken, n, m, shape), dict(EXCLUDE=rule.exclude, enable_fp_fusion=True, **blocks)

@@ -22,19 +22,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import MULTIPROCESSORS, arguments, check_device, ranges, tile
+from .launch import MULTIPROCESSORS, arguments, check_device, ranges, rows_in_place, tile
 from .tiles import LOG2E, finite, gap_of, in_range, kept, kernel, load, octaves, power, softplus, touched
 
 
 @kernel
-def fixed_keys_kernel(SUMS, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
-                      EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+def fixed_keys_kernel(SUMS, O, RANGES, split,
+                      Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """SUMS[y, :, rows of program x], top and log2 total, O[y, rows, :], over columns y·split to
     (y + 1)·split."""
     row = tl.program_id(0) * BLOCK_N
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
+    q = load(Q, row, 0, N, SHAPE.D, SHAPE.q_row, BLOCK_N, BLOCK_D)
     scale = octaves(RULE)
     first = tl.program_id(1) * split
     start, stop = in_range(RANGES, tl.program_id(0), first, tl.minimum(first + split, M), BLOCK_M)
@@ -42,7 +42,7 @@ def fixed_keys_kernel(SUMS, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
     total = tl.zeros((BLOCK_N,), tl.float32)
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for column in range(start, stop, BLOCK_M):
-        k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
+        k = load(K, column, 0, M, SHAPE.D, SHAPE.k_row, BLOCK_M, BLOCK_D)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
@@ -56,7 +56,8 @@ def fixed_keys_kernel(SUMS, O, RANGES, split, Q, K, RULE, N, M, D, q_row, k_row,
     tl.store(SUMS + 2 * slot + rows, top, mask=rows < N)
     tl.store(SUMS + 2 * slot + N + rows, tl.log2(total), mask=rows < N)    # total itself spills
     o = o / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(O + (slot + rows)[:, None] * D + d[None, :], o, mask=(rows < N)[:, None] & (d < D)[None, :])
+    tl.store(O + (slot + rows)[:, None] * SHAPE.D + d[None, :], o,
+             mask=(rows < N)[:, None] & (d < SHAPE.D)[None, :])
 
 
 @kernel
@@ -108,16 +109,16 @@ def splits_of(q, k, temperature, rule):
     """(tops and log2 totals (splits, 2, N), o (splits, N, padded D), rule, BLOCK_D): of each program."""
     check_device(q)
     blocks = block_sizes(q, rule)
-    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    operands, rest = arguments(q, k, temperature, rule, blocks)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
     at_once = MULTIPROCESSORS * (3 if blocks["num_warps"] == 4 else 1)
     splits = min(column_blocks, max(1, at_once // row_blocks))     # no program waits for another to end
     split = triton.cdiv(column_blocks, splits) * blocks["BLOCK_M"]
     splits = triton.cdiv(len(k), split)
     sums = torch.empty(splits, 2, len(q), dtype=torch.float32, device=q.device)
-    o = torch.empty(splits, len(q), sizes[2], dtype=torch.float32, device=q.device)
-    fixed_keys_kernel[row_blocks, splits](sums, o, ranges(rule, blocks), split, *pointers, *sizes, **rest)
-    return sums, o, pointers[2], blocks["BLOCK_D"]
+    o = torch.empty(splits, len(q), operands[-1].D, dtype=torch.float32, device=q.device)
+    fixed_keys_kernel[row_blocks, splits](sums, o, ranges(rule, blocks), split, *operands, **rest)
+    return sums, o, operands[2], blocks["BLOCK_D"]
 
 
 def similarity_lse(q, k, temperature, rule):
@@ -134,7 +135,7 @@ def similarity_lse(q, k, temperature, rule):
 def queue_loss(q, k, queue, temperature, rule):
     """(mean loss, its gradients in q and k (N, D)), all float32; see kernels.queue_loss."""
     parts, o_parts, taken, width = splits_of(q, queue, temperature, rule)
-    q, k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
+    q, k = rows_in_place(q), rows_in_place(k)
     loss = torch.empty(len(q), dtype=torch.float32, device=q.device)
     dq, dk = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in range(2))
     merge_keys_kernel[triton.cdiv(len(q), 16),](

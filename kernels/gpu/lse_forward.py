@@ -58,7 +58,6 @@ from .tiles import (
 
 SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
 PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
-GROUP = 16           # tiles of each side whose rows the cache holds
 WALK = 512           # rows that a program takes one after the other before it sums its columns
 
 
@@ -76,28 +75,28 @@ def keep_positives(POSITIVE, s, rows, column, origin, N, M, RULE, EXCLUDE: tl.co
 
 
 @kernel
-def parts_kernel(ROWS, COLUMNS, POSITIVE, RANGES, Q, K, RULE, N, M, D, q_row, k_row, first_row,
-                 first_column, height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                 RESIDENT: tl.constexpr, GROUP: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def parts_kernel(ROWS, COLUMNS, POSITIVE, RANGES, first_row, first_column, height, width, walk,
+                 Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                 RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """ROWS[:, J, i − first_row], COLUMNS[:, I, j − first_column] of a block, tops and totals; a program walks
     the columns of a row tile I."""
     walks = tl.cdiv(tl.cdiv(width, BLOCK_M), walk)
-    tile_i, walk_j = grouped(tl.program_id(0), tl.cdiv(height, BLOCK_N), walks, GROUP)
+    tile_i, walk_j = grouped(tl.program_id(0), tl.cdiv(height, BLOCK_N), walks)
     row = first_row + tile_i * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     scale = octaves(RULE)
     if RESIDENT:
-        q = load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D)
+        q = load(Q, row, 0, N, SHAPE.D, SHAPE.q_row, BLOCK_N, BLOCK_D)
     start = first_column + walk_j * walk * BLOCK_M
     stop = tl.minimum(start + walk * BLOCK_M, first_column + width)
     start, stop = in_range(RANGES, row // BLOCK_N, start, stop, BLOCK_M)
     for column in range(start, stop, BLOCK_M):
         columns = column + tl.arange(0, BLOCK_M)
         if RESIDENT:
-            s = tl.dot(q, load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D).T, input_precision=PRECISION)
+            k = load(K, column, 0, M, SHAPE.D, SHAPE.k_row, BLOCK_M, BLOCK_D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
         else:
-            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+            s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
                 keep_positives(POSITIVE, s, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
@@ -114,20 +113,20 @@ def parts_kernel(ROWS, COLUMNS, POSITIVE, RANGES, Q, K, RULE, N, M, D, q_row, k_
 
 
 @kernel
-def sums_kernel(ROWS, COLUMNS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, k_row, first_row,
-                first_column, height, width, walk, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                RESIDENT: tl.constexpr, GROUP: tl.constexpr, TRIANGLE: tl.constexpr,
+def sums_kernel(ROWS, COLUMNS, POSITIVE, REFERENCE, first_row, first_column, height, width, walk,
+                Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                RESIDENT: tl.constexpr, TRIANGLE: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """ROWS[J, i − first_row], COLUMNS[walk, j − first_column] of a block; a program walks the rows of a
     column tile J. TRIANGLE: a block on the diagonal of one set, whose tiles there (BLOCK_M is a multiple of
     BLOCK_N) count as columns."""
     walks = tl.cdiv(tl.cdiv(height, BLOCK_N), walk)
-    tile_j, walk_i = grouped(tl.program_id(0), tl.cdiv(width, BLOCK_M), walks, GROUP)
+    tile_j, walk_i = grouped(tl.program_id(0), tl.cdiv(width, BLOCK_M), walks)
     column = first_column + tile_j * BLOCK_M
     columns = column + tl.arange(0, BLOCK_M)
     scale, reference = octaves(RULE), tl.load(REFERENCE)
     if RESIDENT:
-        k = load(K, column, 0, M, D, k_row, BLOCK_M, BLOCK_D)
+        k = load(K, column, 0, M, SHAPE.D, SHAPE.k_row, BLOCK_M, BLOCK_D)
     start = first_row + walk_i * walk * BLOCK_N
     stop = tl.minimum(start + walk * BLOCK_N, first_row + height)
     if TRIANGLE:
@@ -137,9 +136,10 @@ def sums_kernel(ROWS, COLUMNS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, 
     for row in range(start, stop, BLOCK_N):
         rows = row + tl.arange(0, BLOCK_N)
         if RESIDENT:
-            s = tl.dot(load(Q, row, 0, N, D, q_row, BLOCK_N, BLOCK_D), k.T, input_precision=PRECISION)
+            q = load(Q, row, 0, N, SHAPE.D, SHAPE.q_row, BLOCK_N, BLOCK_D)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
         else:
-            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+            s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
                 keep_positives(POSITIVE, s, rows, column, column, N, M, RULE, EXCLUDE, BLOCK_M, True)
@@ -169,8 +169,8 @@ def add_kernel(TOTAL, PARTS, tiles, count, BLOCK: tl.constexpr):
 
 
 @kernel
-def ends_kernel(SUMS, LSE, SLOPE, LOSS, POSITIVE, REFERENCE, weight, Q, K, RULE, N, M, D, q_row, k_row,
-                EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+def ends_kernel(SUMS, LSE, SLOPE, LOSS, POSITIVE, REFERENCE, weight,
+                Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """SUMS[0] of the rows of program x beside their total, SUMS[1]; then LSE or SLOPE and a share of LOSS."""
     row = tl.program_id(0) * BLOCK_N
@@ -183,7 +183,7 @@ def ends_kernel(SUMS, LSE, SLOPE, LOSS, POSITIVE, REFERENCE, weight, Q, K, RULE,
         own_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
         own_total = tl.zeros((BLOCK_N,), tl.float32)
         for column in range(0, M, BLOCK_M):
-            s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+            s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
             keep = kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M)
             part_top, part_total = sums_of(tl.where(keep, s, float("-inf")), scale, 1)
             own_top, own_total = added(own_top, own_total, part_top, part_total)
@@ -275,7 +275,7 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
     positive, slope, lse = (ends.get(name) for name in ("positive", "slope", "lse"))
     blocks = block_sizes(q, rule, both) | (dict(maxnreg=255) if both else {})
     assert not both or blocks["BLOCK_N"] == blocks["BLOCK_M"], "tables of rows and of columns are one"
-    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    operands, rest = arguments(q, k, temperature, rule, blocks)
     of_groups = ranges(rule, blocks)
 
     def parts(i, j, height, width):
@@ -288,11 +288,11 @@ def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
         longest = 1 if of_groups is None and not blocks["RESIDENT"] else 16
         walk = max(1, min(longest, tiles_i * tiles_j // (4 * PROGRAMS)))
         parts_kernel[tiles_i * triton.cdiv(tiles_j, walk),](
-            of_rows, of_columns if both else None, positive, of_groups, *pointers, *sizes, first_row=i,
-            first_column=j, height=height, width=width, walk=walk, GROUP=GROUP, **rest)
+            of_rows, of_columns if both else None, positive, of_groups, i, j, height, width, walk,
+            *operands, **rest)
         return of_rows.view(2, tiles_j, height), of_columns.view(2, -1, width)
 
-    height, width = block_shape(q, k, square=both)
+    height, width = sums_block(q, k, square=both)
     if height >= n and width >= m:
         return Sums(sums, lse, slope, merge(sums, parts(0, 0, n, m)[0], True, **ends))
     sums.fill_(-torch.inf)
@@ -314,8 +314,8 @@ def two_sided(q, k, temperature, rule, reference, loss):
     totals, positive = sums[:, 1], sums.new_empty(n) if loss or rule.exclude != "none" else None
     blocks = sums_sizes(q, rule)
     assert not triangle or blocks["BLOCK_M"] % blocks["BLOCK_N"] == 0, "columns end on the diagonal"
-    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
-    side, _ = block_shape(q, k, square=True)
+    operands, rest = arguments(q, k, temperature, rule, blocks)
+    side, _ = sums_block(q, k, square=True)
     for i in range(0, n, side):
         for j in range(i if triangle else 0, n, side):
             height, width, on_diagonal = min(side, n - i), min(side, n - j), triangle and i == j
@@ -326,8 +326,8 @@ def two_sided(q, k, temperature, rule, reference, loss):
             parts = table(tiles_j * height + walks * width)
             of_rows, of_columns = parts.split([tiles_j * height, walks * width])
             sums_kernel[tiles_j * walks,](
-                of_rows, of_columns, positive, reference, *pointers, *sizes, first_row=i, first_column=j,
-                height=height, width=width, walk=walk, GROUP=GROUP, TRIANGLE=on_diagonal, **rest)
+                of_rows, of_columns, positive, reference, i, j, height, width, walk, *operands,
+                TRIANGLE=on_diagonal, **rest)
             if on_diagonal:
                 add(totals[0, i:i + height], parts)
             else:
@@ -340,10 +340,10 @@ def two_sided(q, k, temperature, rule, reference, loss):
     if loss:
         slope, shares = sums.new_empty(len(sums), n), sums.new_empty(len(sums), programs)
     for at, (x, y, of_side) in enumerate([(q, k, rule), (k, q, swapped(rule))][:len(sums)]):
-        pointers, sizes, rest = arguments(x, y, temperature, of_side, blocks)
+        operands, rest = arguments(x, y, temperature, of_side, blocks)
         of_loss = (slope[at], shares[at]) if loss else (None, None)
         ends_kernel[programs,](sums[at], lse, *of_loss, positive, reference, 1 / (n * len(sums)),
-                               *pointers, *sizes, **rest)
+                               *operands, **rest)
     return Sums(sums, lse, slope, shares.sum() if loss else None)
 
 
@@ -370,7 +370,7 @@ def merge(sums, parts, fresh=False, lse=None, positive=None, slope=None, weights
     return None if shares is None else shares[0] if programs == 1 else shares.sum()
 
 
-def block_shape(q, k, square):
+def sums_block(q, k, square):
     """(rows, columns) of a block: rows stay in cache, a table of parts has PARTS entries at most."""
     height = max(1024, min(SIDE, 2 ** 24 // q.shape[1] // 1024 * 1024))
     return height, height if square else PARTS * 64 // height // 1024 * 1024

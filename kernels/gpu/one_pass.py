@@ -17,14 +17,15 @@ row maxima, which need no bound, and one more pass over the strip makes weights 
 The device looks at the bound, so that nothing waits. Strips are as tall as paths.STRIP allows; Σ_i is done in
 their order, so the same input gives the same bits.
 """
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from ..paths import gradient_dtype, strip_height
-from .gradient import SHIFT
-from .gradient_blocks import GROUP, add_product, finished
-from .launch import arguments, check_device, multiplicands, scale_of, tile, turned
+from .gradient_blocks import add_product, finished, zeros
+from .launch import Ending, arguments, check_device, multiplicands, rows_in_place, scale_of, tile
 from .lse_forward import keep_positives, merge
 from .reference import Side, reference_of
 from .tiles import (
@@ -43,16 +44,16 @@ from .tiles import (
 
 
 @kernel
-def strip_kernel(E, PARTS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, k_row, first_row, height,
-                 tiles_x, tiles_y, e_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
+def strip_kernel(E, PARTS, POSITIVE, REFERENCE, first_row, height, tiles_x, tiles_y, e_row,
+                 Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """E[i, j] = exp2(s − top), PARTS[:, J, i] = top, Σ_j exp2(s − top), POSITIVE[i] of rows first_row + i;
     folded, top is 0 and not stored."""
-    tile_i, tile_j = grouped(tl.program_id(0), tiles_x, tiles_y, GROUP)
+    tile_i, tile_j = grouped(tl.program_id(0), tiles_x, tiles_y)
     row, column = first_row + tile_i * BLOCK_N, tile_j * BLOCK_M
     rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
     at = rows - first_row
-    s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+    s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
     if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
         keep_positives(POSITIVE - first_row, s, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
         s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
@@ -67,25 +68,17 @@ def strip_kernel(E, PARTS, POSITIVE, REFERENCE, Q, K, RULE, N, M, D, q_row, k_ro
     tl.store(E + at.to(tl.int64)[:, None] * e_row + columns[None, :], stored(e, E, PRECISION))
 
 
-@triton.jit
-def factors_of(SUMS, SLOPE, rows, inside, apart, SHIFT: tl.constexpr):
-    """own_factors of rows."""
-    top = tl.load(SUMS + rows, mask=inside, other=0.0)
-    total = tl.load(SUMS + apart + rows, mask=inside, other=0.0)
-    return own_factors(top, total, tl.load(SLOPE + rows, mask=inside, other=0.0), SHIFT)
-
-
 @kernel
 def scale_kernel(E, PARTS, SUMS, SLOPE, REFERENCE, height, apart, M, e_row, PRECISION: tl.constexpr,
-                 SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """E[i, j] becomes w_ij 2^SHIFT, a row tile of the tiles that made it at a time."""
+                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """E[i, j] becomes w_ij WEIGHT_SCALE, a row tile of the tiles that made it at a time."""
     if is_folded(REFERENCE):
         return
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < height
     of_tile = tl.load(PARTS + tl.program_id(1) * height + rows, mask=inside, other=0.0)
-    a, b = factors_of(SUMS, SLOPE, rows, inside, apart, SHIFT)
+    a, b = own_factors(SUMS, SLOPE, rows, inside, apart)
     factor = a * tl.exp2(of_tile - b)
     place = E + rows.to(tl.int64)[:, None] * e_row + columns[None, :]
     mask = inside[:, None] & (columns < M)[None, :]
@@ -95,11 +88,11 @@ def scale_kernel(E, PARTS, SUMS, SLOPE, REFERENCE, height, apart, M, e_row, PREC
 
 @kernel
 def fold_kernel(FOLDED, SCALES, Q, SUMS, SLOPE, REFERENCE, count, apart, features, q_row,
-                PRECISION: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """SCALES[i] = f_i 2^SHIFT and FOLDED[i] = f_i 2^SHIFT q_i; 1 and q_i where the strip has the factor."""
+                PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """SCALES[i] = f_i WEIGHT_SCALE, FOLDED[i] = SCALES[i] q_i; 1 and q_i where the strip has the factor."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    scale, _ = factors_of(SUMS, SLOPE, rows, rows < count, apart, SHIFT)
+    scale, _ = own_factors(SUMS, SLOPE, rows, rows < count, apart)
     scale = tl.where(is_folded(REFERENCE), scale, 1.0)
     tl.store(SCALES + rows, scale, mask=rows < count)
     inside = (rows < count)[:, None] & (d < features)[None, :]
@@ -112,57 +105,55 @@ def softmax_loss(q, k, temperature, rule, weights, needs_q, needs_k, needs_tempe
     """(loss, dq (N, D) or empty, dk (M, D) or empty, dτ or empty) of rows that were given in dtype; see
     operations.softmax_loss."""
     check_device(q)
-    given_q, given_k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
+    given = rows_in_place(q), rows_in_place(k)
     q, k = multiplicands(q, k)
-    new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
+    gradients = zeros(q, k, needs_q, needs_k, needs_temperature)
+    loss, side, scales, taken = add_strips(*gradients, q, k, temperature, rule, weights)
+    unit = 1 / len(q) if weights is None else 1.0
+    ending = Ending(loss.new_ones(()), unit, True, gradient_dtype(dtype, temperature, "triton"))
+    dq, dk, dot = finished(gradients, *given, taken, rule.exclude, side, Side(), ending, needs_temperature,
+                           scales)
+    return loss, dq, dk, -dot.sum() / temperature if needs_temperature else loss.new_empty(0)
+
+
+def add_strips(dq, dk, q, k, temperature, rule, weights):
+    """(loss, the Side of its softmax, scales of rows of dq (N,) or None, KernelRule); dq and dk, either of
+    which may be empty, take in the strips' products, rows of dq still without their factor where it has
+    scales."""
+    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     n, m, height = len(q), len(k), min(len(q), strip_height(q, k))
     reference = None if q.dtype == torch.float16 else reference_of(q, k, temperature)
-    needed = (q, needs_q or needs_temperature), (k, needs_k)
-    dq, dk = (new(len(x) if wanted else 0, x.shape[1]).zero_() for x, wanted in needed)
     blocks = tile(q, rule)
-    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    operands, rest = arguments(q, k, temperature, rule, blocks)
     whole = lambda count, block: triton.cdiv(count, blocks[block]) * blocks[block]
     strip = torch.empty(whole(height, "BLOCK_N"), whole(m, "BLOCK_M"), dtype=q.dtype, device=q.device)
     tiles, precision = strip.shape[1] // blocks["BLOCK_M"], blocks["PRECISION"]
     parts, positive, number = new(2 * tiles * height), new(height), scale_of(temperature, q)
-    sums, slope, scales, loss = new(1, 2, n), new(1, n), new(n), []
+    sums, slope, loss = new(1, 2, n), new(1, n), []
+    scales = None if reference is None else new(n)
     folded = torch.empty(height, q.shape[1], dtype=q.dtype, device=q.device)
     for i in range(0, n, height):
         at = slice(i, min(i + height, n))
-        w = strip[:at.stop - i, :m]
+        w, x = strip[:at.stop - i, :m], q[at]
         rows = triton.cdiv(len(w), blocks["BLOCK_N"])
-        strip_kernel[rows * tiles,](strip, parts, positive, reference, *pointers, *sizes, first_row=i,
-                                    height=len(w), tiles_x=rows, tiles_y=tiles, e_row=strip.stride(0),
-                                    GROUP=GROUP, **rest)
+        strip_kernel[rows * tiles,](strip, parts, positive, reference, i, len(w), rows, tiles,
+                                    strip.stride(0), *operands, **rest)
         of_strip = parts[:2 * tiles * len(w)].view(2, tiles, len(w))
-        of_rows = None if weights is None else weights[at]
-        loss.append(merge(sums[..., at], of_strip, True, None, positive, slope[:, at], of_rows, number, n,
+        own_weights = None if weights is None else weights[at]
+        loss.append(merge(sums[..., at], of_strip, True, None, positive, slope[:, at], own_weights, number, n,
                           reference))
         if weights is not None:
-            slope[:, at] *= of_rows
+            slope[:, at] *= own_weights
         of_rows = sums[..., at], slope[0, at], reference, len(w), n
         scale_kernel[triton.cdiv(len(w), 32), tiles](strip, parts, *of_rows, m, strip.stride(0), precision,
-                                                     SHIFT, BLOCK_N=32, BLOCK_M=blocks["BLOCK_M"])
+                                                     BLOCK_N=32, BLOCK_M=blocks["BLOCK_M"])
         if len(dq):
             add_product(dq[at], w, k)
-        x = q[at]
         if reference is not None:
-            x = folded[:len(w)]
             grid = triton.cdiv(len(w), 32), triton.cdiv(q.shape[1], 128)
-            fold_kernel[grid](x, scales[at], q[at], *of_rows, q.shape[1], q.stride(0), precision,
-                              SHIFT, BLOCK_N=32, BLOCK_D=128)
+            fold_kernel[grid](folded[:len(w)], scales[at], x, *of_rows, q.shape[1], q.stride(0), precision,
+                              BLOCK_N=32, BLOCK_D=128)
+            x = folded[:len(w)]
         if len(dk):
             add_product(dk, w.T, x)
-    *_, taken = pointers
-    side, no_side = Side(sums[0], slope[0]), Side()
-    dtype, dt = gradient_dtype(dtype, temperature, "triton"), new(0)
-    rest = rule.exclude, new().fill_(1), 1 / n if weights is None else 1.0, True, dtype, SHIFT
-    del strip, w, parts, folded, x
-    if len(dq):
-        scales = None if reference is None else scales
-        dq, dot = finished(dq, given_q, given_k, taken, side, no_side, *rest, needs_temperature, scales)
-    if needs_temperature:
-        dt = -dot.sum() / temperature
-    if len(dk):
-        dk, _ = finished(dk, given_k, given_q, turned(taken), no_side, side, *rest, False)
-    return torch.stack(loss).sum(), dq.to(dtype), dk.to(dtype), dt
+    return torch.stack(loss).sum(), Side(sums[0], slope[0]), scales, operands[2]

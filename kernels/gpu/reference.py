@@ -35,7 +35,8 @@ class Side(NamedTuple):
     """A softmax of the loss, over the rows or the columns, as kernels take it; nothing but None: has not."""
     sums: Any = None      # (2, N) float32: top and Σ_j exp2(s_j − top)
     slope: Any = None     # (N,) float32: dloss/dlse
-    factors: Any = None   # (2, padded N) float32: a and b of the weights a exp2(s − b); None: few rows
+    factors: Any = None   # (2, padded) float32: a and b of the weights a exp2(s − b); None: few rows
+    padded: Any = None    # N, to a multiple of LONGEST_TILE
 
 
 @triton.jit
@@ -65,15 +66,12 @@ def reference_kernel(REFERENCE, X_VECTOR, Y_VECTOR, RULE, N, M, OF_NORMS: tl.con
 
 
 @kernel
-def factors_kernel(FACTORS, SUMS, SLOPE, count, padded_x, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """FACTORS[0, i], FACTORS[1, i] = a and b with a exp2(s − b) = slope exp2(s − lse) 2^SHIFT; 0 past the
-    last row."""
+def factors_kernel(FACTORS, SUMS, SLOPE, count, BLOCK: tl.constexpr):
+    """FACTORS[:, i] = own_factors of row i, 0 past the last row."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    top = tl.load(SUMS + at, mask=at < count, other=0.0)
-    total = tl.load(SUMS + count + at, mask=at < count, other=0.0)
-    a, b = own_factors(top, total, tl.load(SLOPE + at, mask=at < count, other=0.0), SHIFT)
+    a, b = own_factors(SUMS, SLOPE, at, at < count, count)
     tl.store(FACTORS + at, a)
-    tl.store(FACTORS + padded_x + at, b)
+    tl.store(FACTORS + tl.num_programs(0) * BLOCK + at, b)
 
 
 def reference_of(q, k, temperature):
@@ -97,19 +95,14 @@ def of_vectors(x, y, n, m, rule):
     return reference
 
 
-def padded(count):
-    return triton.cdiv(count, LONGEST_TILE) * LONGEST_TILE
-
-
-def side_of(statistics, shift):
+def side_of(statistics):
     """(sums, slope), or None, as a Side; its factors are made here unless rows are few."""
     if statistics is None:
         return Side()
     sums, slope = (x if x.data_ptr() % 16 == 0 else x.clone() for x in statistics)  # or it has its own kernel
     if len(slope) <= FEW:
         return Side(sums, slope)
-    size = padded(len(slope))
-    factors = torch.empty(2, size, dtype=torch.float32, device=slope.device)
-    factors_kernel[size // LONGEST_TILE,](factors, sums, slope, len(slope), size, SHIFT=shift,
-                                          BLOCK=LONGEST_TILE, enable_fp_fusion=True)
-    return Side(sums, slope, factors)
+    programs = triton.cdiv(len(slope), LONGEST_TILE)
+    factors = torch.empty(2, programs * LONGEST_TILE, dtype=torch.float32, device=slope.device)
+    factors_kernel[programs,](factors, sums, slope, len(slope), BLOCK=LONGEST_TILE, enable_fp_fusion=True)
+    return Side(sums, slope, factors, factors.shape[1])

@@ -17,25 +17,34 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from ..paths import gradient_dtype
-from .gradient import SHIFT
-from .gradient_blocks import GROUP, add_blocks, finished
-from .launch import arguments, check_device, is_number, multiplicands, tile, turned
+from .gradient_blocks import add_blocks, finished, zeros
+from .launch import Ending, arguments, check_device, is_number, multiplicands, rows_in_place, tile
 from .lse_forward import keep_positives
 from .reference import Side
-from .tiles import LOG2E, grouped, kept, kernel, octaves, product, stored, sum_of_softplus, touched
+from .tiles import (
+    LOG2E,
+    WEIGHT_SCALE,
+    grouped,
+    kept,
+    kernel,
+    octaves,
+    product,
+    stored,
+    sum_of_softplus,
+    touched,
+)
 
 
 @kernel
-def sigmoid_kernel(W, PARTS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x, tiles_y, w_row, Q, K, RULE,
-                   N, M, D, q_row, k_row, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, SHIFT: tl.constexpr,
-                   GROUP: tl.constexpr,
+def sigmoid_kernel(W, PARTS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x, tiles_y, w_row,
+                   Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """W[i, j] = 2^SHIFT σ(s_ij) of a block whose first tile is (first_x, first_y); PARTS[:, program] =
+    """W[i, j] = WEIGHT_SCALE σ(s_ij) of a block whose first tile is (first_x, first_y); PARTS[:, program] =
     Σ softplus(s), Σ σ(s) of a tile; POSITIVE[i], a product, of rows whose positive is there."""
-    tile_i, tile_j = grouped(tl.program_id(0), tiles_x, tiles_y, GROUP)
+    tile_i, tile_j = grouped(tl.program_id(0), tiles_x, tiles_y)
     row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
     rows = row + tl.arange(0, BLOCK_N)
-    s = product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+    s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
     if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
         keep_positives(POSITIVE, s, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
         s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
@@ -46,7 +55,7 @@ def sigmoid_kernel(W, PARTS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x, ti
     tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(w, 1), 0))
     if W is not None:
         i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
-        w = stored(w * (1 << SHIFT), W, PRECISION)
+        w = stored(w * WEIGHT_SCALE, W, PRECISION)
         tl.store(W + i.to(tl.int64)[:, None] * w_row + j[None, :], w)
 
 
@@ -54,34 +63,27 @@ def sigmoid_loss(q, k, temperature, bias, rule, needs_q, needs_k, needs_temperat
     """(loss, dq (N, D), dk (M, D), dτ, db, or empty) of rows that were given in dtype; see
     operations.sigmoid_loss."""
     check_device(q)
-    given_q, given_k = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k))
+    given = rows_in_place(q), rows_in_place(k)
     q, k = multiplicands(q, k)
-    new = lambda *shape: torch.empty(shape, dtype=torch.float32, device=q.device)
-    needed = (q, needs_q or needs_temperature), (k, needs_k)
-    dq, dk = (new(len(x) if wanted else 0, x.shape[1]).zero_() for x, wanted in needed)
-    n, positive, blocks = len(q), new(len(q)), tile(q, rule)
+    gradients = zeros(q, k, needs_q, needs_k, needs_temperature)
+    n, positive, blocks = len(q), q.new_empty(len(q), dtype=torch.float32), tile(q, rule)
     sums = torch.zeros(2, dtype=torch.float64, device=q.device)
-    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    operands, rest = arguments(q, k, temperature, rule, blocks)
     biased = (None, bias.item()) if is_number(bias, q) else (bias, 0.0)
 
     def weigh(w, w_row, x, y, tiles_x, tiles_y):
-        parts = new(2, tiles_x * tiles_y)
+        parts = positive.new_empty(2, tiles_x * tiles_y)
         sigmoid_kernel[tiles_x * tiles_y,](w, parts, positive, *biased, x, y, tiles_x, tiles_y, w_row,
-                                           *pointers, *sizes, SHIFT=SHIFT, GROUP=GROUP, **rest)
+                                           *operands, **rest)
         sums.add_(parts.sum(1, dtype=torch.float64))
 
-    add_blocks(dq, dk, q, k, blocks, weigh)
+    add_blocks(*gradients, q, k, blocks, weigh)
     logit = positive / temperature + bias
-    side, no_side, (*_, taken) = Side(slope=(-logit).sigmoid()), Side(), pointers
+    side = Side(slope=(-logit).sigmoid())
     loss = ((sums[0] - F.logsigmoid(logit).sum(dtype=torch.float64)) / n).float()
-    dtype, dt, db = gradient_dtype(dtype, temperature, "triton"), new(0), new(0)
-    rest = rule.exclude, new().fill_(1), 1 / n, True, dtype, SHIFT
-    if len(dq):
-        dq, dot = finished(dq, given_q, given_k, taken, side, no_side, *rest, needs_temperature)
-    if needs_temperature:
-        dt = -dot.sum() / temperature
-    if len(dk):
-        dk, _ = finished(dk, given_k, given_q, turned(taken), no_side, side, *rest, False)
-    if needs_bias:
-        db = ((sums[1] - side.slope.sum(dtype=torch.float64)) / n).float()
-    return loss, dq.to(dtype), dk.to(dtype), dt, db
+    ending = Ending(loss.new_ones(()), 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
+    dq, dk, dot = finished(gradients, *given, operands[2], rule.exclude, side, Side(), ending,
+                           needs_temperature)
+    dt = -dot.sum() / temperature if needs_temperature else loss.new_empty(0)
+    db = ((sums[1] - side.slope.sum(dtype=torch.float64)) / n).float() if needs_bias else loss.new_empty(0)
+    return loss, dq, dk, dt, db

@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
+WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # weights are held times this (gradient.py)
+GROUP = tl.constexpr(16)             # tiles of each side whose rows the second-level cache holds
 # one compiled kernel serves all batches: no code for integers that change with them, nor for where vectors of
 # one number a row begin
 kernel = triton.jit(
     do_not_specialize=("N", "M", "apart", "first_row", "first_column", "first_x", "first_y", "height",
-                       "width", "walk", "split", "splits", "tiles", "tiles_x", "tiles_y", "count", "padded_x",
-                       "padded_y"),
+                       "width", "walk", "split", "splits", "tiles", "tiles_x", "tiles_y", "count"),
     do_not_specialize_on_alignment=("SUMS", "LSE", "SLOPE", "TOTAL", "POSITIVE", "WEIGHTS", "SCALES",
                                     "X_VECTOR", "Y_VECTOR"))
 
@@ -37,13 +38,13 @@ def load(X, row, d, count, width, stride, BLOCK: tl.constexpr, BLOCK_D: tl.const
 
 
 @triton.jit
-def product(Q, K, row, column, N, M, D, q_row, k_row, PRECISION: tl.constexpr,
+def product(Q, K, row, column, N, M, SHAPE, PRECISION: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """(BLOCK_N, BLOCK_M) float32: q_i·k_j of the tile at (row, column)."""
     s = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for d in range(0, D, BLOCK_D):
-        q = load(Q, row, d, N, D, q_row, BLOCK_N, BLOCK_D)
-        k = load(K, column, d, M, D, k_row, BLOCK_M, BLOCK_D)
+    for d in range(0, SHAPE.D, BLOCK_D):
+        q = load(Q, row, d, N, SHAPE.D, SHAPE.q_row, BLOCK_N, BLOCK_D)
+        k = load(K, column, d, M, SHAPE.D, SHAPE.k_row, BLOCK_M, BLOCK_D)
         s = tl.dot(q, k.T, s, input_precision=PRECISION)
     return s
 
@@ -179,33 +180,35 @@ def gap_of(top, total, positive, scale):
 
 
 @triton.jit
-def own_factors(top, total, slope, SHIFT: tl.constexpr):
-    """(a, b) with slope exp2(s − lse) 2^SHIFT = a exp2(s − b); lse as a number would have |s|'s rounding."""
-    return tl.where(total == 0.0, 0.0, slope * (1 << SHIFT) / total), top
+def own_factors(SUMS, SLOPE, rows, mask, apart):
+    """(a, b) of rows, with WEIGHT_SCALE slope exp2(s − lse) = a exp2(s − b); totals are `apart` from tops.
+    lse as one number would have the rounding of |s|."""
+    top = tl.load(SUMS + rows, mask=mask, other=0.0)
+    total = tl.load(SUMS + apart + rows, mask=mask, other=0.0)
+    slope = tl.load(SLOPE + rows, mask=mask, other=0.0)
+    return tl.where(total == 0.0, 0.0, slope * WEIGHT_SCALE / total), top
 
 
 @triton.jit
-def factors(SIDE, at, count, padded, SHIFT: tl.constexpr):
+def factors(SIDE, at, count):
     """(a, b) of rows of a side: their part of a weight is a exp2(s − b)."""
     a, b = 1.0, 0.0
     if SIDE.slope is not None:
         if SIDE.factors is not None:                               # made once, for whole tiles
-            a, b = tl.load(SIDE.factors + at), tl.load(SIDE.factors + padded + at)
+            a, b = tl.load(SIDE.factors + at), tl.load(SIDE.factors + SIDE.padded + at)
         else:
-            top = tl.load(SIDE.sums + at, mask=at < count, other=0.0)
-            total = tl.load(SIDE.sums + count + at, mask=at < count, other=0.0)
-            a, b = own_factors(top, total, tl.load(SIDE.slope + at, mask=at < count, other=0.0), SHIFT)
+            a, b = own_factors(SIDE.sums, SIDE.slope, at, at < count, count)
     return a, b
 
 
 @triton.jit
-def weights(s, scale, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padded, SHIFT: tl.constexpr):
-    """2^SHIFT (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds; either may be missing. s:
-    products."""
+def weights(s, scale, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M):
+    """WEIGHT_SCALE (slope_i exp2(s_ij − lse_i) + slope_j exp2(s_ij − lse_j)), dloss/ds, of products s; either
+    may be missing."""
     if REFERENCE is None:
         w = tl.zeros(s.shape, tl.float32)
         if Y_SIDE.slope is not None:
-            column_a, column_b = factors(Y_SIDE, columns, M, padded, SHIFT)
+            column_a, column_b = factors(Y_SIDE, columns, M)
             w = power(s, scale, column_b[None, :]) * column_a[None, :]
         if X_SIDE.slope is not None:
             w += power(s, scale, row_b[:, None]) * row_a[:, None]
@@ -215,20 +218,19 @@ def weights(s, scale, row_a, row_b, columns, X_SIDE, Y_SIDE, REFERENCE, M, padde
             column_a = tl.load(Y_SIDE.factors + columns)
             w = power(s, scale, reference) * (row_a[:, None] + column_a[None, :])
         else:
-            column_a, column_b = factors(Y_SIDE, columns, M, padded, SHIFT)
+            column_a, column_b = factors(Y_SIDE, columns, M)
             w = power(s, scale, column_b[None, :]) * column_a[None, :]
             w += power(s, scale, row_b[:, None]) * row_a[:, None]
     return w
 
 
 @triton.jit
-def finish(dx, X, PARTNERS, X_SIDE, Y_SIDE, GRAD, unit, RULE, rows, d, N, M, features, x_row, partner_row,
-           EXCLUDE: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr):
+def finish(dx, GIVEN, X_SIDE, Y_SIDE, RULE, rows, d, N, M, EXCLUDE: tl.constexpr, DOT: tl.constexpr):
     """From Σ_j w_ij y_j to the gradient: less the positive's share, times what reached the loss; and if DOT
     each row's share of ⟨x, dx⟩."""
-    dx = dx * (1.0 / (1 << SHIFT))
-    inside = (rows < N)[:, None] & (d < features)[None, :]
-    if PARTNERS is not None:
+    dx = dx * (1.0 / WEIGHT_SCALE)
+    inside = (rows < N)[:, None] & (d < GIVEN.features)[None, :]
+    if GIVEN.partners is not None:
         at = positive_of(rows, N, RULE, EXCLUDE)
         there = (rows < N) & (at >= 0) & (at < M)
         share = tl.zeros((rows.shape[0],), tl.float32)
@@ -236,13 +238,13 @@ def finish(dx, X, PARTNERS, X_SIDE, Y_SIDE, GRAD, unit, RULE, rows, d, N, M, fea
             share += tl.load(X_SIDE.slope + rows, mask=there, other=0.0)
         if Y_SIDE.slope is not None:
             share += tl.load(Y_SIDE.slope + at, mask=there, other=0.0)
-        partner = tl.load(PARTNERS + at.to(tl.int64)[:, None] * partner_row + d[None, :],
-                          mask=there[:, None] & (d < features)[None, :], other=0.0)
+        partner = tl.load(GIVEN.partners + at.to(tl.int64)[:, None] * GIVEN.partner_row + d[None, :],
+                          mask=there[:, None] & (d < GIVEN.features)[None, :], other=0.0)
         dx = dx - share[:, None] * partner.to(tl.float32)
-    dx = dx * (tl.load(GRAD) * unit * octaves(RULE) / LOG2E)
+    dx = dx * (tl.load(GIVEN.grad) * GIVEN.unit * octaves(RULE) / LOG2E)
     dots = 0.0
     if DOT:
-        x = tl.load(X + rows.to(tl.int64)[:, None] * x_row + d[None, :], mask=inside, other=0.0)
+        x = tl.load(GIVEN.x + rows.to(tl.int64)[:, None] * GIVEN.x_row + d[None, :], mask=inside, other=0.0)
         dots = tl.sum(dx * x.to(tl.float32), 1)
     return dx, inside, dots
 
@@ -274,11 +276,11 @@ def sum_of_softplus(x):
 
 
 @triton.jit
-def grouped(program, tiles_x, tiles_y, SIDE: tl.constexpr):
-    """(x, y) of a program: SIDE by SIDE tiles run at a time, so that their rows stay in the cache."""
-    group = program // (SIDE * tiles_y)
-    first, inner = group * SIDE, program % (SIDE * tiles_y)
-    high = tl.minimum(tiles_x - first, SIDE)
+def grouped(program, tiles_x, tiles_y):
+    """(x, y) of a program: GROUP by GROUP tiles run at a time, so that their rows stay in the cache."""
+    group = program // (GROUP * tiles_y)
+    first, inner = group * GROUP, program % (GROUP * tiles_y)
+    high = tl.minimum(tiles_x - first, GROUP)
     return first + inner % high, inner // high
 
 

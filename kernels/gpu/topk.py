@@ -20,9 +20,9 @@ LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @kernel
-def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUDE: tl.constexpr,
-                PRECISION: tl.constexpr, SLOTS: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def topk_kernel(VALUES, PLACES, split,
+                Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """VALUES, PLACES[rows of program x, y·SLOTS …] = the SLOTS largest logits of split y of the columns; ∞
     stands for NaN, LARGEST for ∞."""
     row = tl.program_id(0) * BLOCK_N
@@ -33,7 +33,7 @@ def topk_kernel(VALUES, PLACES, split, Q, K, RULE, N, M, D, q_row, k_row, EXCLUD
     places = tl.full((BLOCK_N, SLOTS), -1, tl.int32)
     for start in range(first, tl.minimum(first + split, M), BLOCK_M):
         columns = start + tl.arange(0, BLOCK_M)
-        s = product(Q, K, row, start, N, M, D, q_row, k_row, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        s = product(Q, K, row, start, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         s = tl.where(s == s, tl.minimum(s, LARGEST), float("inf"))    # NaN compares with nothing
         s = tl.where(kept(rows, start, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
         better = tl.max(s, 1) > tl.min(values, 1)
@@ -60,14 +60,14 @@ def similarity_topk(q, k, temperature, n, rule):
     """(values (N, n) float32, columns (N, n) int64), largest first; see kernels.similarity_topk."""
     check_device(q)
     blocks = block_sizes(q, rule)
-    pointers, sizes, rest = arguments(q, k, temperature, rule, blocks)
+    operands, rest = arguments(q, k, temperature, rule, blocks)
     row_blocks, column_blocks = triton.cdiv(len(q), blocks["BLOCK_N"]), triton.cdiv(len(k), blocks["BLOCK_M"])
     splits = min(column_blocks, triton.cdiv(PROGRAMS, row_blocks))
     split = triton.cdiv(column_blocks, splits) * blocks["BLOCK_M"]
     splits, slots = triton.cdiv(len(k), split), triton.next_power_of_2(max(n, 2))
     values = torch.empty(len(q), splits * slots, dtype=torch.float32, device=q.device)
     places = torch.empty(len(q), splits * slots, dtype=torch.int32, device=q.device)
-    topk_kernel[row_blocks, splits](values, places, split, *pointers, *sizes, SLOTS=slots, **rest)
+    topk_kernel[row_blocks, splits](values, places, split, *operands, SLOTS=slots, **rest)
     values, order = values.topk(n, 1)
     nan, infinite = values == torch.inf, values == LARGEST.value
     values = values.masked_fill_(infinite, torch.inf).masked_fill_(nan, torch.nan)

@@ -1,8 +1,8 @@
 """Every Triton kernel compiled for sm_80, sm_90 and sm_100 as a real launch would compile it: no GPU needed.
 
-    python -m pytest tests/test_compile.py                      the kernels that are nearest to a limit
-    TENCL_COMPILE=all python -m pytest tests/test_compile.py    all 1,500, in ten minutes
-    python tests/test_compile.py [90]                           their table: registers, spills, shared memory
+    python -m pytest tests/gpu/test_compile.py                      the kernels that are nearest to a limit
+    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 1,500, ten minutes
+    python tests/gpu/test_compile.py [90]                        their table: registers, spills, shared memory
 
 The host functions are called as users call them, on a driver that compiles for the chip and runs nothing.
 What must hold: nothing spills but a word of predicates (other versions of Triton spill a little more), shared
@@ -112,8 +112,8 @@ def launches(name, precision):
 
 def all_kernels():
     """Every kernel of the package, by whatever module it is found in."""
-    modules = [importlib.import_module(f"kernels.gpu.{path.stem}") for path in (ROOT / "kernels/gpu").glob("*.py")
-               if "triton" in path.read_text() and "benchmark" not in path.stem and "cost" not in path.stem]
+    files = (ROOT / "kernels/gpu").glob("[a-z]*.py")
+    modules = [importlib.import_module(f"kernels.gpu.{file.stem}") for file in files]
     found = (x for module in modules for x in vars(module).values() if hasattr(x, "device_caches"))
     return sorted({kernel for kernel in found if "kernel" in kernel.fn.__name__}, key=lambda x: x.fn.__name__)
 
@@ -188,7 +188,6 @@ def variants():
     from kernels import (
         clip_loss,
         info_nce,
-        launch,
         linear_cross_entropy,
         nt_xent,
         queue_loss,
@@ -196,6 +195,7 @@ def variants():
         similarity_lse,
     )
     from kernels.cost.launches import absent
+    from kernels.gpu import launch
     launch.INTERPRETED, on = True, dict(impl="triton")
     driver.set_active(absent("sm_90"))
     ids = lambda x: torch.arange(len(x))

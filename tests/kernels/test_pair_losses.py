@@ -263,19 +263,10 @@ X, ONE = torch.randn(4, 3), torch.ones(4, dtype=torch.int64)
     (lambda: triplet_loss(X, X, X[:, :2]), r"negative: found \(4, 2\), wanted \(4, 3\)"),
     (lambda: triplet_loss(X[:1], X[:1]), "positive: 1 row, wanted at least 2 where no negative is given"),
     (lambda: triplet_loss(X, X, margin=0), "margin: 0, wanted a number above 0"),
-    (lambda: triplet_loss(X, X, margin=True), "margin: found True, wanted a number"),
-    (lambda: triplet_loss(X, X, mining="semi"), "mining: 'semi', wanted hard or semi-hard"),
-    (lambda: triplet_loss(ONE[:, None], X), "anchor: found torch.int64, wanted floating point"),
-    (lambda: margin_loss(X, X, ONE / 1), "same: found torch.float32, wanted bool or integers"),
     (lambda: margin_loss(X, X, ONE[:3]), r"same: found \(3,\), wanted \(4,\)"),
     (lambda: margin_loss(X, X, ONE * 2), "same: found 2, wanted 0 or 1"),
-    (lambda: margin_loss(X, X, [1, 0, 1, 0]), r"same: found list, wanted a tensor \(4,\)"),
-    (lambda: margin_loss(X, X, ONE, math.nan), "margin: nan, wanted a number above 0"),
     (lambda: sup_con_loss(X), r"z: found \(4, 3\), wanted \(N, V, D\)"),
-    (lambda: sup_con_loss(X[:, None], ONE[:3]), r"labels: found \(3,\), wanted \(4,\)"),
-    (lambda: sup_con_loss(X[:, None], ONE.bool()), "labels: found torch.bool, wanted integers"),
-    (lambda: sup_con_loss(X[:, None], base_temperature=0), "base_temperature: 0, wanted a number above 0"),
-    (lambda: sup_con_loss(X[:, None], impl="cuda"), "impl: 'cuda', wanted auto")])
+    (lambda: sup_con_loss(X[:, None], ONE[:3]), r"labels: found \(3,\), wanted \(4,\)")])
 def test_bad_arguments(call, wanted):
     with pytest.raises(ValueError, match=wanted):
         call()

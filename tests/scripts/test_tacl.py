@@ -64,7 +64,7 @@ def test_tacl_loss(impl, form, shape, temperature, monkeypatch):
     """Chosen padding is no anchor; without one the loss is 0. A sequence of one token has no negatives, but
     for padding. Small strips: sequences of a few anchors share one, long ones are cut. Of an easy task too,
     of equal views, of zero vectors, of plain products. The teacher has no gradient and keeps its values."""
-    for name, value in dict(SMALL=0, ROWS=5, STRIP=1).items():
+    for name, value in dict(SMALL=0, ROWS=5, STRIP_LOGITS=1).items():
         monkeypatch.setattr(blockwise, name, value)
     student, teacher, masked, real = batch(*shape, seed=sum(shape))
     kept, holes, one = teacher.clone().requires_grad_(), teacher.clone(), torch.zeros_like(real)
