@@ -112,10 +112,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
-from kernels.training.images import dataset
+from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
-from kernels.training.images.dataset import Pictures, knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images.dataset import Pictures
 from kernels.training.images.encoders import PictureEncoder, load_image_encoder
+from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.run import Run
 
@@ -196,6 +197,70 @@ def build_model(args, pictures, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
+    """Mean over queries of −log softmax of their key among that key and the queue.
+
+    q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
+    queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
+    returns    scalar float32, float64 for float64
+    raises     ValueError naming the argument, what it was and what is wanted
+    source     He et al. 2020, eq. 1
+    """
+    check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
+    check_unit("queue", queue)
+    return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
+
+
+def compute_loss(model, batch, rows, args):
+    """This rank's part of the loss of `rows` pictures: queries are views (n, 3, S, S) of this rank, keys are
+    (rows, D), of all; the lists hold one of each, with --symmetric two."""
+    queries, keys = batch
+    own, loss = own_rows(rows), 0
+    for x, k in zip(queries, keys):
+        q = model(x)
+        with half_products(q, args):
+            mean = moco_loss(q, k[own], model.queue, args.temperature, impl=args.impl)
+        loss = loss + mean * (len(x) / rows)
+    return loss, {"loss": loss.detach()}
+
+
+@torch.no_grad()
+def update_key_encoder(key_encoder, query_encoder, momentum):
+    """θ_k ← m θ_k + (1 − m) θ_q over parameters, in their order (He et al. 2020, eq. 2).
+
+    Batch statistics are the key encoder's own. momentum 0 copies, 1 freezes. Parameters are to be float32:
+    in half types 1 − m = 1e-3 would vanish.
+    """
+    torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
+
+
+@torch.no_grad()
+def enqueue(queue, pointer, keys):
+    """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
+
+    The queue is a ring, changed in place: call it after backward. Raises ValueError where N > K, or where
+    widths differ.
+    """
+    check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
+    checks.check_integer("pointer", pointer, 0, len(queue) - 1)
+    if len(keys) > len(queue):
+        raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
+    queue[(pointer + torch.arange(len(keys), device=queue.device)) % len(queue)] = keys.to(queue.dtype)
+    return (pointer + len(keys)) % len(queue)
+
+
+@torch.no_grad()
+def encode_keys(model, views, rows):
+    """(rows, D) unit keys of all ranks' views (n, 3, S, S), which meet in other parts than the queries do."""
+    views = gather_rows(views, rows)
+    order = torch.randperm(rows, device=views.device)
+    if dist.is_initialized():
+        dist.broadcast(order, 0)
+    mine = model.key.features(views[order[own_rows(rows)]])
+    keys = gather_rows(F.normalize(model.key.head(mine).float(), dim=1), rows)
+    return keys[order.argsort()]
+
+
 class SplitBatchNorm(nn.BatchNorm2d):
     """A batch norm that sees every `rows` pictures in a row apart, as a GPU without synchronisation does; the
     running mean and variance are means over these parts (demo)."""
@@ -223,70 +288,6 @@ def split_norms(encoder, rows):
                 split.rows = rows
                 split.load_state_dict(norm.state_dict())
                 setattr(module, name, split)
-
-
-@torch.no_grad()
-def encode_keys(model, views, rows):
-    """(rows, D) unit keys of all ranks' views (n, 3, S, S), which meet in other parts than the queries do."""
-    views = gather_rows(views, rows)
-    order = torch.randperm(rows, device=views.device)
-    if dist.is_initialized():
-        dist.broadcast(order, 0)
-    mine = model.key.features(views[order[own_rows(rows)]])
-    keys = gather_rows(F.normalize(model.key.head(mine).float(), dim=1), rows)
-    return keys[order.argsort()]
-
-
-def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss of `rows` pictures: queries are views (n, 3, S, S) of this rank, keys are
-    (rows, D), of all; the lists hold one of each, with --symmetric two."""
-    queries, keys = batch
-    own, loss = own_rows(rows), 0
-    for x, k in zip(queries, keys):
-        q = model(x)
-        with half_products(q, args):
-            mean = moco_loss(q, k[own], model.queue, args.temperature, impl=args.impl)
-        loss = loss + mean * (len(x) / rows)
-    return loss, {"loss": loss.detach()}
-
-
-def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
-    """Mean over queries of −log softmax of their key among that key and the queue.
-
-    q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
-    queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
-    returns    scalar float32, float64 for float64
-    raises     ValueError naming the argument, what it was and what is wanted
-    source     He et al. 2020, eq. 1
-    """
-    check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
-    check_unit("queue", queue)
-    return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
-
-
-@torch.no_grad()
-def update_key_encoder(key_encoder, query_encoder, momentum):
-    """θ_k ← m θ_k + (1 − m) θ_q over parameters, in their order (He et al. 2020, eq. 2).
-
-    Batch statistics are the key encoder's own. momentum 0 copies, 1 freezes. Parameters are to be float32:
-    in half types 1 − m = 1e-3 would vanish.
-    """
-    torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
-
-
-@torch.no_grad()
-def enqueue(queue, pointer, keys):
-    """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
-
-    The queue is a ring, changed in place: call it after backward. Raises ValueError where N > K, or where
-    widths differ.
-    """
-    check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
-    checks.check_integer("pointer", pointer, 0, len(queue) - 1)
-    if len(keys) > len(queue):
-        raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
-    queue[(pointer + torch.arange(len(keys), device=queue.device)) % len(queue)] = keys.to(queue.dtype)
-    return (pointer + len(keys)) % len(queue)
 
 
 def compute_bank_loss(model, views, rows, args):
@@ -344,7 +345,7 @@ def linear_probe(model, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return dataset.score(args, __file__, CROPS, linear_probe)
+        return evaluation.score(args, __file__, CROPS, linear_probe)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)
@@ -357,7 +358,7 @@ def main(argv=None):
     run.begin(model, optimizer, total)
     if run.progress["pointer"] >= args.queue:
         fail(f"--resume: {args.out}/state.pt is damaged: its place in the queue is beyond {args.queue} keys")
-    pictures.before(model, run)
+    evaluation.before(model, pictures, run)
     pictures.start(run, total, args.crop, 1 if args.memory_bank else 2)
     model.train()
     for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
@@ -378,8 +379,8 @@ def main(argv=None):
             run.progress["pointer"] = enqueue(model.queue, run.progress["pointer"], torch.cat(keys))
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
-            pictures.judge(model, run)
-    pictures.after(model, run, linear_probe)
+            evaluation.judge(model, pictures, run)
+    evaluation.after(model, pictures, run, linear_probe)
 
 
 if __name__ == "__main__":

@@ -157,12 +157,12 @@ class Files(Source):
 
     def load_views(self, plan, size, cubic, device):
         """What Arrays.load_views yields."""
-        for views in self.decode(plan, size, cubic):
-            yield scaled(views.to(device))
+        for parts in self.decode(plan, size, cubic):
+            yield scaled(torch.cat([part.to(device) for part in parts], 1).flatten(0, 1))
 
     def decode(self, plan, size, cubic):
-        """Yields the same as (views · n, size, size, 3) uint8. A batch is a task for each worker; while one
-        is in use the workers are at the next two."""
+        """Yields the parts (views, n, size, size, 3) uint8 of each batch. A batch is a task for each worker;
+        while one is in use the workers are at the next two."""
         counts = deque()                                       # tasks of each batch
 
         def tasks():
@@ -178,7 +178,7 @@ class Files(Source):
             parts = [first, *itertools.islice(done, counts.popleft() - 1)]
             for fault in (part for part in parts if isinstance(part, str)):
                 fail(f"{fault}; it was whole when training began", every_rank=True)
-            yield torch.cat(parts, 1).flatten(0, 1)
+            yield parts
 
 
 # ── decoding, in workers ──
