@@ -136,7 +136,7 @@ from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
 from kernels.training.images.dataset import Pictures
 from kernels.training.images.encoders import PictureEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
-from kernels.training.images.lars import LARS
+from kernels.training.images.lars import LARS, make_optimizer  # noqa: F401
 from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
 from kernels.training.run import Run
 
@@ -320,24 +320,6 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
     checks.check_temperature(temperature, logits.device)
     soft = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
     return F.cross_entropy(logits / temperature, soft)
-
-
-def make_optimizer(model, rate, args):
-    """lars (paper); sgd, with momentum, all weights decay (SupCon's code); nesterov or adam, all but norms do
-    (SimCLR's code)."""
-    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
-    kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
-                 adam=torch.optim.Adam)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    apart, flags = set(), {}
-    if args.optimizer in ("nesterov", "adam"):
-        norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
-        apart, flags = {p for part in norms for p in part.parameters()}, dict(weight_decay=0.0)
-    elif args.optimizer == "lars" and model.classes:
-        apart, flags = {model.head[-1].weight}, dict(trust=None)
-    groups = [dict(params=[p for p in weights if p not in apart]),
-              dict(params=[p for p in weights if p in apart], **flags)]
-    return kinds[args.optimizer](groups[: 1 + bool(apart)], lr=rate, weight_decay=args.weight_decay)
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────

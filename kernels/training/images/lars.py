@@ -1,5 +1,25 @@
-"""LARS, the optimizer of SimCLR (You et al. 2017, arXiv 1708.03888)."""
+"""LARS, the optimizer of SimCLR (You et al. 2017, arXiv 1708.03888), and those that may take its place."""
+import functools
+
 import torch
+
+
+def make_optimizer(model, rate, args):
+    """lars (paper); sgd, with momentum, all weights decay (SupCon's code); nesterov or adam, all but norms do
+    (SimCLR's code)."""
+    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
+    kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
+                 adam=torch.optim.Adam)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    apart, flags = set(), {}
+    if args.optimizer in ("nesterov", "adam"):
+        norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
+        apart, flags = {p for part in norms for p in part.parameters()}, dict(weight_decay=0.0)
+    elif args.optimizer == "lars" and model.classes:
+        apart, flags = {model.head[-1].weight}, dict(trust=None)
+    groups = [dict(params=[p for p in weights if p not in apart]),
+              dict(params=[p for p in weights if p in apart], **flags)]
+    return kinds[args.optimizer](groups[: 1 + bool(apart)], lr=rate, weight_decay=args.weight_decay)
 
 
 class LARS(torch.optim.Optimizer):
