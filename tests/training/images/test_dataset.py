@@ -24,7 +24,7 @@ from transformers import (
 import moco
 import simclr
 from kernels.training.cli import Fault
-from kernels.training.images import dataset
+from kernels.training.images import dataset, evaluation
 from kernels.training.images import encoders as nets
 from kernels.training.images.augmentation import Crops
 from running import DATA, equal, free_port, refuse, run
@@ -189,10 +189,10 @@ def test_bad_pictures_and_flags(name, files, flags, wanted, bert, here, capfd):
 
 def test_neighbours_vote():
     bank, labels = torch.eye(4).repeat(3, 1), torch.arange(4).repeat(3)
-    assert dataset.knn_accuracy(bank, labels, torch.eye(4), torch.tensor([1, 1, 2, 3]), k=3) == 75
+    assert evaluation.knn_accuracy(bank, labels, torch.eye(4), torch.tensor([1, 1, 2, 3]), k=3) == 75
     bank, labels = torch.tensor([[1.0, 0], [1, 2], [1, -2]]), torch.tensor([0, 1, 1])
-    assert dataset.knn_accuracy(bank, labels, bank[:1], labels[:1]) == 100  # one near outweighs two far ones
-    assert simclr.knn_accuracy is moco.knn_accuracy is dataset.knn_accuracy
+    assert evaluation.knn_accuracy(bank, labels, bank[:1], labels[:1]) == 100  # one near outweighs two far ones
+    assert simclr.knn_accuracy is moco.knn_accuracy is evaluation.knn_accuracy
 
 
 @pytest.mark.parametrize("size", [8, 112])
