@@ -55,7 +55,7 @@ def views_of(source, boxes, size, cubic):
 @pytest.mark.parametrize("script", SCRIPTS.values())
 @pytest.mark.parametrize("name, mode", [
     ("a.png", "RGB"), ("a.png", "L"), ("a.png", "P"), ("a.png", "RGBA"), ("a.png", "1"), ("a.gif", "P"),
-    ("a.bmp", "RGB"), ("a.webp", "RGB"), ("a.jpg", "CMYK"), ("a.jpg", "L")])
+    ("a.bmp", "RGB"), ("a.webp", "RGB"), ("a.tif", "RGB"), ("a.jpg", "CMYK"), ("a.jpg", "L")])
 def test_a_cut_is_pillows(name, mode, script, tmp_path):
     """To the bit where nothing is shrunk before: boxes smaller, larger and other in shape than views; of an
     animation the first picture."""
