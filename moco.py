@@ -112,6 +112,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
+from kernels.training.extras.memory_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
 from kernels.training.images.dataset import Pictures
@@ -168,8 +169,8 @@ def augment(x, args):
 
 
 # CIFAR-10's and ImageNet's mean and standard deviation of each channel
-CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CIFAR_STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def build_model(args, pictures, run):
@@ -183,7 +184,8 @@ def build_model(args, pictures, run):
     hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
     head = nn.Sequential(*hidden, nn.Linear(width, args.width))
     split_norms(encoder, args.batch_size // args.bn_splits)
-    model = PictureEncoder(encoder, head, run, *(CIFAR if pictures.small else IMAGENET))
+    statistics = CIFAR_STATISTICS if pictures.small else IMAGENET_STATISTICS
+    model = PictureEncoder(encoder, head, run, *statistics)
     if not args.memory_bank:
         model.key = copy.deepcopy(model).requires_grad_(False)
     queue = F.normalize(torch.randn(waiting, args.width), dim=1)
@@ -238,8 +240,7 @@ def update_key_encoder(key_encoder, query_encoder, momentum):
 def enqueue(queue, pointer, keys):
     """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
 
-    The queue is a ring, changed in place: call it after backward. Raises ValueError where N > K, or where
-    widths differ.
+    The queue is a ring, changed in place: call it after backward. Raises ValueError if N > K.
     """
     check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
     checks.check_integer("pointer", pointer, 0, len(queue) - 1)
@@ -288,36 +289,6 @@ def split_norms(encoder, rows):
                 split.rows = rows
                 split.load_state_dict(norm.state_dict())
                 setattr(module, name, split)
-
-
-def compute_bank_loss(model, views, rows, args):
-    """compute_loss with --memory-bank, of this rank's views (n, 3, S, S) of the pictures `rows` of all ranks.
-    The bank then holds their queries."""
-    bank, rows = model.queue, torch.tensor(rows, device=views.device)
-    drawn = torch.randint(len(bank), (args.queue,), device=views.device)       # own slots too, as released
-    if dist.is_initialized():
-        dist.broadcast(drawn, 0)
-    q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
-    with half_products(q, args):                               # moco_loss would wait for a look at the slots
-        mean = queue_loss(q, bank[own], bank[drawn], args.temperature, impl=args.impl)
-    update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.momentum)
-    loss = mean * (len(q) / len(rows))
-    return loss, {"loss": loss.detach()}
-
-
-@torch.no_grad()
-def update_bank(bank, rows, q, momentum):
-    """The slots of pictures, in place, become unit vectors along m · slot + (1 − m) · query.
-
-    bank       (M, D) unit vectors, one of each picture
-    rows, q    (n,) integers, different ones, and (n, D) unit queries
-    raises     ValueError naming the argument, what it was and what is wanted
-    source     Wu et al. 2018, released code
-    """
-    check_rows(bank=(bank, "M D"), rows=(rows, "n", int), q=(q, "n D"))
-    checks.check_number("momentum", momentum, 0, 1)
-    rows = rows.long()
-    bank[rows] = F.normalize(torch.lerp(q.float(), bank[rows].float(), momentum), dim=1).to(bank.dtype)
 
 
 def epoch_rate(epoch, epochs, args):

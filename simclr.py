@@ -130,6 +130,7 @@ from torch import nn
 
 import kernels
 from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_lse
+from kernels.training.extras.simclr_v2 import Tuning, distillation_loss  # noqa: F401 - for importers
 from kernels.training.images import encoders as nets
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
@@ -213,12 +214,6 @@ def build_model(args, pictures, run, tuning=None):
     what = f"classifier on layer {args.from_layer}" if classes else f"{args.head_layers}-layer head"
     say("model", f"{args.model}, {size:.1f} M parameters, {what}")
     return model.to(run.device, memory_format=torch.channels_last)
-
-
-def v2_tuning(args, pictures, run):
-    """What --finetune and --distill train in the place of a projection head."""
-    from kernels.training.extras.simclr_v2 import Tuning
-    return Tuning(args, pictures, run)
 
 
 def projection_head(width, args):
@@ -308,20 +303,6 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     return kernels.sup_con_loss(F.normalize(features, dim=2), labels, temperature, base, impl=impl)
 
 
-def distillation_loss(logits, teacher_logits, temperature=1.0):
-    """Mean over pictures of −Σ_y P_teacher(y) log P_student(y), both at one temperature.
-
-    logits, teacher_logits    (N, C) of student and teacher, any float type; the teacher's get no gradient
-    returns                   scalar of the student's type
-    raises                    ValueError naming the argument, what it was and what is wanted
-    source                    Chen et al. 2020, SimCLR v2, distillation
-    """
-    check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
-    checks.check_temperature(temperature, logits.device)
-    soft = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
-    return F.cross_entropy(logits / temperature, soft)
-
-
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -361,7 +342,7 @@ def main(argv=None):
     check(args)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
-    tuning = v2_tuning(args, pictures, run) if args.finetune or args.distill else None
+    tuning = Tuning(args, pictures, run) if args.finetune or args.distill else None
     model = build_model(args, pictures, run, tuning)
     pictures.join(run)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
@@ -377,7 +358,7 @@ def main(argv=None):
     for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, rate))
         if tuning:
-            loss, values = tuning.compute_loss(model, rows, distillation_loss)
+            loss, values = tuning.compute_loss(model, rows)
         else:
             loss, values = compute_loss(model, make_batch(rows, pictures, args), len(rows), args)
         optimizer.zero_grad()

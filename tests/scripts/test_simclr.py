@@ -231,15 +231,14 @@ def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
 
 @pytest.mark.parametrize("given", ["--distill t --temperature 0.3", "--finetune x"])
 def test_loss_of_a_classifier(given, monkeypatch):
-    """One view of this rank's half of the pictures, by the teacher's logits at --temperature, or by labels."""
+    """One view of this rank's half of the pictures, by the teacher at --temperature, or by labels."""
     teacher = PictureEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 3), classes="abc")
     monkeypatch.setattr(simclr_v2, "load_classifier", lambda *_: teacher.train())
     monkeypatch.setattr(simclr_v2, "own_rows", lambda count: slice(4, count))
     views, logits, labels = torch.rand(4, 3, 16, 16), torch.randn(4, 3), torch.arange(9) % 3
     pictures = SimpleNamespace(feed=iter([views]), classes="abc", train=SimpleNamespace(labels=labels))
     tuning = Tuning(flags(*given.split()), pictures, SimpleNamespace(device="cpu"))
-    loss, _ = tuning.compute_loss(lambda x: logits * torch.equal(x, views), [*range(8)],
-                                  simclr.distillation_loss)
+    loss, _ = tuning.compute_loss(lambda x: logits * torch.equal(x, views), [*range(8)])
     wanted = F.cross_entropy(logits, labels[4:8])
     if tuning.teacher:
         wanted = simclr.distillation_loss(logits, teacher.eval()(views), 0.3)

@@ -3,9 +3,23 @@ projection head, trained on one view of each picture."""
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import own_rows
+from kernels import check_rows, checks, own_rows
 
 from ..images.encoders import load_classifier, load_layers
+
+
+def distillation_loss(logits, teacher_logits, temperature=1.0):
+    """Mean over pictures of −Σ_y P_teacher(y) log P_student(y), both at one temperature.
+
+    logits, teacher_logits    (N, C) of student and teacher, any float type; the teacher's get no gradient
+    returns                   scalar of the student's type
+    raises                    ValueError naming the argument, what it was and what is wanted
+    source                    Chen et al. 2020, SimCLR v2, distillation
+    """
+    check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
+    checks.check_temperature(temperature, logits.device)
+    soft = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
+    return F.cross_entropy(logits / temperature, soft)
 
 
 class Tuning:
@@ -32,7 +46,7 @@ class Tuning:
         nn.init.zeros_(last.bias)
         return nn.Sequential(*kept, last)
 
-    def compute_loss(self, model, rows, distillation_loss):
+    def compute_loss(self, model, rows):
         """This rank's part of the loss of the pictures `rows`, of all ranks: against the teacher's logits, or
         their labels."""
         views = next(self.pictures.feed)
