@@ -138,7 +138,7 @@ from kernels.training.images.dataset import Pictures
 from kernels.training.images.encoders import PictureEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.images.lars import LARS, make_optimizer  # noqa: F401
-from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
 from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -321,16 +321,6 @@ def linear_probe(model, pictures, run):
     return train_probe(model, pictures, run, batch=batch, rate=rate, nesterov=not supervised, decay=decay)
 
 
-def profile(model, optimizer, pictures, run):
-    """Says what share of a step its loss takes (--profile)."""
-    from kernels.benchmark.step import describe_step
-    args, rows = run.args, run.args.batch_size
-    pictures.start(run, 1, args.crop)
-    batch = make_batch(next(batches(len(pictures), rows, args.seed)), pictures, args)
-    text = describe_step(model.train(), optimizer, compute_loss, batch, rows, args)
-    say("profile", f"{rows} pictures, {run.device.type}, {args.precision}, {text}; views not counted")
-
-
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -350,7 +340,8 @@ def main(argv=None):
     rate = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, rate, args)
     if args.profile:
-        return profile(model, optimizer, pictures, run)
+        from kernels.training.extras.step_times import profile
+        return profile(model, optimizer, pictures, run, make_batch, compute_loss)
     run.begin(model, optimizer, total, warmup)
     evaluation.before(model, pictures, run)
     pictures.start(run, total, args.crop, 1 if model.classes else 2)
