@@ -157,14 +157,11 @@ def read_batch(path):
         data, labels = (array.values if type(array) is Array else array for array in arrays)
         if type(data) is not np.ndarray or data.ndim != 2 or data.shape[1] != 3072:
             fail(f"{path}: data are {getattr(data, 'shape', 'no array')}, wanted uint8 (N, 3072)")
-        if type(labels) not in (list, np.ndarray) or len(labels) != len(data):
-            found = f"{len(labels):,}" if type(labels) in (list, np.ndarray) else "no list"
-            fail(f"{path}: labels are {found}, wanted {len(data):,} integers")
-        for label in labels if type(labels) is list else []:
-            if type(label) is not int or not 0 <= label < 2**63:
-                found = label if type(label) is int else f"a {type(label).__name__}"
-                fail(f"{path}: a label is {found}, wanted an integer from 0 up, below 2^63")
-        return data, np.array(labels, np.int64)
+        if type(labels) is list and all(type(label) is int and 0 <= label < 2**63 for label in labels):
+            labels = np.array(labels, np.int64)
+        if type(labels) is not np.ndarray or labels.shape != data.shape[:1]:
+            fail(f"{path}: labels are no list of {len(data):,} integers from 0 up, below 2^63")
+        return data, labels
 
 
 # ── files ──

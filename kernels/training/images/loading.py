@@ -146,14 +146,20 @@ class Files(Source):
         known = [self.paths, self.ends, checksums, *([] if self.labels is None else [self.labels.numpy()])]
         self.digest = hashlib.sha1(b"".join(map(bytes, known))).hexdigest()
         if damaged:
-            name = lambda row: os.path.relpath(self.path(row), self.folder)
-            named = [f"{name(row)}: {what}" for row, what in itertools.islice(damaged.items(), MOST_NAMED)]
-            named += [f"{len(damaged) - len(named):,} more"] * (len(damaged) > len(named))
-            text = f"{path}: {len(damaged):,} of {len(self):,} pictures cannot be read: {'; '.join(named)}"
+            text = self.describe_damaged(path, damaged)
             if not skip or len(damaged) == len(self):
                 fail(f"{text}; repair or delete them, or leave them out by --skip-damaged")
             say("skipped", text)
             self.keep(np.setdiff1d(self.places, [*damaged]))
+
+    def describe_damaged(self, path, damaged):
+        """A text of {row: what is wrong with it}, which names the first of them."""
+        named = []
+        for row, what in itertools.islice(damaged.items(), MOST_NAMED):
+            named.append(f"{os.path.relpath(self.path(row), self.folder)}: {what}")
+        if len(damaged) > len(named):
+            named.append(f"{len(damaged) - len(named):,} more")
+        return f"{path}: {len(damaged):,} of {len(self):,} pictures cannot be read: {'; '.join(named)}"
 
     def load_views(self, plan, size, cubic, device):
         """What Arrays.load_views yields."""

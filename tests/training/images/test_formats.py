@@ -151,13 +151,9 @@ for _ in range(40):
     (batch(FLAT[0]), r"data are \(3072,\), .*"), (batch(FLAT[:, 1:]), r"data are \(4, 3071\), .*"),
     (batch(FLAT / 1), r"holds a numpy.dtype that is no .*"),
     (batch(FLAT[:0], []), ".*"),
-    ({b"data": FLAT}, "labels are no list, wanted 4 integers"),
-    (batch(labels=[1]), "labels are 1, wanted 4 .*"),
-    (batch(labels=[0, 1, 2, 3.0]), "a label is a float, wanted an integer from 0 up, below 2.63"),
-    (batch(labels=[0, 1, 2, True]), "a label is a bool, .*"),
-    (batch(labels=[0, 1, 2, -1]), "a label is -1, .*"),
-    (batch(labels=[2**63] * 4), "a label is 9223372036854775808, .*"),
-    (batch(labels=[10**5000] * 4), ".*"), (batch(labels=[LAUGHS] * 4), "a label is a list, .*")])
+    *(({b"data": FLAT, b"labels": labels}, r"labels are no list of 4 integers from 0 up, below 2\^63")
+      for labels in (None, [1], [0, 1, 2, 3.0], [0, 1, 2, True], [0, 1, 2, -1], [2**63] * 4, [10**5000] * 4,
+                     [LAUGHS] * 4))])
 def test_values_that_are_no_batch(value, wanted, here, capfd):
     put("x/data_batch_1", pickle.dumps(value))
     refuse_data(capfd, rf"x/data_batch_1: {wanted}")
