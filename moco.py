@@ -112,10 +112,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
-from kernels.training.images import dataset
+from kernels.training.extras.memory_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
+from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
-from kernels.training.images.dataset import Pictures, knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images.dataset import Pictures
 from kernels.training.images.encoders import PictureEncoder, load_image_encoder
+from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
 from kernels.training.run import Run
 
@@ -167,8 +169,8 @@ def augment(x, args):
 
 
 # CIFAR-10's and ImageNet's mean and standard deviation of each channel
-CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CIFAR_STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def build_model(args, pictures, run):
@@ -182,7 +184,8 @@ def build_model(args, pictures, run):
     hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
     head = nn.Sequential(*hidden, nn.Linear(width, args.width))
     split_norms(encoder, args.batch_size // args.bn_splits)
-    model = PictureEncoder(encoder, head, run, *(CIFAR if pictures.small else IMAGENET))
+    statistics = CIFAR_STATISTICS if pictures.small else IMAGENET_STATISTICS
+    model = PictureEncoder(encoder, head, run, *statistics)
     if not args.memory_bank:
         model.key = copy.deepcopy(model).requires_grad_(False)
     queue = F.normalize(torch.randn(waiting, args.width), dim=1)
@@ -194,6 +197,69 @@ def build_model(args, pictures, run):
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
+    """Mean over queries of −log softmax of their key among that key and the queue.
+
+    q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
+    queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
+    returns    scalar float32, float64 for float64
+    raises     ValueError naming the argument, what it was and what is wanted
+    source     He et al. 2020, eq. 1
+    """
+    check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
+    check_unit("queue", queue)
+    return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
+
+
+def compute_loss(model, batch, rows, args):
+    """This rank's part of the loss of `rows` pictures: queries are views (n, 3, S, S) of this rank, keys are
+    (rows, D), of all; the lists hold one of each, with --symmetric two."""
+    queries, keys = batch
+    own, loss = own_rows(rows), 0
+    for x, k in zip(queries, keys):
+        q = model(x)
+        with half_products(q, args):
+            mean = moco_loss(q, k[own], model.queue, args.temperature, impl=args.impl)
+        loss = loss + mean * (len(x) / rows)
+    return loss, {"loss": loss.detach()}
+
+
+@torch.no_grad()
+def update_key_encoder(key_encoder, query_encoder, momentum):
+    """θ_k ← m θ_k + (1 − m) θ_q over parameters, in their order (He et al. 2020, eq. 2).
+
+    Batch statistics are the key encoder's own. momentum 0 copies, 1 freezes. Parameters are to be float32:
+    in half types 1 − m = 1e-3 would vanish.
+    """
+    torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
+
+
+@torch.no_grad()
+def enqueue(queue, pointer, keys):
+    """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
+
+    The queue is a ring, changed in place: call it after backward. Raises ValueError if N > K.
+    """
+    check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
+    checks.check_integer("pointer", pointer, 0, len(queue) - 1)
+    if len(keys) > len(queue):
+        raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
+    queue[(pointer + torch.arange(len(keys), device=queue.device)) % len(queue)] = keys.to(queue.dtype)
+    return (pointer + len(keys)) % len(queue)
+
+
+@torch.no_grad()
+def encode_keys(model, views, rows):
+    """(rows, D) unit keys of all ranks' views (n, 3, S, S), which meet in other parts than the queries do."""
+    views = gather_rows(views, rows)
+    order = torch.randperm(rows, device=views.device)
+    if dist.is_initialized():
+        dist.broadcast(order, 0)
+    mine = model.key.features(views[order[own_rows(rows)]])
+    keys = gather_rows(F.normalize(model.key.head(mine).float(), dim=1), rows)
+    return keys[order.argsort()]
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
@@ -225,100 +291,6 @@ def split_norms(encoder, rows):
                 setattr(module, name, split)
 
 
-@torch.no_grad()
-def encode_keys(model, views, rows):
-    """(rows, D) unit keys of all ranks' views (n, 3, S, S), which meet in other parts than the queries do."""
-    views = gather_rows(views, rows)
-    order = torch.randperm(rows, device=views.device)
-    if dist.is_initialized():
-        dist.broadcast(order, 0)
-    mine = model.key.features(views[order[own_rows(rows)]])
-    keys = gather_rows(F.normalize(model.key.head(mine).float(), dim=1), rows)
-    return keys[order.argsort()]
-
-
-def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss of `rows` pictures: queries are views (n, 3, S, S) of this rank, keys are
-    (rows, D), of all; the lists hold one of each, with --symmetric two."""
-    queries, keys = batch
-    own, loss = own_rows(rows), 0
-    for x, k in zip(queries, keys):
-        q = model(x)
-        with half_products(q, args):
-            mean = moco_loss(q, k[own], model.queue, args.temperature, impl=args.impl)
-        loss = loss + mean * (len(x) / rows)
-    return loss, {"loss": loss.detach()}
-
-
-def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
-    """Mean over queries of −log softmax of their key among that key and the queue.
-
-    q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
-    queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
-    returns    scalar float32, float64 for float64
-    raises     ValueError naming the argument, what it was and what is wanted
-    source     He et al. 2020, eq. 1
-    """
-    check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
-    check_unit("queue", queue)
-    return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
-
-
-@torch.no_grad()
-def update_key_encoder(key_encoder, query_encoder, momentum):
-    """θ_k ← m θ_k + (1 − m) θ_q over parameters, in their order (He et al. 2020, eq. 2).
-
-    Batch statistics are the key encoder's own. momentum 0 copies, 1 freezes. Parameters are to be float32:
-    in half types 1 − m = 1e-3 would vanish.
-    """
-    torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
-
-
-@torch.no_grad()
-def enqueue(queue, pointer, keys):
-    """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
-
-    The queue is a ring, changed in place: call it after backward. Raises ValueError where N > K, or where
-    widths differ.
-    """
-    check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
-    checks.check_integer("pointer", pointer, 0, len(queue) - 1)
-    if len(keys) > len(queue):
-        raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
-    queue[(pointer + torch.arange(len(keys), device=queue.device)) % len(queue)] = keys.to(queue.dtype)
-    return (pointer + len(keys)) % len(queue)
-
-
-def compute_bank_loss(model, views, rows, args):
-    """compute_loss with --memory-bank, of this rank's views (n, 3, S, S) of the pictures `rows` of all ranks.
-    The bank then holds their queries."""
-    bank, rows = model.queue, torch.tensor(rows, device=views.device)
-    drawn = torch.randint(len(bank), (args.queue,), device=views.device)       # own slots too, as released
-    if dist.is_initialized():
-        dist.broadcast(drawn, 0)
-    q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
-    with half_products(q, args):                               # moco_loss would wait for a look at the slots
-        mean = queue_loss(q, bank[own], bank[drawn], args.temperature, impl=args.impl)
-    update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.momentum)
-    loss = mean * (len(q) / len(rows))
-    return loss, {"loss": loss.detach()}
-
-
-@torch.no_grad()
-def update_bank(bank, rows, q, momentum):
-    """The slots of pictures, in place, become unit vectors along m · slot + (1 − m) · query.
-
-    bank       (M, D) unit vectors, one of each picture
-    rows, q    (n,) integers, different ones, and (n, D) unit queries
-    raises     ValueError naming the argument, what it was and what is wanted
-    source     Wu et al. 2018, released code
-    """
-    check_rows(bank=(bank, "M D"), rows=(rows, "n", int), q=(q, "n D"))
-    checks.check_number("momentum", momentum, 0, 1)
-    rows = rows.long()
-    bank[rows] = F.normalize(torch.lerp(q.float(), bank[rows].float(), momentum), dim=1).to(bank.dtype)
-
-
 def epoch_rate(epoch, epochs, args):
     """The learning rate's factor: half a cosine; with --v1 a tenth at 60 and 80 % of the epochs (paper)."""
     if args.v1:
@@ -344,7 +316,7 @@ def linear_probe(model, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return dataset.score(args, __file__, CROPS, linear_probe)
+        return evaluation.score(args, __file__, CROPS, linear_probe)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
     model = build_model(args, pictures, run)
@@ -357,7 +329,7 @@ def main(argv=None):
     run.begin(model, optimizer, total)
     if run.progress["pointer"] >= args.queue:
         fail(f"--resume: {args.out}/state.pt is damaged: its place in the queue is beyond {args.queue} keys")
-    pictures.before(model, run)
+    evaluation.before(model, pictures, run)
     pictures.start(run, total, args.crop, 1 if args.memory_bank else 2)
     model.train()
     for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
@@ -378,8 +350,8 @@ def main(argv=None):
             run.progress["pointer"] = enqueue(model.queue, run.progress["pointer"], torch.cat(keys))
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
-            pictures.judge(model, run)
-    pictures.after(model, run, linear_probe)
+            evaluation.judge(model, pictures, run)
+    evaluation.after(model, pictures, run, linear_probe)
 
 
 if __name__ == "__main__":

@@ -123,22 +123,23 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
-import time
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from kernels import check_rows, checks, choose_impl, gather_rows, nt_xent, own_rows, similarity_lse
-from kernels.training.images import dataset
+from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_lse
+from kernels.training.extras.simclr_v2 import Tuning, distillation_loss  # noqa: F401 - for importers
 from kernels.training.images import encoders as nets
+from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
-from kernels.training.images.dataset import Pictures, knn_accuracy, train_probe  # noqa: F401
-from kernels.training.images.encoders import PictureEncoder, load_classifier, load_image_encoder
-from kernels.training.loop import batches, epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
-from kernels.training.run import Run, peak_gb
+from kernels.training.images.dataset import Pictures
+from kernels.training.images.encoders import PictureEncoder, load_image_encoder
+from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images.lars import LARS, make_optimizer  # noqa: F401
+from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
+from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,17 +182,11 @@ def load_data(path, args):
     return pictures
 
 
-def make_batch(rows, pictures, args, teacher=None):
-    """(views, targets) of this rank's n pictures of a global batch, (2n, 3, S, S) float32 from 0 to 1: two
-    views of each, all first before all second. Targets are with --supervised the labels of all ranks; a
-    classifier's batch has one view, and this rank's labels, or a teacher's logits."""
-    views, own = next(pictures.feed), own_rows(len(rows))
-    if teacher:
-        return views, teacher.encode_batches([views], logits=True)
-    if args.finetune:
-        return views, pictures.train.labels[rows[own]].to(views.device)
-    labels = pictures.train.labels[rows].to(views.device) if args.supervised else None
-    return augment(views, args), labels
+def make_batch(rows, pictures, args):
+    """(views, labels) of this rank's n pictures of a global batch: two views of each, all first before all
+    second, (2n, 3, S, S) float32 from 0 to 1; with --supervised the labels of all ranks, else None."""
+    views = augment(next(pictures.feed), args)
+    return views, pictures.train.labels[rows].to(views.device) if args.supervised else None
 
 
 def augment(x, args):
@@ -203,15 +198,15 @@ def augment(x, args):
     return x.clamp(0, 1)
 
 
-def build_model(args, pictures, run, teacher=None):
-    """The encoder, and a projection head, or a classifier of the labels or of a teacher."""
+def build_model(args, pictures, run, tuning=None):
+    """The encoder and its projection head; for `tuning` (--finetune, --distill) a classifier instead."""
     encoder = load_image_encoder(args.model, pictures.small)
     width = encoder.config.hidden_sizes[-1]
     if args.model in nets.RESNETS:
         for block in (block for stage in encoder.encoder.stages for block in stage.layers):
             nn.init.zeros_(block.layer[-1].normalization.weight)   # the block starts as the identity (paper)
-    classes = pictures.classes if args.finetune else teacher and teacher.classes
-    head = classifier(args, width, len(classes)) if classes else projection_head(width, args)
+    head = tuning.make_head(width) if tuning else projection_head(width, args)
+    classes = tuning and tuning.classes
     model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model), classes)
     if run.world > 1 and run.device.type != "cpu":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -239,47 +234,7 @@ def projection_head(width, args):
     return head
 
 
-def classifier(args, width, classes):
-    """The first --from-layer layers of --model's projection head, and a linear one that starts at zero."""
-    kept = []
-    if args.from_layer:
-        kept, width = nets.load_layers(args.model, args.from_layer)
-    last = nn.Linear(width, classes)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(*kept, last)
-
-
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss of a batch (views, targets) of `rows` pictures. Both views go through the
-    encoder at once, so batch norms see all of them, or a chunk of them."""
-    views, targets = batch
-    out = model(views)
-    if args.distill:
-        loss = distillation_loss(out, targets, args.temperature) * (len(out) / rows)
-    elif args.finetune:
-        loss = F.cross_entropy(out, targets) * (len(out) / rows)
-    else:
-        loss = loss_of_projections(out, targets, rows, args)
-    return loss, {"loss": loss.detach()}
-
-
-def loss_of_projections(z, labels, rows, args):
-    """The part of this rank's raw projections z (2n, D), first views before second, in the whole loss."""
-    z1, z2 = z.chunk(2)
-    gathered = None
-    if args.supervised or len(z1) < rows:
-        gathered = gather_rows(z1, rows), gather_rows(z2, rows)
-    with half_products(z, args) if args.normalize else contextlib.nullcontext():
-        if args.supervised:
-            loss = sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
-        else:
-            loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start,
-                               normalize=args.normalize, impl=args.impl)
-    return loss * (len(z1) / rows)
 
 
 def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=True, impl="auto"):
@@ -314,18 +269,22 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     return torch.cat(losses).mean()
 
 
-def distillation_loss(logits, teacher_logits, temperature=1.0):
-    """Mean over pictures of −Σ_y P_teacher(y) log P_student(y), both at one temperature.
-
-    logits, teacher_logits    (N, C) of student and teacher, any float type; the teacher's get no gradient
-    returns                   scalar of the student's type
-    raises                    ValueError naming the argument, what it was and what is wanted
-    source                    Chen et al. 2020, SimCLR v2, distillation
-    """
-    check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
-    checks.check_temperature(temperature, logits.device)
-    soft = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
-    return F.cross_entropy(logits / temperature, soft)
+def compute_loss(model, batch, rows, args):
+    """This rank's part of the loss of a batch (views, labels) of `rows` pictures. Both views go through the
+    encoder at once, so batch norms see all of them, or a chunk of them."""
+    views, labels = batch
+    z1, z2 = model(views).chunk(2)
+    gathered = None
+    if args.supervised or len(z1) < rows:
+        gathered = gather_rows(z1, rows), gather_rows(z2, rows)
+    with half_products(z1, args) if args.normalize else contextlib.nullcontext():
+        if args.supervised:
+            loss = sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
+        else:
+            loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start,
+                               normalize=args.normalize, impl=args.impl)
+    loss = loss * (len(z1) / rows)
+    return loss, {"loss": loss.detach()}
 
 
 def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, *, impl="auto"):
@@ -342,51 +301,6 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     check_rows(features=(features, "N V D"), labels=(labels, "N", int, None))
     base = temperature if base_temperature is None else base_temperature
     return kernels.sup_con_loss(F.normalize(features, dim=2), labels, temperature, base, impl=impl)
-
-
-def make_optimizer(model, rate, args):
-    """lars (paper); sgd, with momentum, all weights decay (SupCon's code); nesterov or adam, all but norms do
-    (SimCLR's code)."""
-    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
-    kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
-                 adam=torch.optim.Adam)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    apart, flags = set(), {}
-    if args.optimizer in ("nesterov", "adam"):
-        norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
-        apart, flags = {p for part in norms for p in part.parameters()}, dict(weight_decay=0.0)
-    elif args.optimizer == "lars" and model.classes:
-        apart, flags = {model.head[-1].weight}, dict(trust=None)
-    groups = [dict(params=[p for p in weights if p not in apart]),
-              dict(params=[p for p in weights if p in apart], **flags)]
-    return kinds[args.optimizer](groups[: 1 + bool(apart)], lr=rate, weight_decay=args.weight_decay)
-
-
-class LARS(torch.optim.Optimizer):
-    """SGD, a weight matrix's step scaled by trust · |w| / |gradient|; norms and biases left out (paper).
-
-    trust    None: the step as it is, which a classifier gets (released code). Its weights begin at 0, and
-             steps in proportion to their length would hold them there
-    """
-
-    def __init__(self, parameters, lr, weight_decay, momentum=0.9, trust=0.001):
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, trust=trust)
-        super().__init__(list(parameters), defaults)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for w in (w for w in group["params"] if w.grad is not None):
-                step = w.grad
-                if w.dim() > 1:
-                    step = step + group["weight_decay"] * w
-                if w.dim() > 1 and group["trust"]:
-                    size, change = w.norm(), step.norm()
-                    scaled = (size > 0) & (change > 0)
-                    step = step * torch.where(scaled, group["trust"] * size / change, 1.0)
-                v = self.state[w].setdefault("momentum", torch.zeros_like(w))
-                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # SGD's has not the rate in it
-                w.sub_(v)
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,37 +321,6 @@ def linear_probe(model, pictures, run):
     return train_probe(model, pictures, run, batch=batch, rate=rate, nesterov=not supervised, decay=decay)
 
 
-def profile(model, optimizer, pictures, run):
-    """Says what share of a step the loss is, forward and backward: medians of ten after three."""
-    args, device = run.args, run.device
-    rows = args.batch_size
-    pictures.start(run, 1, args.crop)
-    batch = make_batch(next(batches(len(pictures), rows, args.seed)), pictures, args)
-    model.train()
-
-    def step():
-        optimizer.zero_grad()
-        compute_loss(model, batch, rows, args)[0].backward()
-        optimizer.step()
-
-    def milliseconds(run):
-        times = []
-        for _ in range(13):
-            began = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - began))
-        return float(np.median(times[3:]))
-
-    whole, peak = milliseconds(step), peak_gb(device)
-    z = model(batch[0]).detach().requires_grad_()
-    alone = milliseconds(lambda: loss_of_projections(z, batch[1], rows, args).backward())
-    say("profile", f"{rows} pictures, {device.type}, {args.precision}, kernels {choose_impl(args.impl, z)}: "
-                   f"step {whole:.1f} ms, loss {alone:.2f} ms, {100 * alone / whole:.1f} % of it; "
-                   f"peak {peak:.2f} GB; views not counted")
-
-
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -445,35 +328,38 @@ def profile(model, optimizer, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return dataset.score(args, __file__, CROPS, linear_probe)
+        return evaluation.score(args, __file__, CROPS, linear_probe)
     check(args)
     pictures = load_data(args.data, args)
     run = Run(args, __file__)
-    teacher = load_classifier(args.distill, "--distill", run).to(run.device) if args.distill else None
-    model = build_model(args, pictures, run, teacher)
+    tuning = Tuning(args, pictures, run) if args.finetune or args.distill else None
+    model = build_model(args, pictures, run, tuning)
     pictures.join(run)
     epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
     total, warmup = args.steps or args.epochs * epoch, round(args.warmup * epoch)
     rate = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, rate, args)
     if args.profile:
-        return profile(model, optimizer, pictures, run)
+        from kernels.training.extras.step_times import profile
+        return profile(model, optimizer, pictures, run, make_batch, compute_loss)
     run.begin(model, optimizer, total, warmup)
-    pictures.before(model, run)
+    evaluation.before(model, pictures, run)
     pictures.start(run, total, args.crop, 1 if model.classes else 2)
     model.train()
     for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, rate))
-        batch = make_batch(rows, pictures, args, teacher)
-        loss, values = compute_loss(model, batch, len(rows), args)
+        if tuning:
+            loss, values = tuning.compute_loss(model, rows)
+        else:
+            loss, values = compute_loss(model, make_batch(rows, pictures, args), len(rows), args)
         optimizer.zero_grad()
         loss.backward()
         sum_gradients(model)
         optimizer.step()
         run.note(values, lr=optimizer.param_groups[0]["lr"])
         if run.due:
-            pictures.judge(model, run)
-    pictures.after(model, run, linear_probe)
+            evaluation.judge(model, pictures, run)
+    evaluation.after(model, pictures, run, linear_probe)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 import simclr
 from kernels.training.cli import Fault
+from kernels.training.extras import simclr_v2
+from kernels.training.extras.simclr_v2 import Tuning
 from kernels.training.images import encoders
 from kernels.training.images.encoders import PictureEncoder, load_classifier, load_image_encoder
 from running import DATA, equal, run
@@ -165,16 +167,8 @@ def test_flags_that_do_not_go_together(given, wanted):
         simclr.check(flags(*given.split()))
 
 
-def test_losses_of_the_modes():
-    """A classifier's by the teacher at --temperature, or by labels, in this rank's part of the batch; with
-    --no-normalize no product is in half types, where long projections would overflow."""
-    views, teacher, labels = torch.randn(4, 3), torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
-    args = flags("--distill", "t", "--temperature", "0.3")
-    loss, _ = simclr.compute_loss(lambda x: x, (views, teacher), 8, args)
-    torch.testing.assert_close(loss, simclr.distillation_loss(views, teacher, 0.3) / 2)
-    args = simclr.make_parser().parse_args(["--finetune", "x"])
-    loss, _ = simclr.compute_loss(lambda x: x, (views, labels), 8, args)
-    torch.testing.assert_close(loss, F.cross_entropy(views, labels) / 2)
+def test_long_projections_are_not_multiplied_in_half_types():
+    """With --no-normalize they would overflow."""
     args, z = flags("--no-normalize", "--precision", "bf16"), 1000 * torch.randn(6, 8)
     loss, _ = simclr.compute_loss(lambda x: x, (z, None), 3, args)
     torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
@@ -213,7 +207,8 @@ def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
     assert "50 pictures" in result.said["simclr"] or "51 pictures" in result.said["simclr"]
     assert result.steps[-1]["dev_top1"] > 60 and result.steps[-1]["loss"] < 1
     args = flags("--from-layer", str(layer), "--model", str(first / "first"))
-    start = simclr.classifier(args, result.model.width, 3)
+    tuning = Tuning(args, SimpleNamespace(classes=["5", "6", "7"]), None)
+    start = tuning.make_head(result.model.width)
     kept = start[:-1].state_dict()
     assert all(torch.equal(kept[name], head[name]) for name in kept)
     assert not start[-1].weight.any() and not start[-1].bias.any()
@@ -234,13 +229,20 @@ def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
         assert load_classifier(tmp_path / "student").classes == loaded.classes
 
 
-def test_a_batch_of_distillation_is_one_view_and_the_teachers_logits(first):
-    views = torch.rand(4, 3, 16, 16)
-    pictures = SimpleNamespace(feed=iter([views]))
-    teacher = PictureEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 2)).train()
-    batch = simclr.make_batch([0, 1, 2, 3], pictures, None, teacher)
-    assert torch.equal(batch[0], views) and torch.equal(batch[1], teacher.eval()(views))
-    assert not batch[1].requires_grad
+@pytest.mark.parametrize("given", ["--distill t --temperature 0.3", "--finetune x"])
+def test_loss_of_a_classifier(given, monkeypatch):
+    """One view of this rank's half of the pictures, by the teacher at --temperature, or by labels."""
+    teacher = PictureEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 3), classes="abc")
+    monkeypatch.setattr(simclr_v2, "load_classifier", lambda *_: teacher.train())
+    monkeypatch.setattr(simclr_v2, "own_rows", lambda count: slice(4, count))
+    views, logits, labels = torch.rand(4, 3, 16, 16), torch.randn(4, 3), torch.arange(9) % 3
+    pictures = SimpleNamespace(feed=iter([views]), classes="abc", train=SimpleNamespace(labels=labels))
+    tuning = Tuning(flags(*given.split()), pictures, SimpleNamespace(device="cpu"))
+    loss, _ = tuning.compute_loss(lambda x: logits * torch.equal(x, views), [*range(8)])
+    wanted = F.cross_entropy(logits, labels[4:8])
+    if tuning.teacher:
+        wanted = simclr.distillation_loss(logits, teacher.eval()(views), 0.3)
+    torch.testing.assert_close(loss, wanted / 2)
 
 
 def test_adam_trains(first, tmp_path):

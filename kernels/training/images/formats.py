@@ -7,7 +7,6 @@ import os
 import stat
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,60 +66,57 @@ def read_pictures(path, workers=None, skip=False):
 # ── arrays ──
 
 
-class Head(NamedTuple):
-    """What an .npy file says of its array, how many bytes are behind that, and whether they stay there."""
-    shape: tuple
-    by_columns: bool
-    dtype: np.dtype
-    there: int
-    stays: bool = False
+class NpyHeader:
+    """What an .npy file, or such a member of an .npz, says of its array before that is read.
 
-    @property
-    def wanted(self):
-        return math.prod(self.shape) * self.dtype.itemsize
+    there     how many bytes of the array the file has; it takes `nbytes`
+    stays     pictures that would fill a quarter of the memory stay in their .npy
+    """
+
+    def __init__(self, name, file, members):
+        self.name, self.file, self.open = name, file, members.open if members else open_plain
+        with self.open(file) as opened:
+            version = np.lib.format.read_magic(opened)
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            self.shape, by_columns, self.dtype = read(opened)
+            self.start = opened.tell()
+        self.there = (file.file_size if members else os.path.getsize(file)) - self.start
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self.stays = not members and "images" in name and not by_columns and self.nbytes > memory() / 4
+
+    def read(self):
+        if self.stays:
+            return NpyRows(self.file, self.shape, self.start)
+        with self.open(self.file) as opened:
+            return np.lib.format.read_array(opened, allow_pickle=False)
 
 
 def read_arrays(path, files, members=None):
-    """What read_pictures gives, of .npy files {name: path}, or {name: member} of an .npz. All heads are
-    checked before one is read on; pictures that would fill a quarter of the memory stay in their .npy."""
+    """What read_pictures gives, of .npy files {name: path}, or {name: member} of an .npz. All headers are
+    checked before an array is read."""
     if "images" not in files:
         names = ", ".join([*files][:9]) or "nothing"
         fail(f"{path}: holds {names}; wanted images, and {', '.join(ARRAYS[1:])}")
-    unpack, heads, arrays = members.open if members else open_plain, {}, {}
-    files = {name: files[name] for name in ARRAYS if name in files}
-    for name, file in files.items():
-        with unpack(file) as opened:
-            heads[name] = read_head(opened, file.file_size if members else os.path.getsize(file))
-    check_kind(path, "", heads["images"], heads.get("labels"))
-    if "test_images" in heads:
-        check_kind(path, "test_", heads["test_images"], heads.get("test_labels"))
-    for name, head in heads.items():
-        if head.wanted > head.there:
-            fail(f"{path}: {name} are cut off, {head.there:,} of {head.wanted:,} bytes; copy the file again")
-        stays = not members and "images" in name and not head.by_columns and head.wanted > memory() / 4
-        heads[name] = head._replace(stays=stays)
-    afford(f"{path}", sum(head.wanted for head in heads.values() if not head.stays))
-    for name, file in files.items():
-        if heads[name].stays:
-            arrays[name] = NpyRows(file, heads[name].shape, os.path.getsize(file) - heads[name].there)
-        else:
-            with unpack(file) as opened:
-                arrays[name] = np.lib.format.read_array(opened, allow_pickle=False)
-    images, labels, *test = map(arrays.get, ARRAYS)
-    test = None if test[0] is None else check_pictures(path, "test_", *test)
-    return check_pictures(path, "", images, labels), test
-
-
-def read_head(file, size):
-    """The Head of an .npy file of so many bytes."""
-    of = np.lib.format
-    version = of.read_magic(file)
-    head = (of.read_array_header_1_0 if version == (1, 0) else of.read_array_header_2_0)(file)
-    return Head(*head, size - file.tell())
+    headers = [NpyHeader(name, files[name], members) for name in ARRAYS if name in files]
+    known = {header.name: header for header in headers}
+    prefixes = ["", "test_"] if "test_images" in known else [""]
+    for prefix in prefixes:
+        check_kind(path, prefix, known[f"{prefix}images"], known.get(f"{prefix}labels"))
+    for header in headers:
+        if header.nbytes > header.there:
+            found = f"{header.there:,} of {header.nbytes:,} bytes"
+            fail(f"{path}: {header.name} are cut off, {found}; copy the file again")
+    afford(f"{path}", sum(header.nbytes for header in headers if not header.stays))
+    arrays = {header.name: header.read() for header in headers}
+    sides = [check_pictures(path, prefix, arrays[f"{prefix}images"], arrays.get(f"{prefix}labels"))
+             for prefix in prefixes]
+    return sides[0], sides[1] if len(sides) > 1 else None
 
 
 def check_kind(path, prefix, images, labels):
-    """Names a dtype or shape that does not fit, of the Heads of arrays."""
+    """Names a dtype or shape that does not fit, of the headers of arrays."""
     shape = images.shape
     if images.dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
         fail(f"{path}: {prefix}images are {images.dtype} {shape}, wanted uint8 (N, height, width, 3)")
@@ -161,14 +157,11 @@ def read_batch(path):
         data, labels = (array.values if type(array) is Array else array for array in arrays)
         if type(data) is not np.ndarray or data.ndim != 2 or data.shape[1] != 3072:
             fail(f"{path}: data are {getattr(data, 'shape', 'no array')}, wanted uint8 (N, 3072)")
-        if type(labels) not in (list, np.ndarray) or len(labels) != len(data):
-            found = f"{len(labels):,}" if type(labels) in (list, np.ndarray) else "no list"
-            fail(f"{path}: labels are {found}, wanted {len(data):,} integers")
-        for label in labels if type(labels) is list else []:
-            if type(label) is not int or not 0 <= label < 2**63:
-                found = label if type(label) is int else f"a {type(label).__name__}"
-                fail(f"{path}: a label is {found}, wanted an integer from 0 up, below 2^63")
-        return data, np.array(labels, np.int64)
+        if type(labels) is list and all(type(label) is int and 0 <= label < 2**63 for label in labels):
+            labels = np.array(labels, np.int64)
+        if type(labels) is not np.ndarray or labels.shape != data.shape[:1]:
+            fail(f"{path}: labels are no list of {len(data):,} integers from 0 up, below 2^63")
+        return data, labels
 
 
 # ── files ──

@@ -1,17 +1,16 @@
 """Pictures as they are read: from memory, from an .npy row by row, or from files that processes of their own
 decode anew each time. What they give depends on nothing but the plan that they are given."""
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import itertools
-import math
 import os
 import zlib
 from collections import deque
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from ..cli import Fault, fail, say
 from ..files import open_plain
@@ -23,7 +22,6 @@ FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"   # of Pillow's; fo
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits a channel
 MOST_PIXELS = 2**26                                            # of one; Pillow warns from 89 million on
 MOST_NAMED = 1000                                              # damaged files in one line
-TASK = 2**22                                                   # bytes that a worker gives at a time
 
 
 class Source:
@@ -148,70 +146,45 @@ class Files(Source):
         known = [self.paths, self.ends, checksums, *([] if self.labels is None else [self.labels.numpy()])]
         self.digest = hashlib.sha1(b"".join(map(bytes, known))).hexdigest()
         if damaged:
-            name = lambda row: os.path.relpath(self.path(row), self.folder)
-            named = [f"{name(row)}: {what}" for row, what in itertools.islice(damaged.items(), MOST_NAMED)]
-            named += [f"{len(damaged) - len(named):,} more"] * (len(damaged) > len(named))
-            text = f"{path}: {len(damaged):,} of {len(self):,} pictures cannot be read: {'; '.join(named)}"
+            text = self.describe_damaged(path, damaged)
             if not skip or len(damaged) == len(self):
                 fail(f"{text}; repair or delete them, or leave them out by --skip-damaged")
             say("skipped", text)
             self.keep(np.setdiff1d(self.places, [*damaged]))
 
+    def describe_damaged(self, path, damaged):
+        """A text of {row: what is wrong with it}, which names the first of them."""
+        named = []
+        for row, what in itertools.islice(damaged.items(), MOST_NAMED):
+            named.append(f"{os.path.relpath(self.path(row), self.folder)}: {what}")
+        if len(damaged) > len(named):
+            named.append(f"{len(damaged) - len(named):,} more")
+        return f"{path}: {len(damaged):,} of {len(self):,} pictures cannot be read: {'; '.join(named)}"
+
     def load_views(self, plan, size, cubic, device):
         """What Arrays.load_views yields."""
-        for views in self.decode(plan, size, cubic):
-            yield scaled(views.to(device))
+        for parts in self.decode(plan, size, cubic):
+            yield scaled(torch.cat([part.to(device) for part in parts], 1).flatten(0, 1))
 
     def decode(self, plan, size, cubic):
-        """Yields the same as (views · n, size, size, 3) uint8, in memory that later ones take again. While a
-        batch is in use the next one is decoded. No batch is larger than the first."""
-        plan = iter(plan)
-        first = next(plan, None)
-        if first is None:
-            return
-        rows, boxes = first
-        part = min(256, max(8, TASK // (3 * size * size * len(boxes))))        # pictures of a task
-        tasks = -(-len(rows) // part)                          # of a batch
-        ahead = 1 + tasks // max(1, self.workers)
-        length = 3 * size * size * len(rows) * len(boxes)
-        ring = shared(3 + self.workers * ahead // tasks, length, self.workers)
-        shapes = deque()
+        """Yields the parts (views, n, size, size, 3) uint8 of each batch. A batch is a task for each worker;
+        while one is in use the workers are at the next two."""
+        counts = deque()                                       # tasks of each batch
 
-        def pieces():
-            for number, (rows, boxes) in enumerate(itertools.chain([first], plan)):
-                shape = len(boxes), len(rows), size, size, 3
-                shapes.append(shape)
-                for i in range(0, len(rows), part):
-                    some = rows[i : i + part]
-                    yield (number % len(ring), shape, i, [*map(self.path, some)], self.sizes(some),
-                           boxes[:, i : i + part], size, cubic)
+        def tasks():
+            for rows, boxes in plan:
+                parts = np.array_split(np.arange(len(rows)), min(len(rows), max(1, self.workers)))
+                counts.append(len(parts))
+                for part in parts:
+                    paths = [self.path(row) for row in rows[part]]
+                    yield paths, self.sizes(rows[part]), boxes[:, part], size, cubic
 
-        done = in_workers(functools.partial(cut, ring), pieces(), self.workers, ahead)
-        for number in itertools.count():
-            faults = [*itertools.islice(done, 1)]
-            if not faults:
-                return
-            shape = shapes.popleft()
-            faults += itertools.islice(done, -(-shape[1] // part) - 1)
-            for fault in filter(None, faults):
+        done = in_workers(cut, tasks(), self.workers)
+        for first in done:
+            parts = [first, *itertools.islice(done, counts.popleft() - 1)]
+            for fault in (part for part in parts if isinstance(part, str)):
                 fail(f"{fault}; it was whole when training began", every_rank=True)
-            yield batch_of(ring[number % len(ring)], shape).flatten(0, 1)
-
-
-def shared(count, size, workers):
-    """(count, size) uint8 that workers write into."""
-    if not workers:
-        return torch.empty(count, size, dtype=torch.uint8)
-    with contextlib.suppress(OSError):                         # macOS shares memory elsewhere
-        place = os.statvfs("/dev/shm")
-        if (free := place.f_bavail * place.f_frsize) < count * size:
-            fail(f"/dev/shm has {free >> 20:,} MB left, {count} batches take {count * size >> 20:,}; give it "
-                 "more (docker: --shm-size), or take a smaller --batch-size, or --workers 0", every_rank=True)
-    return torch.empty(count, size, dtype=torch.uint8).share_memory_()
-
-
-def batch_of(memory, shape):
-    return memory[: math.prod(shape)].view(shape)
+            yield parts
 
 
 # ── decoding, in workers ──
@@ -262,12 +235,15 @@ def measured(path):
         return wrong(error)
 
 
-def cut(ring, slot, shape, start, paths, sizes, boxes, size, cubic):
-    """Puts boxes (views, n, 4), each resized as Pillow does, of n pictures that had these sizes, behind the
-    first `start` of a batch (views, N, size, size, 3). Returns what is wrong with a file, or nothing. A JPEG
-    is decoded at a half, a quarter or an eighth where boxes have pixels enough."""
+def cut(paths, sizes, boxes, size, cubic):
+    """Boxes (views, n, 4) of n files, of which pictures had these sizes, each resized as Pillow does: (views,
+    n, size, size, 3) uint8; or, a str, what is wrong with a file. A JPEG is decoded at a half, a quarter or an
+    eighth where boxes have pixels enough."""
     from PIL import Image
-    views = batch_of(ring[slot], shape).numpy()
+    shared = torch.empty(*boxes.shape[:2], size, size, 3, dtype=torch.uint8)
+    if get_worker_info():                                      # here, so that an error of it is the task's
+        shared.share_memory_()
+    views = shared.numpy()
     method = Image.Resampling.BICUBIC if cubic else Image.Resampling.BILINEAR
     shrinks = (boxes[:, :, 2:].min((0, 2)) // size).clip(1).tolist()
     for i, (path, (width, height), shrink) in enumerate(zip(paths, sizes.tolist(), shrinks)):
@@ -278,9 +254,9 @@ def cut(ring, slot, shape, start, paths, sizes, boxes, size, cubic):
                 picture.draft(None, (max(1, width // shrink), max(1, height // shrink)))
                 across, down = picture.size[0] / width, picture.size[1] / height
                 whole = picture if picture.mode == "RGB" else picture.convert("RGB")
-                for view, (left, top, w, h) in zip(views[:, start + i], boxes[:, i].tolist()):
+                for view, (left, top, w, h) in zip(views[:, i], boxes[:, i].tolist()):
                     corners = left * across, top * down, (left + w) * across, (top + h) * down
                     view[:] = whole.crop([*map(round, corners)]).resize((size, size), method)
         except Exception as error:
             return f"{path}: {wrong(error)}"
-    return None
+    return shared

@@ -21,15 +21,11 @@ def cores():
     return max(1, there // ranks.number("LOCAL_WORLD_SIZE", 1))
 
 
-def in_workers(work, items, workers, ahead=2):
-    """Yields work(*item) of each item, in order, done by so many processes; 0: by this one. Tensors come
-    through shared memory.
-
-    ahead   items that each process takes before theirs are asked for
-    """
-    loader = DataLoader(Work(work), sampler=items, batch_size=None, num_workers=workers, collate_fn=as_it_is,
-                        worker_init_fn=begin_worker, prefetch_factor=ahead if workers else None,
-                        multiprocessing_context=METHOD if workers else None,
+def in_workers(work, items, workers):
+    """Yields work(*item) of each item, in order, done by so many processes, each two items ahead; 0: by this
+    one. Tensors come through shared memory."""
+    loader = DataLoader(Work(work), sampler=items, batch_size=None, num_workers=workers,
+                        worker_init_fn=begin_worker, multiprocessing_context=METHOD if workers else None,
                         generator=torch.Generator())           # else it would draw from that of training
     with signals_wait():
         results = iter(loader)
@@ -46,10 +42,6 @@ class Work:
         return self.work(*item)
 
 
-def as_it_is(result):
-    return result
-
-
 @contextlib.contextmanager
 def signals_wait():
     """SIGNALS that come in the block come at its end: no process begins with its parent's handlers."""
@@ -64,11 +56,10 @@ def signals_wait():
 
 
 def begin_worker(_):
-    """A worker says nothing: its parent does. A step that a signal ends is to be finished and saved, so it
-    hears none that comes from others; it ends when its parent says so, or is gone."""
+    """A worker says nothing: its parent does. A step that a signal ends is to be finished and saved, so
+    signals stay blocked, as signals_wait began it; it ends when its parent says so, or is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if hasattr(signal, "sigtimedwait"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         threading.Thread(target=watch, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 

@@ -1,9 +1,10 @@
 """How fast and in how much memory pictures of a folder are read, beside a bare loop over Pillow in as many
 processes, in one run.
 
-    python tests/feed.py big --make 200000
-    python tests/feed.py big --size 32
-    python tests/feed.py photos --make 2000 --largest 500 && python tests/feed.py photos --size 224
+    python tests/training/images/feed.py big --make 200000
+    python tests/training/images/feed.py big --size 32
+    python tests/training/images/feed.py photos --make 2000 --largest 500
+    python tests/training/images/feed.py photos --size 224
 """
 import argparse
 import multiprocessing
@@ -26,7 +27,7 @@ from kernels.training.loop import batches  # noqa: E402
 
 def make(args):
     """PNG and JPEG files in turn, each of a size of its own, in a folder for each class."""
-    with np.load(Path(__file__).parent / "data" / "shapes.npz") as file:
+    with np.load(Path(__file__).resolve().parents[2] / "data" / "shapes.npz") as file:
         pictures, labels = file["images"], file["labels"]
     draw = random.Random(0)
     for i in range(args.make):
