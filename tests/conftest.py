@@ -1,5 +1,4 @@
 """All tests run without a model hub and, on a machine without a GPU, with Triton's interpreter."""
-import multiprocessing
 import os
 import platform
 import sys
@@ -18,8 +17,6 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)                            # equal runs are equal to the bit
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-# a test's processes are forks of one that imported all
-multiprocessing.set_forkserver_preload(["simcse", "running"])
 ON_THE_GPU = """test_kernels test_operations test_fuzz test_extremes test_losses test_pair_losses test_chunks
     test_compile""".split()
 
