@@ -18,6 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
 from cases import SCRIPTS, Case
 from pictures import photos
 
@@ -113,13 +114,12 @@ def kill_worker():
 def of_workers():
     argv = ["--data", "photos", "--workers", 2, "--batch-size", 4, *FLAGS]     # an epoch is two steps
     stopped = partial(usual, make=PHOTOS, again=["--workers", 1])
-    for script, kind, group in [("simclr", signal.SIGINT, True), ("simclr", signal.SIGTERM, True),
-                                ("simclr", signal.SIGTERM, False), ("moco", signal.SIGTERM, False)]:
-        to = f"{kind.name} to {'all' if group else 'the first'}"
-        yield stopped(f"{to}, workers in a step", script, argv, wanted="stopped", says=STEP.format(1),
-                      at=("compute_loss", partial(send, kind, group)))
-        yield stopped(f"{to}, workers check pictures", script, argv, wanted="stopped", says=FIRST,
-                      at=("measured", partial(busy, kind, group)))
+    for group, to in ((True, "to all"), (False, "to the first")):
+        yield stopped(f"SIGINT {to}, workers check pictures", "simclr", argv, wanted="stopped", says=FIRST,
+                      at=("measured", partial(busy, signal.SIGINT, group)))
+        for script, kind in [("simclr", signal.SIGINT), ("simclr", signal.SIGTERM), ("moco", signal.SIGTERM)]:
+            yield stopped(f"{kind.name} {to}, workers in a step", script, argv, wanted="stopped",
+                          says=STEP.format(1), at=("compute_loss", partial(send, kind, group)))
     yield stopped("kill -9 of the first", "simclr", argv, wanted="killed", at=("compute_loss", kill))
     yield stopped("a worker is killed", "simclr", [*argv, "--steps", 60, "--eval-every", 20],
                   wanted="one line", at=("write_state compute_loss", kill_worker),
@@ -242,21 +242,25 @@ def replace_folder(name):
     os.mkdir(name)
 
 
-HOLD = """import fcntl
+HOLD = """import fcntl, sys
 file = open("out/.running", "r+")
 fcntl.lockf(file, fcntl.LOCK_EX)
 print(flush=True)
-input()"""
+sys.stdin.read()"""
 
 
 def another_run(names, alive=False):
     """Files of a run come into --out; alive: its process is at work there until this one ends."""
     os.mkdir("out")
     for name in names:
-        Path("out", name).write_text('{"seed": 1}')
+        if name == "state.pt":
+            torch.save({}, "out/state.pt")
+        else:
+            Path("out", name).write_text('{"seed": 1}')
     if alive:
-        subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                         start_new_session=True).stdout.readline()
+        process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, start_new_session=True)
+        process.stdout.readline()
 
 
 def of_folders():
