@@ -204,9 +204,11 @@ def wait_until(there, seconds=SECONDS):
     return found
 
 
-def end(process, seconds=SECONDS):
+def end(process, seconds=SECONDS, go_on=False):
     """Its exit code; "hangs": it did, and was killed with all that it started; "left": processes that it
-    started outlived it by seconds."""
+    started outlived it by seconds. go_on: it was suspended."""
+    if go_on:
+        os.kill(process.pid, signal.SIGCONT)
     if isinstance(process, subprocess.Popen):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
@@ -216,19 +218,19 @@ def end(process, seconds=SECONDS):
         code = process.exitcode
     if code is None:
         code = "hangs"
-    elif not wait_until(lambda: not group(process.pid), 5):
+    elif not wait_until(lambda: not group(process.pid), 4):
         code = "left"
     kill(process)
     return code
 
 
-def group(leader):
-    """Ids of the living processes of its group."""
+def group(leader, states="RSDTIt"):
+    """Ids of the processes of its group that are in one of these states: living ones."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, pgrp = path.read_text().rpartition(") ")[2].split()[:3]
-            if int(pgrp) == leader and state != "Z":
+            if int(pgrp) == leader and state in states:
                 found.append(int(path.parent.name))
     return found
 
@@ -328,14 +330,15 @@ def outcome(case):
         before, kept = listing(here), [(here / name).read_bytes() for name in case.kept]
         if case.beside:
             argv = [flag for flag in case.argv if flag != "--resume"]
-            first = start(case.script, argv, here, Path(place, "first"))
-            wait_until((here / "out" / "args.json").exists)
+            at = "steps", functools.partial(signal.raise_signal, signal.SIGSTOP)       # until `end`
+            first = start(case.script, argv, here, Path(place, "first"), at=at)
+            wait_until(lambda: first.pid in group(first.pid, "T"))
         if case.shell is not None:
             process = start_alone(case, here, said)
         else:
             process = start(case.script, case.argv, here, said, at=case.at, limit=case.limit,
                             bound=case.bound, env=case.env, data=case.data)
-        code, first_code, (out, err) = end(process), first and end(first), texts(said)
+        code, first_code, (out, err) = end(process), first and end(first, go_on=True), texts(said)
         fault = (judged(case, code, out, err, here, before)
                  or kept != [(here / name).read_bytes() for name in case.kept] and "it changes a kept file"
                  or first_code and f"the run that was there fails: {texts(place + '/first')}"
