@@ -21,12 +21,6 @@ ON_THE_GPU = """test_kernels test_operations test_fuzz test_extremes test_losses
     test_compile""".split()
 
 
-def pytest_configure(config):
-    # in the interpreter NumPy warns of what a GPU computes in silence: log2(0) = −inf for a row without
-    # columns
-    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
-
-
 @pytest.fixture(autouse=True)
 def scripts_stay_on_the_cpu(request, monkeypatch):
     if request.module.__name__ not in ON_THE_GPU:       # a GPU would need other tolerances
