@@ -103,8 +103,13 @@ def free_port():
         return free.getsockname()[1]
 
 
+# a test's processes are forks of one that has imported all of this
+multiprocessing.set_forkserver_preload([
+    *(path.stem for path in ROOT.glob("*.py")), "running", "transformers.models.bert.modeling_bert"])
+
+
 def forks():
-    """Processes that are forks of one that has imported what conftest.py says: where that one finds it."""
+    """The context of such processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11's does not get this one's path
         multiprocessing.forkserver.ensure_running()

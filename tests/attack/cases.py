@@ -6,6 +6,7 @@ seconds. For Linux.
 """
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import multiprocessing
@@ -36,7 +37,7 @@ sys.path[:0] = [folder for folder in map(str, (ROOT, ROOT / "tests")) if folder 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from kernels.printing import one_line  # noqa: E402
-from running import DATA, NLI, equal, small_bert  # noqa: E402, F401
+from running import DATA, NLI, equal, forks, small_bert  # noqa: E402, F401
 
 TEXT = "--model scratch --batch-size 4 --steps 1"
 PICTURES = "--data few.npz --model resnet-small --batch-size 8 --steps 1 --probe-epochs 0"
@@ -58,21 +59,27 @@ SECONDS, MEMORY, LINE = 60, 4 * 2**30, 2000                    # what a case may
 class Case:
     """What is tried, and what must come of it.
 
-    argv      behind the script's flags in SCRIPTS and --out out, which they override
-    make      a function of the working folder, which writes what is bad
-    wanted    "one line"; "accepted"; "either"; "stopped": by a signal
+    argv      flags after the script's own in SCRIPTS and --out out, which they override
+    make      a function of the working folder that writes what is bad
+    wanted    "one line"; "accepted"; "either"; "stopped" by a signal; "killed" by one that nobody can handle
+    says      a regular expression for the refusal, or for the last line of a run that was stopped
     late      whether a refusal may leave a begun --out
     like      a command's argv, on good input: the weights must be the same
-    at        (name, action): what happens when a function of ours of that name is first called
-    limit     (resource, number) for setrlimit; of RLIMIT_AS: beside what is taken
+    at        (names, action): the process does this when our functions of these names, separated by spaces,
+              have been called in this order; "": at its beginning
+    then      more of them, one for each of the next runs, which --resume; a number: kill -9 after this share
+              of the time that an unbroken run takes
+    again     flags of a last run that resumes: it must end in the bits of an unbroken run; None: no such run
+    limit     (resource, number) for setrlimit; RLIMIT_AS: beside what is taken
     bound     whether rights on files count for root too
-    shell     what follows the command in a shell; a | that nobody listens to
+    shell     what follows the command in a shell; "|": a pipe that nobody reads
     asked     the signal that it gets in its imports
     beside    whether the same command is at work there already
     kept      names of files that must stay as they are
-    says      what a refusal must say, a regular expression
+    left      names of all that --out holds in the end; None: not checked
     env       variables of its environment; None: one that it lacks
-    data      a function of what main is handed in the place of the script's --data
+    data      a function that returns what main gets in place of the script's --data
+    usual     whether every test run tries it, not just the whole attack
     """
     category: str
     name: str
@@ -83,6 +90,8 @@ class Case:
     late: bool = False
     like: list | None = None
     at: tuple | None = None
+    then: tuple = ()
+    again: tuple | None = None
     limit: tuple | None = None
     stdin: bytes = b""
     bound: bool = False
@@ -90,26 +99,25 @@ class Case:
     asked: int = 0
     beside: bool = False
     kept: tuple = ()
+    left: set | None = None
     says: str = ""
     env: dict = field(default_factory=dict)
     data: Callable = None
+    usual: bool = False
 
 
 # ── processes ──
 
-FORKS = multiprocessing.get_context("forkserver")
 
-
-def start(script, argv, folder, said, at=None, limit=None, bound=False, env=(), data=None):
-    """The script in a fork, in this folder; it speaks into files whose names begin with said."""
-    multiprocessing.set_forkserver_preload([*SCRIPTS, "transformers.models.bert.modeling_bert"])
-    argv = [*SCRIPTS[script][2 if data else 0 :], "--out", "out", *map(str, argv)]         # without --data
-    process = FORKS.Process(target=play, args=(script, argv, folder, said, at, limit, bound, env, data))
+def start(script, argv, folder, said, **more):
+    """The script in a fork, in this folder; it writes to files whose names begin with said. more: of play."""
+    argv = [*SCRIPTS[script][2 if more.get("data") else 0 :], "--out", "out", *map(str, argv)]
+    process = forks().Process(target=play, args=(script, argv, folder, said), kwargs=more)
     process.start()
     return process
 
 
-def play(script, argv, folder, said, at, limit, bound, env, data=None):
+def play(script, argv, folder, said, at=None, limit=None, bound=False, env=(), data=None):
     os.setpgrp()                                               # with the processes that it starts
     change_environment(os.environ, dict(env))
     os.chdir(folder)
@@ -130,7 +138,7 @@ def play(script, argv, folder, said, at, limit, bound, env, data=None):
     if bound and os.geteuid() == 0:                            # root may read what nobody may
         ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
     if at:
-        sys.setprofile(watch(*at, f"{said}.reached"))
+        watch(*at, f"{said}.reached")
     sys.argv = [f"{script}.py", *argv]
     try:
         found = runpy.run_path(str(ROOT / f"{script}.py"), run_name="handed" if data else "__main__")
@@ -148,14 +156,26 @@ def change_environment(there, env):
             there[name] = value
 
 
-def watch(name, action, reached):
+def watch(names, action, reached):
+    """Does the action once functions of ours of these names have been called in this order."""
+    left = names.split()
+
     def call(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_name == name and code.co_filename.startswith(str(ROOT)):
-            sys.setprofile(None)
-            Path(reached).touch()
-            action()
-    return call
+        if event == "call" and code.co_name == left[0] and code.co_filename.startswith(str(ROOT)):
+            del left[0]
+            if not left:
+                act()
+
+    def act():
+        sys.setprofile(None)
+        Path(reached).touch()
+        action()
+
+    if left:
+        sys.setprofile(call)
+    else:
+        act()
 
 
 def start_alone(case, folder, said):
@@ -179,12 +199,16 @@ def start_alone(case, folder, said):
 
 def wait_until(there, seconds=SECONDS):
     end = time.time() + seconds
-    while not there() and time.time() < end:
+    while not (found := there()) and time.time() < end:
         time.sleep(0.01)
+    return found
 
 
-def end(process, seconds=SECONDS):
-    """Its exit code; None: it hangs, and is killed with all that it started."""
+def end(process, seconds=SECONDS, go_on=False):
+    """Its exit code; "hangs": it did, and was killed with all that it started; "left": processes that it
+    started outlived it by seconds. go_on: it was suspended."""
+    if go_on:
+        os.kill(process.pid, signal.SIGCONT)
     if isinstance(process, subprocess.Popen):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
@@ -192,8 +216,23 @@ def end(process, seconds=SECONDS):
     else:
         process.join(seconds)
         code = process.exitcode
+    if code is None:
+        code = "hangs"
+    elif not wait_until(lambda: not group(process.pid), 4):
+        code = "left"
     kill(process)
     return code
+
+
+def group(leader, states="RSDTIt"):
+    """Ids of the processes of its group that are in one of these states: living ones."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp = path.read_text().rpartition(") ")[2].split()[:3]
+            if int(pgrp) == leader and state in states:
+                found.append(int(path.parent.name))
+    return found
 
 
 def kill(process):
@@ -231,8 +270,8 @@ def furnish(here):
 
 
 class Furniture:
-    """Made once a process, at the first case."""
-    kept, lock = None, threading.Lock()
+    """Good data, made once per process; and unbroken runs on it, to compare others with."""
+    kept, lock, runs = None, threading.RLock(), {}
 
     @classmethod
     def copy(cls, folder):
@@ -242,6 +281,20 @@ class Furniture:
                 os.mkdir(f"{cls.kept.name}/made")
                 furnish(Path(cls.kept.name, "made"))
         return shutil.copytree(Path(cls.kept.name, "made"), folder)
+
+    @classmethod
+    def unbroken(cls, case):
+        """(seconds that the case's command takes when left alone, what it leaves)"""
+        command = case.script, case.make, *map(str, case.argv)
+        with cls.lock, tempfile.TemporaryDirectory() as place:
+            if command not in cls.runs:
+                here, said = cls.copy(Path(place, "work")), Path(place, "said")
+                if case.make:
+                    case.make(here)
+                began = time.time()
+                assert end(start(case.script, case.argv, here, said)) == 0, texts(said)
+                cls.runs[command] = time.time() - began, contents(here / "out")
+        return cls.runs[command]
 
 
 def put(name, content=None):
@@ -277,23 +330,58 @@ def outcome(case):
         before, kept = listing(here), [(here / name).read_bytes() for name in case.kept]
         if case.beside:
             argv = [flag for flag in case.argv if flag != "--resume"]
-            first = start(case.script, argv, here, Path(place, "first"))
-            wait_until((here / "out" / "args.json").exists)
+            at = "steps", functools.partial(signal.raise_signal, signal.SIGSTOP)       # until `end`
+            first = start(case.script, argv, here, Path(place, "first"), at=at)
+            wait_until(lambda: first.pid in group(first.pid, "T"))
         if case.shell is not None:
             process = start_alone(case, here, said)
         else:
-            flags = case.at, case.limit, case.bound, case.env, case.data
-            process = start(case.script, case.argv, here, said, *flags)
-        code, first_code, (out, err) = end(process), first and end(first), texts(said)
+            process = start(case.script, case.argv, here, said, at=case.at, limit=case.limit,
+                            bound=case.bound, env=case.env, data=case.data)
+        code, first_code, (out, err) = end(process), first and end(first, go_on=True), texts(said)
         fault = (judged(case, code, out, err, here, before)
                  or kept != [(here / name).read_bytes() for name in case.kept] and "it changes a kept file"
                  or first_code and f"the run that was there fails: {texts(place + '/first')}"
                  or taken(said) > MEMORY / 2 and f"it takes {taken(said) / 2**30:.1f} GB"
                  or case.at and not Path(f"{said}.reached").exists() and f"no {case.at[0]} was called"
-                 or case.like and code == 0 and differs(case, here, Path(place, "like")))
+                 or case.like and code == 0 and differs(case, here, Path(place, "like"))
+                 or case.again is not None and goes_wrong(case, here, said))
         if fault:
             return "failed", f"{fault} (exit code {code}, stdout ends {out[-80:]!r}, stderr {err[-400:]!r})"
         return ("one line", err.strip()) if code == 2 else ("accepted", out[-80:])
+
+
+def goes_wrong(case, here, said):
+    """Why the run does not go on after its faults as if there had been none, or None."""
+    seconds, wanted = Furniture.unbroken(case)
+    for at in case.then:
+        if isinstance(at, float):                              # the alarm kills as kill -9 does
+            at = "", functools.partial(signal.setitimer, signal.ITIMER_REAL, at * seconds)
+        code = end(start(case.script, [*case.argv, "--resume"], here, said, at=at))
+        if code not in (0, 130, -signal.SIGKILL, -signal.SIGALRM):
+            return f"another fault ends in {code}: {texts(said)}"
+    code = end(start(case.script, [*case.argv, "--resume", *case.again], here, said))
+    if code != 0:
+        return f"--resume ends in {code}: {texts(said)}"
+    found = contents(here / "out")
+    other = [name for name in found.keys() | wanted.keys() if not equal(found.get(name), wanted.get(name))]
+    return f"after --resume, not as in an unbroken run: {sorted(other)}" if other else None
+
+
+def contents(out):
+    """{name: content} of a run's files: weights, state.pt, metrics, settings; of others the name alone."""
+    files = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
+    read = [name for name, path in files.items() if path.suffix in READERS and path.name != "args.json"]
+    return dict.fromkeys(files) | {name: READERS[files[name].suffix](files[name]) for name in read}
+
+
+def rows_of(path):
+    """Of metrics.jsonl, without what a clock says."""
+    return [json.loads(row) | {"seconds": 0} for row in path.read_text().splitlines()]
+
+
+READERS = {".safetensors": load_file, ".jsonl": rows_of, ".json": lambda path: json.loads(path.read_text()),
+           ".pt": lambda path: torch.load(path, weights_only=True)}
 
 
 def texts(said):
@@ -321,17 +409,26 @@ def judged(case, code, out, err, here, before):
     whole = all(is_whole(path) for path in written if folder in path.parents)
     if any(path.name.startswith("pwned") for path in after):
         return "it runs what lies in the data"
-    if code is None:
+    if code == "hangs":
         return "it hangs"
+    if code == "left":
+        return "processes that it started outlive it"
+    if case.left is not None and case.left != {str(path.relative_to(folder)) for path in folder.rglob("*")}:
+        return f"--out holds {[*folder.rglob('*')]}"
     if any(letter != one_line(letter) for letter in (out + err).replace("\n", "")):
         return "letters that steer a terminal"
     full = re.search("File too large|No space left", err)
-    if full and not re.match(r"\w+\.py: (out|half|standard output)\b", err):
+    if full and not re.match(r"\w+\.py: (out|half|standard output|triples\.csv)\b", err):
         return "no word of what could not be written"
     if case.wanted == "stopped":
         last = (["", *out.splitlines()][-1] + err) if case.shell != "|" else err
         right = re.fullmatch("stopped [^\n]+|[^\n]+: standard output is closed; stopping\n", last) and whole
-        return None if right and code == 130 else "no word of a stop"
+        right = right and re.search(case.says, last)
+        in_a_step = "stopped  at step" in out
+        announced = out.count("stopping when this step is done and saved") == in_a_step or case.shell == "|"
+        return None if right and announced and code == 130 else "no word of a stop"
+    if case.wanted == "killed":
+        return None if code == -signal.SIGKILL and whole and not err else "it is not killed"
     if code not in {"one line": [2], "accepted": [0], "either": [0, 2]}[case.wanted]:
         return f"wanted {case.wanted}"
     if code == 2:
@@ -346,6 +443,8 @@ def judged(case, code, out, err, here, before):
         return "words on stderr"
     if {"--evaluate", "--profile"} & set(case.argv):           # which write nothing
         return None if re.search(r"\d", out) and "nan" not in out else "no numbers"
+    if [*folder.rglob(".running")]:
+        return "it shows as running"
     return None if whole and is_right(folder) else "no model with finite weights"
 
 
@@ -356,11 +455,9 @@ def out_of(argv):
 
 def is_whole(path):
     """Whether a file with a name that counts can be read."""
-    readers = {".safetensors": load_file, ".json": lambda path: json.loads(path.read_text()),
-               ".pt": lambda path: torch.load(path, weights_only=True)}
-    if path.suffix in readers and path.is_file() and ".saving" not in path.parts:
+    if path.suffix in READERS.keys() - {".jsonl"} and path.is_file() and ".saving" not in path.parts:
         try:
-            readers[path.suffix](path)
+            READERS[path.suffix](path)
         except Exception:
             return False
     return True

@@ -1,88 +1,194 @@
-"""What happens to a run on its way: signals, full disks, little memory, what disappears, a second run."""
+"""Faults at each stage of a run: signals, kill -9, full disks, little memory, data and folders that vanish, a
+second run, workers that die.
+
+A row says at which stage what happens and what must come of it. `at` names the functions of ours that are
+called until the stage begins (cases.watch). With again=() the run then resumes, and must end in the bits of a
+run that was left alone.
+"""
 import itertools
 import os
+import random
 import re
 import resource
 import shutil
 import signal
-import socket
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
-from cases import DATA, SCRIPTS, Case, both, put
+import torch
+from cases import SCRIPTS, Case
 from pictures import photos
 
-case = partial(Case, "faults")
+case = partial(Case, "faults", late=True)
+usual = partial(case, usual=True)
+FLAGS = ["--steps", 3, "--eval-every", 2, "--keep-state", "always"]
+SENTENCES = ["simcse", "selfguided", "ease", "vascl", "dclr"]
+MORE = {"childtuning": ["--dev", "topics.tsv", "--mode", "D", "--fisher-samples", "4"],
+        **{script: ["--dev", "sts.tsv"] for script in SENTENCES}}
+SIMCSE = [*FLAGS, *MORE["simcse"]]
+PHOTOS = photos()
 
-# Functions by the stage that they begin.
-STAGES = {"reading": "read_table", "tokenising": "write_tokens", "before the first step": "steps",
-          "in a step": "compute_loss", "evaluating": "judge", "saving": "save_state",
-          "behind the last step": "done"}
-OTHERS = {"cline": {"tokenising": "tokenise_triples"}, "childtuning": {"tokenising": "tokenise_texts"},
-          "tacl": {"reading": "load_data", "tokenising": "load_dev", "evaluating": "evaluate"},
-          "simclr": {"reading": "read_pictures", "tokenising": "build_model"},
-          "moco": {"reading": "read_pictures", "tokenising": "build_model"}}
-SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-HALF = ["--steps", "2", "--resume", "--out", "half"]
+
+# ── signals ──
+
+FIRST, LAST = "before anything was saved", "behind the last step; the checkpoint is whole"
+STEP = "at step {}, saved; --resume continues"
+# stage: (names for `at`, what a run says that a signal stops there)
+STAGES = {
+    "reading data": ("load_data", FIRST), "reading held-out data": ("load_sts", FIRST),
+    "building the model": ("build_model", FIRST), "copying code": ("write_code", FIRST),
+    "tokenising": ("tokenise_table", FIRST), "the first evaluation": ("note_before", FIRST),
+    "a step": ("compute_loss", STEP.format(1)), "an evaluation": ("keeps", STEP.format(2)),
+    "saving weights": ("new_files", STEP.format(2)), "saving state.pt": ("write_state", STEP.format(3)),
+    "the end": ("done", LAST)}
+LACKING = {script: ("load_sts", "tokenise_table") for script in SCRIPTS if script not in SENTENCES}
+LACKING["childtuning"] += "note_before", "keeps"
+SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
+
+
+def send(kind, group=False):
+    """A signal to this process, or to all that it started too, as a terminal does."""
+    os.killpg(0, kind) if group else signal.raise_signal(kind)
+
+
+kill = partial(send, signal.SIGKILL)
 
 
 def of_signals():
-    scripts = itertools.cycle(SCRIPTS)
-    for (stage, function), kind in itertools.product(STAGES.items(), SIGNALS):
-        script = next(scripts)
-        at = OTHERS.get(script, {}).get(stage, function), partial(signal.raise_signal, kind)
-        yield case(f"{kind.name} {stage}", script, ["--steps", 3], at=at, wanted="stopped")
-    for script, kind in zip(scripts, SIGNALS):
-        yield case(f"{kind.name} in its imports", script, wanted="stopped", shell="", asked=kind)
+    for script, shift in zip(SCRIPTS, itertools.cycle(range(3))):
+        kinds = itertools.islice(itertools.cycle(SIGNALS), shift, None)
+        for (stage, (names, said)), kind in zip(STAGES.items(), kinds):
+            if names not in LACKING.get(script, ()):
+                yield case(f"{kind.name}: {stage}", script, [*FLAGS, *MORE.get(script, [])], wanted="stopped",
+                           says=said, at=(names, partial(send, kind, kind != signal.SIGTERM)), again=(),
+                           usual=script == "simcse")
+    for script, kind in zip(SCRIPTS, SIGNALS):
+        yield case(f"{kind.name}: its imports", script, wanted="stopped", says=FIRST, shell="", asked=kind)
 
 
-def of_machines():
-    sizes = [500, 3_000, 12_000, 30_000, 100_000, 400_000, 1_000_000, 2_000_000, 4_000_000]
-    for size, (script, argv) in itertools.product(sizes,
-                                                  [("simcse", HALF), ("moco", []), ("childtuning", [])]):
-        yield case(f"files of {size:,} bytes", script, argv, late=True,
-                   limit=(resource.RLIMIT_FSIZE, size))
-    wide = [("simclr", "--width"), ("selfguided", "--width"), ("moco", "--queue"), ("moco", "--width")]
-    for size, (script, flag) in itertools.product((300, 600), wide):           # what PyTorch cannot have then
-        yield case(f"{size} MB of memory, {flag}", script, [flag, 8 * 10**5], late=True,
-                   limit=(resource.RLIMIT_AS, size * 2**20))
-    for script in ("moco", "cline"):
-        yield case("20 files open", script, late=True, limit=(resource.RLIMIT_NOFILE, 20))
+KILLS = {"before there is a checkpoint": "write_code", "half of args.json": "write_code write_whole sync",
+         "half of the tokens": "write_tokens sync", "metrics without a checkpoint": "write_metrics sync",
+         "half of the weights": "new_files sync sync", "weights without state.pt": "new_files write_state",
+         "half of state.pt": "write_state sync", "a second state.pt": "write_state write_state sync",
+         "the end": "done"}
 
 
-def of_losses():
-    """What a run has, or reads, is taken away, or changes."""
-    data = {"simcse": "few.csv", "vascl": "few.txt", "ease": "entities.tsv", "tacl": "documents.txt",
-            "childtuning": "topics.tsv", "cline": "few.txt"}
-    for name, script in zip(("steps", "compute_loss", "report", "save_state"), SCRIPTS):
-        yield case(f"--out is gone: {name}", script, at=(name, partial(shutil.rmtree, "out")), late=True)
-    for (script, path), how in itertools.product(data.items(), (os.unlink, halve, blot)):
-        yield case(f"--data: {how.__name__}", script, ["--data", f"its-{path}"], late=True,
-                   make=lambda here, path=path: shutil.copy(here / path, here / f"its-{path}"),
-                   at=("build_model", partial(how, f"its-{path}")), like=["--data", path, "--out", "like"])
-    for script, name, how, what, argv in [
-            ("tacl", "compute_loss", empty, "documents.txt", []),
-            ("simcse", "build_model", os.unlink, "sts.tsv", ["--dev", "sts.tsv"]),
-            ("vascl", "build_model", shutil.rmtree, "bert", ["--model", "bert"]),
-            ("ease", "compute_loss", shutil.rmtree, ".", [])]:
-        yield case(f"{name}, {how.__name__} {what}", script, argv, at=(name, partial(how, what)), late=True)
-    for script, how in itertools.product(("simclr", "moco"), (os.unlink, empty, to_pipe)):
-        yield case(f"a picture: {how.__name__}", script, ["--data", "photos"], photos(), "one line",
-                   late=True, at=("build_model", partial(how, "photos/3.png")))
-    for script in ("simclr", "moco"):
-        argv = ["--data", "photos", "--steps", 200, "--eval-every", 300]
-        yield case("a worker is killed", script, argv, photos(), "one line", late=True,
-                   at=("compute_loss", kill_worker))
+def half_a_row():
+    with open("out/metrics.jsonl", "a") as file:
+        file.write('{"step": 3}\n{"st')
+    kill()
 
 
-def to_pipe(path):
-    os.unlink(path)
-    os.mkfifo(path)
+def of_kills():
+    stopped = partial(usual, script="simcse", argv=SIMCSE, wanted="killed", again=())
+    for stage, names in KILLS.items():
+        yield stopped(f"kill -9: {stage}", at=(names, kill))
+    yield stopped("kill -9: a row of metrics.jsonl", at=("write_state sum_gradients", half_a_row))
+    yield stopped("kill -9: --resume begins", at=("write_state sum_gradients", kill),
+                  then=[("begin write_whole sync", kill)])
+    for script, kills in [("simcse", 3), ("moco", 3), *((script, 20) for script in SCRIPTS)]:
+        draw = random.Random(f"{script} {kills}")
+        argv = [*FLAGS, *MORE.get(script, []), "--steps", 2 * kills, "--eval-every", 1]
+        yield case(f"kill -9: {kills} random moments", script, argv, wanted="killed", at=("load_data", kill),
+                   then=[draw.uniform(0, 0.7) for _ in range(kills)], again=(), usual=kills == 3)
+
+
+# ── processes that decode pictures ──
+
+
+def busy(kind, group):
+    """In a worker: the others get a signal while it is busy, with a library that speaks."""
+    print("a library speaks", file=sys.stderr, flush=True)
+    os.killpg(0, kind) if group else os.kill(os.getppid(), kind)
+    time.sleep(30)
 
 
 def kill_worker():
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         os.kill(int(file.read().split()[-1]), signal.SIGKILL)
+
+
+def of_workers():
+    argv = ["--data", "photos", "--workers", 2, "--batch-size", 4, *FLAGS]     # an epoch is two steps
+    stopped = partial(usual, make=PHOTOS, again=["--workers", 1])
+    for group, to in ((True, "to all"), (False, "to the first")):
+        yield stopped(f"SIGINT {to}, workers check pictures", "simclr", argv, wanted="stopped", says=FIRST,
+                      at=("measured", partial(busy, signal.SIGINT, group)))
+        for script, kind in [("simclr", signal.SIGINT), ("simclr", signal.SIGTERM), ("moco", signal.SIGTERM)]:
+            yield stopped(f"{kind.name} {to}, workers in a step", script, argv, wanted="stopped",
+                          says=STEP.format(1), at=("compute_loss", partial(send, kind, group)))
+    yield stopped("kill -9 of the first", "simclr", argv, wanted="killed", at=("compute_loss", kill))
+    yield stopped("a worker is killed", "simclr", [*argv, "--steps", 60, "--eval-every", 20],
+                  wanted="one line", at=("write_state compute_loss", kill_worker),
+                  says="a process that decoded pictures was killed, perhaps for want of memory; "
+                       "try fewer --workers; a checkpoint that --out holds is whole")
+
+
+# ── the machine ──
+
+
+def full_disk(size, file=None):
+    """No file can grow beyond this size from now on. This fails as a full disk does, without naming the file,
+    which is made that long where it would be the last to be."""
+    if file:
+        os.truncate(file, size)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+# where a full disk is noticed: (names for `at`, a size, the file that is to be named)
+FULL = {"args.json": ("write_code write_whole", 600, "out/args.json"),
+        "code": ("write_code", 600, "out/simcse.py"), "tokens": ("write_tokens", 600, "out/tokens"),
+        "metrics.jsonl": ("write_metrics", 9_000, "out/metrics.jsonl"),
+        "state.pt": ("write_state", 5_000, "out/state.pt"), "settings": ("new_files", 900, "out"),
+        "weights": ("new_files", 10_000, "out")}
+
+
+def of_machines():
+    for stage, (names, size, named) in FULL.items():
+        padded = named if stage == "metrics.jsonl" else None
+        yield usual(f"a full disk: {stage}", "simcse", SIMCSE, wanted="one line", again=(),
+                    at=(names, partial(full_disk, size, padded)), says=f": {named}: .*File too large")
+    yield usual("a full disk: triples", "cline", ["--save-triples", "triples.csv"], wanted="one line",
+                at=("save_triples", partial(full_disk, 600)), says=": triples.csv: File too large")
+    sizes = [500, 3_000, 12_000, 30_000, 100_000, 400_000, 1_000_000, 2_000_000, 4_000_000]
+    half = ["--steps", "2", "--resume", "--out", "half"]
+    for size, (script, argv) in itertools.product(sizes,
+                                                  [("simcse", half), ("moco", []), ("childtuning", [])]):
+        yield case(f"files of {size:,} bytes", script, argv, limit=(resource.RLIMIT_FSIZE, size))
+    wide = [("simclr", "--width"), ("selfguided", "--width"), ("moco", "--queue"), ("moco", "--width")]
+    for size, (script, flag) in itertools.product((300, 600), wide):           # what PyTorch cannot have then
+        yield case(f"{size} MB of memory, {flag}", script, [flag, 8 * 10**5],
+                   limit=(resource.RLIMIT_AS, size * 2**20))
+    for script in ("moco", "cline"):
+        yield case("20 files open", script, limit=(resource.RLIMIT_NOFILE, 20))
+    for shell, script in zip(("</dev/null", "<&-", ">&-", ">/dev/full", "|", "<&- >&-"), SCRIPTS):
+        wanted = "stopped" if shell == "|" else "either"
+        yield case(f"in a shell: {shell}", script, shell=shell, wanted=wanted)
+    yield usual("power fails", "simcse", SIMCSE, wanted="accepted", at=("begin", power_fails))
+
+
+def power_fails():
+    """From now on a file that is not on the disk yet when it is renamed, or at the end, counts as lost."""
+    synced, sync, rename = {}, os.fsync, os.replace
+
+    def note(number):
+        sync(number)
+        about = os.fstat(number)
+        synced[about.st_ino] = about.st_size
+
+    def check(path, to):
+        for file in [path, *Path(path).rglob("*")]:
+            about = os.stat(file)
+            if not os.path.isdir(file) and synced.get(about.st_ino) != about.st_size:
+                sys.exit(f"{file} is renamed before it is on the disk")
+        rename(path, to)
+    os.fsync, os.replace = note, check
+
+
+# ── data and folders ──
 
 
 def rewrite(path, how):
@@ -104,106 +210,82 @@ def empty(path):
     rewrite(path, lambda data: b"")
 
 
-def of_streams():
-    for shell, script in zip(("</dev/null", "<&-", ">&-", ">/dev/full", "|", "<&- >&-"), SCRIPTS):
-        yield case(f"in a shell: {shell}", script, shell=shell, late=True,
-                   wanted="stopped" if shell == "|" else "either")
-    for script, argv in [("simcse", []), ("moco", []), ("tacl", []), ("simcse", ["--resume"])]:
-        yield case(f"the same run is there {argv}", script, ["--steps", "12", *argv], wanted="one line",
-                   beside=True, late=True)
+def to_pipe(path):
+    os.unlink(path)
+    os.mkfifo(path)
 
 
-GROUP = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
-NO_NUMBERS = ["", "x", "-1", " 0", "0 ", "0\n", "+1", "1.0", "1e3", "0x1", "1_0", "٣", "９", "\udcff",
-              "\u202e1", "9" * 5000]
-BUSY = socket.create_server(("", 0))                          # for as long as this process lives
-RANKS = {
-    "RANK alone": dict(RANK="0"), "RANK 1 alone": dict(RANK="1"), "WORLD_SIZE alone": dict(WORLD_SIZE="2"),
-    "RANK is WORLD_SIZE": GROUP | dict(RANK="2"), "a large RANK": GROUP | dict(RANK="9" * 18),
-    "WORLD_SIZE 0": GROUP | dict(WORLD_SIZE="0"), "WORLD_SIZE 10^9": GROUP | dict(WORLD_SIZE="1000000000"),
-    "WORLD_SIZE 2^31": GROUP | dict(WORLD_SIZE=str(2**31)), "LOCAL_RANK 99 alone": dict(LOCAL_RANK="99"),
-    "LOCAL_WORLD_SIZE 0": dict(LOCAL_WORLD_SIZE="0"),
-    "no MASTER_ADDR": GROUP | dict(MASTER_ADDR=None), "no MASTER_PORT": GROUP | dict(MASTER_PORT=None),
-    "MASTER_PORT 0": GROUP | dict(MASTER_PORT="0"), "MASTER_PORT 65536": GROUP | dict(MASTER_PORT="65536"),
-    "a busy port": GROUP | dict(MASTER_PORT=str(BUSY.getsockname()[1])),
-    "one process": dict(RANK="0", WORLD_SIZE="1"), "00 of 01": dict(RANK="00", WORLD_SIZE="01"),
-    "one process, bad master": GROUP | dict(WORLD_SIZE="1", MASTER_ADDR="no..host", MASTER_PORT="-1")}
-HOSTS = ["", " ", "no..host", "no.such.invalid", "256.256.256.256", "\udcff", "\u202ehost", "a" * 300,
-         "http://127.0.0.1"]
+def of_data():
+    """What a run reads is taken away, or changes."""
+    data = {"simcse": "few.csv", "vascl": "few.txt", "ease": "entities.tsv", "tacl": "documents.txt",
+            "childtuning": "topics.tsv", "cline": "few.txt"}
+    for (script, path), how in itertools.product(data.items(), (os.unlink, halve, blot)):
+        yield case(f"--data: {how.__name__}", script, ["--data", f"its-{path}"],
+                   make=lambda here, path=path: shutil.copy(here / path, here / f"its-{path}"),
+                   at=("build_model", partial(how, f"its-{path}")), like=["--data", path, "--out", "like"])
+    yield usual("--data: upper case", "simcse", SIMCSE, wanted="one line", left=set(),
+                at=("build_model", partial(rewrite, "few.csv", bytes.upper)),
+                says=r": few\.csv: changed while it was read; leave it as it is, and start again$")
+    for script, name, how, what, argv in [
+            ("tacl", "compute_loss", empty, "documents.txt", []),
+            ("simcse", "build_model", os.unlink, "sts.tsv", ["--dev", "sts.tsv"]),
+            ("vascl", "build_model", shutil.rmtree, "bert", ["--model", "bert"]),
+            ("ease", "compute_loss", shutil.rmtree, ".", [])]:
+        yield case(f"{name}, {how.__name__} {what}", script, argv, at=(name, partial(how, what)))
+    for script, how in itertools.product(("simclr", "moco"), (os.unlink, empty, to_pipe)):
+        yield case(f"a picture: {how.__name__}", script, ["--data", "photos"], PHOTOS, "one line",
+                   at=("build_model", partial(how, "photos/3.png")))
 
 
-def of_ranks():
-    """Variables of torchrun's that cannot be: before --out is touched."""
-    scripts = itertools.cycle(SCRIPTS)
-    for name, env in RANKS.items():
-        fine = "alone" in name and "LOCAL" in name or "one process" in name or name.startswith("00")
-        yield case(f"ranks: {name}", next(scripts), env=env, wanted="accepted" if fine else "one line")
-    numbers = itertools.cycle(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
-    for text, variable in zip(NO_NUMBERS * 2, numbers):
-        yield case(f"ranks: {variable} {text[:9]!a}", next(scripts), env=GROUP | {variable: text},
-                   wanted="one line")
-    for host in HOSTS:
-        yield case(f"ranks: MASTER_ADDR {host[:20]!a}", next(scripts), env=GROUP | dict(MASTER_ADDR=host),
-                   wanted="one line")
-    for env in (GROUP | dict(RANK="x"), dict(WORLD_SIZE="2"), GROUP | dict(MASTER_PORT="")):
-        yield case(f"ranks: {env}, in a shell", next(scripts), env=env, wanted="one line", shell="")
+def replace_folder(name):
+    shutil.rmtree(name, ignore_errors=True)
+    os.mkdir(name)
 
 
-ENVIRONMENTS = [
-    dict(OMP_NUM_THREADS="x"), dict(OMP_NUM_THREADS="-1"), dict(OMP_NUM_THREADS="1000000000"),
-    dict(TERM="nonsense", COLUMNS="x", LINES="-1"), dict(COLUMNS="1"), dict(PYTHONIOENCODING="ascii"),
-    dict(LANG="C", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"), dict(LC_ALL="x", TZ="nonsense"),
-    dict(HOME=None), dict(HOME="/proc/none", XDG_CACHE_HOME="/proc/none"), dict(HF_HOME="/proc/none"),
-    dict(TMPDIR="/proc/none"), dict(PATH=None, USER=None, LOGNAME=None), dict(CUDA_VISIBLE_DEVICES="x"),
-    dict(TOKENIZERS_PARALLELISM="x", HF_HUB_OFFLINE="x"), dict(TRITON_CACHE_DIR="/proc/none"),
-    dict(PYTHONOPTIMIZE="1"), dict(PYTHONOPTIMIZE="2")]
+HOLD = """import fcntl, sys
+file = open("out/.running", "r+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()"""
 
 
-def of_environments():
-    for env, script in zip(ENVIRONMENTS, itertools.cycle(SCRIPTS)):
-        yield case(f"environment: {env}", script, env=env, shell="",
-                   wanted="one line" if "2" in env.values() else "accepted")
-
-
-TURNED = "a\u202eb\u2066c\u061cd\ufeffe\U000e0041f\xadg\x9bh"                 # bidi controls, a tag, others
-
-
-def of_letters():
-    """What would turn or hide letters on a terminal; joiners, which Persian wants, stay."""
-    few, out, sts = (DATA / "nli.csv").read_text("utf-8"), f"{TURNED}.csv", f"1\t{TURNED}\tb\n2\tc\td\n"
-    for script, argv, make, wanted in [
-            ("simcse", ["--data", out], None, "one line"),
-            ("simcse", ["--data", out], put(out, few), "accepted"),
-            ("vascl", ["--out", TURNED], None, "accepted"), ("ease", ["--model", TURNED], None, "one line"),
-            ("dclr", ["--guide", TURNED], None, "one line"),
-            ("selfguided", [f"--{TURNED}"], None, "one line"),
-            ("simcse", ["--columns", TURNED], None, "one line"), ("tacl", ["--lr", TURNED], None, "one line"),
-            ("simcse", ["--data", "a.csv"], put("a.csv", few.replace("sent0", TURNED)), "either"),
-            ("simcse", ["--data", "a.csv"], put("a.csv", few + f"{TURNED}\n"), "one line"),
-            ("vascl", ["--dev", "a.tsv"], put("a.tsv", sts + f"{TURNED}\ta\tb\n"), "one line"),
-            ("childtuning", ["--data", "a.tsv"],
-             put("a.tsv", "".join(f"text {i}\t{'xy'[i % 2]}{TURNED}\n" for i in range(24))), "accepted"),
-            ("simclr", ["--data", "photos"], both(photos(), put(f"photos/{TURNED}.png", "none")), "one line"),
-            ("moco", ["--data", f"{TURNED}.npz"], put(f"{TURNED}.npz", "none"), "one line"),
-            ("cline", ["--wordnet", TURNED], None, "one line"), ("tacl", ["--dev", TURNED], None, "one line"),
-            ("simcse", ["--prompt", TURNED], None, "accepted"),
-            ("simcse", ["--data", "a\u200c\u200db.csv"], put("a\u200c\u200db.csv", few), "accepted")]:
-        yield case(f"letters: {' '.join(argv)!a}, {wanted}", script, argv, make, wanted)
+def another_run(names, alive=False):
+    """Files of a run come into --out; alive: its process is at work there until this one ends."""
+    os.mkdir("out")
+    for name in names:
+        if name == "state.pt":
+            torch.save({}, "out/state.pt")
+        else:
+            Path("out", name).write_text('{"seed": 1}')
+    if alive:
+        process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, start_new_session=True)
+        process.stdout.readline()
 
 
 def of_folders():
-    """Another run is begun in --out while this one is starting, or nothing but a file comes."""
-    for name, wanted in [("args.json", "one line"), ("metrics.jsonl", "accepted")]:
-        yield case(f"meanwhile in --out: {name}", "simcse", wanted=wanted, late=True,
-                   at=("begin", partial(appear, f"out/{name}")))
-
-
-def appear(path):
-    Path(path).parent.mkdir()
-    Path(path).write_text('{"seed": 1}')
+    """--out is gone, or another run works in it."""
+    gone = partial(usual, wanted="one line", left=set(), again=(),
+                   says=r": --out out was removed while this run was writing it; .*")
+    for script, name in zip(SCRIPTS, ("steps", "compute_loss", "report", "save_state")):
+        yield gone(f"--out is gone: {name}", script, FLAGS, at=(name, partial(shutil.rmtree, "out")))
+    replaced = "sum_gradients", partial(replace_folder, "out")
+    yield gone("--out is another folder", "simcse", FLAGS, at=replaced)
+    for argv in ([], ["--resume"]):
+        yield usual(f"another run is at work {argv}", "simcse", [*SIMCSE, *argv], wanted="one line",
+                    at=("build_model", partial(another_run, [".running", "args.json"], alive=True)),
+                    left={".running", "args.json"}, says=r": --out out: another process is at work in it; ")
+    for names in (["args.json"], ["args.json", ".running"], ["state.pt"]):
+        yield usual(f"another run began: {names}", "simcse", SIMCSE, wanted="one line", left={*names},
+                    at=("build_model", partial(another_run, names)),
+                    says=": --out out: another run was begun in it while this one was starting; name ")
+    yield usual("not a run: metrics.jsonl", "simcse", SIMCSE, wanted="accepted",
+                at=("begin", partial(another_run, ["metrics.jsonl"])))
+    for script, argv in [("simcse", []), ("moco", []), ("tacl", []), ("simcse", ["--resume"])]:
+        yield case(f"the same run is there {argv}", script, ["--steps", 3, *argv], wanted="one line",
+                   beside=True, usual="--resume" in argv, says="another process is at work in it|holds a run")
 
 
 def cases():
-    for part in (of_signals, of_machines, of_losses, of_streams, of_ranks, of_environments, of_letters,
-                 of_folders):
+    for part in (of_signals, of_kills, of_workers, of_machines, of_data, of_folders):
         yield from part()

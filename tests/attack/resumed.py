@@ -70,19 +70,14 @@ def of_links():
     make = both(lambda here: (here / "half/state.pt").unlink(), linked(".running"))
     yield case("no checkpoint, and .running is a link", "simcse", HALF, make, "one line", late=False)
     make = both(
-        lambda here: (here / "half/state.pt").unlink(),
-        put("half/.running", ""),
-        hard("simcse.py"),
+        lambda here: (here / "half/state.pt").unlink(), put("half/.running", ""), hard("simcse.py"),
         linked("training", "/tmp"),
     )
     yield case("no checkpoint, and links", "simcse", HALF, make, "one line", late=False, kept=("target",))
     make = both(linked("x"), lambda here: os.symlink("half", here / "out"))
     yield case("--out is a link, with links", "simcse", [*HALF[:-1], "out"], make, "one line", late=False)
     yield case(
-        "--out is a link",
-        "simcse",
-        [*HALF[:-1], "way"],
-        lambda here: os.symlink("half", here / "way"),
+        "--out is a link", "simcse", [*HALF[:-1], "way"], lambda here: os.symlink("half", here / "way"),
         "accepted",
     )
     for words in (["--save-triples", "pwned.csv"], ["--save-triples", "../pwned.csv"]):
@@ -172,10 +167,8 @@ STATES = {
     "inf": replaced("exp_avg_sq", lambda x: x + torch.inf),
     "one nan": lambda found: first(found)["exp_avg"].view(-1)[:1].fill_(torch.nan),
     "negative squares": replaced("exp_avg_sq", lambda x: -x - 1),
-    "texts": replaced("exp_avg", lambda x: "x"),
-    "lists": replaced("exp_avg", lambda x: x.tolist()),
-    "none": replaced("exp_avg", lambda x: None),
-    "meta": replaced("exp_avg", lambda x: x.to("meta")),
+    "texts": replaced("exp_avg", lambda x: "x"), "lists": replaced("exp_avg", lambda x: x.tolist()),
+    "none": replaced("exp_avg", lambda x: None), "meta": replaced("exp_avg", lambda x: x.to("meta")),
     "no moments": of_states(lambda part: part.pop("exp_avg")),
     "no squares": of_states(lambda part: part.pop("exp_avg_sq")),
     "no steps": of_states(lambda part: part.pop("step")),
@@ -195,24 +188,10 @@ STATES = {
     **{
         f"{name} {value!a}": group(**{name: value})
         for name, value in [
-            ("betas", "x"),
-            ("betas", (2.0, 2.0)),
-            ("betas", (0.9,)),
-            ("maximize", True),
-            ("eps", -1.0),
-            ("eps", "x"),
-            ("weight_decay", 1e30),
-            ("amsgrad", True),
-            ("capturable", True),
-            ("differentiable", True),
-            ("fused", False),
-            ("foreach", True),
-            ("lr", "x"),
-            ("lr", -1.0),
-            ("lr", float("nan")),
-            ("lr", None),
-            ("params", []),
-            ("params", [0] * 99),
+            ("betas", "x"), ("betas", (2.0, 2.0)), ("betas", (0.9,)), ("maximize", True), ("eps", -1.0),
+            ("eps", "x"), ("weight_decay", 1e30), ("amsgrad", True), ("capturable", True),
+            ("differentiable", True), ("fused", False), ("foreach", True), ("lr", "x"), ("lr", -1.0),
+            ("lr", float("nan")), ("lr", None), ("params", []), ("params", [0] * 99),
             ("decoupled_weight_decay", False),
         ]
     },
@@ -236,21 +215,11 @@ MODELS = {
     "half": lambda found: found.update({name: x.half() for name, x in found.items()}),
 }
 PROGRESS = {
-    "a list": [],
-    "nothing": {},
-    "step of text": {"step": "1"},
-    "step -1": {"step": -1},
-    "step 0": {"step": 0},
-    "step 1.5": {"step": 1.5},
-    "step true": {"step": True},
-    "step 3": {"step": 3},
-    "step 2**70": {"step": 2**70},
-    "saved is text": {"saved": "x"},
-    "saved is a list": {"saved": [1]},
+    "a list": [], "nothing": {}, "step of text": {"step": "1"}, "step -1": {"step": -1},
+    "step 0": {"step": 0}, "step 1.5": {"step": 1.5}, "step true": {"step": True}, "step 3": {"step": 3},
+    "step 2**70": {"step": 2**70}, "saved is text": {"saved": "x"}, "saved is a list": {"saved": [1]},
     "saved holds a tensor": {"saved": {"step": torch.zeros(3)}},
-    "before is 7": {"before": 7},
-    "before is empty": {"before": {}},
-    "saved is empty": {"saved": {}},
+    "before is 7": {"before": 7}, "before is empty": {"before": {}}, "saved is empty": {"saved": {}},
     "saved of other scores": {"saved": {"step": 1, "x": 1.0}},
     "more of it": {"x": 1},
 }
@@ -288,8 +257,7 @@ TOKENS = {
     "negative ends": lambda ids, ends: (ids, -ends),
     "rows of nothing": lambda ids, ends: (ids, ends * 0),
     "one row of all": lambda ids, ends: (ids, np.where(np.arange(len(ends)) > 0, ends[-1], 0)),
-    "fewer ids": lambda ids, ends: (ids[:9], ends),
-    "no ends": lambda ids, ends: (ids, ends[:0]),
+    "fewer ids": lambda ids, ends: (ids[:9], ends), "no ends": lambda ids, ends: (ids, ends[:0]),
     "ends from 5": lambda ids, ends: (ids, ends + 5),
 }
 
@@ -315,9 +283,7 @@ def of_forged():
     for name, how in TOKENS.items():
         yield case(f"tokens: {name}", "simcse", HALF, forged_tokens(how), like=TWIN)
     for name, how in {
-        "nan": spoilt,
-        "other shapes": lambda x: x[:1].contiguous(),
-        "int8": lambda x: x.to(torch.int8),
+        "nan": spoilt, "other shapes": lambda x: x[:1].contiguous(), "int8": lambda x: x.to(torch.int8),
     }.items():
         yield case(f"saved weights: {name}", "simcse", HALF, other_weights(how))
     for name, text in {"auto_map": '{"auto_map": {"AutoModel": "code.Own"}}', "a list": "[]"}.items():
@@ -335,9 +301,7 @@ def of_forged():
         make = both(ran("moco"), progress("run", pointer=more))
         yield case(f"progress of moco: {what}", "moco", RUN, make)
     for what, more in {
-        "place -1": [-1, 0, 0],
-        "place 10**9": [10**9, 0, 0],
-        "a short place": [0],
+        "place -1": [-1, 0, 0], "place 10**9": [10**9, 0, 0], "a short place": [0],
         "a place of 10**9 sentences": [0, 10**9, 10**9],
     }.items():
         make = both(ran("tacl"), progress("run", place=more))
@@ -421,15 +385,11 @@ INPUTS = {
     "--teacher": ("tacl", ["--model", "bert", "--teacher", "bert"], None, scaled("bert")),
     "--model of selfguided": ("selfguided", ["--model", "bert"], None, scaled("bert")),
     "--model's tokenizer": (
-        "simcse",
-        ["--model", "bert"],
-        None,
+        "simcse", ["--model", "bert"], None,
         settings("tokenizer_config.json", do_lower_case=False),
     ),
     "--model's prompts": (
-        "vascl",
-        ["--model", "bert"],
-        None,
+        "vascl", ["--model", "bert"], None,
         put("bert/config_sentence_transformers.json", '{"prompts": {"query": "q "}}'),
     ),
     "--wordnet": ("cline", ["--wordnet", "wordnet"], wordnet, letters("wordnet/data.noun")),
@@ -479,47 +439,30 @@ INPUTS = {
     "pictures of equal size": ("simclr", ["--data", "photos"], photos(), other_pixels("photos/3.png")),
     "listed pictures": ("moco", ["--data", "photos.tsv"], listed_photos, other_pixels("photos/3.png")),
     "labels that are links": (
-        "simclr",
-        ["--data", "sorted"],
-        linked_photos,
-        other_pixels("elsewhere/a/2.png"),
+        "simclr", ["--data", "sorted"], linked_photos, other_pixels("elsewhere/a/2.png"),
     ),
     "a label that leads elsewhere": (
-        "simclr",
-        ["--data", "sorted"],
-        linked_photos,
+        "simclr", ["--data", "sorted"], linked_photos,
         lambda here: os.rename(here / "elsewhere/a/2.png", here / "elsewhere/b/2.png"),
     ),
     "a deleted picture": (
-        "simclr",
-        ["--data", "sorted"],
-        linked_photos,
-        lambda here: os.unlink(here / "elsewhere/a/2.png"),
+        "simclr", ["--data", "sorted"], linked_photos, lambda here: os.unlink(here / "elsewhere/a/2.png"),
     ),
     "a resized picture": (
-        "moco",
-        ["--data", "photos.tsv"],
-        listed_photos,
-        put("photos/3.png", encoded("PNG", size=(20, 20))),
+        "moco", ["--data", "photos.tsv"], listed_photos, put("photos/3.png", encoded("PNG", size=(20, 20))),
     ),
     "a picture more": ("moco", ["--data", "photos"], photos(), put("photos/9.png", encoded("PNG"))),
     "a renamed picture": (
-        "moco",
-        ["--data", "photos"],
-        photos(),
+        "moco", ["--data", "photos"], photos(),
         lambda here: os.rename(here / "photos/3.png", here / "photos/93.png"),
     ),
     "--dev of pictures": (
-        "simclr",
-        ["--data", "sorted", "--dev", "photos.tsv"],
-        both(labelled_photos, listed_photos),
+        "simclr", ["--data", "sorted", "--dev", "photos.tsv"], both(labelled_photos, listed_photos),
         other_pixels("photos/3.png"),
     ),
     "an array of equal size": ("moco", [], None, change("few.npz", lambda old: recoloured(old))),
     "--finetune": (
-        "simclr",
-        ["--finetune", "few.npz", "--model", "net"],
-        None,
+        "simclr", ["--finetune", "few.npz", "--model", "net"], None,
         change("few.npz", lambda old: recoloured(old)),
     ),
     "--distill": (
@@ -557,12 +500,7 @@ def of_inputs():
         make = make or (vectors if name == "--entity-vectors" else lambda here: None)
         makes = both(make, ran(script, *argv), changed)
         yield case(
-            f"another {name}",
-            script,
-            [*argv, *RUN],
-            makes,
-            "one line",
-            late=False,
+            f"another {name}", script, [*argv, *RUN], makes, "one line", late=False,
             says="the content of --.* is not what it was|pictures, wanted",
         )
     for script in SCRIPTS:

@@ -1,5 +1,5 @@
-"""Nothing is lost, nothing hangs: runs that are stopped at any stage and begun again, two at once, folders
-that vanish, tokens that are damaged, a terminal that closes, a disk and a memory that are full."""
+"""Runs that cannot begin again, tokens that are damaged, streams that are closed, a disk and a memory that are
+full, names that steer a terminal. Faults at each stage of a run: tests/attack/faults.py."""
 import contextlib
 import json
 import os
@@ -16,7 +16,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import simcse
@@ -27,56 +26,9 @@ from kernels.training.cli import Fault, Flags, command, fail, handle_signals, pu
 from kernels.training.extras import layer_study, plot, triples
 from kernels.training.progress import progress
 from kernels.training.text.tokens import tokenise_table
-from running import DATA, GOOD, KEPT, ROOT, SMALL, equal, metrics, refuse, run
+from running import DATA, GOOD, KEPT, ROOT, SMALL, metrics, refuse, run
 
-STAGES = {"reading": "simcse.load_data", "reading the held-out data": "simcse.HeldOut",
-          "loading": "simcse.build_model", "copying code": "kernels.training.output_dir.write_code",
-          "tokenising": "simcse.tokenise_table", "the first evaluation": "simcse.HeldOut.before",
-          "a step": "simcse.sum_gradients", "an evaluation": "kernels.training.text.evaluation.save",
-          "behind the last step": "simcse.HeldOut.after"}
-FIRST = "stopped  before anything was saved"
-SAID = {"a step": "stopped  at step 1, saved; --resume continues",
-        "an evaluation": "stopped  at step 2, saved; --resume continues",
-        "behind the last step": "stopped  behind the last step; the checkpoint is whole"}
 FLAGS = [*KEPT, "--steps", "3", "--eval-every", "2"]
-
-
-def same_result(one, two):
-    states = [torch.load(out / "state.pt", weights_only=True) for out in (one, two)]
-    rows = [[row | {"seconds": 0} for row in metrics(out)] for out in (one, two)]
-    models = [load_file(out / "model.safetensors") for out in (one, two)]
-    return equal(*states) and rows[0] == rows[1] and equal(*models)
-
-
-@pytest.fixture
-def whole(here):
-    """What the unbroken run left."""
-    simcse.main([*FLAGS, "--out", "whole"])
-    return Path("whole")
-
-
-@pytest.mark.parametrize("kind", ["SIGTERM", "SIGHUP"])
-def test_a_signal_at_any_stage_is_ctrl_c(kind, whole, monkeypatch, capfd):
-    """One line, exit code 130, and the same command with --resume ends in the unbroken run's bits."""
-    for stage, name in STAGES.items():
-        out, parts = Path(stage), []
-        with monkeypatch.context() as patch:
-            module, _, attribute = name.rpartition(".")
-            owner = sys.modules.get(module) or getattr(simcse, module.rpartition(".")[2])
-            real = getattr(owner, attribute)
-
-            def interrupted(*args, real=real, parts=parts, **more):
-                parts or parts.append(signal.raise_signal(getattr(signal, kind)))
-                return real(*args, **more)
-            patch.setattr(owner, attribute, interrupted)
-            with pytest.raises(SystemExit) as end:
-                simcse.main([*FLAGS, "--out", str(out), "--resume"])
-        said, errors = capfd.readouterr()
-        last = said.splitlines()[-1]
-        assert (end.value.code, errors) == (130, "") and re.fullmatch(SAID.get(stage, FIRST), last), stage
-        assert said.count("\nstopping when this step is done") == (stage in SAID and "behind" not in stage)
-        simcse.main([*FLAGS, "--out", str(out), "--resume"])
-        assert same_result(whole, out), stage
 
 
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -123,106 +75,6 @@ def test_a_run_that_is_done_is_not_begun_again(here, capfd):
         refuse("simcse", capfd, wanted, *FLAGS, "--out", keep)
 
 
-def test_metrics_survive_a_kill_within_resume(here, finished, monkeypatch):
-    shutil.copytree(finished, "out")
-    with open("out/metrics.jsonl", "a") as file:
-        file.write('{"step": 2}\n{"st')                        # behind the checkpoint, and a half one
-    before = Path(finished, "metrics.jsonl").read_text()
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
-        simcse.main([*KEPT, "--out", "out", "--resume"])
-    assert Path("out/metrics.jsonl").read_text().startswith(before)
-    simcse.main([*KEPT, "--out", "out", "--resume"])
-    assert Path("out/metrics.jsonl").read_text() == before
-
-
-# ── the folder ──
-
-
-HOLD = """import fcntl, sys
-file = open(sys.argv[1], "r+")
-fcntl.lockf(file, fcntl.LOCK_EX)
-print(flush=True)
-input()"""
-
-
-def test_two_runs_in_one_folder(here, monkeypatch, capfd):
-    """The second one is refused while the first one's process lives, by whatever it was begun."""
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr("simcse.HeldOut.before", Mock(side_effect=KeyboardInterrupt))
-        simcse.main([*FLAGS, "--out", "out"])
-    first = subprocess.Popen([sys.executable, "-c", HOLD, Path("out", output_dir.RUNNING).absolute()],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        first.stdout.readline()
-        capfd.readouterr()
-        refuse("simcse", capfd, "--out out: another process is at work in it; .*", *FLAGS, "--out", "out",
-               "--resume")
-    finally:
-        first.kill()
-        first.wait()
-    simcse.main([*FLAGS, "--out", "out", "--resume"])
-    assert len(metrics(Path("out"))) == 3 and not Path("out", output_dir.RUNNING).exists()
-
-
-@pytest.mark.parametrize("resume", [[], ["--resume"]])
-def test_a_run_that_locks_the_folder_meanwhile(resume, here, monkeypatch, capfd):
-    """Its damaged state is none of the second one's business."""
-    real, first = simcse.build_model, []
-
-    def meanwhile(*args):
-        Path("out").mkdir()
-        Path("out", output_dir.RUNNING).touch()
-        Path("out", "args.json").write_text('{"seed": 1}')
-        first.append(subprocess.Popen([sys.executable, "-c", HOLD, Path("out", output_dir.RUNNING)],
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        first[0].stdout.readline()
-        return real(*args)
-    monkeypatch.setattr("simcse.build_model", meanwhile)
-    try:
-        with pytest.raises(SystemExit, match="2"):
-            simcse.main([*FLAGS, "--out", "out", *resume])
-    finally:
-        first[0].kill()
-        first[0].wait()
-    wanted = r"simcse\.py: --out out: another process is at work in it; .*\n"
-    assert re.fullmatch(wanted, capfd.readouterr().err)
-    assert {path.name for path in Path("out").iterdir()} == {output_dir.RUNNING, "args.json"}
-
-
-@pytest.mark.parametrize("there", [["args.json"], ["args.json", output_dir.RUNNING], ["state.pt"]])
-def test_a_run_that_is_begun_in_the_folder_meanwhile(there, here, monkeypatch, capfd):
-    """It is over, or was killed, when the second one comes to lock the folder."""
-    real = simcse.build_model
-
-    def meanwhile(*args):
-        Path("out").mkdir()
-        for name in there:
-            Path("out", name).write_text('{"seed": 1}')
-        return real(*args)
-    monkeypatch.setattr("simcse.build_model", meanwhile)
-    with pytest.raises(SystemExit, match="2"):
-        simcse.main([*FLAGS, "--out", "out"])
-    wanted = r"simcse\.py: --out out: another run was begun in it while this one was starting; name .*\n"
-    assert re.fullmatch(wanted, capfd.readouterr().err)
-    assert sorted(path.name for path in Path("out").iterdir()) == sorted(there)
-
-
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_folder_that_is_removed_meanwhile(anew, here, monkeypatch, capfd):
-    """Nothing is saved elsewhere, nor into a folder that has come in its place."""
-    def removed(model):
-        shutil.rmtree("out", ignore_errors=True)
-        if anew:
-            Path("out").mkdir()
-    monkeypatch.setattr("simcse.sum_gradients", removed)
-    with pytest.raises(SystemExit, match="2"):
-        simcse.main([*FLAGS, "--out", "out"])
-    wanted = r"simcse\.py: --out out was removed while this run was writing it; .*\n"
-    assert re.fullmatch(wanted, capfd.readouterr().err)
-    assert Path("out").exists() == anew and not any(Path("out").rglob("*"))
-
-
 def test_out_within_the_pictures(here):
     Path("pictures").mkdir()
     for out in ("pictures", "pictures/a/out"):
@@ -231,23 +83,8 @@ def test_out_within_the_pictures(here):
     output_dir.check_out(Path("pictures-out"), False, "pictures")
 
 
-def test_data_that_change_before_the_first_step(here, monkeypatch, capfd):
-    """Which a script that holds them in memory, or makes its words of them, would not see again."""
-    real = simcse.build_model
-
-    def change(*args):
-        Path("good.csv").write_text(GOOD.upper())              # as long as before
-        return real(*args)
-    monkeypatch.setattr("simcse.build_model", change)
-    with pytest.raises(SystemExit, match="2"):
-        simcse.main([*FLAGS, "--out", "out"])
-    wanted = "simcse.py: good.csv: changed while it was read; leave it as it is, and start again\n"
-    assert capfd.readouterr().err == wanted and not Path("out").exists()
-
-
 def test_a_file_spelt_otherwise_is_the_same(here, finished):
     shutil.copytree(finished, "out")
-    shutil.copytree(finished, "model")
     Path("link.csv").symlink_to("good.csv")
     flags = [flag.replace("good.csv", "link.csv") for flag in map(str, SMALL)]
     simcse.main([*flags, "--out", "../" + Path().absolute().name + "/out", "--resume"])
@@ -357,34 +194,6 @@ def full_disk(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-FULL = {"args.json": ("kernels.training.output_dir.write_whole", 20, "args.json"),
-        "code": ("kernels.training.output_dir.write_code", 500, "simcse.py"),
-        "tokens": ("simcse.tokenise_table", 20, "tokens"),
-        "metrics": ("simcse.Run.write_metrics", 20, "metrics.jsonl"),
-        "state": ("simcse.Run.save_state", 5_000, "state.pt"),
-        "config": ("kernels.training.text.evaluation.save", 20, ""),
-        "weights": ("kernels.training.text.evaluation.save", 10_000, "")}
-
-
-@pytest.mark.parametrize("stage", FULL)
-def test_a_full_disk_is_named(stage, here, monkeypatch, capsys):
-    """By a file of --out, or by --out: where a person sees which disk it is. capsys writes no file."""
-    name, size, path = FULL[stage]
-    module, _, attribute = name.rpartition(".")
-    owner = sys.modules.get(module) or simcse.Run
-    real, limit = getattr(owner, attribute), contextlib.ExitStack()
-
-    def full(*args, **more):
-        if stage != "args.json" or args[0].name == stage:
-            limit.enter_context(full_disk(size))
-        return real(*args, **more)
-    monkeypatch.setattr(owner, attribute, full)
-    with limit, pytest.raises(SystemExit, match="2"):
-        simcse.main([*FLAGS, "--out", "out"])
-    found = re.fullmatch(r"simcse\.py: (.*?): .*File too large.*\n", capsys.readouterr().err)
-    assert Path(found[1]) == Path("out", path)
 
 
 def study_of_nothing():

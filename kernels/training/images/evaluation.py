@@ -28,7 +28,8 @@ def before(model, pictures, run):
 def judge(model, pictures, run):
     """Evaluates and saves the model: the last one is kept, nothing is chosen on test pictures."""
     average_statistics(model)
-    if run.keeps(evaluate(model, pictures, run.impl) if pictures.test else {}):
+    scores = evaluate(model, pictures, run.impl) if pictures.test else {}
+    if run.keeps(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
         nets.save(model, run, pictures.size)
 
 

@@ -1,12 +1,7 @@
-"""Pictures that processes decode: what they cut out, the same views whoever does it, kills and signals."""
-import contextlib
-import itertools
-import multiprocessing
+"""Pictures that processes decode: what they cut out, and the same views whoever does it. Kills and signals of
+these processes: tests/attack/faults.py."""
 import os
 import re
-import signal
-import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,10 +13,9 @@ from PIL import Image
 import moco
 import simclr
 from kernels.training.cli import Fault
-from kernels.training.images import loading
 from kernels.training.images.formats import read_pictures
 from kernels.training.images.workers import in_workers
-from running import equal, run
+from running import equal
 
 SCRIPTS = {"simclr": simclr, "moco": moco}
 FLAGS = "--data x --model resnet-small --batch-size 4 --size 8 --probe-epochs 0".split()
@@ -143,139 +137,3 @@ def test_little_shared_memory(here, monkeypatch, capfd):
         simclr.main([*FLAGS, "--steps", "1", "--workers", "1"])
     wanted = r"simclr\.py: a process that decoded pictures was killed, .*; /dev/shm is full; .*\n"
     assert re.fullmatch(wanted, capfd.readouterr().err)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_that_is_stopped_in_an_epoch_goes_on_as_if_it_had_not(name, tmp_path, monkeypatch):
-    """To the bit: what was decoded ahead is drawn again; and whatever the number of workers is."""
-    monkeypatch.chdir(tmp_path)
-    put_photos(Path("x"))
-    flags = [*FLAGS, "--steps", 9, *["--queue", 8, "--bn-splits", 2] * (name == "moco")]
-    whole = run(name, Path("whole"), *flags, "--workers", 0)
-    with monkeypatch.context() as patch:
-        stop = itertools.count(1)
-        patch.setattr(SCRIPTS[name], "sum_gradients",
-                      lambda model: next(stop) == 4 and signal.raise_signal(signal.SIGTERM))
-        with contextlib.suppress(SystemExit):
-            run(name, Path("parts"), *flags, "--workers", 1)
-    assert torch.load("parts/state.pt")["progress"]["step"] == 4                 # of six an epoch
-    parts = run(name, Path("parts"), *flags, "--workers", 2, "--resume")
-    assert [step["step"] for step in parts.steps][-1] == 9 and parts.losses[-1] == whole.losses[-1]
-    assert equal(whole.state["model"], parts.state["model"])
-    assert equal(whole.state["random"], parts.state["random"])
-
-
-# ── kills and signals ──
-
-
-def play(folder, flags, slow):
-    """simclr.py as the leader of a group; its words go into files."""
-    os.setpgrp()
-    os.chdir(folder)
-    for number, name in enumerate(("out.txt", "err.txt"), 1):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    torch.cuda.is_available = lambda: False
-    if slow:
-        loading.measured = sleeps
-    simclr.main(flags)
-
-
-def sleeps(path):
-    """Says loud things; then it takes long."""
-    print("a library speaks", file=sys.stderr, flush=True)
-    Path(f"busy-{os.getpid()}").touch()
-    time.sleep(3)
-    return 32, 32
-
-
-def group(leader):
-    """Ids of the living processes of its group."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, pgrp = path.read_text().rpartition(") ")[2].split()[:3]
-            found += [int(path.parent.name)] * (int(pgrp) == leader and state != "Z")
-    return found
-
-
-def wait(there, seconds=30):
-    end = time.time() + seconds
-    while not (found := there()) and time.time() < end:
-        time.sleep(0.02)
-    return found
-
-
-@contextlib.contextmanager
-def training(folder, *flags, slow=False):
-    """The process of a long run with two workers, which is gone in the end."""
-    put_photos(folder / "x")
-    flags = [*FLAGS, "--steps", "9999", "--out", "out", "--workers", "2", *flags]
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=play, args=(folder, flags, slow))
-    process.start()
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-
-
-def ended(process, folder):
-    """(exit code, stdout, stderr, what of its group is left)"""
-    process.join(20)
-    left = wait(lambda: not group(process.pid), 5) or group(process.pid)
-    return process.exitcode, *((folder / f"{name}.txt").read_text() for name in ("out", "err")), left
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
-
-
-@needs_proc
-@pytest.mark.parametrize("kind, whom", [("SIGINT", "group"), ("SIGTERM", "group"), ("SIGTERM", "leader")])
-def test_a_signal_ends_a_step_and_all_processes(kind, whom, tmp_path):
-    """Sent to the group, as a terminal does, or to the first process alone: the step is done and saved."""
-    with training(tmp_path, "--eval-every", "3") as process:
-        assert wait((tmp_path / "out" / "state.pt").exists)
-        (os.killpg if whom == "group" else os.kill)(process.pid, getattr(signal, kind))
-        code, out, err, left = ended(process, tmp_path)
-    step = int(re.search(r"\nstopped  at step (\d+), saved; --resume continues\n$", out)[1])
-    assert (code, err, left) == (130, "", True)
-    assert torch.load(tmp_path / "out" / "state.pt")["progress"]["step"] == step
-
-
-@needs_proc
-@pytest.mark.parametrize("whom", ["group", "leader"])
-def test_a_signal_while_pictures_are_checked(whom, tmp_path):
-    """Workers that are busy then, with a library that speaks, say nothing and are gone soon."""
-    with training(tmp_path, slow=True) as process:
-        assert wait(lambda: [*tmp_path.glob("busy-*")])
-        began = time.time()
-        (os.killpg if whom == "group" else os.kill)(process.pid, signal.SIGINT)
-        assert ended(process, tmp_path) == (130, "stopped  before anything was saved\n", "", True)
-    assert time.time() - began < 10 and not (tmp_path / "out").exists()
-
-
-@needs_proc
-def test_a_killed_worker_is_one_line_and_the_checkpoint_whole(tmp_path):
-    with training(tmp_path, "--eval-every", "3") as process:
-        assert wait((tmp_path / "out" / "state.pt").exists)
-        os.kill(max(group(process.pid)), signal.SIGKILL)
-        code, out, err, left = ended(process, tmp_path)
-    assert (code, left) == (2, True)
-    wanted = (r"simclr\.py: a process that decoded pictures was killed, perhaps for want of memory; try "
-              r"fewer --workers; a checkpoint that --out holds is whole, .*\n")
-    assert re.fullmatch(wanted, err)
-    assert torch.load(tmp_path / "out" / "state.pt")["progress"]["step"] % 3 == 0
-
-
-@needs_proc
-def test_workers_do_not_outlive_who_began_them(tmp_path):
-    with training(tmp_path, "--eval-every", "3") as process:
-        assert wait((tmp_path / "out" / "state.pt").exists)
-        assert len(group(process.pid)) == 3
-        process.kill()
-        assert wait(lambda: not group(process.pid), 4)         # torch's own look is each five seconds
