@@ -16,17 +16,19 @@ REPEATED = "negative", "candidate"
 OTHERS = """hypothesis score similarity label goldlabel id idx index genre subset
             entity positiveentity negativeentity entitytype page article originentity
             original synonym antonym synonymwords antonymwords""".split()
-INDEX = "the first name of the header is empty, as of pandas' index; write the file with index=False"
+# One to three words of letters and digits; a name as programs write it.
+NAME = re.compile(r"(?=.{1,30}$)\s*[^\W\d_]\w*([ ./-]\w+){0,2}\s*")
+IDENTIFIER = re.compile("[a-z][a-z0-9_]*")
 
 
 class Header(NamedTuple):
     """What the first rows of a table say of its columns.
 
     headed   whether the first row of a .csv or .tsv names them
-    said     what a person is told of them: their names, or what each is taken for; None: no header
+    said     what a person is told: their names, or what each is taken for; None: there are no names
     places   of those that are read, in this order; None: all
     fault    why they cannot be read, or None
-    guessed  whether the header was recognised by its looks alone, not by a name that is known
+    guessed  whether the first row only looks like names, and has none that is known
     texts    places that must look like texts, for no name says that they are
     """
     headed: bool
@@ -47,51 +49,48 @@ def find_header(rows, keys, width, roles=None, columns=None, names=()):
     columns  those that are read instead, by name or number (--columns)
     names    a first row that has all of them is a header
     """
-    names, headed, known = names or [name for name in columns or () if not name.isdecimal()], False, True
+    headed, known = False, True
     if keys is None:
-        known = has_all(rows[0], names) or is_known(rows[0], roles or SENTENCES)
-        headed = known or looks_like_names(rows) or not roles and are_identifiers(rows[0])
+        names = {plain(name) for name in names or columns or () if not name.isdecimal()}
+        known = bool(names) and {*map(plain, rows[0])} >= names or is_known(rows[0], roles or SENTENCES)
+        headed = known or looks_like_names(rows, not roles)
         keys = [name.strip() for name in rows[0]] if headed else []
-    found = Header(headed, keys or None, guessed=headed and not known)
+    header = Header(headed, keys or None, guessed=not known and headed)
     if columns:
-        return choose(found, columns, width, list(roles))
+        return choose(header, columns, width, roles)
     if not roles:
-        doubled, no_name = twice(map(plain, keys)), headed and not keys[0] and not has_all(keys, names)
-        fault = f"two columns of one name, {doubled}, in {listed(keys)}" if doubled else INDEX if no_name else None
-        return found._replace(fault=fault)
+        doubled = twice(map(plain, keys))
+        return header._replace(fault=doubled and f"two columns of one name, {doubled}, in {listed(keys)}")
     if not keys:
-        return found._replace(texts=[i for i in range(width) if not role_at(i, roles).endswith("_words")])
-    return arrange(found, roles, "" if known else "; if that row is data, write a header above it")
+        texts = [i for i in range(width) if not role_at(i, roles).endswith("_words")]
+        return header._replace(texts=texts)
+    return arrange(header, roles)
 
 
 def choose(header, columns, width, roles):
     """The Header with the places of --columns."""
-    names = [plain(name) for name in header.said or []]
-    at = {str(i + 1): i for i in range(width)} | {name: i for i, name in enumerate(names) if names.count(name) == 1}
+    names, at = [plain(name) for name in header.said or ()], {str(i + 1): i for i in range(width)}
+    at |= {name: i for i, name in enumerate(names) if names.count(name) == 1}
     places = [at.get(plain(column)) for column in columns]
     if None in places:
-        column = columns[places.index(None)]
-        twofold = "two columns are called so; " if plain(column) in names else ""
-        known = f"one of {', '.join(header.said)}"[:150] + ", or " if header.said else ""
-        fault = f"--columns {column[:40]}: {twofold}wanted {known}a number from 1 to {width}"
+        wanted = f"one of {', '.join(header.said)}"[:150] + ", or " if names else ""
+        fault = f"--columns {columns[places.index(None)][:40]}: wanted {wanted}a number from 1 to {width}"
         return header._replace(said=None, fault=fault)
     called = header.said or [f"column {i + 1}" for i in range(width)]
     said = [f"{role_at(i, roles)} {called[place]}" for i, place in enumerate(places)]
     return header._replace(said=said, places=places)
 
 
-def arrange(header, roles, advice):
-    """The Header with its columns in the order of their roles, or with a fault, which ends in the advice."""
+def arrange(header, roles):
+    """The Header with its columns in the order of their roles, or with a fault."""
     names, order = header.said, list(roles)
     found = [role_of(name, roles) for name in names]
     places = sorted((i for i, role in enumerate(found) if role), key=lambda i: order.index(found[i]))
-    unknown = [name for name, role in zip(names, found) if role is None]
+    unknown = [name or "(no name)" for name, role in zip(names, found) if role is None]
     double = [role for role in order if role not in REPEATED and found.count(role) > 1]
     missing = [role for role in order[: len(set(found))] if role not in found]
     fault = None
-    if not names[0]:
-        fault = INDEX
-    elif unknown:
+    if unknown:
         fault = f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {listed(unknown)}"
     elif double:
         same = [name for name, role in zip(names, found) if role == double[0]]
@@ -99,7 +98,9 @@ def arrange(header, roles, advice):
     elif missing:
         fault = f"no {missing[0]} among columns {listed(names)}"
     if fault:
-        fault += f"; name or number those to read by --columns, in the order {', '.join(order)}{advice}"
+        fault += f"; name or number those to read by --columns, in the order {', '.join(order)}"
+    if fault and header.guessed:
+        fault += "; if that row is data, write a header above it"
     return header._replace(said=[f"{found[i]} {names[i]}" for i in places], places=places, fault=fault)
 
 
@@ -112,9 +113,10 @@ def unlike_texts(sample, places):
     told = ", ".join(f"column {i + 1} holds {found[i]}" for i in places if i in found)
     if not told:
         return None
-    every, texts = (" ".join([str(i + 1) for i in places if i not in without][:9]) for without in ((), found))
-    how = f"number those to read: --columns {texts} ({every}, if all are texts)" if texts else "wanted texts"
-    return f"{told[:300]}; {how}"
+    every = [str(i + 1) for i in places]
+    texts = " ".join([str(i + 1) for i in places if i not in found][:9])
+    how = f"number those to read: --columns {texts} ({' '.join(every[:9])}, if all are texts)"
+    return f"{told[:300]}; {how if texts else 'wanted texts'}"
 
 
 def listed(names):
@@ -142,13 +144,8 @@ def role_of(name, roles):
 
 
 def role_at(place, roles):
-    """The role of the column at this place where no name says it: past the last role it is the last one again."""
+    """The role of the column at this place where no name says it: past the last one it is that again."""
     return list(roles)[min(place, len(roles) - 1)]
-
-
-def has_all(row, names):
-    """Whether there are names, and this row has them all."""
-    return bool(names) and {plain(cell) for cell in row} >= {plain(name) for name in names}
 
 
 def without_index(row):
@@ -163,21 +160,14 @@ def is_known(row, roles):
     return known >= min(2, len(row)) > 0
 
 
-def is_name(cell):
-    """One to three words of letters and digits."""
-    return len(cell) <= 30 and bool(re.fullmatch(r"\s*[^\W\d_]\w*([ ./-]\w+){0,2}\s*", cell))
-
-
-def are_identifiers(row):
-    """Whether a row is different names as programs write them."""
-    return bool(row) and not twice(row) and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in row)
-
-
-def looks_like_names(rows):
-    """Whether the first row is different names, of a kind that hardly any row below is, and none below again."""
+def looks_like_names(rows, may_be_words):
+    """Whether the first row is different names, of a kind that hardly any row below is, and none there again.
+    Where the rows may be words, names as programs write them are enough."""
     first, below = without_index(rows[0]), rows[1:]
-    if not first or not below or not all(map(is_name, first)) or twice(map(plain, first)):
+    if not first or twice(map(plain, first)) or not all(map(NAME.fullmatch, first)):
         return False
-    alike = sum(bool(row) and all(map(is_name, row)) for row in below)
+    if may_be_words and all(map(IDENTIFIER.fullmatch, rows[0])):
+        return True
+    alike = sum(bool(row) and all(map(NAME.fullmatch, row)) for row in below)
     again = any(a == b for row in below for a, b in zip(first[::-1], row[::-1]))   # from the end: the index
     return 4 * alike < len(below) and not again

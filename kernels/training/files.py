@@ -1,4 +1,4 @@
-"""Opening the user's files: only those that can be read again, unchanged while they are read, text in UTF-8."""
+"""Opens the user's files: those that can be read again, unchanged while they are read, text in UTF-8."""
 import contextlib
 import functools
 import gzip
@@ -45,8 +45,8 @@ def stamp(path):
 
 @contextlib.contextmanager
 def unchanged(path, was):
-    """Fails where the file's stamp is not `was` before or after the block, or when the block meets a Fault, which
-    the change may have caused. Where `was` is None nothing is compared."""
+    """Fails where the file's stamp is not `was` before or after the block, or at a Fault in it, which the
+    change may have caused. Where `was` is None nothing is compared."""
     def check():
         if was and stamp(path) != was:
             fail(f"{path}: changed or deleted while it was read; leave it as it is, and start again")
@@ -83,15 +83,15 @@ def read_whole(path):
 
 
 def decoded(file, path, longest=LONGEST):
-    """Yields (line, its bytes) of an open file of UTF-8, without the byte order mark. A line that has more bytes
-    than `longest` is a Fault; the file's name in it is `path`."""
+    """Yields (line, its bytes) of an open file, which messages call `path`; without the byte order mark.
+    Lines of more than `longest` bytes, and other letters than UTF-8's, are Faults."""
     starts = file.tell() == 0
     for number, raw in enumerate(pieces(file, longest + 1), 1):
         if len(raw) > longest:
             fail(f"{path} line {number}: over {longest >> 20} MB; wanted a row a line")
         if b"\0" in raw:
-            fail(f"{path} line {number}: a NUL character; delete it, or if this is UTF-16, convert it, for example "
-                 "with iconv")
+            fail(f"{path} line {number}: a NUL character; delete it, or if this is UTF-16, convert it, "
+                 "for example with iconv")
         try:
             text = raw.decode()
         except UnicodeDecodeError:

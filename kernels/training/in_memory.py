@@ -13,8 +13,8 @@ WANTED = "wanted texts or rows in a list or array, a dict of columns, a DataFram
 
 
 class MemoryRows:
-    """Rows that can be gone through again and again: lists of cells, dicts of them by column; what is no row is
-    left as it is, for a message that names its place.
+    """Rows that can be gone through again and again: lists of cells, dicts of them by column; what is no row
+    is left as it is, for a message that names its place.
 
     length  how many they are
     make    a function that gives an iterator over them all
@@ -36,22 +36,23 @@ def rows_of(data):
     data    a sequence of texts or of rows, as a list, a tuple, an array (N,), a Series, a Dataset; an array
             (N, columns) of texts; a dict of columns, each such a sequence; a DataFrame
     """
+    kind = type(data)
     if isinstance(data, Mapping):
         return rows_of_columns(data, data)
-    if hasattr(type(data), "dtype") and hasattr(type(data), "shape"):
-        sort = getattr(data.dtype, "kind", "O")                # texts, anything, NumPy's StringDType:
+    if hasattr(kind, "dtype") and hasattr(kind, "shape"):
+        sort = getattr(data.dtype, "kind", "O")                # U: texts, O: anything, T: NumPy's StringDType
         if sort not in "UOT" or len(data.shape) not in (1, 2):
             how = ", such as numpy.char.decode(data)" if sort == "S" else ""
-            refuse(data, f"{data.dtype} of shape {tuple(data.shape)}; wanted texts of shape (rows,) or (rows, "
-                         f"columns){how}")
+            wanted = f"wanted texts of shape (rows,) or (rows, columns){how}"
+            refuse(data, f"{data.dtype} of shape {tuple(data.shape)}; {wanted}")
     if fault := unreadable(data):
         refuse(data, fault)
-    if is_table(data) and not hasattr(type(data), "features"):            # a Dataset gives rows
-        names = getattr(data, "column_names", None) or [*data.columns]
-        if doubled := twice(map(str, names)):
-            refuse(data, f"two columns are called {doubled}; rename one")
-        return rows_of_columns({name: data[name] for name in names}, data)
-    return MemoryRows(len(data), lambda: items(data))
+    if not is_table(data) or hasattr(kind, "features"):        # a Dataset gives rows
+        return MemoryRows(len(data), lambda: items(data))
+    names = getattr(data, "column_names", None) or [*data.columns]
+    if doubled := twice(map(str, names)):
+        refuse(data, f"two columns are called {doubled}; rename one")
+    return rows_of_columns({name: data[name] for name in names}, data)
 
 
 def rows_of_columns(columns, data):
@@ -59,9 +60,8 @@ def rows_of_columns(columns, data):
     for name, column in columns.items():
         if is_table(column):
             refuse(data, f"it holds several tables; name one of them, such as data[{name!r}]")
-        fault = unreadable(column)
-        if isinstance(column, (str, Mapping)):
-            fault = f"it is a {type(column).__name__}"
+        is_one = isinstance(column, (str, Mapping))
+        fault = f"it is a {type(column).__name__}" if is_one else unreadable(column)
         if fault:
             what = fault.split("; ")[0]
             refuse(data, f"column {str(name)[:40]!r}: {what}; wanted lists of texts, all of one length")
@@ -69,13 +69,13 @@ def rows_of_columns(columns, data):
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length:,}" for name, length in lengths.items())[:200]
         refuse(data, f"columns of different lengths: {found}; wanted as many texts in each")
-    length, named = max(lengths.values(), default=0), not all(isinstance(name, int) for name in columns)
+    named = not all(isinstance(name, int) for name in columns)            # pandas numbers what has no names
 
     def make():
-        rows = zip(*map(items, columns.values()))              # without names where pandas numbers them
+        rows = zip(*map(items, columns.values()))
         return (dict(zip(lengths, cells)) for cells in rows) if named else rows
 
-    return MemoryRows(length, make)
+    return MemoryRows(max(lengths.values(), default=0), make)
 
 
 def unreadable(data):
@@ -120,7 +120,9 @@ def row_of(row):
     if isinstance(row, Mapping):
         return {str(name): cell_of(row[name]) for name in row}
     row = cell_of(row)
-    return [row] if isinstance(row, str) else [cell_of(cell) for cell in row] if isinstance(row, list) else row
+    if isinstance(row, str):
+        return [row]
+    return [cell_of(cell) for cell in row] if isinstance(row, list) else row
 
 
 def cell_of(cell):

@@ -13,7 +13,7 @@ OF_DATES = re.compile("(mon|tue|wed|thu|fri|sat|sun|jan|feb|mar|apr|may|jun|jul|
 UNIT = re.compile(r"[^\W\d_]{1,3}[²³]?(/[^\W\d_]{1,3})?|[%‰°$€£¥]\w?")
 ENDS = ".!?…。！？"                                             # of sentences
 NUMBERS, IDS, LABELS, WORDS = "numbers", "ids or codes", "few different labels", "single words"
-BESIDE = {NUMBERS: 0, IDS: 1, LABELS: 1, WORDS: 2}             # columns of texts; words may be answers, or all
+BESIDE = {NUMBERS: 0, IDS: 1, LABELS: 1, WORDS: 2}             # columns of texts; words may be answers
 
 
 class Sample:
@@ -54,7 +54,8 @@ def kind_of(cells):
     """What a column holds: a key of BESIDE; "texts"; or "mixed", for words among texts."""
     sizes, different = [*map(words, cells)], len({cell.casefold() for cell in cells})
     one = [size < 2 for size in sizes]
-    short = [size < 2 or size < 4 and len(cell) <= 40 and cell[-1:] not in [*ENDS] for cell, size in zip(cells, sizes)]
+    short = [size < 2 or size < 4 and len(cell) <= 40 and cell[-1] not in ENDS
+             for cell, size in zip(cells, sizes)]
     coded = [*map(is_code, cells)]
     most = 0.95 * len(cells)                                   # all but what is missing
     if sum(len(cell) < LONG and bool(NUMBER.fullmatch(cell)) for cell in cells) > most:

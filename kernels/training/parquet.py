@@ -3,7 +3,7 @@ from .cli import Fault, afford, fail
 from .columns import twice
 from .files import LONGEST, opened
 
-BATCH, BYTES = 10_000, 2**28                                   # rows and bytes that are unpacked at once, at most
+BATCH, BYTES = 10_000, 2**28                                   # rows and bytes that are read at once
 
 
 def read_parquet(path):
@@ -29,22 +29,24 @@ def read_parquet(path):
 
 
 def read_batches(ParquetFile, file, path):
-    """Yields pyarrow's batches of an open file. Each different text is read only once, where pyarrow can: a text
+    """Yields pyarrow's batches of an open file. Each different text is read only once, where pyarrow can: one
     of a megabyte may stand in thousands of rows, and take a few bytes in each."""
     about = ParquetFile(file)
     if doubled := twice(about.schema_arrow.names):
         fail(f"{path}: two columns are called {doubled}")
     groups = [about.metadata.row_group(i) for i in range(about.num_row_groups)]
-    texts = [[column for column in map(group.column, range(group.num_columns)) if "BYTE_ARRAY" in column.physical_type]
-             for group in groups]
-    plain = {column.path_in_schema for group in texts for column in group if "DELTA_BYTE_ARRAY" in column.encodings}
-    once = {column.path_in_schema for group in texts for column in group} - plain
+    texts, coded = [], set()
+    for group in groups:
+        columns = [group.column(i) for i in range(group.num_columns)]
+        texts.append([column for column in columns if "BYTE_ARRAY" in column.physical_type])
+        coded.update(column.path_in_schema for column in columns if "DELTA_BYTE_ARRAY" in column.encodings)
+    once = {column.path_in_schema for columns in texts for column in columns} - coded
     table = ParquetFile(file, read_dictionary=[*once])
     for i, (group, columns) in enumerate(zip(groups, texts)):
         for column in columns:                                 # a cell may be as long as its column
             afford(f"{path}: column {column.path_in_schema}", 4 * column.total_uncompressed_size)
         size = sum(column.total_uncompressed_size for column in columns) // max(1, group.num_rows)
-        most = 256 if plain else BATCH
+        most = 256 if coded else BATCH                         # rows: pyarrow unpacks coded ones
         yield from table.iter_batches(max(1, min(most, BYTES // max(1, size))), row_groups=[i])
 
 

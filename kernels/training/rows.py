@@ -1,8 +1,7 @@
 """Rows of each kind of data file: READERS has a function for each, which yields (place, row).
 
 place   what messages call the row: "line 7", "item 7", "row 7"
-row     a list of cells, a dict of cells by column, another JSON value; or a ValueError, which says why the row
-        cannot be read
+row     a list of cells, a dict of cells by column, another JSON value; or a ValueError: why it cannot be read
 """
 import csv
 import functools

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from .cli import fail, say
-from .columns import RANKING, SENTENCES, find_header, listed, plain, unlike_texts  # noqa: F401 - for others, too
+from .columns import RANKING, SENTENCES, find_header, listed, plain, unlike_texts  # noqa: F401 - for others
 from .files import stamp, unchanged
 from .in_memory import rows_of
 from .looks import Sample
@@ -20,17 +20,17 @@ QUOTED = "quoted as in .csv; a .tsv has no quoting: write it as .csv, or without
 
 
 class Table:
-    """The rows of a data file, as (place, cells), place what a message calls the row: "line 7". Each pass reads
-    them anew, so that no file has to fit in memory. A file that read_table has checked must stay as it is.
+    """The rows of a data file, as (place, cells), place what a message calls the row: "line 7". Each pass
+    reads them anew, so no file has to fit in memory. A file that read_table has checked must not change.
 
     data    a path; another Table; or whatever in_memory.rows_of reads
     lists   what a list of texts in a cell of JSON becomes: "join" one text, with | between them; "spread" as
             many columns; None: it is a fault
-    header  what finds the Header by the first rows: columns.find_header, all but its first arguments given
+    asked   the last arguments of columns.find_header
     """
 
-    def __init__(self, data, lists=None, header=find_header):
-        self.path, self.rows, self.lists, self.find_header = None, None, lists, header
+    def __init__(self, data, lists=None, **asked):
+        self.path, self.rows, self.lists, self.asked = None, None, lists, asked
         if isinstance(data, Table):
             self.path, self.rows = data.path, data.rows
         elif isinstance(data, (str, os.PathLike)):
@@ -74,7 +74,7 @@ class Table:
         keys = [*known[0]] if known and isinstance(known[0], dict) else []
         width = len(keys) or next((len(row) for row in known if isinstance(row, list) and row), 1)
         may_be_header = known and self.kind in (".csv", ".tsv")
-        header = self.find_header(known, None if may_be_header else keys, width)
+        header = find_header(known, None if may_be_header else keys, width, **self.asked)
         if self.kind == ".tsv" and known and all(map(is_quoted, itertools.chain(*known))):
             header = header._replace(fault=f"all cells are {QUOTED}")
         elif fault := odd_letter(keys):
@@ -119,9 +119,10 @@ def cells_of(row, keys, width, places, lists):
     if lists == "spread":
         row = [text for cell in row for text in (cell if is_texts(cell) else [cell])]
     for cell in row:
-        if not isinstance(cell, str) and not (isinstance(cell, (int, float)) and abs(cell) <= sys.float_info.max):
-            missing = "; fill the cell or delete the row" if spell(cell) in ("None", "nan", "NaT", "<NA>") else ""
-            return row, f"wanted texts alone, found {spell(cell)[:60]} among them{missing}"
+        is_number = isinstance(cell, (int, float)) and abs(cell) <= sys.float_info.max     # no NaN
+        if not is_number and not isinstance(cell, str):
+            how = "; fill the cell or delete the row" if spell(cell) in ("None", "nan", "NaT", "<NA>") else ""
+            return row, f"wanted texts alone, found {spell(cell)[:60]} among them{how}"
     cells = [str(cell) for cell in row]
     fault = odd_letter(cells)
     return cells, fault and f"a cell holds {fault}"
@@ -148,7 +149,7 @@ def odd_letter(cells):
 
 
 def spell(value):
-    """The value as Python spells it, or its type; numbers and lists in memory may be beyond Python's limits."""
+    """The value as Python spells it, or its type; there may be numbers and lists beyond Python's limits."""
     try:
         return str(value)
     except (ValueError, RecursionError):
@@ -162,8 +163,8 @@ def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=
     lists    as a Table's; with roles it is "spread"
     roles, columns, names   as find_header's; with roles the header says what is taken for what
     """
-    header = functools.partial(find_header, roles=roles, columns=columns, names=names)
-    table, sample, faults = Table(path, "spread" if roles else lists, header), Sample(), []
+    table = Table(path, "spread" if roles else lists, roles=roles, columns=columns, names=names)
+    sample, faults = Sample(), []
     table.was = table.path and stamp(table.path)
     with unchanged(table.path, table.was):
         header, rows = table.read()
@@ -182,8 +183,8 @@ def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=
         if fault := header.fault or header.texts and unlike_texts(sample.rows, header.texts):
             fail(f"{path}: {fault}")
     if header.guessed:
-        say("note", f"{path}: its first row is taken as a header: {listed(header.said)}; if it is data, write a "
-                    "header above it")
+        say("note", f"{path}: its first row is taken as a header: {listed(header.said)}; if it is data, "
+                    "write a header above it")
     table.length, table.sample = sample.seen, sample.rows
     return header.said, table
 
@@ -211,8 +212,8 @@ def empty_cell(cells):
 
 
 def texts_of(path, most=100_000):
-    """Yields the text of each row, its cells a line each, of as many rows as a vocabulary is made of. They may
-    hold anything, as columns that are not read do."""
+    """Yields the text of each row, its cells a line each, of as many rows as a vocabulary is made of; of
+    wrong rows, too, for columns that are not read may hold anything."""
     _, rows = Table(path, lists="join").read()
     for _, cells, _ in itertools.islice(rows, most):
         if isinstance(cells, list):
