@@ -63,14 +63,15 @@ def test_roles(kind, head, columns, said, order, tmp_path):
 
 
 ORDER = "; name or number those to read by --columns, in the order anchor, positive, negative"
-FOREIGN, DATA = "columns not known as anchor, positive or negative: ", "; if that row is data, write a header above it"
+FOREIGN = "columns not known as anchor, positive or negative: "
 TWICE = "--columns sentence: wanted one of [Ss]entence, sentence, or a number from 1 to 2"
 
 
 @pytest.mark.parametrize("head, columns, fault", [
     ("sentence1,sentence2,score", None, FOREIGN + "score" + ORDER),
     ("premise,hypothesis,id", None, FOREIGN + "hypothesis, id" + ORDER),
-    ("query,id,id", None, FOREIGN + "id, id" + ORDER), ("Foo bar,Baz", None, FOREIGN + "Foo bar, Baz" + ORDER + DATA),
+    ("query,id,id", None, FOREIGN + "id, id" + ORDER),
+    ("Foo bar,Baz", None, FOREIGN + f"Foo bar, Baz{ORDER}; if that row is data, write a header .*"),
     ("query,anchor", None, "2 columns are anchor: query, anchor" + ORDER),
     ("sentence,sentence", None, "2 columns are anchor: sentence, sentence" + ORDER),
     ("positive,negative", None, "no anchor among columns positive, negative" + ORDER),

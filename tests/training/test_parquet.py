@@ -98,7 +98,8 @@ def test_rows_are_those_of_the_package(arrow, tmp_path, monkeypatch):
                "d": [{"x": text, "y": [text]} for text in texts],
                "m": [None if i % 5 else [None, text] for i, text in enumerate(texts)]}
     wanted = [dict(zip(columns, cells)) for cells in zip(*columns.values())]
-    for number, more in enumerate([{}, dict(use_dictionary=False), dict(compression="zstd", row_group_size=70),
+    for number, more in enumerate([{}, dict(use_dictionary=False),
+                                   dict(compression="zstd", row_group_size=70),
                                    dict(data_page_version="2.0", data_page_size=100, compression="gzip"),
                                    dict(use_dictionary=["s", "n"], dictionary_pagesize_limit=50),
                                    dict(column_encoding={"s": "DELTA_BYTE_ARRAY"}, use_dictionary=False)]):
@@ -112,7 +113,8 @@ def test_long_cells_are_refused(arrow, tmp_path, monkeypatch):
     """With their row, in a list too."""
     monkeypatch.setattr(parquet, "LONGEST", MB)
     for name, cells, row in [("a", ["A b"] * 300 + ["x" * 2 * MB] + ["C d"] * 9, 301),
-                             ("l", [["A b"]] * 5 + [["x" * MB, "y"]], 6), ("r", [["A b" * 9999] * 40] * 2, 1)]:
+                             ("l", [["A b"]] * 5 + [["x" * MB, "y"]], 6),
+                             ("r", [["A b" * 9999] * 40] * 2, 1)]:
         path = write(arrow, tmp_path / f"{name}.parquet", {"sent0": cells}, row_group_size=300)
         with pytest.raises(Fault, match=rf"{name}.* row {row}: column sent0: over 1 MB; shorten the cell"):
             read_table(path, roles=SENTENCES)
