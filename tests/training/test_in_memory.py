@@ -34,7 +34,8 @@ class Frame:
     columns = property(lambda self: [*self.parts])
 
     def __init__(self, parts):
-        self.parts, self.features, self.dtype, self.read, self.close = parts, 1, 2, 3, 4
+        self.parts = parts
+        vars(self).update(features=1, dtype=2, read=3, close=4)
 
     def __len__(self):
         return len(next(iter(self.parts.values()), ()))
