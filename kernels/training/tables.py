@@ -98,11 +98,9 @@ class Table:
 def cells_of(row, keys, width, places, lists):
     """(the texts of a row, None), or (what is known of its cells, what is wrong with it).
 
-    row      as rows.py yields it
-    keys     names of the columns of rows that are dicts
-    width    how many columns it must have
-    places   of those that are read; None: all
-    lists    as a Table's
+    row            as rows.py yields it
+    keys, width    names of the columns of rows that are dicts; how many columns a row must have
+    places, lists  as a Header's and a Table's
     """
     if isinstance(row, dict) and keys:
         row = [row.get(name, "") for name in keys] + [row[name] for name in row if name not in keys]

@@ -152,13 +152,6 @@ def test_rankings_have_the_columns_that_the_documents_name(tmp_path):
     assert read_roles(tmp_path / "a.jsonl")[1] == [["a", "b", "c", "d"]]
 
 
-def test_a_column_of_numbers_is_no_text(tmp_path):
-    (tmp_path / "a.tsv").write_text("A man.\tHe.\t5.0\n" * 3)
-    with pytest.raises(Fault, match=r"column 3 holds numbers, such as '5.0'; number .*: --columns 1 2 \("):
-        read_roles(tmp_path / "a.tsv")
-    assert read_roles(tmp_path / "a.tsv", "1|2")[1] == [["A man.", "He."]] * 3
-
-
 def test_long_numbers_take_no_time(tmp_path, alarm):
     rows = [[f"{i}" * 200_000 + "x", "A man."] for i in range(9)]
     (tmp_path / "a.json").write_text(json.dumps(rows))
