@@ -1,6 +1,5 @@
 """Columns: whether a first row names them, and which is anchor, positive or hard negative."""
 import re
-import shlex
 from collections import Counter
 from typing import NamedTuple
 
@@ -14,71 +13,95 @@ RANKING = {"text": SENTENCES["anchor"] + "document source article".split(),
            "reference": SENTENCES["positive"] + "reference summary target".split(),
            "candidate": SENTENCES["negative"] + "candidate candidates cand".split()}
 REPEATED = "negative", "candidate"
-NO_TEXT = "score similarity label goldlabel id idx index genre subset".split()
 OTHERS = """hypothesis score similarity label goldlabel id idx index genre subset
             entity positiveentity negativeentity entitytype page article originentity
             original synonym antonym synonymwords antonymwords""".split()
+# One to three words of letters and digits; a name as programs write it.
+NAME = re.compile(r"(?=.{1,30}$)\s*[^\W\d_]\w*([ ./-]\w+){0,2}\s*")
+IDENTIFIER = re.compile("[a-z][a-z0-9_]*")
 
 
 class Header(NamedTuple):
-    """What was found out of the first rows.
+    """What the first rows of a table say of its columns.
 
-    headed  whether the first row of a .csv or .tsv names columns
-    said    what a person is told of them: the header, or what each column is taken for; None: no header
-    places  which columns are read, in this order; None: all
-    fault   why they cannot be read, or None
-    guessed whether the header was recognised by its looks alone, not by a name that is known
-    texts   places of columns without names that should hold texts, unlike those of words in cline.py
+    headed   whether the first row of a .csv or .tsv names them
+    said     what a person is told: their names, or what each is taken for; None: there are no names
+    places   of those that are read, in this order; None: all
+    fault    why they cannot be read, or None
+    guessed  whether the first row only looks like names, and has none that is known
+    texts    places that must look like texts, for no name says that they are
     """
     headed: bool
-    said: list | None
+    said: list | None = None
     places: list | None = None
     fault: str | None = None
     guessed: bool = False
     texts: list | tuple = ()
 
 
-def any_names(rows, keys, names=()):
-    """The Header of all columns, whatever their names. rows: the first of a file; keys: a header that is
-    certain, [] where there is none, None where the first row may be one, as where it has these names."""
-    header, headed = keys, False
+def find_header(rows, keys, width, roles=None, columns=None, names=()):
+    """The Header of a table.
+
+    rows     the first of them
+    keys     names of the columns, [] where there are none; None: the first row may have them
+    width    how many columns there are
+    roles    {role: [names]}: columns come in this order; None: all of them as they stand
+    columns  those that are read instead, by name or number (--columns)
+    names    a first row that has all of them is a header
+    """
+    headed, known = False, True
     if keys is None:
-        different = len(set(rows[0])) == len(rows[0])
-        small = different and all(re.fullmatch("[a-z][a-z0-9_]*", name) for name in rows[0])
-        known = has_all(rows[0], names) or is_known(rows[0])
-        headed = bool(rows[0]) and (small or known or looks_like_names(rows))
-        header = [name.strip() for name in rows[0]] if headed else []
-    doubled, fault = twice(map(plain, header)), None
-    if doubled:
-        fault = f"two columns of one name, {doubled}, in {listed(header)}"
-    elif headed and not header[0] and not has_all(header, names):
-        fault = INDEX
-    return Header(headed, header or None, None, fault, headed and not known)
-
-
-def by_role(rows, keys, roles=SENTENCES, columns=None):
-    """The Header of columns in the order of their roles {role: [names]}: by --columns, by the names of a
-    header, or as they stand where there is none. rows, keys as in any_names."""
-    named, headed, known = [name for name in columns or [] if not is_number(name)], False, True
-    if keys is None and rows[0]:
-        known = has_all(rows[0], named) or is_known(rows[0], roles)
-        headed = known or looks_like_names(rows)
-    header = keys or (headed and [name.strip() for name in rows[0]]) or []
+        names = {plain(name) for name in names or columns or () if not name.isdecimal()}
+        known = bool(names) and {*map(plain, rows[0])} >= names or is_known(rows[0], roles or SENTENCES)
+        headed = known or looks_like_names(rows, not roles)
+        keys = [name.strip() for name in rows[0]] if headed else []
+    header = Header(headed, keys or None, guessed=not known and headed)
     if columns:
-        found = chosen(rows, keys is None, headed, header, list(roles), columns)
-        return found._replace(guessed=headed and not known)
-    if not header:
-        first, order = next((row for row in rows if isinstance(row, list)), []), list(roles)
-        texts = [i for i in range(len(first)) if not order[min(i, len(order) - 1)].endswith("_words")]
-        return Header(False, None, texts=texts if all(not isinstance(cell, list) for cell in first) else [])
-    order, found = list(roles), [role_of(name, roles) for name in header]
-    places = sorted((i for i in range(len(header)) if found[i]), key=lambda i: order.index(found[i]))
-    said, fault = [f"{found[i]} {header[i]}" for i in places], fault_of(header, found, order)
+        return choose(header, columns, width, roles)
+    if not roles:
+        doubled = twice(map(plain, keys))
+        return header._replace(fault=doubled and f"two columns of one name, {doubled}, in {listed(keys)}")
+    if not keys:
+        texts = [i for i in range(width) if not role_at(i, roles).endswith("_words")]
+        return header._replace(texts=texts)
+    return arrange(header, roles)
+
+
+def choose(header, columns, width, roles):
+    """The Header with the places of --columns."""
+    names, at = [plain(name) for name in header.said or ()], {str(i + 1): i for i in range(width)}
+    at |= {name: i for i, name in enumerate(names) if names.count(name) == 1}
+    places = [at.get(plain(column)) for column in columns]
+    if None in places:
+        wanted = f"one of {', '.join(header.said)}"[:150] + ", or " if names else ""
+        fault = f"--columns {columns[places.index(None)][:40]}: wanted {wanted}a number from 1 to {width}"
+        return header._replace(said=None, fault=fault)
+    called = header.said or [f"column {i + 1}" for i in range(width)]
+    said = [f"{role_at(i, roles)} {called[place]}" for i, place in enumerate(places)]
+    return header._replace(said=said, places=places)
+
+
+def arrange(header, roles):
+    """The Header with its columns in the order of their roles, or with a fault."""
+    names, order = header.said, list(roles)
+    found = [role_of(name, roles) for name in names]
+    places = sorted((i for i, role in enumerate(found) if role), key=lambda i: order.index(found[i]))
+    unknown = [name or "(no name)" for name, role in zip(names, found) if role is None]
+    double = [role for role in order if role not in REPEATED and found.count(role) > 1]
+    missing = [role for role in order[: len(set(found))] if role not in found]
+    fault = None
+    if unknown:
+        fault = f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {listed(unknown)}"
+    elif double:
+        same = [name for name, role in zip(names, found) if role == double[0]]
+        fault = f"{len(same)} columns are {double[0]}: {listed(same)}"
+    elif missing:
+        fault = f"no {missing[0]} among columns {listed(names)}"
     if fault:
-        fault += f"; {suggestion(header, found, order, rows[headed:])}"
-        if not known:
-            fault += "; if that row is data, write a header above it"
-    return Header(headed, said, places or None, fault, not known)
+        fault += f"; name or number those to read by --columns, in the order {', '.join(order)}"
+    if fault and header.guessed:
+        fault += "; if that row is data, write a header above it"
+    return header._replace(said=[f"{found[i]} {names[i]}" for i in places], places=places, fault=fault)
 
 
 def unlike_texts(sample, places):
@@ -86,83 +109,14 @@ def unlike_texts(sample, places):
 
     sample      a Table's
     """
-    found = no_texts([*zip(*sample)])
+    found = no_texts(sample)
     told = ", ".join(f"column {i + 1} holds {found[i]}" for i in places if i in found)
     if not told:
         return None
-    spelt = lambda some: " ".join([str(i + 1) for i in some][:9])
-    texts = [i for i in places if i not in found]
-    how = f"number those to read: --columns {spelt(texts)} ({spelt(places)}, if all are texts)"
+    every = [str(i + 1) for i in places]
+    texts = " ".join([str(i + 1) for i in places if i not in found][:9])
+    how = f"number those to read: --columns {texts} ({' '.join(every[:9])}, if all are texts)"
     return f"{told[:300]}; {how if texts else 'wanted texts'}"
-
-
-def suggestion(header, found, order, rows):
-    """Which --columns to give where the names of a header do not say it: those that hold text, each with the
-    role that it would get. A column whose name is known keeps its role."""
-    unknown = [i for i, role in enumerate(found) if role is None and holds_text(i, header, rows)]
-    places = []
-    for role in order[:-1]:
-        own = [i for i, name in enumerate(found) if name == role]
-        places += own or unknown[:1]
-        if not own:
-            unknown = unknown[1:]
-    places = (places + [i for i, role in enumerate(found) if role == order[-1]] + unknown)[:9]
-    roles = [order[min(i, len(order) - 1)] for i in range(len(places))]
-    if not places or any(found[i] not in (None, role) for i, role in zip(places, roles)):
-        return f"name those to read by --columns, in the order {', '.join(order)}"
-    names, how = [header[i] for i in places], "name"
-    if twice(map(plain, names)) or not all(0 < len(name) <= 40 for name in names):
-        names, how = [str(i + 1) for i in places], "number"
-    column = "column " if how == "number" else ""
-    each = ", ".join(f"{role} {column}{name}" for role, name in zip(roles, names))
-    return f"{how} those to read: --columns {shlex.join(names)} ({each})"
-
-
-def holds_text(place, header, rows):
-    """Whether a column is text by its name and by the first rows below: some letters in most of its cells."""
-    cells = [[*row.values()] if isinstance(row, dict) else row for row in rows]
-    cells = [row[place] for row in cells if isinstance(row, list) and place < len(row)]
-    texts = [cell for cell in cells if isinstance(cell, str) and re.search(r"[^\W\d_]", cell)]
-    return plain(header[place]) not in ("", *NO_TEXT) and 2 * len(texts) > len(cells)
-
-
-def chosen(rows, may_have, headed, header, roles, columns):
-    """The Header of --columns. may_have: whether the first row may be a header."""
-    width = len(header or next((row for row in rows if isinstance(row, list) and row), []))
-    names, places = [plain(name) for name in header], []
-    for column in columns:
-        if names.count(plain(column)) == 1:
-            places.append(names.index(plain(column)))
-        elif is_number(column) and 1 <= int(column) <= width:
-            places.append(int(column) - 1)
-        else:
-            known = header or (rows[0] if may_have else [])
-            known = f"one of {', '.join(known)}"[:150] + ", or " if known else ""
-            found = "two columns are called so; " if plain(column) in names else ""
-            fault = f"--columns {shlex.join([column[:40]])}: {found}wanted {known}a number from 1 to {width}"
-            return Header(headed, None, None, fault)
-    said = [f"{roles[min(i, len(roles) - 1)]} {header[place] if header else f'column {place + 1}'}"
-            for i, place in enumerate(places)]
-    return Header(headed, said, places)
-
-
-INDEX = "the first name of the header is empty, as of pandas' index; write the file with index=False"
-
-
-def fault_of(header, found, order):
-    """Why columns of these roles, None where there is none, are not rows to train on."""
-    one_each = [role for role in found if role and role not in REPEATED]
-    double = [role for role in order if one_each.count(role) > 1]
-    unknown = [name for name, role in zip(header, found) if role is None]
-    if not header[0]:
-        return INDEX
-    if unknown:
-        return f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {listed(unknown)}"
-    if double:
-        names = [name for name, role in zip(header, found) if role == double[0]]
-        return f"{len(names)} columns are {double[0]}: {listed(names)}"
-    missing = [role for role in order[: len(set(found))] if role not in found]
-    return f"no {missing[0]} among columns {listed(header)}" if missing else None
 
 
 def listed(names):
@@ -173,13 +127,8 @@ def listed(names):
 
 def twice(names):
     """The name that stands there more than once, as Python spells it; or None."""
-    [(name, times)] = Counter(names).most_common(1) or [("", 0)]
-    return repr(name[:40]) if times > 1 else None
-
-
-def is_number(text):
-    """Whether int makes a place of it."""
-    return bool(re.fullmatch(r"\d{1,9}", text))
+    doubled = [name for name, times in Counter(names).items() if times > 1]
+    return repr(doubled[0][:40]) if doubled else None
 
 
 def plain(name):
@@ -188,14 +137,15 @@ def plain(name):
 
 
 def role_of(name, roles):
+    """The role of a column of this name, or None."""
     name = plain(name)
     return next((role for role, names in roles.items()
                  if name in names or role in REPEATED and name.rstrip("0123456789") in names), None)
 
 
-def is_name(cell):
-    """One to three words of letters and digits."""
-    return len(cell) <= 30 and bool(re.fullmatch(r"\s*[^\W\d_]\w*([ ./-]\w+){0,2}\s*", cell))
+def role_at(place, roles):
+    """The role of the column at this place where no name says it: past the last one it is that again."""
+    return list(roles)[min(place, len(roles) - 1)]
 
 
 def without_index(row):
@@ -203,23 +153,21 @@ def without_index(row):
     return row[1:] if row and not row[0].strip() else row
 
 
-def has_all(row, names):
-    return bool(names) and {plain(cell) for cell in row} >= {plain(name) for name in names}
-
-
-def is_known(row, roles=SENTENCES):
+def is_known(row, roles):
     """Whether a row has two names that everyone uses for columns, or has one cell and that is one."""
     row = without_index(row)
     known = sum(plain(cell) in OTHERS or role_of(cell, roles) is not None for cell in row)
     return known >= min(2, len(row)) > 0
 
 
-def looks_like_names(rows):
-    """Whether the first row is different names, of a kind that hardly any row below is, and none below
-    again."""
+def looks_like_names(rows, may_be_words):
+    """Whether the first row is different names, of a kind that hardly any row below is, and none there again.
+    Where the rows may be words, names as programs write them are enough."""
     first, below = without_index(rows[0]), rows[1:]
-    if not first or not below or not all(map(is_name, first)) or len(set(map(plain, first))) < len(first):
+    if not first or twice(map(plain, first)) or not all(map(NAME.fullmatch, first)):
         return False
-    alike = sum(bool(row) and all(map(is_name, row)) for row in below)
+    if may_be_words and all(map(IDENTIFIER.fullmatch, rows[0])):
+        return True
+    alike = sum(bool(row) and all(map(NAME.fullmatch, row)) for row in below)
     again = any(a == b for row in below for a, b in zip(first[::-1], row[::-1]))   # from the end: the index
     return 4 * alike < len(below) and not again

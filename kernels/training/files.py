@@ -1,10 +1,9 @@
-"""Files of a user that are read: none is waited for, none changes unnoticed, text is UTF-8 in lines."""
+"""Opens the user's files: those that can be read again, unchanged while they are read, text in UTF-8."""
 import contextlib
 import functools
 import gzip
 import json
 import os
-import re
 import stat
 import zlib
 
@@ -15,7 +14,10 @@ LONGEST = 2**24                                                # bytes of a line
 
 
 def open_plain(path, unpack=open):
-    """A file to read. A pipe or a device could keep one waiting for ever."""
+    """Opens a file to read its bytes. A pipe or a device, which could block for ever, is a Fault.
+
+    unpack   what opens it: open, or that of gzip or bz2
+    """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         fail(f"{path}: a pipe, a socket or a device, which cannot be read twice; wanted a file")
@@ -24,7 +26,7 @@ def open_plain(path, unpack=open):
 
 @contextlib.contextmanager
 def opened(path, unpack=None):
-    """A file that can be read again and again, open to be read; all that hinders it is a Fault."""
+    """open_plain as a context, in which errors of the file system and of unpacking are Faults."""
     try:
         with open_plain(path, unpack or open) as file:
             yield file
@@ -33,7 +35,7 @@ def opened(path, unpack=None):
 
 
 def stamp(path):
-    """What is another where a file was changed; None where there is none."""
+    """Size, time and inode of a file, which differ once it was changed; None where there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -43,60 +45,62 @@ def stamp(path):
 
 @contextlib.contextmanager
 def unchanged(path, was):
-    """What is done within fails where the file has another stamp before, after, or when something else is
-    wrong; without a stamp it is just done. Gives the function that compares."""
+    """Fails where the file's stamp is not `was` before or after the block, or at a Fault in it, which the
+    change may have caused. Where `was` is None nothing is compared."""
     def check():
         if was and stamp(path) != was:
             fail(f"{path}: changed or deleted while it was read; leave it as it is, and start again")
 
     check()
     try:
-        yield check
+        yield
     except Fault:
         check()
         raise
     check()
 
 
-def read_lines(path, whole=False):
-    """Yields the lines of a text file, which may be packed by gzip."""
+def read_lines(path, longest=LONGEST):
+    """Yields the lines of a text file, which may be packed by gzip, and shows progress."""
     packed = path.suffix.lower() == ".gz"
     with opened(path, gzip.open if packed else None) as file:
         size = None if packed else os.fstat(file.fileno()).st_size
-        name = f"reading {' '.join(path.name.split())}"
-        with progress(None, name, total=size, unit="B", unit_scale=True) as bar:
-            for text, size in decoded(file, path, whole):
+        with progress(None, f"reading {path.name}", total=size, unit="B", unit_scale=True) as bar:
+            for text, size in decoded(file, path, longest):
                 bar.update(size)
                 yield text
 
 
-ENCODINGS = {"UTF-32LE": rb"\xff\xfe\0\0|[^\0]\0\0\0", "UTF-32BE": rb"\0\0(\xfe\xff|\0[^\0])",
-             "UTF-16LE": rb"\xff\xfe|[^\0]\0[^\0](\0|$)", "UTF-16BE": rb"\xfe\xff|\0[^\0]\0[^\0]"}
-
-
-def decoded(file, path, whole=False):
-    """Yields (line, its bytes) of an open text file. No line is longer than LONGEST; with whole, which keeps
-    them all, they may be an eighth of the machine's memory together."""
-    most, held, starts = memory() // 8 if whole else LONGEST, 0, file.tell() == 0
-    for number, raw in enumerate(pieces(file, most + 1), 1):
-        held = held * whole + len(raw)
-        if starts and number == 1:
-            for name, first in ENCODINGS.items():
-                if re.match(first, raw):
-                    fail(f"{path}: looks like {name}; convert it, for example with iconv -f {name} -t UTF-8")
-            if not whole and not raw.endswith(b"\n") and b"\r" in raw[:-1]:
-                fail(f"{path}: lines end as on an old Mac; convert it, for example with tr '\\r' '\\n'")
+def read_whole(path):
+    """The text of a file that is read at once: of at most an eighth of this machine's memory."""
+    most, held, lines = memory() // 8, 0, []
+    for line in read_lines(path, most):
+        lines.append(line)
+        held += len(line)
         if held > most:
-            fail(f"{path}: over {most / 2**30:.1f} GB, and a .json is read whole; write it as .jsonl" if whole
-                 else f"{path} line {number}: over {most >> 20} MB; wanted a row a line")
+            fail(f"{path}: over {most / 2**30:.1f} GB, and a .json is read whole; write it as .jsonl")
+    return "".join(lines)
+
+
+def decoded(file, path, longest=LONGEST):
+    """Yields (line, its bytes) of an open file, which messages call `path`; without the byte order mark.
+    Lines of more than `longest` bytes, and other letters than UTF-8's, are Faults."""
+    starts = file.tell() == 0
+    for number, raw in enumerate(pieces(file, longest + 1), 1):
+        if len(raw) > longest:
+            fail(f"{path} line {number}: over {longest >> 20} MB; wanted a row a line")
         if b"\0" in raw:
-            fail(f"{path} line {number}: a NUL character; delete it, or convert the file if it is not UTF-8")
+            fail(f"{path} line {number}: a NUL character; delete it, or if this is UTF-16, convert it, "
+                 "for example with iconv")
         try:
             text = raw.decode()
         except UnicodeDecodeError:
             fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
-        if text := text.removeprefix("\ufeff") if starts and number == 1 else text:
-            yield text, len(raw)
+        if number == 1 and starts:
+            text = text.removeprefix("\ufeff")
+            if "\r" in text[:-1] and not text.endswith("\n"):
+                fail(f"{path}: lines end as on an old Mac; convert it, for example with tr '\\r' '\\n'")
+        yield text, len(raw)
 
 
 def pieces(file, most=LONGEST):
@@ -105,7 +109,7 @@ def pieces(file, most=LONGEST):
 
 
 def read_settings(path):
-    """The value of a .json of settings, which is read whole: no larger than LONGEST. Raises ValueError."""
+    """The value of a .json of settings, which is no larger than LONGEST. Raises ValueError."""
     with open_plain(path) as file:
         text = file.read(LONGEST + 1)
     try:

@@ -1,7 +1,4 @@
-"""Columns without names that are no texts to train on, by their looks: numbers, ids, labels, single words.
-
-They are told beside columns of texts alone: pairs of words are data, too.
-"""
+"""Columns without names that are no texts to train on, by their looks: numbers, ids, labels, single words."""
 import re
 
 SAMPLE, LONG = 500, 200                                        # rows, letters of a cell that are looked at
@@ -11,10 +8,12 @@ SPACELESS = re.compile("[\u0e00-\u109f\u1780-\u17ff\u1980-\u19ff\u2e80-\u2fff\u3
 NUMBER = re.compile(r"[-+]?\d+(,\d{3})*([.,]\d*)?")
 # A part of an id, a date, a time, a link, a name of a file: with a digit or a sign that no word has within.
 CODE = re.compile(r"[\d_/\\@#=|{}<>]|\w[.:]\w")
-ENDS, ALL = [*".!?…。！？"], 0.95                              # of sentences; all but what is missing
 OF_DATES = re.compile("(mon|tue|wed|thu|fri|sat|sun|jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*|"
                       "[ap]\\.?m\\.?|utc|gmt|cet|est|pst", re.I)
 UNIT = re.compile(r"[^\W\d_]{1,3}[²³]?(/[^\W\d_]{1,3})?|[%‰°$€£¥]\w?")
+ENDS = ".!?…。！？"                                             # of sentences
+NUMBERS, IDS, LABELS, WORDS = "numbers", "ids or codes", "few different labels", "single words"
+BESIDE = {NUMBERS: 0, IDS: 1, LABELS: 1, WORDS: 2}             # columns of texts; words may be answers
 
 
 class Sample:
@@ -24,6 +23,7 @@ class Sample:
         self.rows, self.step, self.seen = [], 1, 0
 
     def add(self, row):
+        """Counts this row, and keeps it if its turn has come."""
         if self.seen % self.step == 0:
             self.rows.append([cell[:LONG].strip() for cell in row])
             if len(self.rows) == 2 * SAMPLE:                   # from here on every second of those
@@ -31,54 +31,42 @@ class Sample:
         self.seen += 1
 
 
-def no_texts(columns):
-    """{place: what it holds, with an example} of the columns that are no texts.
-
-    columns     cells of a Sample, column by column
-    """
-    sizes = [[*map(words, column)] for column in columns]
-    kinds = [kind_of(*pair) for pair in zip(columns, sizes)]
-    different = [len(set(column)) for column in columns]
-    texts = [i for i, (kind, _) in enumerate(kinds) if kind is None and most(size > 1 for size in sizes[i])]
-    return {i: f"{kind}, such as {example(columns[i])}" for i, (kind, beside) in enumerate(kinds)
-            if kind and len(texts) >= beside and len(columns) > 1
-            and (kind != LABELS or any(different[i] < different[text] for text in texts))}
+def no_texts(sample):
+    """{place: what it holds, with an example} of the columns that are no texts, of the rows of a Sample."""
+    columns = [*zip(*sample)]
+    kinds = [kind_of(column) for column in columns]
+    texts = [column for column, kind in zip(columns, kinds) if kind == "texts"]
+    most = max((len({*column}) for column in texts), default=0)           # of labels there are fewer
+    return {i: f"{kind}, such as {columns[i][0][:60]!r}" for i, kind in enumerate(kinds)
+            if kind in BESIDE and len(texts) >= BESIDE[kind] and len(columns) > 1
+            and (kind != LABELS or len({*columns[i]}) < most)}
 
 
 def codes_among(sample, places):
     """Which of these columns holds numbers or ids while another one is texts; or None. What is labelled or
     scored may be a word beside a text."""
-    found = no_texts([*zip(*sample)])
+    found = no_texts(sample)
     odd = [i for i in places if found.get(i, LABELS).startswith((NUMBERS, IDS))]
     return f"column {odd[0] + 1} holds {found[odd[0]]}" if 0 < len(odd) < len(places) else None
 
 
-NUMBERS, IDS, LABELS = "numbers", "ids or codes", "few different labels"
-
-
-def kind_of(cells, sizes):
-    """(what a column holds if it is no text, beside how many columns of texts that is told), or (None, 0).
-
-    cells, sizes    of the column, and how many words each has
-    """
-    count, different = len(cells), len({cell.casefold() for cell in cells})
-    if most((len(cell) < LONG and NUMBER.fullmatch(cell) for cell in cells), ALL):
-        return NUMBERS, 0
+def kind_of(cells):
+    """What a column holds: a key of BESIDE; "texts"; or "mixed", for words among texts."""
+    sizes, different = [*map(words, cells)], len({cell.casefold() for cell in cells})
     one = [size < 2 for size in sizes]
-    coded = [is_code(cell) and not (size > 1 and SPACELESS.search(cell)) for cell, size in zip(cells, sizes)]
-    if most(coded) and most(map(max, coded, one), ALL):
-        return IDS, 1
-    if most(one, ALL):
-        return (LABELS, 1) if different <= count / 3 + 1 else ("single words", 2)     # which may be answers
-    short = (size < 4 and len(cell) <= 40 and cell[-1:] not in ENDS for cell, size in zip(cells, sizes))
-    if different <= min(20, count / 3 + 1) and most(short, ALL) and (count > 5 or any(one)):
-        return LABELS, 1 if different <= count / 3 else 2
-    return None, 0
-
-
-def most(found, share=0.5):
-    found = [bool(one) for one in found]
-    return sum(found) > share * len(found)
+    short = [size < 2 or size < 4 and len(cell) <= 40 and cell[-1] not in ENDS
+             for cell, size in zip(cells, sizes)]
+    coded = [*map(is_code, cells)]
+    most = 0.95 * len(cells)                                   # all but what is missing
+    if sum(len(cell) < LONG and bool(NUMBER.fullmatch(cell)) for cell in cells) > most:
+        return NUMBERS
+    if 2 * sum(coded) > len(cells) and sum(map(max, coded, one)) > most:
+        return IDS
+    if 3 * different <= len(cells) and sum(short) > most and (sum(one) > most or different <= 20):
+        return LABELS
+    if sum(one) > most:
+        return WORDS
+    return "texts" if 2 * sum(one) < len(cells) else "mixed"
 
 
 def words(text):
@@ -91,15 +79,10 @@ def words(text):
 
 def is_code(text):
     """Whether each part of it is one of an id, of a date, or of a number with its unit."""
-    parts = text.split()
-    if len(text) >= LONG:
+    if len(text) >= LONG or SPACELESS.search(text):
         return False
-    if len(parts) == 2 and NUMBER.fullmatch(parts[0]) and UNIT.fullmatch(parts[1]):
+    first, *others = parts = text.split() or [""]
+    if len(others) == 1 and NUMBER.fullmatch(first) and UNIT.fullmatch(others[0]):
         return True
     others = [part for part in parts if not CODE.search(part)]
     return len(others) < len(parts) and all(OF_DATES.fullmatch(part.strip(",.")) for part in others)
-
-
-def example(cells):
-    """A cell, the shortest where the first is too long for a message."""
-    return repr(min(cells, key=len)[:60] if len(cells[0]) > 40 else cells[0])

@@ -23,14 +23,11 @@ NO_INPUT = {"--out", "--prompt", "--columns", "--text", "--label", "--child", "-
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_flag_that_names_an_input_has_a_checksum(script):
-    flags = importlib.import_module(script).make_parser()._actions
-    free = {
-        flag.option_strings[-1]
-        for flag in flags
-        if flag.nargs != 0 and flag.type is None and not flag.choices
-    }
-    declared = importlib.import_module(script).make_parser().inputs
-    assert {flag[2:].replace("-", "_") for flag in free - NO_INPUT} <= declared.keys()
+    parser = importlib.import_module(script).make_parser()
+    flags = [flag for flag in parser._actions
+             if flag.nargs != 0 and flag.type is None and not flag.choices]
+    free = {flag.option_strings[-1] for flag in flags} - NO_INPUT
+    assert {name[2:].replace("-", "_") for name in free} <= parser.inputs.keys()
 
 
 def one_more(path):
@@ -56,24 +53,14 @@ def write_links(path):
         (path / label).symlink_to(Path("elsewhere", label).absolute())
 
 
-@pytest.mark.parametrize(
-    "flag, write, change",
-    [
-        ("data", write_text, one_more),
-        ("dev", write_text, one_more),
-        ("guide", small_bert, other_weights),
-        ("teacher", small_bert, other_weights),
-        ("model", small_bert, other_weights),
-        ("model", small_bert, lambda path: write_text(path / "modules.json")),
-        (
-            "wordnet",
-            lambda path: shutil.copytree(DATA / "wordnet", path),
-            lambda path: one_more(path / "data.noun"),
-        ),
-        ("data", write_links, lambda path: one_more(Path("elsewhere/a/x.txt"))),
-        ("data", write_links, lambda path: os.rename("elsewhere/a/x.txt", "elsewhere/b/y.txt")),
-    ],
-)
+@pytest.mark.parametrize("flag, write, change", [
+    ("data", write_text, one_more), ("dev", write_text, one_more), ("guide", small_bert, other_weights),
+    ("teacher", small_bert, other_weights), ("model", small_bert, other_weights),
+    ("model", small_bert, lambda path: write_text(path / "modules.json")),
+    ("wordnet", lambda path: shutil.copytree(DATA / "wordnet", path),
+     lambda path: one_more(path / "data.noun")),
+    ("data", write_links, lambda path: one_more(Path("elsewhere/a/x.txt"))),
+    ("data", write_links, lambda path: os.rename("elsewhere/a/x.txt", "elsewhere/b/y.txt"))])
 def test_a_checksum_changes_with_the_content(flag, write, change, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(path := Path("input"))
@@ -100,15 +87,9 @@ def picture(path, colour, size=4):
     Image.fromarray(np.full((size, size, 3), colour, np.uint8)).save(path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda: picture("all/a/0.bmp", 9),
-        lambda: picture("all/a/0.bmp", 0, size=5),
-        lambda: os.unlink("all/a/0.bmp"),
-        lambda: os.rename("all/a/0.bmp", "all/b/9.bmp"),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda: picture("all/a/0.bmp", 9), lambda: picture("all/a/0.bmp", 0, size=5),
+    lambda: os.unlink("all/a/0.bmp"), lambda: os.rename("all/a/0.bmp", "all/b/9.bmp")])
 @pytest.mark.parametrize("listed", [True, False])
 def test_pictures(change, listed, tmp_path, monkeypatch):
     """Of equal size in bytes, of another size, gone, with another label; in a folder or in a list."""
@@ -127,34 +108,22 @@ def test_pictures(change, listed, tmp_path, monkeypatch):
     assert was != digest()
 
 
-@pytest.mark.parametrize(
-    "flag, script, more",
-    [
-        ("--dev", "simcse", ["--dev", "dev.tsv"]),
-        ("--guide", "dclr", ["--guide", "guide", "--phi", "0.994", "--columns", "1"]),
-    ],
-)
-def test_resume_refuses_other_companions(flag, script, more, here, capfd):
+@pytest.mark.parametrize("flag, script, more, change", [
+    ("--dev", "simcse", ["--dev", "dev.tsv"], lambda: one_more(Path("dev.tsv"))),
+    ("--guide", "dclr", ["--guide", "guide", "--phi", "0.994", "--columns", "1"],
+     lambda: other_weights(Path("guide")))])
+def test_resume_refuses_other_companions(flag, script, more, change, here, capfd):
     shutil.copy(DATA / "sts.tsv", "dev.tsv")
     small_bert(Path("guide"))
     run(script, Path("out"), *KEPT, *more)
     capfd.readouterr()
-    one_more(Path("dev.tsv")) if flag == "--dev" else other_weights(Path("guide"))
-    refuse(
-        script,
-        capfd,
-        rf"--resume: the content of {flag} .* is not what it was .*",
-        *KEPT,
-        *more,
-        "--resume",
-        "--out",
-        "out",
-    )
+    change()
+    wanted = rf"--resume: the content of {flag} .* is not what it was .*"
+    refuse(script, capfd, wanted, *KEPT, *more, "--resume", "--out", "out")
 
 
-@pytest.mark.parametrize(
-    "name", [".running", "metrics.jsonl.tmp", "state.tmp", "simcse.py", "training", "1_Pooling"]
-)
+@pytest.mark.parametrize("name", [
+    ".running", "metrics.jsonl.tmp", "state.tmp", "simcse.py", "training", "1_Pooling"])
 def test_resume_refuses_links(name, here, capfd):
     out, target = Path("out"), Path("target")
     out.mkdir()
@@ -199,10 +168,7 @@ def trained(kind=torch.optim.AdamW, **more):
 
 
 def of_first(name, value):
-    def forge(found):
-        found["state"][0][name] = value(found["state"][0][name])
-
-    return forge
+    return lambda found: found["state"][0].update({name: value(found["state"][0][name])})
 
 
 FORGED = {
@@ -210,21 +176,16 @@ FORGED = {
     "strides": of_first("exp_avg", lambda x: x[:1, :1].expand(3, 4)),
     "order": of_first("exp_avg", lambda x: x.T.contiguous().T),
     "dtype": of_first("exp_avg", lambda x: x.to(torch.int8)),
-    "NaN": of_first("exp_avg_sq", lambda x: x * torch.nan),
-    "negative": of_first("exp_avg_sq", lambda x: -x),
-    "layout": of_first("exp_avg", lambda x: x.to_sparse()),
-    "text": of_first("exp_avg", lambda x: "x"),
-    "step": of_first("step", lambda x: -x),
-    "half a step": of_first("step", lambda x: x / 2),
+    "NaN": of_first("exp_avg_sq", lambda x: x * torch.nan), "negative": of_first("exp_avg_sq", lambda x: -x),
+    "layout": of_first("exp_avg", lambda x: x.to_sparse()), "text": of_first("exp_avg", lambda x: "x"),
+    "step": of_first("step", lambda x: -x), "half a step": of_first("step", lambda x: x / 2),
     "a later step": of_first("step", lambda x: x + 9),
-    "empty": lambda found: found["state"].clear(),
-    "one less": lambda found: found["state"].pop(1),
+    "empty": lambda found: found["state"].clear(), "one less": lambda found: found["state"].pop(1),
     "no moment": lambda found: found["state"][0].pop("exp_avg"),
     "shared": lambda found: found["state"][0].update(exp_avg=found["state"][0]["exp_avg_sq"]),
     "maximize": lambda found: found["param_groups"][0].update(maximize=True),
     "betas": lambda found: found["param_groups"][0].update(betas="x"),
-    "rate": lambda found: found["param_groups"][0].update(lr=float("nan")),
-}
+    "rate": lambda found: found["param_groups"][0].update(lr=float("nan"))}
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -237,10 +198,8 @@ def test_a_forged_optimizer_is_refused(name):
         check_optimizer(found, optimizer, was, 1)
 
 
-@pytest.mark.parametrize(
-    "kind, more",
-    [(torch.optim.SGD, dict(momentum=0.9)), (torch.optim.Adam, {}), (torch.optim.AdamW, dict(fused=True))],
-)
+@pytest.mark.parametrize("kind, more", [
+    (torch.optim.SGD, dict(momentum=0.9)), (torch.optim.Adam, {}), (torch.optim.AdamW, dict(fused=True))])
 def test_states_that_a_step_left_are_accepted(kind, more):
     optimizer, found = trained(kind, **more)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -249,17 +208,9 @@ def test_states_that_a_step_left_are_accepted(kind, more):
     assert rates == [group["lr"] for group in optimizer.param_groups] and len(optimizer.state) == 2
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        {},
-        {"w": torch.ones(3), "x": torch.ones(1)},
-        {"w": torch.ones(2)},
-        {"w": "x"},
-        {"w": torch.ones(3).half()},
-        {"w": torch.full((3,), torch.inf)},
-    ],
-)
+@pytest.mark.parametrize("found", [
+    {}, {"w": torch.ones(3), "x": torch.ones(1)}, {"w": torch.ones(2)}, {"w": "x"},
+    {"w": torch.ones(3).half()}, {"w": torch.full((3,), torch.inf)}])
 def test_forged_weights_are_refused(found):
     check_tensors("model", {"w": torch.zeros(3)}, {"w": torch.ones(3)})
     with pytest.raises(ValueError):

@@ -69,12 +69,11 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("nli.csv", "sent0,sent1,hard_neg\n", r"nli\.csv: no rows"),
     ("nli.csv", "sent0,sent1\nA,b\n\nA,b\n", r"nli\.csv line 3: 0 columns, wanted 2"),
     ("nli.tsv", "A\tb\nA\n", r"nli\.tsv line 2: 1 columns, wanted 2"),
-    ("nli.jsonl", '["A", "b"]\n["A", "b", "c"]\n', r"nli\.jsonl line 2: 3 columns, wanted 2"),
     ("nli.csv", "\n\nA,b\n", r"nli\.csv line 1: 0 columns, wanted 2 \(1 more rows are wrong: line 2\)"),
     ("nli.tsv", 'A\t"b"\nA\t"""b"" c"\n', r"nli\.tsv line 2: a cell quoted as in \.csv; .*"),
     ("nli.tsv", '"A"\t"b"\n"A, c"\t"b"\n', r"nli\.tsv: all cells are quoted as in \.csv; .*"),
     ("nli.csv.gz", b"A,b\n", r"nli\.csv\.gz: Not a gzipped file .*"),
-    ("nli.csv.gz", gzip.compress(b"A,b\n" * 99, mtime=0)[:-9], r"nli\.csv\.gz: Compressed file ended before .*"),
+    ("nli.csv.gz", gzip.compress(b"A,b\n" * 99)[:-9], r"nli\.csv\.gz: Compressed file ended before .*"),
     ("nli.csv.gz", gzip.compress(b"A,b\nA\n", mtime=0), r"nli\.csv\.gz line 2: 1 columns, wanted 2"),
     ("nli.parquet", "A,b\n", r"nli\.parquet: a \.parquet wants the package pyarrow; .*"),
     ("nli.csv", "A,b\nA, \n", r"nli\.csv line 2: an empty cell; .*"),
@@ -83,50 +82,47 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("nli.jsonl", '{"a": "A", "b": "B"}\n{"a": "A"}\n', r"nli\.jsonl line 2: an empty cell; .*"),
     ("nli.csv", b"A,b\nA,b\nA,\xff\n", r"nli\.csv line 3: not UTF-8; convert .*"),
     ("wiki.txt", b"\xef\xbb\xbfA\n\xff\n", r"wiki\.txt line 2: not UTF-8; convert .*"),    # a byte order mark
-    ("folder", "folder", r"folder: Is a directory"),
+    ("folder.csv", "folder.csv", r"folder\.csv: Is a directory"),
     ("nli.xlsx", "A,b\n", r"nli\.xlsx: wanted a name that ends in \.txt, .* or \.parquet; \.gz may follow"),
     ("nli.json", '[["A", "b"],\n["A" "b"]]', r"nli\.json line 2: not JSON: Expecting ',' delimiter.*"),
     ("nli.json", '["A"]\n["A"]', r"nli\.json line 2: not JSON: Extra data; a row a line is \.jsonl"),
     ("nli.json", '{"a": "b"}', r"nli\.json line 1: not JSON: no list; a row a line is \.jsonl"),
     ("nli.jsonl", '["A"]\n["A"\n["A"]\n', r"nli\.jsonl line 2: not JSON: Expecting ',' delimiter"),
-    ("nli.json", "[" * 100_000, r"nli\.json line 1: not JSON: .*"),
     ("nli.jsonl", '["A"]\n5\n', r"nli\.jsonl line 2: wanted a row of texts, found '5'"),
     ("nli.json", '["A b", "A b"]',
      r"nli\.json item 1: wanted a row of texts, found 'A b' \(1 more rows are wrong: item 2\)"),
     ("nli.jsonl", '{"a": null}\n', r"nli\.jsonl line 1: wanted texts alone, found None among them; .*"),
-    ("nli.csv", b"\xef\xbb\xbf", r"nli\.csv: no rows"),
+    ("nli.csv", b"\xef\xbb\xbf", r"nli\.csv line 1: 0 columns, wanted 1"),
     ("nli.json", "", r"nli\.json line 1: not JSON: Expecting value; a row a line is \.jsonl"),
     ("nli.csv", "A,b\nA\0,b\n", r"nli\.csv line 2: a NUL character; .*"),
     ("wiki.txt", "A\n\0\n", r"wiki\.txt line 2: a NUL character; .*"),
     ("nli.jsonl", '["A\\u0000"]\n["A"]\n', r"nli\.jsonl line 1: a cell holds a NUL character; delete it"),
-    ("nli.json", '["A", "\\ud800"]', r"nli\.json item 1: wanted a row .*"),
     ("nli.jsonl", '{"query": "A", "pos": ["b", "c\\u0000"]}\n', r"nli\.jsonl line 1: a cell holds a NUL .*"),
     ("nli.json", '[["A"], ["A\\ud800"]]', r"nli\.json item 2: a cell holds half of a letter, '\\ud800'; .*"),
     ("nli.json", '[{"\\udead": "A"}]', r"nli\.json: a name of a column holds half of a letter, .*"),
-    *(("nli.csv", "A,b\nC,d\n".encode(name), rf"nli\.csv: looks like {name}; .*iconv -f {name} -t UTF-8")
+    *(("nli.csv", "A,b\nC,d\n".encode(name), r"nli\.csv line 1: a NUL character; .* UTF-16, convert it, .*")
       for name in ("UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")),
-    ("nli.csv", "\ufeff\u4f60,\u597d\n".encode("UTF-16BE"), r"nli\.csv: looks like UTF-16BE; .*"),
-    ("nli.csv", "\ufeff\u4f60,\u597d\n".encode("UTF-32LE"), r"nli\.csv: looks like UTF-32LE; .*"),
+    ("nli.csv", "\ufeff\u4f60\u597d".encode("UTF-16BE"), r"nli\.csv line 1: not UTF-8; convert it, .*"),
     *((f"nli.{kind}", '"A"\r"b"\r', rf"nli\.{kind}: lines end as on an old Mac; .* tr '\\r' '\\n'")
       for kind in ("csv", "txt", "tsv", "jsonl")),
-    ("nli.tsv", "A\tb\nA\rA\tb\n", r"nli\.tsv after line 1: a carriage return in a cell without .*"),
+    ("nli.tsv", "A\tb\nA\rA\tb\n", r"nli\.tsv line 2: a carriage return in a cell without .*"),
     ("wiki.txt", b"A\n" + b"x" * (2**24 + 1), r"wiki\.txt line 2: over 16 MB; wanted a row a line"),
-    ("wiki.txt.gz", gzip.compress(bytes(2**25), 1, mtime=0), r"wiki\.txt\.gz line 1: over 16 MB; wanted a row a line"),
+    ("wiki.txt.gz", gzip.compress(bytes(2**25), 1), r"wiki\.txt\.gz line 1: over 16 MB; wanted a row a line"),
     ("wiki.txt", "A\n" + "\n" * 100_005, r"wiki\.txt line 2: an empty cell; .* \(at least 100,000 more .*"),
     ("nli.csv.gz", GOOD_GZ + b"more", r"nli\.csv\.gz: Not a gzipped file \(b'mo'\); copy it or pack it anew"),
     ("nli.csv.gz", GOOD_GZ[:-8] + bytes(8), r"nli\.csv\.gz: CRC check failed .*; copy it or pack it anew"),
     ("nli.csv.gz", GOOD_GZ[:10] + b"\xff" * 50, r"nli\.csv\.gz: Error -3 .*; copy it or pack it anew"),
     *(("nli.jsonl", f'["A"]\n[{number}]\n', rf"nli\.jsonl line 2: wanted texts alone, found {said} .*")
       for number, said in dict(NaN="nan", Infinity="inf").items()),
-    *(("nli.json", f'[["A"],\n[{number}]]\n', r"nli\.json item 2: wanted texts alone, found inf among them")
-      for number in ("1e999", "9" * 5000)),
+    ("nli.json", '[["A"],\n[1e999]]\n', r"nli\.json item 2: wanted texts alone, found inf among them"),
+    ("nli.jsonl", f'["A"]\n[{"9" * 5000}]\n', r"nli\.jsonl line 2: not JSON: Exceeds the limit .*"),
     ("nli.jsonl", '{"a": "A", "a": "b"}\n', r"nli\.jsonl line 1: not JSON: 'a' stands twice in a row"),
     ("nli.json", '[{"a": "A"}, {"a": "A", "a": "b"}]', r"nli\.json item 2: not JSON: 'a' stands twice .*"),
-    ("nli.jsonl", '["A"]\n' + "[" * 100_000, r"nli\.jsonl line 2: not JSON: lists within lists, too deep .*"),
+    ("nli.jsonl", '["A"]\n' + "[" * 100_000, r"nli\.jsonl line 2: not JSON: maximum recursion .*"),
     ("nli.jsonl", '["A"]\n' + "[" * 900 + "]" * 900, r"nli\.jsonl line 2: wanted .*, found \[+ among them"),
     ("a" * 300 + ".csv", None, r"a+\.\.\.a+\.csv: File name too long"),
     ("a" * 300, None, r"a+\.\.\.a+: wanted a name .*"),
-    ("nli.csv", 'A,b\nA,"b\nA,b\n', r"nli\.csv after line 1: unexpected end of data; close every \", .*"),
+    ("nli.csv", 'A,b\nA,"b\nA,b\n', r"nli\.csv line 2: unexpected end of data; close every \", .*"),
     ("nli.csv", "A,b,c\n" * 3 + "A\n" + 'A,"b\nb",c\n' + "A, ,c\n" * 8 + "A,b,c\n",
      r"nli\.csv line 4: 1 columns, wanted 3 "
      r"\(8 more rows are wrong: line 7, line 8, line 9, line 10, line 11, \.\.\.\)"),
@@ -141,36 +137,33 @@ def test_faults(tmp_path, monkeypatch, capfd, name, content, wanted):
     refuse("simcse", capfd, wanted, "--model", "scratch", "--batch-size", "1", "--data", name)
 
 
+NESTED = functools.reduce(lambda inner, _: [inner], range(9999), "A")
+
+
 @pytest.mark.parametrize("rows, wanted", [
     (["A b", "C"], [["A b"], ["C"]]), ([("A", "b"), ["C", "d"]], [["A", "b"], ["C", "d"]]),
     ([{"b": "B", "a": "A"}, {"a": "C", "b": "D"}], [["B", "A"], ["D", "C"]]),
     (["A", " "], "{} row 2: an empty cell; fill it or delete the row"),
     (["A", "\ud800"], r"{} row 2: a cell holds half of a letter, '\\ud800'; mend it, or delete the row"),
     (["A", "b\0"], "{} row 2: a cell holds a NUL character; delete it"),
-    ([["A"], [float("nan")]], "{} row 2: wanted texts alone, found nan among them; fill the cell or .*"),
+    ([["A"], [10**5000]], "{} row 2: wanted texts alone, found int among them"),   # which Python cannot spell
+    ([["A"], [NESTED]], "{} row 2: wanted texts alone, found list among them"),
     ([["A", "b"], ["A"], 5], r"{} row 2: 1 columns, wanted 2 \(1 more rows are wrong: row 3\)"),
     ([], "{}: no rows")])
 def test_rows_in_memory(rows, wanted):
     """They are checked as a file's, and are as they were; other rows have another name."""
-    before, named = repr(rows), rf"{len(rows)} rows in memory, sha1 [0-9a-f]{{12}}"
+    named = rf"{len(rows)} rows in memory, sha1 [0-9a-f]{{12}}"
     if isinstance(wanted, str):
         with pytest.raises(Fault, match=wanted.format(named) + "$"):
             read_table(Table(rows), empty_cell)
         return
-    header, table = read_table(Table(rows), empty_cell)
+    before, (header, table) = repr(rows), read_table(Table(rows), empty_cell)
     assert header == (["b", "a"] if isinstance(rows[0], dict) else None) and len(table) == 2
     for again in (table, table, Table(rows)):
         assert list(again) == [("row 1", wanted[0]), ("row 2", wanted[1])]
     assert list(texts_of(Table(rows))) == ["\n".join(cells) for cells in wanted] and repr(rows) == before
     assert re.search(rf"from {named}$", describe_table(table, header))
     assert str(table) == str(Table(list(rows))) != str(Table(rows[::-1]))
-
-
-def test_rows_in_memory_that_python_cannot_spell():
-    for cell in 10**5000, functools.reduce(lambda inner, _: [inner], range(9999), "A"):
-        wanted = rf"2 rows in memory, sha1 \w+ row 2: wanted .*, found {type(cell).__name__} among them$"
-        with pytest.raises(Fault, match=wanted):
-            read_table(Table([["A"], [cell]]))
 
 
 ENDLESS = {"fifo": os.mkfifo, "zero": functools.partial(os.symlink, "/dev/zero"),
@@ -286,11 +279,11 @@ def test_what_a_later_pass_meets_has_its_name(tmp_path, monkeypatch):
 def test_lines_end_at_newlines_alone(tmp_path):
     """In all kinds alike: letters that str.splitlines takes for ends are letters of a text; cells may be
     long."""
-    text = "A\x85b\u2028c\u2029d\x0be\x0cf\x1cg"
+    text = "A\x85b\u2028c\u2029d\x0be\x0cf\x1cg \x0b"
     rows, long = [[text, "B c."], ["C d.", "x " * 100_000], ["E f.", text]], "x " * 100_000
     contents = dict(csv="".join(f"{a},{b}\n" for a, b in rows), tsv="".join(f"{a}\t{b}\r\n" for a, b in rows),
                     jsonl="".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-                    json=json.dumps(rows, ensure_ascii=False).replace(", [", ",\r["))
+                    json=json.dumps(rows, ensure_ascii=False))
     for kind, content in contents.items():
         path = tmp_path / f"a.{kind}"
         path.write_bytes(content.encode())
