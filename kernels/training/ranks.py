@@ -92,7 +92,12 @@ def join(device):
     global meeting
     from .cli import fail, show  # which imports this module
 
+    import torch.distributed as dist
+
     if world() == 1:
+        return
+    if dist.is_initialized():                                  # a second run of these processes
+        dist.barrier()
         return
     failed, began, told = [], time.monotonic(), False
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
