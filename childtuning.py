@@ -100,20 +100,19 @@ import math
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.compiler import is_compiling
 from transformers import AutoModelForSequenceClassification
 
 from kernels import own_rows
 from kernels.training.extras import classifier_losses, held_out
 from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa: F401
-from kernels.training.extras.masks import draw_masks, in_blocks, masked
+from kernels.training.extras.masked_adamw import MaskedAdamW, draw_masks, multiply
 from kernels.training.extras.trials import run_trials
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.tables import texts_of
 from kernels.training.text import classifier
-from kernels.training.text.classifier import classify, evaluate, make_batch, task_loss, tokenise_texts
+from kernels.training.text.classifier import classify, evaluate, make_batch, task_loss
 from kernels.training.text.models import load_text_model, longest_input
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -175,22 +174,19 @@ def build_model(args, run, modes):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ChildTuningAdamW(torch.optim.Optimizer):
-    """AdamW whose gradient reaches the child alone: g ← g ⊙ M / p in mode F, g ⊙ M in mode D; then
-
-        m ← β1 m + (1 − β1) g            v ← β2 v + (1 − β2) g²
-        w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t), t from 1; without correct_bias, lr
-        w ← w − lr · weight_decay · w    every weight decays, masked or not
+class ChildTuningAdamW(MaskedAdamW):
+    """AdamW whose gradient reaches only the child: g ← g ⊙ M / p in mode F, g ← g ⊙ M in mode D.
 
     mode        "none"; "F": M ~ Bernoulli(p) anew at every step; "D": the given masks, without 1 / p
     reserve_p   p of mode F, in (0, 1]; 1 draws nothing. A group may have its own of this and of all above
-    masks       {parameter: bool tensor}, or a function from a parameter to one that is asked at every step;
+    masks       {parameter: bool tensor}, or a function from a parameter to one that is called at every step;
                 in mode F instead of the draws; a parameter without a mask (None) gets its whole gradient
     generator   of the draws; None: one with seed 0, so ranks draw alike. state_dict() has it, and the masks
     raises      ValueError naming the argument; RuntimeError for sparse gradients, or masks that mode D lacks
-    source      Xu et al. 2021, with the released optimizer's rule
+    source      Xu et al. 2021, with the released optimizer's rule, see MaskedAdamW: every weight decays,
+                masked or not
 
-    .grad is left as it is. torch.compile takes step(), with lr as a tensor; mode F breaks the graph to draw.
+    .grad is left as it is. torch.compile takes step(); mode F breaks the graph to draw.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, correct_bias=True,
@@ -212,6 +208,28 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.generator = generator or torch.Generator(self.weights()[0].device).manual_seed(0)
 
+    def mask_gradients(self, gradients, masks, group):
+        child = multiply(gradients, masks)                     # g ⊙ M
+        if group["mode"] == "F":
+            torch._foreach_mul_(child, 1 / group["reserve_p"])                 # g ⊙ M / p
+        return child
+
+    def masks_of(self, weights, group):
+        """The child M: a bool tensor for each weight, or None for all of it."""
+        mode, p = group["mode"], group["reserve_p"]
+        if mode == "none":
+            return [None] * len(weights)
+        if self.mask_function is not None:
+            return [self.mask_function(w) for w in weights]
+        if self.masks is not None:
+            return [self.masks.get(w) for w in weights]
+        if p == 1:
+            return [None] * len(weights)
+        if mode == "D":
+            raise RuntimeError("mode D has no masks: give them, or load a state_dict that has them")
+        draw_masks(weights, self.drawn, p, self.generator)     # M ~ Bernoulli(p)
+        return [self.drawn[w] for w in weights]
+
     def weights(self):
         return [w for group in self.param_groups for w in group["params"]]
 
@@ -222,84 +240,9 @@ class ChildTuningAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
         self.generator.set_state(state_dict["generator"].cpu())
-        for state in self.state.values():
-            state["step"] = state["step"].cpu()                # torch.load may have moved it
         if state_dict["masks"] is not None:
             pairs = zip(self.weights(), state_dict["masks"])
             self.masks = {w: m.to(w.device, torch.bool).view(w.shape) for w, m in pairs if m is not None}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self.step_group(group)
-        return loss
-
-    def step_group(self, group):
-        weights, compiled = [w for w in group["params"] if w.grad is not None and w.numel()], is_compiling()
-        if any(w.grad.is_sparse for w in weights):
-            raise RuntimeError("sparse gradients are not supported")
-        masks, rates, lists = self.masks_of(weights, group), [], {False: [], True: []}
-        for w, mask in zip(weights, masks):
-            state = self.state[w]
-            if not state:
-                state |= dict(step=torch.zeros((), dtype=torch.float64), exp_avg=torch.zeros_like(w),
-                              exp_avg_sq=torch.zeros_like(w))
-            state["step"] += 1
-            rate = self.rate(state["step"], group)
-            row = w, w.grad, state["exp_avg"], state["exp_avg_sq"], mask
-            if compiled or w.is_cuda:                          # all in one go, with masks and without
-                lists[mask is not None].append((*row, rate))
-            else:
-                for block in in_blocks(row):
-                    self.update(*([x] for x in block), [rate], group)
-        for rows in filter(None, lists.values()):
-            self.update(*map(list, zip(*rows)), group)
-
-    def masks_of(self, weights, group):
-        """The child M: a bool tensor for each weight, or None for all of it."""
-        if group["mode"] == "none":
-            return [None] * len(weights)
-        if self.mask_function is not None:
-            return [self.mask_function(w) for w in weights]
-        if self.masks is not None:
-            return [self.masks.get(w) for w in weights]
-        if group["reserve_p"] == 1:
-            return [None] * len(weights)
-        if group["mode"] == "D":
-            raise RuntimeError("mode D has no masks: give them, or load a state_dict that has them")
-        draw_masks(weights, self.drawn, group["reserve_p"], self.generator)
-        return [self.drawn[w] for w in weights]
-
-    def rate(self, t, group):
-        """a of the rule above, at a weight's step t."""
-        compiled = is_compiling()                              # then numbers may be tensors
-        lr, t = (group["lr"], t) if compiled else (float(group["lr"]), t.item())
-        beta1, beta2 = group["betas"]
-        return lr * (1 - beta2 ** t) ** 0.5 / (1 - beta1 ** t) if group["correct_bias"] else lr
-
-    def update(self, weights, gradients, m, v, masks, rates, group):
-        """The rule above for lists of tensors; all have a mask, or none has."""
-        (beta1, beta2), decay = group["betas"], group["weight_decay"]
-        if masks[0] is not None:
-            gradients = masked(gradients, masks)               # g ⊙ M
-            if group["mode"] == "F":
-                torch._foreach_mul_(gradients, 1 / group["reserve_p"])         # g ⊙ M / p
-        torch._foreach_lerp_(m, gradients, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
-        roots = torch._foreach_rsqrt(v)  # a CPU's sqrt takes ten times as long for 0, most of v in mode D
-        torch._foreach_reciprocal_(roots)
-        torch._foreach_add_(roots, group["eps"])
-        if is_compiling():                                     # lr and rates may be tensors
-            torch._foreach_sub_(weights, torch._foreach_mul(torch._foreach_div(m, roots), rates))
-            torch._foreach_sub_(weights, torch._foreach_mul(weights, group["lr"] * decay))
-        else:
-            torch._foreach_addcdiv_(weights, m, roots, [-rate for rate in rates])
-            torch._foreach_add_(weights, weights, alpha=-float(group["lr"]) * decay)
 
 
 def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter=None):
@@ -456,20 +399,17 @@ def train(args, run, data, modes):
     """One trial: an ordinary run of one mode with one seed. modes: of all trials, see build_model."""
     model = build_model(args, run, modes)
     drawn = torch.get_rng_state()                              # dropout of the Fisher pass goes on from here
-    parts = {name: tokenise_texts(rows, model, args.max_length) for name, rows in data.items()}
-    data, cut = {name: rows for name, (rows, _) in parts.items()}, parts["train"][1]
-    rows, first = data["train"], data["train"][:1]
+    data = classifier.tokenise_data(data, model, args.max_length)
+    rows = data["train"]
     epoch = epoch_steps(len(rows), args.batch_size, run.world)
     contrastive = args.ood_epochs * epoch                      # steps that come first
     total = contrastive + (args.steps or args.epochs * epoch)
     args.eval_every = args.eval_every or epoch
-    say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
-    say("trial", f"mode {args.mode}, p {args.reserve_p:g}, {total:,} steps, {contrastive:,} of them contrastive")
-    loss_of = compute_ood_loss if contrastive else compute_loss
+    loss_of, first = compute_ood_loss if contrastive else compute_loss, rows[:1]
     classifier.try_out(args.model, lambda: loss_of(model, make_batch(first, model), run.world, args))
     optimizer = make_optimizer(model, args)
-    run.progress["skipped"] = 0                                # steps
+    run.progress["skipped"] = 0
     run.begin(model, optimizer, total)
     if args.mode == "D" and args.reserve_p < 1 and not run.step:               # else state.pt has the child
         torch.manual_seed(args.seed)
@@ -497,19 +437,7 @@ def train(args, run, data, modes):
             values = run.values
         if run.due:
             evaluate_and_save(model, data, args, run)
-    finish(args, run)
-
-
-def finish(args, run):
-    """Say what the last step scored, and how to load it."""
-    chosen = ""
-    if args.dev:
-        metric = classifier.metric_name(args.metric, args.labels)
-        chosen = f"{metric} {run.progress['saved'][args.metric]:.2f} of mode {args.mode}, seed {args.seed}, "
-    if run.progress["skipped"]:
-        chosen += f"{run.progress['skipped']} steps skipped, "
-    run.done(chosen)
-    say("load", classifier.load_line(run))
+    classifier.finish(run, args, run.progress["saved"], run.progress["skipped"])
 
 
 @command

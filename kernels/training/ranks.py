@@ -90,9 +90,9 @@ def join(device):
     What waits there is C++, in which Python hears no signal: so a thread waits, and this one looks after it.
     """
     global meeting
-    from .cli import fail, show  # which imports this module
-
     import torch.distributed as dist
+
+    from .cli import fail, show  # which imports this module
 
     if world() == 1:
         return

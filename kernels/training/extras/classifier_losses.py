@@ -27,8 +27,8 @@ def regularised_loss(model, inputs, labels, rows, args):
         loss = task_loss(*passes, labels)
     else:
         alpha = args.rdrop
-        if args.form == "code":                                # KL is a sum over rows: undo the caller's scale
-            alpha = args.rdrop / (len(labels) / rows)
+        if args.form == "code":                                # KL is a sum over rows, and the caller's scale
+            alpha = args.rdrop / (len(labels) / rows)          # is for means
         loss = rdrop_loss(*passes, labels, alpha, args.form)
     if args.supcon:
         z = gather_rows(torch.stack(vectors, 1), rows)         # two passes are two views
@@ -38,8 +38,8 @@ def regularised_loss(model, inputs, labels, rows, args):
 
 
 def adversarial_contrast(model, inputs, labels, rows, args):
-    """The loss of --ood-epochs: each text against its adversarial view, whose word embeddings have moved along
-    the gradient of the cross entropy. Arguments as in regularised_loss."""
+    """The loss of --ood-epochs: SupCon of texts and their adversarial views, whose word embeddings are moved
+    along the gradient of the cross entropy. Arguments as in regularised_loss."""
     (logits, z), (_, z_adv) = adversarial_views(
         model, lambda: classify_vectors(model, inputs), mask_of(inputs), args.adversarial,
         lambda found: F.cross_entropy(found[0], labels, reduction="sum"))

@@ -1,5 +1,5 @@
-"""What else a classifier can be scored on: contrast sets (--contrast-set), that is test texts and minimal edits
-of them that change the label (Gardner et al. 2020), and texts of unseen classes (--ood, see module ood)."""
+"""What else a classifier can be scored on: contrast sets (--contrast-set), which are test texts and minimal
+edits of them that change the label (Gardner et al. 2020), and texts of unseen classes (--ood, module ood)."""
 import torch
 
 from ..cli import fail, say

@@ -35,8 +35,8 @@ def load_unseen(args):
 
 
 def unseen_scores(model, train, dev, unseen):
-    """{detector: {"AUROC", "FPR95", "F1"}} in percent, for rows as tokenise_texts gives them; without training
-    rows of the maximum softmax alone."""
+    """{detector: {"AUROC", "FPR95", "F1"}} in percent, for rows as tokenise_texts gives them; without rows of
+    train of the maximum softmax alone."""
     found = [[x.to(model.device) for x in forward_rows(model, rows, classify_vectors)]
              for rows in (dev, unseen, train) if rows]
     if not all(x.isfinite().all() for part in found for x in part):

@@ -11,7 +11,7 @@ import numpy as np
 from .. import output_dir
 from ..cli import fail, say
 from ..run import Run
-from ..text.classifier import describe_scores, load_line, metric_name, write_card
+from ..text.classifier import describe_scores, finish, metric_name, write_card
 
 
 class Trial(Run):
@@ -34,8 +34,10 @@ def run_trials(args, modes, script, train):
     train   train(args, run) trains one mode, args.mode, with one seed
     """
     whole = Run(args, script)                                  # for what it refuses, and OUT's own files
-    trials = [trial_args(args, mode, seed) for mode in modes for seed in range(args.seed, args.seed + args.seeds)]
-    say("trials", f"{', '.join(modes)}, {args.seeds} seeds from {args.seed}, in {args.out}/MODE-SEED")
+    seeds = range(args.seed, args.seed + args.seeds)
+    trials = [trial_args(args, mode, seed) for mode in modes for seed in seeds]
+    say("trials", f"{', '.join(modes)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
+                  f"each in {args.out}/MODE-SEED")
     for trial in trials:
         folder = Path(trial.out)
         if is_finished(folder):
@@ -89,18 +91,13 @@ def sum_up(whole, trials, modes):
         for detector in rows[0].get("ood", {}):
             found = mean_and_spread([rows[i]["ood"][detector] for i in own])
             say("ood", f"mode {mode}, {detector}: {found}")
-    best, chosen = 0, ""
-    if args.dev:
-        best = max(range(len(trials)), key=lambda i: scores[i][args.metric])   # the first of equal ones
-        metric = metric_name(args.metric, args.labels)
-        chosen = f"{metric} {scores[best][args.metric]:.2f} of mode {trials[best].mode}, "
-        chosen += f"seed {trials[best].seed}, "
-    if skipped := sum(row["skipped"] for row in rows):
-        chosen += f"{skipped} steps skipped, "
-    whole.progress["saved"] = {"mode": trials[best].mode, "seed": trials[best].seed, **scores[best]}
-    copy_trial(trials[best], whole)
-    whole.done(chosen)
-    say("load", load_line(whole))
+    best = 0
+    if args.dev:                                               # the first of equal ones
+        best = max(range(len(trials)), key=lambda i: scores[i][args.metric])
+    trial = trials[best]
+    whole.progress["saved"] = {"mode": trial.mode, "seed": trial.seed, **scores[best]}
+    copy_trial(trial, whole)
+    finish(whole, trial, scores[best], sum(row["skipped"] for row in rows))
 
 
 def last_row(path):

@@ -36,8 +36,8 @@ def read_labelled(path, args):
 
 
 def decide_task(labels, args):
-    """Set args.task, unless given, and args.labels, the sorted classes ([] in regression), by the labels of the
-    training data: numbers with a point are regression."""
+    """Set args.task, unless given, and args.labels, the sorted classes ([] in regression), by the labels of
+    the training data: numbers with a point are regression."""
     if args.task is None:
         numbers = all(re.fullmatch(NUMBER, label) for label in labels)
         has_point = any("." in label for label in labels)
@@ -49,7 +49,7 @@ def decide_task(labels, args):
 
 
 def number_labels(rows, path, args):
-    """[(texts, label)] of read_labelled's rows: the label's place in args.labels, in regression its number."""
+    """[(texts, label)] of read_labelled's rows: the label's place in args.labels, or its number."""
     counts = Counter(answer for *_, answer in rows)
     if args.task == "regression":
         values = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}
@@ -84,6 +84,14 @@ def tokenise_texts(rows, model, longest):
     return done, cut
 
 
+def tokenise_data(data, model, longest):
+    """{name: rows} of tokens from {name: [(texts, label)]}; "train" is among them."""
+    parts = {name: tokenise_texts(rows, model, longest) for name, rows in data.items()}
+    cut = parts["train"][1]
+    say("data", f"{cut:,} of {len(data['train']):,} training rows cut to {longest} tokens")
+    return {name: rows for name, (rows, _) in parts.items()}
+
+
 def make_batch(rows, model):
     """({name: (n, L)}, labels (n,)): the inputs of the rows, padded to the longest, on the device."""
     columns = {name: [row[name] for row, _ in rows] for name in rows[0][0]}
@@ -99,7 +107,7 @@ def classify(model, inputs):
 
 
 def task_loss(logits, labels):
-    """Mean cross entropy of logits (N, C) and int64 labels (N,), or squared error of (N, 1) and float (N,)."""
+    """Mean cross entropy of logits (N, C), int64 labels (N,), or squared error of (N, 1) and float (N,)."""
     checks.check_dense("labels", labels)
     regression = torch.is_tensor(labels) and labels.dtype in checks.FLOATS
     sizes = {"C": 1} if regression else {}
@@ -109,8 +117,8 @@ def task_loss(logits, labels):
 
 
 def try_out(name, step):
-    """Call step(), which returns (loss of the first row, ...): a model that cannot read it ends the run in one
-    line, before --out is begun."""
+    """Call step(), which returns (loss of the first row, ...): a model that cannot read it ends the run in
+    one line, before --out is begun."""
     with blaming(f"--model {name}"):                           # X-MOD wants a language
         loss, _ = step()
     if not loss.isfinite():
@@ -221,6 +229,18 @@ def write_card(folder, args, run):
     text += 'A pair is {"text": ..., "text_pair": ...}.'
     card = model_card(run, "text-classification", ["transformers"], text, load_line(run))
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def finish(run, args, scores, skipped):
+    """End a run: say what the model in --out, trained with these args, scores, and how to load it."""
+    text = ""
+    if args.dev:
+        metric = metric_name(args.metric, args.labels)
+        text = f"{metric} {scores[args.metric]:.2f} of mode {args.mode}, seed {args.seed}, "
+    if skipped:
+        text += f"{skipped} steps skipped, "
+    run.done(text)
+    say("load", load_line(run))
 
 
 def load_line(run):
