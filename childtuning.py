@@ -1,15 +1,16 @@
 """Child-Tuning: Raise a Child in Large Language Model: Towards Effective and Generalizable Fine-tuning.
 Xu, Luo, Zhang, Tan, Chang, Huang, Huang, EMNLP 2021, arXiv 2109.05687.
 
-A pretrained classifier is fine-tuned with AdamW, but the gradient g reaches a part of its weights, the child:
+A pretrained classifier is fine-tuned with AdamW, but the gradient g reaches only a part of its weights, the
+child:
 
     F (task-free)    g ← g ⊙ M / p,   M ~ Bernoulli(p), drawn for every weight at every step
     D (task-driven)  g ← g ⊙ M,       M = 1 for the share p of weights with the largest Fisher information F,
                                       for good; F_i = 1/N Σ_n (∂ log P(y_n | x_n) / ∂w_i)²
 
---mode none is plain AdamW. A trial is one mode with one seed, an ordinary run. Several of --mode or --seeds
-are trained one after the other, each in OUT/MODE-SEED; then a table has the mean scores of each mode, and OUT
-the best trial's model.
+--mode none is plain AdamW. With several modes or --seeds, each trial is an ordinary run in OUT/MODE-SEED, one
+after the other, which keeps its model; then a table gives each mode's mean scores, and OUT gets a copy of the
+best trial's model.
 
 Data: .csv .tsv .json .jsonl with one or two columns of text and one of labels: by header (sentence, or
 sentence1 and sentence2; label or score), by --text and --label, or all columns, the label last. Labels are
@@ -26,8 +27,7 @@ edits of them that change the label, in two files, row by row.
 Expected, of runs like the second for CoLA, RTE, MRPC and STS-B of GLUE: in the paper the mean of their dev
 scores is 1.5 to 8.6 points above plain AdamW's (--mode none), by the large model, and D at least as F. The
 authors ran --form code, with --reserve-p 0.2 for CoLA and STS-B, 0.3 for RTE, 0.4 (F) and 0.1 (D) for MRPC;
-other defaults are their script's, for RTE and bert-large-cased. A trial's score is that of its last step, as
-theirs: nothing is chosen within it.
+other defaults are their script's, for RTE and bert-large-cased. As theirs, a trial's score is its last step's.
 
 --form code is the released code: Fisher information from the gradients of whole batches, each clipped to norm
 1 tensor by tensor, with dropout, for the weights named "layer" alone; no warm-up in modes F and D. Departures
@@ -40,8 +40,7 @@ Flags from other papers, whose losses are in kernels/training/extras/classifier_
               batch, so that α is comparable under one form only
 --supcon λ    (1 − λ) CE + λ SCL (Gunel et al., ICLR 2021, arXiv 2011.01403)
 --ood FILE    texts of no class of the data, told from --dev's by three detectors (Zeng et al., ACL 2021,
-              arXiv 2105.14289); --ood-epochs of their contrastive loss come first. They had a GRU on frozen
-              embeddings
+              arXiv 2105.14289); --ood-epochs of their contrastive loss come first
 """
 from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, ratio, say
 
@@ -105,7 +104,7 @@ from transformers import AutoModelForSequenceClassification
 from kernels import own_rows
 from kernels.training.extras import classifier_losses, held_out
 from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa: F401
-from kernels.training.extras.masked_adamw import MaskedAdamW, draw_masks, multiply
+from kernels.training.extras.masked_adamw import MaskedAdamW, draw_masks, multiply, with_gradient
 from kernels.training.extras.trials import run_trials
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.progress import progress
@@ -174,17 +173,23 @@ def build_model(args, run, modes):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ChildTuningAdamW(MaskedAdamW):
-    """AdamW whose gradient reaches only the child: g ← g ⊙ M / p in mode F, g ← g ⊙ M in mode D.
+def child_gradients(gradients, masks, mode, p):
+    """The child's gradients, for lists of tensors: g ⊙ M / p in mode F, g ⊙ M in mode D."""
+    child = multiply(gradients, masks)                         # g ⊙ M
+    if mode == "F":
+        torch._foreach_mul_(child, 1 / p)                      # g ⊙ M / p
+    return child
 
-    mode        "none"; "F": M ~ Bernoulli(p) anew at every step; "D": the given masks, without 1 / p
-    reserve_p   p of mode F, in (0, 1]; 1 draws nothing. A group may have its own of this and of all above
+
+class ChildTuningAdamW(MaskedAdamW):
+    """AdamW whose gradient reaches only the child, see child_gradients. Every weight decays, masked or not.
+
+    mode        "none"; "F": M ~ Bernoulli(p) anew at every step; "D": the given masks
+    reserve_p   p of mode F, in (0, 1]; 1 draws nothing. A group may have its own mode, reserve_p, lr, ...
     masks       {parameter: bool tensor}, or a function from a parameter to one that is called at every step;
                 in mode F instead of the draws; a parameter without a mask (None) gets its whole gradient
     generator   of the draws; None: one with seed 0, so ranks draw alike. state_dict() has it, and the masks
-    raises      ValueError naming the argument; RuntimeError for sparse gradients, or masks that mode D lacks
-    source      Xu et al. 2021, with the released optimizer's rule, see MaskedAdamW: every weight decays,
-                masked or not
+    source      Xu et al. 2021; the rule of MaskedAdamW is the released optimizer's
 
     .grad is left as it is. torch.compile takes step(); mode F breaks the graph to draw.
     """
@@ -209,26 +214,26 @@ class ChildTuningAdamW(MaskedAdamW):
         self.generator = generator or torch.Generator(self.weights()[0].device).manual_seed(0)
 
     def mask_gradients(self, gradients, masks, group):
-        child = multiply(gradients, masks)                     # g ⊙ M
-        if group["mode"] == "F":
-            torch._foreach_mul_(child, 1 / group["reserve_p"])                 # g ⊙ M / p
-        return child
+        return child_gradients(gradients, masks, group["mode"], group["reserve_p"])
+
+    def before_step(self):
+        drawing = [group for group in self.param_groups if group["mode"] == "F" and group["reserve_p"] < 1]
+        if drawing and self.mask_function is self.masks is None:
+            self.draw(drawing)
+
+    @torch.compiler.disable
+    def draw(self, groups):
+        for group in groups:                                   # M ~ Bernoulli(p)
+            draw_masks(with_gradient(group), self.drawn, group["reserve_p"], self.generator)
 
     def masks_of(self, weights, group):
         """The child M: a bool tensor for each weight, or None for all of it."""
-        mode, p = group["mode"], group["reserve_p"]
-        if mode == "none":
-            return [None] * len(weights)
-        if self.mask_function is not None:
-            return [self.mask_function(w) for w in weights]
-        if self.masks is not None:
-            return [self.masks.get(w) for w in weights]
-        if p == 1:
-            return [None] * len(weights)
-        if mode == "D":
+        if group["mode"] == "D" and group["reserve_p"] < 1 and self.mask_function is self.masks is None:
             raise RuntimeError("mode D has no masks: give them, or load a state_dict that has them")
-        draw_masks(weights, self.drawn, p, self.generator)     # M ~ Bernoulli(p)
-        return [self.drawn[w] for w in weights]
+        if group["mode"] == "none":
+            return [None] * len(weights)
+        find = self.mask_function or (self.drawn if self.masks is None else self.masks).get
+        return [find(w) for w in weights]
 
     def weights(self):
         return [w for group in self.param_groups for w in group["params"]]
@@ -252,8 +257,6 @@ def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter
     reserve_p    p in (0, 1]
     returns      ({name: bool tensor}, threshold): F ≥ threshold, numpy's percentile 100 (1 − p) of all F
                  together, linearly interpolated; ties stay, so a threshold of 0 keeps all (released code)
-    raises       ValueError for p, and as fisher_information
-    memory       F goes to the host, once
     """
     if not 0 < reserve_p <= 1:
         raise ValueError(f"reserve_p: {reserve_p}, wanted a share in (0, 1]")
@@ -273,9 +276,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     loss           loss(model, batch) → scalar
     max_grad_norm  clips each tensor's gradient, alone, before it is squared (released code: 1.0); None: not
     name_filter    a function of the name, or what it has in it (released code: "layer"); None: all weights
-    raises         ValueError where no trained weight has such a name, or no batch a finite gradient; one
-                   without is left out
-    source         Xu et al. 2021; weights without gradient, frozen or unused, have F = 0
+    source         Xu et al. 2021; weights without gradient have F = 0, batches without a finite one are left out
     """
     fits = name_filter if callable(name_filter) else lambda name: (name_filter or "") in name
     weights = {name: w for name, w in model.named_parameters() if fits(name)}

@@ -18,7 +18,7 @@ from running import equal
 
 ALL = os.environ.get("TENCL_ATTACK") == "all"
 KILLS = 20 if ALL else 3
-MORE = {"childtuning": ["--dev", "topics.tsv", "--mode", "F", "D", "--fisher-samples", "4"],
+MORE = {"childtuning": ["--dev", "topics.tsv", "--mode", "D", "--fisher-samples", "4"],
         "simcse": ["--dev", "sts.tsv"],
         "ease": ["--dev", "sts.tsv"], "vascl": ["--dev", "sts.tsv"], "dclr": ["--dev", "sts.tsv"],
         "selfguided": ["--dev", "sts.tsv"]}

@@ -16,9 +16,12 @@ class MaskedAdamW(torch.optim.Optimizer):
         w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t), t from 1; without correct_bias, lr
         w ← w − lr · weight_decay · w
 
-    A subclass says which part of a gradient arrives, by masks_of and mask_gradients. Groups have lr, betas,
+    A subclass says which part of a gradient arrives, by before_step, masks_of and mask_gradients. Groups have lr, betas,
     eps, weight_decay and correct_bias. torch.compile takes step(), with lr as a tensor.
     """
+
+    def before_step(self):
+        """For masks that are new at every step."""
 
     def masks_of(self, weights, group):
         """A bool tensor for each weight, or None."""
@@ -39,8 +42,9 @@ class MaskedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.before_step()
         for group in self.param_groups:
-            weights = [w for w in group["params"] if w.grad is not None and w.numel()]
+            weights = with_gradient(group)
             if any(w.grad.is_sparse for w in weights):
                 raise RuntimeError("sparse gradients are not supported")
             rows = [self.row(w, mask, group) for w, mask in zip(weights, self.masks_of(weights, group))]
@@ -87,6 +91,11 @@ class MaskedAdamW(torch.optim.Optimizer):
             torch._foreach_add_(weights, weights, alpha=-float(group["lr"]) * decay)
 
 
+def with_gradient(group):
+    """The weights of a group that have a gradient."""
+    return [w for w in group["params"] if w.grad is not None and w.numel()]
+
+
 def in_blocks(tensors):
     """Yield the tensors, all of one shape, in blocks of about BLOCK elements, one of each; a None stays."""
     first = torch.atleast_1d(tensors[0])
@@ -102,7 +111,6 @@ def multiply(gradients, masks):
     return [child.view(gradient.dtype) for child, gradient in zip(bits, gradients)]
 
 
-@torch.compiler.disable
 def draw_masks(weights, masks, p, generator):
     """Draw each weight's mask anew: True with probability p, exact to 2^-32.
 
