@@ -1,22 +1,16 @@
 """Child-Tuning: Raise a Child in Large Language Model: Towards Effective and Generalizable Fine-tuning.
 Xu, Luo, Zhang, Tan, Chang, Huang, Huang, EMNLP 2021, arXiv 2109.05687.
 
-A pretrained classifier is fine-tuned with AdamW, but the gradient g reaches a part of its weights, the child:
+A pretrained classifier is fine-tuned with AdamW, but the gradient g reaches only a part of its weights, the
+child:
 
     F (task-free)    g ← g ⊙ M / p,   M ~ Bernoulli(p), drawn for every weight at every step
     D (task-driven)  g ← g ⊙ M,       M = 1 for the share p of weights with the largest Fisher information F,
                                       for good; F_i = 1/N Σ_n (∂ log P(y_n | x_n) / ∂w_i)²
 
---mode none is plain AdamW. --rdrop α is R-Drop (Liang, Wu et al., NeurIPS 2021, arXiv 2106.14448): every row
-passes through the network twice, with different dropout (P1, P2), and the loss is, in means over the batch,
-
-    CE1 + CE2 + α · ( KL(P1‖P2) + KL(P2‖P1) ) / 2         regression: squares of differences for CE and KL
-
---supcon λ makes it (1 − λ) CE + λ SCL, a contrastive loss of what the classifier reads (Gunel et al., ICLR
-2021, arXiv 2011.01403). --ood FILE has texts of no class of the data: after each trial they are told from
---dev's by maximum softmax, local outlier factor and Mahalanobis distance. --ood-epochs come first, for these
-(Zeng et al., ACL 2021, arXiv 2105.14289): ood_contrastive_loss alone, of each text and its adversarial view;
-optimizer and rate go on from there.
+--mode none is plain AdamW. With several modes or --seeds, each trial is an ordinary run in OUT/MODE-SEED, one
+after the other, which keeps its model; then a table gives each mode's mean scores, and OUT gets a copy of the
+best trial's model.
 
 Data: .csv .tsv .json .jsonl with one or two columns of text and one of labels: by header (sentence, or
 sentence1 and sentence2; label or score), by --text and --label, or all columns, the label last. Labels are
@@ -33,15 +27,20 @@ edits of them that change the label, in two files, row by row.
 Expected, of runs like the second for CoLA, RTE, MRPC and STS-B of GLUE: in the paper the mean of their dev
 scores is 1.5 to 8.6 points above plain AdamW's (--mode none), by the large model, and D at least as F. The
 authors ran --form code, with --reserve-p 0.2 for CoLA and STS-B, 0.3 for RTE, 0.4 (F) and 0.1 (D) for MRPC;
-other defaults are their script's, for RTE and bert-large-cased. A trial, one mode with one seed, scores what
-its last step does, as theirs: nothing is chosen within it. --out keeps the best trial.
+other defaults are their script's, for RTE and bert-large-cased. As theirs, a trial's score is its last step's.
 
 --form code is the released code: Fisher information from the gradients of whole batches, each clipped to norm
-1 tensor by tensor, with dropout, for the weights named "layer" alone; no warm-up in modes F and D; R-Drop's
-readme: the mean of both CE, and KL summed over the batch, so that α is comparable under one form only; and
-the released ood_contrastive_loss. Departures from both: processes share their draws (F) and Fisher
-information (D), where each had its own; a step whose gradient is not finite is skipped; Zeng et al. had a GRU
-on frozen embeddings.
+1 tensor by tensor, with dropout, for the weights named "layer" alone; no warm-up in modes F and D. Departures
+from both: processes share their draws (F) and Fisher information (D), where each had its own; a step whose
+gradient is not finite is skipped.
+
+Flags from other papers, whose losses are in kernels/training/extras/classifier_losses.py:
+--rdrop α     R-Drop (Liang, Wu et al., NeurIPS 2021, arXiv 2106.14448): two passes with different dropout,
+              CE1 + CE2 + α (KL(P1‖P2) + KL(P2‖P1)) / 2. --form code: its readme's, where KL is a sum over the
+              batch, so that α is comparable under one form only
+--supcon λ    (1 − λ) CE + λ SCL (Gunel et al., ICLR 2021, arXiv 2011.01403)
+--ood FILE    texts of no class of the data, told from --dev's by three detectors (Zeng et al., ACL 2021,
+              arXiv 2105.14289); --ood-epochs of their contrastive loss come first
 """
 from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, ratio, say
 
@@ -95,37 +94,25 @@ def make_parser():
 if __name__ == "__main__":
     answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
 
-import argparse
-import itertools
+import functools
 import math
-import re
-from collections import Counter
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
-from kernels import check_rows, checks, gather_rows, own_rows, sup_con_loss
-from kernels.training.extras.adversarial import adversarial_views
-from kernels.training.loop import batches, epoch_steps, set_lr, sum_gradients, warmup_linear
+from kernels import own_rows
+from kernels.training.extras import classifier_losses, held_out
+from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa: F401
+from kernels.training.extras.masked_adamw import MaskedAdamW, draw_masks, multiply, with_gradient
+from kernels.training.extras.trials import run_trials
+from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
-from kernels.training.tables import empty_cell, texts_of
+from kernels.training.tables import texts_of
 from kernels.training.text import classifier
-from kernels.training.text.classifier import (
-    classify,
-    classify_vectors,
-    evaluate,
-    make_batch,
-    mask_of,
-    tokenise_texts,
-)
-from kernels.training.text.classifier import (
-    confusion_scores as confusion_scores,  # for those who want it from here
-)
-from kernels.training.text.labelled import find_columns
+from kernels.training.text.classifier import classify, evaluate, make_batch, task_loss
 from kernels.training.text.models import load_text_model, longest_input
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -136,46 +123,23 @@ def load_data(path, args):
 
     The first file, the training data, decides the task, the labels and the flags that were not given.
     """
-    table, texts, label = find_columns(path, args)
-    rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
-    for place, sentences, answer in rows:
-        if fault := empty_cell((*sentences, answer)):
-            fail(f"{path} {place}: {fault}")
-    counts = Counter(answer for *_, answer in rows)
+    rows = classifier.read_labelled(path, args)
     if args.labels is None:
-        decide_flags(counts, args)
-        if len(counts) == 1:
-            fail(f"{path}: every label is {rows[0][2]!r}; wanted at least two")
+        labels = {label for *_, label in rows}
+        decide_flags(labels, args)
+        if len(labels) == 1:
+            fail(f"{path}: every label is {min(labels)!r}; wanted at least two")
         if args.batch_size > len(rows):
             fail(f"{path}: {len(rows)} rows, wanted at least --batch-size, which is {args.batch_size}")
-    values = {answer: i for i, answer in enumerate(args.labels)}
-    wanted = f"one of {args.data or args.model}, which are {', '.join(args.labels)}"[:300]
-    if args.task == "regression":
-        values = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}
-        values, wanted = {text: x for text, x in values.items() if abs(x) < 1e18}, "a number below 1e18"
-    for place, _, answer in rows:
-        if answer not in values:
-            fail(f"{path} {place}: label {answer[:40]!r}, wanted {wanted}")
-    usual, kind = max(counts, key=counts.get), "pairs" if len(texts) == 2 else "texts"
-    say("data", f"{args.task}: {len(rows):,} {kind} from {path}, {len(counts)} labels, "
-                f"{100 * counts[usual] / len(rows):.1f} % {usual}")
-    return [(sentences, values[answer]) for _, sentences, answer in rows]
-
-
-NUMBER, WHOLE = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d\d?)?", r"-?\d{1,18}"
+    return classifier.number_labels(rows, path, args)
 
 
 def decide_flags(labels, args):
-    """Fills the flags that were not given, by the labels of the training data, --form and --model."""
-    numbers = all(re.fullmatch(NUMBER, label) for label in labels) and any("." in label for label in labels)
+    """Fill the flags that were not given, by the labels of the training data, --form and --model."""
+    classifier.decide_task(labels, args)
     code, scratch = args.form == "code", args.model == "scratch"
-    fill(args, dict(task="regression" if numbers else "classification", epochs=12 if scratch else 3,
-                    lr=2e-3 if scratch else 4e-5, fisher_batch_size=16 if code else 1,
-                    fisher_clip=1.0 if code else 0.0))
-    fill(args, dict(metric=METRICS[args.task][0]))
-    by_value = all(re.fullmatch(WHOLE, label) for label in labels)
-    order = (lambda label: (int(label), label)) if by_value else None
-    args.labels = sorted(labels, key=order) if args.task == "classification" else []
+    fill(args, dict(metric=METRICS[args.task][0], epochs=12 if scratch else 3, lr=2e-3 if scratch else 4e-5,
+                    fisher_batch_size=16 if code else 1, fisher_clip=1.0 if code else 0.0))
     if args.metric not in METRICS[args.task]:
         fail(f"--metric {args.metric}: this is {args.task}, wanted {', '.join(METRICS[args.task])}")
     if args.task == "regression" and (args.supcon or args.ood_epochs):
@@ -184,8 +148,9 @@ def decide_flags(labels, args):
         fail(f"--reserve-p {args.reserve_p}: wanted a share above 0, up to 1")
 
 
-def build_model(args, run):
-    """The classifier with its tokenizer; --seed draws its head."""
+def build_model(args, run, modes):
+    """The classifier with its tokenizer; --seed draws its head. modes: of all trials, so that what D lacks is
+    told before the first one."""
     torch.manual_seed(args.seed)
     head = dict(problem_type="regression", num_labels=1)
     if args.labels:
@@ -199,7 +164,7 @@ def build_model(args, run):
         fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")
     names = [name for name, _ in model.named_parameters()]
     model.child = args.child or ("layer" if args.form == "code" else f"{model.base_model_prefix}.")
-    if "D" in args.mode and not any(model.child in name for name in names):
+    if "D" in modes and not any(model.child in name for name in names):
         fail(f"--child {model.child}: in no name of the weights of {args.model}, which are like "
              f"{names[len(names) // 2]}")
     model.tokenizer, model.bf16 = tokenizer, run.bf16
@@ -209,124 +174,25 @@ def build_model(args, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def compute_loss(model, batch, rows, args):
-    """This rank's part of the task's loss of a batch of `rows` rows, with --rdrop of two passes."""
-    inputs, labels = batch
-    share = len(labels) / rows
-    read = classify_vectors if args.supcon else lambda *x: (classify(*x), None)
-    logits, vectors = zip(*(read(model, inputs) for _ in range(1 if args.rdrop is None else 2)))
-    if args.rdrop is None:
-        loss = task_loss(*logits, labels)
-    else:
-        alpha = args.rdrop / (share if args.form == "code" else 1)  # a sum over rows is whole as it is
-        loss = rdrop_loss(*logits, labels, alpha, args.form)
-    if args.supcon:
-        z = gather_rows(torch.stack(vectors, 1), rows)         # two passes are two views
-        contrast = supcon_loss(z, gather_rows(labels, rows), args.temperature or 0.3)
-        loss = (1 - args.supcon) * loss + args.supcon * contrast
-    loss = loss * share
-    return loss, {"loss": loss.detach()}
+def child_gradients(gradients, masks, mode, p):
+    """The child's gradients, for lists of tensors: g ⊙ M / p in mode F, g ⊙ M in mode D."""
+    child = multiply(gradients, masks)                         # g ⊙ M
+    if mode == "F":
+        torch._foreach_mul_(child, 1 / p)                      # g ⊙ M / p
+    return child
 
 
-def compute_ood_loss(model, batch, rows, args):
-    """The same of --ood-epochs; the adversarial view's word embeddings go up the cross entropy's gradient."""
-    inputs, labels = batch
-    (logits, z), (_, z_adv) = adversarial_views(
-        model, lambda: classify_vectors(model, inputs), mask_of(inputs), args.adversarial,
-        lambda found: F.cross_entropy(found[0], labels, reduction="sum"))
-    gathered = [gather_rows(x, rows) for x in (z, z_adv, labels)]
-    loss = ood_contrastive_loss(*gathered, args.temperature or 0.1, args.form) * (len(labels) / rows)
-    loss = loss + 0 * logits.sum()  # the classifier's gradient is zeros, as sum_gradients makes it of None
-    return loss, {"loss": loss.detach()}
+class ChildTuningAdamW(MaskedAdamW):
+    """AdamW whose gradient reaches only the child, see child_gradients. Every weight decays, masked or not.
 
-
-def task_loss(logits, labels):
-    """Mean cross entropy of logits (N, C), int64 labels (N,), or squared error of (N, 1) and float (N,)."""
-    checks.check_dense("labels", labels)
-    one = {"C": 1} if torch.is_tensor(labels) and labels.dtype in checks.FLOATS else {}       # in regression
-    check_rows(logits=(logits, "N C"), labels=(labels, "N", float if one else int), **one)
-    checks.check_index("labels", labels, logits.shape[1], -100)
-    return F.mse_loss(logits[:, 0], labels) if one else F.cross_entropy(logits, labels.long())
-
-
-def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
-    """R-Drop: the task's losses of two passes of the same rows, and how far their predictions are apart.
-
-    logits1, logits2   (N, C), or (N, 1) in regression; every term gives both of them gradient
-    labels             (N,) int64, or float in regression, which has (logits − label)² for CE and
-                       (logits1 − logits2)² for KL
-    form               "paper": CE1 + CE2 + α · mean over rows of (KL(P1‖P2) + KL(P2‖P1)) / 2
-                       "code": (CE1 + CE2) / 2 + α · their sum over rows, as the readme of the released code
-    raises             ValueError naming the argument, what it was and what is wanted
-    source             Liang, Wu et al. 2021
-    """
-    check_rows(logits1=(logits1, "N C"), logits2=(logits2, "N C"))
-    checks.check_number("alpha", alpha, device=logits1.device)
-    checks.check_choice("form", form, "paper", "code")
-    tasks = task_loss(logits1, labels) + task_loss(logits2, labels)
-    if labels.is_floating_point():
-        apart = (logits1 - logits2)[:, 0].square()
-    else:
-        log1, log2 = logits1.log_softmax(1), logits2.log_softmax(1)
-        apart = ((log1.exp() - log2.exp()) * (log1 - log2)).sum(1) / 2         # both KL in one sum
-    return tasks + alpha * apart.mean() if form == "paper" else tasks / 2 + alpha * apart.sum()
-
-
-def supcon_loss(z, labels, temperature=0.3):
-    """SCL: mean of SupCon over those of raw vectors z (N, V, D), V views of N texts with integer labels (N,),
-    that have another of their label; 0 if none has.
-
-    source    Gunel et al. 2021, eq. 3, where it is a sum over views: their λ depends on the batch size
-    """
-    check_rows(z=(z, "N V D"), labels=(labels, "N", int))
-    _, group, sizes = labels.unique(return_inverse=True, return_counts=True)
-    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # the others add 0 to the mean
-    return sup_con_loss(F.normalize(z, dim=2), labels, temperature, temperature) / share.clamp(min=1 / len(z))
-
-
-def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper"):
-    """SupCon of N texts and their adversarial views.
-
-    z, z_adv     (N, D) raw vectors, float32 or float64; normalised here
-    labels       (N,) integers
-    form         "paper": the mean over all 2N views; "code": the mean over i of −1/|its class| Σ_{j of it}
-                 log( (e^{z_i·z_j/τ} [j ≠ i] + e^{z_i·z'_j/τ}) / Z_i ), Z_i the sum over all j, plus the same
-                 with z and z' swapped
-    raises       ValueError naming the argument, what it was and what is wanted
-    source       Zeng et al. 2021
-    """
-    check_rows(z=(z, "N D"), z_adv=(z_adv, "N D"), labels=(labels, "N", int))
-    checks.check_alike(z=z, z_adv=z_adv)
-    checks.check_temperature(temperature, z.device)
-    checks.check_choice("form", form, "paper", "code")
-    z, z_adv = F.normalize(z, dim=1), F.normalize(z_adv, dim=1)
-    if form == "paper":
-        return sup_con_loss(torch.stack([z, z_adv], 1), labels, temperature, temperature)
-    own, same, loss = torch.eye(len(z), device=z.device) > 0, labels[:, None] == labels, 0
-    for one, other in ((z, z_adv), (z_adv, z)):
-        across = one @ other.T / temperature
-        both = torch.where(own, across, torch.logaddexp(one @ one.T / temperature, across))
-        log = both - both.logsumexp(1, keepdim=True)
-        loss = loss - ((log * same).sum(1) / same.sum(1)).mean()
-    return loss
-
-
-class ChildTuningAdamW(torch.optim.Optimizer):
-    """AdamW whose gradient reaches the child alone: g ← g ⊙ M / p in mode F, g ⊙ M in mode D; then
-
-        m ← β1 m + (1 − β1) g            v ← β2 v + (1 − β2) g²
-        w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t), t from 1; without correct_bias, lr
-        w ← w − lr · weight_decay · w    every weight decays, masked or not
-
-    mode        "none"; "F": M ~ Bernoulli(p) anew at every step; "D": the given masks, without 1 / p
-    reserve_p   p of mode F, in (0, 1]; 1 draws nothing. A group may have its own of this and of all above
-    masks       {parameter: bool tensor}, or a function from a parameter to one that is asked at every step;
+    mode        "none"; "F": M ~ Bernoulli(p) anew at every step; "D": the given masks
+    reserve_p   p of mode F, in (0, 1]; 1 draws nothing. A group may have its own mode, reserve_p, lr, ...
+    masks       {parameter: bool tensor}, or a function from a parameter to one that is called at every step;
                 in mode F instead of the draws; a parameter without a mask (None) gets its whole gradient
     generator   of the draws; None: one with seed 0, so ranks draw alike. state_dict() has it, and the masks
-    raises      ValueError naming the argument; RuntimeError for sparse gradients, or masks that mode D lacks
-    source      Xu et al. 2021, with the released optimizer's rule
+    source      Xu et al. 2021; the rule of MaskedAdamW is the released optimizer's
 
-    .grad is left as it is. torch.compile takes step(), with lr as a tensor; mode F breaks the graph to draw.
+    .grad is left as it is. torch.compile takes step(); mode F breaks the graph to draw.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, correct_bias=True,
@@ -348,6 +214,28 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.generator = generator or torch.Generator(self.weights()[0].device).manual_seed(0)
 
+    def mask_gradients(self, gradients, masks, group):
+        return child_gradients(gradients, masks, group["mode"], group["reserve_p"])
+
+    def before_step(self):
+        drawing = [group for group in self.param_groups if group["mode"] == "F" and group["reserve_p"] < 1]
+        if drawing and self.mask_function is self.masks is None:
+            self.draw(drawing)
+
+    @torch.compiler.disable
+    def draw(self, groups):
+        for group in groups:                                   # M ~ Bernoulli(p)
+            draw_masks(with_gradient(group), self.drawn, group["reserve_p"], self.generator)
+
+    def masks_of(self, weights, group):
+        """The child M: a bool tensor for each weight, or None for all of it."""
+        if group["mode"] == "D" and group["reserve_p"] < 1 and self.mask_function is self.masks is None:
+            raise RuntimeError("mode D has no masks: give them, or load a state_dict that has them")
+        if group["mode"] == "none":
+            return [None] * len(weights)
+        find = self.mask_function or (self.drawn if self.masks is None else self.masks).get
+        return [find(w) for w in weights]
+
     def weights(self):
         return [w for group in self.param_groups for w in group["params"]]
 
@@ -358,104 +246,9 @@ class ChildTuningAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
         self.generator.set_state(state_dict["generator"].cpu())
-        for state in self.state.values():
-            state["step"] = state["step"].cpu()                # torch.load may have moved it
         if state_dict["masks"] is not None:
             pairs = zip(self.weights(), state_dict["masks"])
             self.masks = {w: m.to(w.device, torch.bool).view(w.shape) for w, m in pairs if m is not None}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if any(group["mode"] == "F" and group["reserve_p"] < 1 for group in self.param_groups):
-            self.draw()
-        for group in self.param_groups:
-            self.step_group(group)
-        return loss
-
-    def step_group(self, group):
-        weights = [w for w in group["params"] if w.grad is not None and w.numel()]
-        states, compiled = [self.state[w] for w in weights], torch.compiler.is_compiling()
-        for w, state in zip(weights, states):
-            if not state:
-                state |= dict(step=torch.zeros((), dtype=torch.float64), exp_avg=torch.zeros_like(w),
-                              exp_avg_sq=torch.zeros_like(w))
-            state["step"] += 1
-        (beta1, beta2), lr = group["betas"], group["lr"] if compiled else float(group["lr"])
-        times = [state["step"] if compiled else state["step"].item() for state in states]
-        rates = [lr] * len(times)
-        if group["correct_bias"]:
-            rates = [lr * (1 - beta2 ** t) ** 0.5 / (1 - beta1 ** t) for t in times]
-        rows = [(w, w.grad, state["exp_avg"], state["exp_avg_sq"], mask, rate)
-                for w, state, mask, rate in zip(weights, states, self.masks_of(weights, group), rates)]
-        if compiled or any(w.is_cuda for w in weights):        # in one go, with masks and without
-            for masked in (False, True):
-                if part := [row for row in rows if (row[4] is not None) == masked]:
-                    self.update(*map(list, zip(*part)), lr, group)
-        else:  # in blocks, whose temporaries stay in a CPU's cache: half the time
-            for row in rows:
-                for block in blocks(row):
-                    self.update(*([x] for x in block), lr, group)
-
-    def masks_of(self, weights, group):
-        """A bool tensor for each weight, or None for all of it."""
-        if any(w.grad.is_sparse for w in weights):
-            raise RuntimeError("sparse gradients are not supported")
-        if group["mode"] == "D" and group["reserve_p"] < 1 and self.mask_function is self.masks is None:
-            raise RuntimeError("mode D has no masks: give them, or load a state_dict that has them")
-        find = self.mask_function or (self.drawn if self.masks is None else self.masks).get
-        return [None if group["mode"] == "none" else find(w) for w in weights]
-
-    @torch.compiler.disable
-    def draw(self):
-        """Masks of mode F: integers under a bound, p to 2^-32; bernoulli_ takes a CPU five times as long."""
-        if self.mask_function is not None or self.masks is not None:
-            return
-        for group in self.param_groups:
-            bound = min(round(group["reserve_p"] * 2**32) - 2**31, 2**31 - 1)
-            draws = group["mode"] == "F" and group["reserve_p"] < 1
-            for w in (w for w in group["params"] if draws and w.grad is not None and w.numel()):
-                if w not in self.drawn:
-                    self.drawn[w] = torch.empty(w.shape, dtype=torch.bool, device=w.device)
-                for part in self.drawn[w].view(-1).split(w.numel() if w.is_cuda else BLOCK):
-                    pairs = torch.empty((len(part) + 1) // 2, dtype=torch.int64, device=self.generator.device)
-                    pairs.random_(-2**63, None, generator=self.generator)
-                    part.copy_(pairs.view(torch.int32)[: len(part)] < bound)
-
-    def update(self, weights, gradients, m, v, masks, rates, lr, group):
-        """The rule above for lists of tensors; all have a mask, or none has."""
-        beta1, beta2 = group["betas"]
-        if masks[0] is not None:  # bits times 0 or 1: NaN is 0, and where() takes a CPU longer
-            bits = [gradient.view(INTEGER[gradient.element_size()]) for gradient in gradients]
-            bits = torch._foreach_mul(bits, masks)
-            gradients = [child.view(gradient.dtype) for child, gradient in zip(bits, gradients)]
-            if group["mode"] == "F":
-                torch._foreach_mul_(gradients, 1 / group["reserve_p"])
-        torch._foreach_lerp_(m, gradients, 1 - beta1)
-        torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, gradients, gradients, 1 - beta2)
-        roots = torch._foreach_rsqrt(v)  # a CPU's sqrt takes ten times as long for 0, most of v in mode D
-        torch._foreach_reciprocal_(roots)
-        torch._foreach_add_(roots, group["eps"])
-        if torch.compiler.is_compiling():                      # lr and rates may be tensors
-            torch._foreach_sub_(weights, torch._foreach_mul(torch._foreach_div(m, roots), rates))
-            torch._foreach_sub_(weights, torch._foreach_mul(weights, lr * group["weight_decay"]))
-        else:
-            torch._foreach_addcdiv_(weights, m, roots, [-rate for rate in rates])
-            torch._foreach_add_(weights, weights, alpha=-lr * group["weight_decay"])
-
-
-BLOCK = 2**18                                                  # weights
-INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}     # of as many bytes
-
-
-def blocks(row):
-    """The same blocks, of some BLOCK weights, of all tensors in the row; what is no tensor is repeated."""
-    size = max(1, BLOCK * len(torch.atleast_1d(row[0])) // row[0].numel())
-    return zip(*(torch.atleast_1d(x).split(size) if torch.is_tensor(x) else itertools.repeat(x) for x in row))
 
 
 def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter=None):
@@ -465,8 +258,6 @@ def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter
     reserve_p    p in (0, 1]
     returns      ({name: bool tensor}, threshold): F ≥ threshold, numpy's percentile 100 (1 − p) of all F
                  together, linearly interpolated; ties stay, so a threshold of 0 keeps all (released code)
-    raises       ValueError for p, and as fisher_information
-    memory       F goes to the host, once
     """
     if not 0 < reserve_p <= 1:
         raise ValueError(f"reserve_p: {reserve_p}, wanted a share in (0, 1]")
@@ -486,9 +277,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     loss           loss(model, batch) → scalar
     max_grad_norm  clips each tensor's gradient, alone, before it is squared (released code: 1.0); None: not
     name_filter    a function of the name, or what it has in it (released code: "layer"); None: all weights
-    raises         ValueError where no trained weight has such a name, or no batch a finite gradient; one
-                   without is left out
-    source         Xu et al. 2021; weights without gradient, frozen or unused, have F = 0
+    source         Xu et al. 2021; weights without gradient have F = 0, batches without a finite one are left out
     """
     fits = name_filter if callable(name_filter) else lambda name: (name_filter or "") in name
     weights = {name: w for name, w in model.named_parameters() if fits(name)}
@@ -546,129 +335,94 @@ def find_child(model, rows, args):
     model.train()
     kept = sum(mask.sum().item() for mask in masks.values())
     total = sum(mask.numel() for mask in masks.values())
+    every = ", which all have" if threshold == 0 else ""
     say("child", f"{100 * kept / total:.2f} % of {total / 1e6:.1f} M weights, Fisher information from "
-                 f"{threshold:.1e}{', which all have' if threshold == 0 else ''}")
+                 f"{threshold:.1e}{every}")
     return {w: masks[name] for name, w in model.named_parameters() if name in masks}
 
 
-def make_optimizer(model, args, masks=None):
-    """Of a trial, in one mode; biases and norms do not decay."""
+def make_optimizer(model, args):
+    """For one mode; biases and norms do not decay. Mode D's child is not known yet."""
     weights = [w for w in model.parameters() if w.requires_grad]
     groups = [dict(params=[w for w in weights if w.dim() > 1], weight_decay=args.weight_decay),
               dict(params=[w for w in weights if w.dim() <= 1], weight_decay=0.0)]
     generator = torch.Generator(model.device).manual_seed(args.seed)
-    return ChildTuningAdamW(groups, args.lr, eps=1e-8, mode=args.mode, reserve_p=args.reserve_p, masks=masks,
-                            generator=generator)
+    return ChildTuningAdamW(groups, args.lr, eps=1e-8, mode=args.mode, reserve_p=args.reserve_p,
+                            masks={} if args.mode == "D" else None, generator=generator)
+
+
+def warmup_steps(args, total):
+    """How many of total steps have a rising rate. Released F and D have a scheduler of their own, without."""
+    share = args.warmup_share
+    if share is None:
+        share = 0.0 if args.form == "code" and args.mode != "none" else 0.1
+    return math.ceil(share * total)
+
+
+def compute_loss(model, batch, rows, args):
+    """This rank's part of the task's loss of a batch of `rows` rows."""
+    inputs, labels = batch
+    if args.rdrop is not None or args.supcon:
+        loss = classifier_losses.regularised_loss(model, inputs, labels, rows, args)
+    else:
+        loss = task_loss(classify(model, inputs), labels)
+    loss = loss * (len(labels) / rows)
+    return loss, {"loss": loss.detach()}
+
+
+def compute_ood_loss(model, batch, rows, args):
+    """The same in --ood-epochs."""
+    inputs, labels = batch
+    loss = classifier_losses.adversarial_contrast(model, inputs, labels, rows, args) * (len(labels) / rows)
+    return loss, {"loss": loss.detach()}
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def judge(model, dev, contrast, ood_rows, trial, run, total):
-    """Evaluates, and saves the model: in the first trial the newest, then the last one of the best trial."""
-    first, last = run.step <= total, run.step % total == 0
-    scores, best = evaluate(model, dev, trial) if dev else {}, run.progress["saved"]
-    better = not dev or best is None or scores[trial.metric] > best[trial.metric]
-    run.values["saved"] = first or last and better
-    run.values |= {f"dev_{name}": score for name, score in scores.items()}
-    if run.values["saved"]:
-        run.progress["saved"] = {"mode": trial.mode, "seed": trial.seed, **scores}
-        classifier.save(model, trial, run)
-    if last and contrast:
-        scores |= classifier.contrast_scores(model, *contrast)
-    if last:
-        run.progress["scores"].append(scores)
+def evaluate_and_save(model, data, args, run):
+    """Score and save the model; at the last step also score it on --contrast-set and --ood."""
+    scores = evaluate(model, data["dev"], args) if data["dev"] else {}
+    run.keeps(scores)                                          # always the newest: nothing is chosen
+    classifier.save(model, args, run)
     if scores:
-        found = classifier.mean_and_spread([scores], trial.labels)
-        say("dev", f"step {run.step:,}, mode {trial.mode}, seed {trial.seed}: {found}")
-    if last and ood_rows:
-        classifier.judge_unseen(model, ood_rows, trial, run)
+        found = classifier.describe_scores(scores, args.labels)
+        say("dev", f"step {run.step:,}, mode {args.mode}, seed {args.seed}: {found}")
+    if run.step == run.total and (args.contrast_set or args.ood):
+        found = held_out.more_scores(model, data)
+        run.values |= found
+        held_out.say_more(found, "test", args.contrast_set)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def order_of(trials, total, rows, least):
-    """A function of a step: the row numbers of each batch after it, trial after trial of `total` steps."""
-    def after(step):
-        for number in range(step // total, len(trials)):
-            done, trial = max(0, step - number * total), trials[number]
-            order = batches(rows, trial.batch_size, trial.seed, done, least)
-            yield from itertools.islice(order, total - done)
-    return after
-
-
-def warmup_steps(trial, total):
-    """Of total steps, with a rising rate. Released F and D have a scheduler of their own, which has none."""
-    default = 0.0 if trial.form == "code" and trial.mode != "none" else 0.1
-    return math.ceil((default if trial.warmup_share is None else trial.warmup_share) * total)
-
-
-def begin_trial(trials, number, rows, run):
-    """(a new model, its optimizer, which in mode D has the model's child) of trials[number]"""
-    trial, masks = trials[number], None
-    model = build_model(trial, run)
-    if trial.mode == "D" and trial.reserve_p < 1:
-        with run.clock.apart(again=sum(other.mode == "D" for other in trials[number + 1 :])):
-            masks = find_child(model, rows, trial)
-    torch.manual_seed(trial.seed + run.rank)  # ranks have equal weights and different dropout
-    return model, make_optimizer(model, trial, masks)
-
-
-def sum_up(trials, run):
-    """Says the scores of each mode, of the trial that is kept, and how to load it."""
-    args, best, chosen = run.args, run.progress["saved"], ""
-    if args.dev or args.contrast_set:
-        classifier.say_modes(trials, run)
-    if args.dev:
-        metric = classifier.metric_name(args.metric, args.labels)
-        chosen = f"{metric} {best[args.metric]:.2f} of mode {best['mode']}, seed {best['seed']}, "
-    if run.progress["skipped"]:
-        chosen += f"{run.progress['skipped']} steps skipped, "
-    run.done(chosen)
-    say("load", classifier.load_line(run))
-
-
-@command
-def main(argv=None):
-    args = make_parser().parse_args(argv)
-    if args.evaluate:
-        return classifier.score(args, __file__, load_data)
-    train = load_data(args.data, args)
-    dev = load_data(args.dev, args) if args.dev else []
-    contrast, unseen = classifier.load_contrast_set(args, load_data), classifier.load_unseen(args)
-    run = Run(args, __file__)
-    trials = [argparse.Namespace(**vars(args) | dict(mode=mode, seed=seed))
-              for mode in args.mode for seed in range(args.seed, args.seed + args.seeds)]
-    model = build_model(args, run)  # for what it refuses, and for --resume: a new trial builds its own
-    parts = (tokenise_texts(part, model, args.max_length) for part in (train, dev, unseen, *contrast))
-    (rows, cut), (dev, _), (unseen, _), *contrast = parts
-    contrast, ood_rows = [part for part, _ in contrast], unseen and [rows, dev, unseen]
+def train(args, run, data, modes):
+    """One trial: an ordinary run of one mode with one seed. modes: of all trials, see build_model."""
+    model = build_model(args, run, modes)
+    drawn = torch.get_rng_state()                              # dropout of the Fisher pass goes on from here
+    data = classifier.tokenise_data(data, model, args.max_length)
+    rows = data["train"]
     epoch = epoch_steps(len(rows), args.batch_size, run.world)
     contrastive = args.ood_epochs * epoch                      # steps that come first
-    total = contrastive + (args.steps or args.epochs * epoch)  # of each trial
+    total = contrastive + (args.steps or args.epochs * epoch)
     args.eval_every = args.eval_every or epoch
-    say("data", f"{cut:,} of {len(rows):,} training rows cut to {args.max_length} tokens")
     say("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
-    say("trials", f"{', '.join(args.mode)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
-                  f"{total:,} steps each" + f", the first {contrastive:,} contrastive" * (contrastive > 0))
     loss_of, first = compute_ood_loss if contrastive else compute_loss, rows[:1]
     classifier.try_out(args.model, lambda: loss_of(model, make_batch(first, model), run.world, args))
-    optimizer = make_optimizer(model, trials[0])
-    run.progress |= {"skipped": 0, "scores": []} | ({"ood": []} if args.ood else {})
-    run.begin(model, optimizer, total * len(trials))
-    for group in optimizer.param_groups:                       # of the trial that goes on
-        group["mode"] = trials[min(run.step // total, len(trials) - 1)].mode
+    optimizer = make_optimizer(model, args)
+    run.progress["skipped"] = 0
+    run.begin(model, optimizer, total)
+    if args.mode == "D" and args.reserve_p < 1 and not run.step:               # else state.pt has the child
+        torch.manual_seed(args.seed)
+        torch.set_rng_state(drawn)
+        optimizer.masks = find_child(model, rows, args)
+        torch.manual_seed(args.seed + run.rank)  # ranks have equal weights and different dropout
     values = {"loss": math.nan}                                # the last that were finite
-    for step, batch in run.steps(total * len(trials), order_of(trials, total, len(rows), run.world)):
-        trial, at = trials[(step - 1) // total], (step - 1) % total
-        if at == 0:
-            run.model, run.optimizer = model, optimizer = begin_trial(trials, (step - 1) // total, rows, run)
-            values = {"loss": math.nan}
-        run.due = (at + 1) % args.eval_every == 0 or at + 1 == total
-        set_lr(optimizer, warmup_linear(at, total, warmup_steps(trial, total), args.lr))
+    for step, batch in run.steps(total, len(rows)):
+        set_lr(optimizer, warmup_linear(step - 1, total, warmup_steps(args, total), args.lr))
         own = [rows[i] for i in batch[own_rows(len(batch))]]
-        loss_of = compute_ood_loss if at < contrastive else compute_loss
+        loss_of = compute_ood_loss if step <= contrastive else compute_loss
         loss, now = loss_of(model, make_batch(own, model), len(batch), args)
         optimizer.zero_grad()
         loss.backward()
@@ -678,15 +432,29 @@ def main(argv=None):
             optimizer.step()
         else:
             run.progress["skipped"] += 1
-            say("note", f"mode {trial.mode}, seed {trial.seed}, step {at + 1}: the gradient is not finite, "
-                        "the step is skipped")
+            say("note", f"step {step}: the gradient is not finite, the step is skipped")
         if finite or run.due:
-            run.note(now if finite else values, lr=optimizer.param_groups[0]["lr"], mode=trial.mode,
-                     seed=trial.seed, skipped=run.progress["skipped"])
+            run.note(now if finite else values, lr=optimizer.param_groups[0]["lr"], mode=args.mode,
+                     seed=args.seed, skipped=run.progress["skipped"])
             values = run.values
         if run.due:
-            judge(model, dev, contrast, ood_rows, trial, run, total)
-    sum_up(trials, run)
+            evaluate_and_save(model, data, args, run)
+    classifier.finish(run, args, run.progress["saved"], run.progress["skipped"])
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return classifier.score(args, __file__, load_data)
+    data = {"train": load_data(args.data, args), "dev": load_data(args.dev, args) if args.dev else []}
+    if args.contrast_set or args.ood:
+        data |= held_out.load_more(args, load_data)
+    modes = list(dict.fromkeys(args.mode))
+    if len(modes) > 1 or args.seeds > 1:
+        return run_trials(args, modes, __file__, functools.partial(train, data=data, modes=modes))
+    args.mode, = modes
+    train(args, Run(args, __file__), data, modes)
 
 
 if __name__ == "__main__":

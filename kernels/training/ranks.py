@@ -92,9 +92,14 @@ def join(device):
     What waits there is C++, in which Python hears no signal: so a thread waits, and this one looks after it.
     """
     global meeting
+    import torch.distributed as dist
+
     from .cli import fail, show  # which imports this module
 
     if world() == 1:
+        return
+    if dist.is_initialized():                                  # a second run of these processes
+        dist.barrier()
         return
     failed, began, told = [], time.monotonic(), False
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -87,12 +87,12 @@ def check_tensor(named, found, wanted):
 
 def check_optimizer(found, optimizer, untouched_ones, step):
     """Raises ValueError where the state_dict of an optimizer has other settings, or other states of weights,
-    than one that made so many steps of this run. Rates and what a group calls mode change in training."""
+    than one that made so many steps of this run. Rates change in training."""
     live = optimizer.state_dict()
     want(found.keys() == live.keys(), "other parts of the optimizer")
     want(len(found["param_groups"]) == len(live["param_groups"]), "other groups of weights")
     for group, wanted in zip(found["param_groups"], live["param_groups"]):
-        for name in (group.keys() & wanted.keys()) - {"lr", "mode"}:           # versions have more of them
+        for name in (group.keys() & wanted.keys()) - {"lr"}:                   # versions have more of them
             want(group[name] == wanted[name], f"{name} of a group of weights")
         want(type(group["lr"]) is float and 0 <= group["lr"] < math.inf, "lr of a group of weights")
     weights = dict(enumerate(w for group in optimizer.param_groups for w in group["params"]))
@@ -120,7 +120,7 @@ def state_of_one(optimizer):
     weight.grad = torch.zeros_like(weight)
     twin = object.__new__(type(optimizer))                     # other arguments than its own it may not take
     vars(twin).update(vars(optimizer), state=defaultdict(dict),
-                      param_groups=[optimizer.param_groups[0] | dict(params=[weight], mode="none")])
+                      param_groups=[optimizer.param_groups[0] | dict(params=[weight])])
     twin.step()
     return dict(twin.state[weight])
 
@@ -137,9 +137,8 @@ def check_progress(found, usual, total):
             want(type(x) is int and 0 <= x < 2**63, name)
         else:
             want(isinstance(x, list) and len(x) >= len(value), name)
-            for part in x:                                     # places, or, where there were none, scores
-                want(type(part) is int and 0 <= part < 2**63 if value else
-                     isinstance(part, dict) and is_plain(part), name)
+            for place in x:
+                want(type(place) is int and 0 <= place < 2**63, name)
     want(0 < found["step"] <= total, "step")
 
 

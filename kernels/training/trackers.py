@@ -30,6 +30,8 @@ class WandB:
         self.wandb = wandb
 
     def begin(self, out, flags, progress):
+        if earlier := getattr(self.wandb, "run", None):        # of another trial in this process
+            earlier.finish()
         run_id = progress.setdefault("wandb", uuid.uuid4().hex)    # --resume continues this run
         try:
             self.run = self.wandb.init(name=out.name, id=run_id, config=flags, resume="allow")

@@ -315,8 +315,8 @@ def of_forged():
     }.items():
         make = both(ran("childtuning"), optimizer(how, "run"))
         yield case(f"optimizer of childtuning: {what}", "childtuning", RUN, make)
-    for what, more in {"scores of text": ["x"], "scores of nothing": [{}]}.items():
-        make = both(ran("childtuning", "--dev", "topics.tsv"), progress("run", scores=more))
+    for what, more in {"a text": "x", "a list": [{}], "below 0": -1}.items():
+        make = both(ran("childtuning", "--dev", "topics.tsv"), progress("run", skipped=more))
         yield case(f"progress of childtuning: {what}", "childtuning", RUN, make)
 
 

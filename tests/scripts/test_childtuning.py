@@ -1,7 +1,15 @@
 """Child-Tuning: its optimizer, Fisher information and R-Drop against independent float64 code; small runs."""
+import contextlib
 import functools
+import io
+import json
 import math
+import os
+import shutil
 import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,7 +22,8 @@ from transformers import pipeline
 
 import childtuning
 from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, rdrop_loss, warmup_steps
-from running import DATA, equal, in_processes, metrics, refuse, run
+from kernels.training.extras import classifier_losses, masked_adamw
+from running import DATA, equal, forks, free_port, metrics, refuse, run, start
 
 tune = functools.partial(run, "childtuning")
 loss = lambda model, batch: sum((model[name] * x).sum() for name, x in batch.items())  # a batch is its slope
@@ -34,7 +43,7 @@ def random_masks(weights, seed):
 def test_thirty_steps_follow_the_released_rule(mode, p, correct_bias, as_on_a_gpu, monkeypatch):
     """In blocks and, as on a GPU, in one go. Two groups, a falling rate, a weight without gradient in every
     third step; in the last one some NaN, of which those under a mask count as 0. p 1 draws nothing."""
-    monkeypatch.setattr(childtuning, "BLOCK", 16)
+    monkeypatch.setattr(masked_adamw, "BLOCK", 16)
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", as_on_a_gpu, raising=False)
     weights = [torch.nn.Parameter(draw(*shape)) for shape in ((5, 7), (5,), (), (1, 3), (17, 11))]
     weights[0] = torch.nn.Parameter(weights[0].detach().T)     # columns are contiguous, rows are not
@@ -197,7 +206,7 @@ def test_rdrop(form, classes, monkeypatch):
         labels, apart = draw(6, seed=5), (a - b) ** 2
         task = ((a[:, 0] - labels) ** 2 + (b[:, 0] - labels) ** 2).mean()
     wanted = task + 0.7 * apart.sum() / 6 if form == "paper" else task / 2 + 0.7 * apart.sum()
-    monkeypatch.setattr(childtuning, "classify", Mock(side_effect=[a[:4], b[:4], a[4:], b[4:]]))
+    monkeypatch.setattr(classifier_losses, "classify", Mock(side_effect=[a[:4], b[:4], a[4:], b[4:]]))
     args = Mock(rdrop=0.7, supcon=0, form=form)
     parts = [childtuning.compute_loss(None, (None, labels[rows]), 6, args)[0]
              for rows in (slice(4), slice(4, 6))]
@@ -223,7 +232,7 @@ def test_supcon(views, labels, monkeypatch):
     wanted = sum(losses, 0 * z.sum()) / max(1, len(losses))
     logits = [draw(6, 8, seed=i).requires_grad_() for i in range(views)]
     passes = [(logits[i], z[:, i]) for i in range(views)]
-    monkeypatch.setattr(childtuning, "classify_vectors", Mock(side_effect=passes))
+    monkeypatch.setattr(classifier_losses, "classify_vectors", Mock(side_effect=passes))
     args = Mock(rdrop=None if views == 1 else 0.7, supcon=0.4, temperature=0.2, form="paper")
     mixed = childtuning.compute_loss(None, (None, labels), 6, args)[0]
     task = rdrop_loss(*logits, labels, 0.7) if views == 2 else childtuning.task_loss(*logits, labels)
@@ -249,50 +258,144 @@ def test_released_modes_have_no_warm_up(form, mode, given, wanted):
     assert warmup_steps(SimpleNamespace(form=form, mode=mode, warmup_share=given), 25) == wanted
 
 
-def test_trials(tmp_path, monkeypatch):
-    """The last of several is the run of its seed alone, to the bit, and without evaluation; a Fisher pass
-    with dropout changes no draw; the loss of a short batch is a mean; the table is mean, deviation and best;
-    the first of the best trials is kept. --resume is exact: masks and draws come from the state."""
-    flags = ["--form", "code", "--fisher-samples", 12, "--steps", 5, "--lr", 0.01, "--warmup-share", 0.1]
-    flags += topics(tmp_path)
-    alone = tune(tmp_path / "alone", *flags[:-2], "--mode", "F", "--seed", 43, "--eval-every", 9)
-    flags += ["--mode", "D", "F", "--seeds", 2, "--eval-every", 3]
-    whole = tune(tmp_path / "whole", *flags)
-    assert alone.losses == whole.losses[15:] and not any("dev_accuracy" in step for step in alone.steps)
-    assert all(equal(alone.state[part], whole.state[part]) for part in ("model", "optimizer", "random"))
+def sweep(out, *flags):
+    """Several trials: lines that are said, and of each folder steps, weights and state."""
+    with contextlib.redirect_stdout(io.StringIO()) as lines:
+        childtuning.main([*map(str, flags), "--out", str(out), "--keep-state", "always"])
+    found = SimpleNamespace(lines=lines.getvalue().splitlines(), trials={})
+    found.said = dict(line.split(None, 1) for line in found.lines)
+    for folder in (path.parent for path in sorted(out.glob("*/metrics.jsonl"))):
+        steps, weights = metrics(folder), load_file(folder / "model.safetensors")
+        state = torch.load(folder / "state.pt", weights_only=True)
+        found.trials[folder.name] = SimpleNamespace(steps=steps, weights=weights, state=state,
+                                                    losses=[step["loss"] for step in steps])
+    return found
+
+
+TRIALS = ["--form", "code", "--fisher-samples", 12, "--steps", 5, "--lr", 0.01, "--warmup-share", 0.1,
+          "--eval-every", 3, "--mode", "D", "F", "--seeds", 2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(flags, folder, what it did) of a sweep that was left alone."""
+    folder = tmp_path_factory.mktemp("sweep")
+    flags = [*TRIALS, *topics(folder)]
+    return flags, folder / "whole", sweep(folder / "whole", *flags)
+
+
+def check_equal(parts, out, whole):
+    """A sweep that was interrupted has the bits of the one that was left alone."""
+    _, folder, found = whole
+    assert parts.trials.keys() == found.trials.keys() and parts.said["D"] == found.said["D"]
+    for name, trial in found.trials.items():
+        steps = parts.trials[name].steps
+        assert [x | {"seconds": 0} for x in steps] == [x | {"seconds": 0} for x in trial.steps]
+        assert equal(parts.trials[name].state, trial.state), name
+    assert equal(*(load_file(path / "model.safetensors") for path in (out, folder)))
+
+
+def test_a_trial_is_an_ordinary_run(whole, tmp_path):
+    """A trial of several is the run of its mode and seed alone, to the bit, and without evaluation; a Fisher
+    pass with dropout changes no draw; the loss of a short batch is a mean."""
+    (*flags, _, _), trials = whole[0], whole[2].trials
+    more = ["--mode", "F", "--seeds", 1, "--seed", 43, "--eval-every", 9]
+    alone = tune(tmp_path / "alone", *flags, *more)
+    assert alone.losses == trials["F-43"].losses
+    assert not any("dev_accuracy" in step for step in alone.steps)
+    assert all(equal(alone.state[part], trials["F-43"].state[part])
+               for part in ("model", "optimizer", "random"))
     assert [step["lr"] for step in alone.steps] == pytest.approx([0, 0.01, 7.5e-3, 5e-3, 2.5e-3])
-    assert [group["mode"] for group in alone.state["optimizer"]["param_groups"]] == ["F", "F"]
-    first, trials = whole.losses[::5], [(step["mode"], step["seed"]) for step in whole.steps[::5]]
-    assert trials == [("D", 42), ("D", 43), ("F", 42), ("F", 43)]
-    assert first[:2] == first[2:] and first[0] != first[1] and min(whole.losses) > 1.5     # ln 8 is 2.1
-    assert ["dev_accuracy" in step for step in whole.steps] == [False, False, True, False, True] * 4
-    scores = [step["dev_accuracy"] for step in whole.steps[4::5]]              # 13.9, 11.1, 13.9, 11.1
-    for mode, mine in (("D", scores[:2]), ("F", scores[2:])):
+    first = [trials[name].losses[0] for name in ("D-42", "D-43", "F-42", "F-43")]
+    assert first[:2] == first[2:] and first[0] != first[1]
+    assert all(min(trial.losses) > 1.5 for trial in trials.values())           # ln 8 is 2.1
+    for trial in trials.values():
+        assert ["dev_accuracy" in step for step in trial.steps] == [False, False, True, False, True]
+
+
+def test_table_and_best_trial(whole):
+    """The table has means, deviations and best; OUT has the first of the best trials, and can be loaded."""
+    _, out, found = whole
+    scores = {name: trial.steps[-1]["dev_accuracy"] for name, trial in found.trials.items()}
+    for mode in "DF":
+        mine = [scores[f"{mode}-42"], scores[f"{mode}-43"]]
         table = f"accuracy {np.mean(mine):.2f} ± {statistics.stdev(mine):.2f}, best {max(mine):.2f};"
-        assert whole.said[mode].startswith(table)
-    best = whole.state["progress"]["saved"]
-    assert (best["mode"], best["seed"], best["accuracy"]) == (*trials[scores.index(max(scores))], max(scores))
-    for stop in (4, 10, 19):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-            patch.setattr(childtuning, "sum_gradients", Mock(side_effect=[None] * stop + [KeyboardInterrupt]))
-            tune(tmp_path / f"{stop}", *flags)
-        with monkeypatch.context() as patch:
-            patch.setattr(childtuning, "fisher_mask", fisher := Mock(wraps=fisher_mask))
-            parts = tune(tmp_path / f"{stop}", *flags, "--resume")
-        assert fisher.call_count == (stop < 5)                 # the second trial's; the first one's is kept
-        assert [x | {"seconds": 0} for x in parts.steps] == [x | {"seconds": 0} for x in whole.steps]
-        assert equal(parts.state, whole.state) and parts.said["D"] == whole.said["D"]
-        assert equal(*(load_file(x.run.out / "model.safetensors") for x in (parts, whole)))
+        assert found.said[mode].startswith(table)
+    best = max(scores, key=scores.get)
+    assert found.said["done"].startswith(f"accuracy {scores[best]:.2f} of mode {best[0]}, seed {best[2:]}, ")
+    assert equal(load_file(out / "model.safetensors"), found.trials[best].weights)
+    assert metrics(out) == found.trials[best].steps and not (out / "state.pt").exists()
+    assert json.loads((out / "args.json").read_text())["mode"] == ["D", "F"]
+    assert f"seed {best[2:]}, accuracy" in (out / "README.md").read_text()
+    assert pipeline("text-classification", str(out))("I ran.")[0]["score"] > 0
+
+
+@pytest.mark.parametrize("stop", [4, 10, 19])
+def test_resume_skips_finished_trials(stop, whole, tmp_path, monkeypatch):
+    """Others go on from their own state, which has the masks and draws, or begin."""
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        patch.setattr(childtuning, "sum_gradients", Mock(side_effect=[None] * stop + [KeyboardInterrupt]))
+        sweep(tmp_path / "out", *whole[0])
+    assert (tmp_path / "out" / ".running").exists()
+    monkeypatch.setattr(childtuning, "fisher_mask", fisher := Mock(wraps=fisher_mask))
+    parts = sweep(tmp_path / "out", *whole[0], "--resume")
+    assert fisher.call_count == (stop < 5)                     # the second trial's; the first one's is kept
+    assert sum(line.startswith("skipped") for line in parts.lines) == stop // 5
+    check_equal(parts, tmp_path / "out", whole)
+
+
+@pytest.mark.parametrize("trial", ["D-43", "F-42"])
+def test_a_killed_sweep_is_resumed(trial, whole, tmp_path):
+    """kill -9 in the second trial, or the third."""
+    process = start("childtuning", tmp_path / "out", *whole[0], "--keep-state", "always")
+    path = tmp_path / "out" / trial / "metrics.jsonl"
+    while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    check_equal(sweep(tmp_path / "out", "--resume"), tmp_path / "out", whole)
+
+
+def test_what_a_sweep_refuses(whole, tmp_path, monkeypatch, capfd):
+    """A finished one, other flags, another process at work, foreign files, a damaged trial."""
+    flags, out, _ = whole
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(out, "out")
+    again = [*flags, "--out", "out"]
+    refuse("childtuning", capfd, "--out out holds a finished run: name another folder, .*", *again)
+    refuse("childtuning", capfd, "--out out holds a finished run: to train .*", *again, "--resume")
+    Path("out", ".running").touch()
+    refuse("childtuning", capfd, "--out out holds a run that has no checkpoint yet: .*", *again)
+    capfd.readouterr()
+    for more, wanted in ((["--seeds", 3], "seeds was 2 in out, now it is 3"),
+                         (["--mode", "D"], r"mode was \['D', 'F'\] in out, now it is .*")):
+        refuse("childtuning", capfd, f"--resume: {wanted}", *again, *more, "--resume")
+    lock = "import fcntl, sys, time; f = open('out/.running', 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); "
+    with subprocess.Popen([sys.executable, "-c", lock + "print(1, flush=True); time.sleep(99)"],
+                          stdout=subprocess.PIPE) as other:
+        other.stdout.read(1)
+        refuse("childtuning", capfd, "--out out: another process is at work in it; .*", *again, "--resume")
+        other.kill()
+    shutil.rmtree("out/F-43")
+    Path("out/F-43").mkdir()
+    Path("out/F-43/mine.txt").touch()
+    refuse("childtuning", capfd, "--out out/F-43 holds files but no checkpoint: .*", *again, "--resume")
+    shutil.rmtree("out/F-43")
+    Path("out/D-42/metrics.jsonl").write_text('{"st')
+    with pytest.raises(SystemExit):
+        childtuning.main([*map(str, again), "--resume"])
+    assert "out/D-42/metrics.jsonl: damaged" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("form, flags, masked, seen", [
     ("paper", [], "bert.", ([1] * 20, False, None)), ("code", [], "layer", ([16, 4], True, 1.0)),
-    ("paper", ["--mode", "none", "F", "D", "--fisher-batch-size", 3, "--fisher-samples", 7, "--fisher-clip",
-               0.5, "--child", "pooler"], "pooler", ([3, 3, 1], False, 0.5))])
+    ("paper", ["--mode", "D", "--fisher-batch-size", 3, "--fisher-samples", 7, "--fisher-clip", 0.5,
+               "--child", "pooler"], "pooler", ([3, 3, 1], False, 0.5))])
 def test_the_child(form, flags, masked, seen, tmp_path, monkeypatch):
     """Paper: from single rows, no dropout, no clipping, the encoder. Code: batches, dropout, clipping to 1,
-    layers. Without decay, what lies outside the child keeps its bits; other weights are free. Every mode
-    learns a batch that repeats."""
+    layers. Without decay, what lies outside the child keeps its bits; other weights are free. Mode D learns a
+    batch that repeats."""
     before = {}
 
     def find(model, batches, loss, p, clip, name_filter):
@@ -308,14 +411,19 @@ def test_the_child(form, flags, masked, seen, tmp_path, monkeypatch):
     outside = [name for name in moved if masked not in name and "position" not in name]
     assert 0.15 < inside.mean() <= 0.301                       # dead words stay
     assert outside and all(moved[name].any() for name in outside)
-    for mode in result.args.mode:
-        losses = [step["loss"] for step in result.steps if step["mode"] == mode]
-        assert losses[-1] < 0.8 * losses[0], mode
+    assert result.losses[-1] < 0.8 * result.losses[0]
+
+
+@pytest.mark.parametrize("mode", ["none", "F"])
+def test_other_modes_learn_a_batch_that_repeats(mode, tmp_path):
+    flags = ["--batch-size", 20, "--steps", 20, "--lr", 1e-2, "--mode", mode]
+    result = tune(tmp_path / "out", *topics(tmp_path, 20), *flags)
+    assert result.losses[-1] < 0.8 * result.losses[0]
 
 
 def test_nan_gradients_are_skipped_counted_and_said(tmp_path, monkeypatch):
-    """A row of metrics repeats the last finite loss; where a trial has none yet, it is NaN. Beside the first
-    trial's, only the last state of a trial is kept, here the second trial's. Each seed has its order."""
+    """A row of metrics repeats the last finite loss; where a trial has none yet, it is NaN. OUT has the best
+    trial, here the second one. Each seed has its order."""
     factors, scores = iter([1, 1, math.nan, math.nan, 1, 1]), iter([1.0, 2, 3, 9, 4, 5])
     compute_loss = Mock(wraps=childtuning.compute_loss)
     spoil = lambda model: model.classifier.bias.grad.mul_(next(factors))
@@ -323,29 +431,41 @@ def test_nan_gradients_are_skipped_counted_and_said(tmp_path, monkeypatch):
     monkeypatch.setattr(childtuning, "compute_loss", compute_loss)
     monkeypatch.setattr(childtuning, "evaluate", lambda *_: {"accuracy": next(scores)})
     flags = ["--steps", 3, "--eval-every", 1, "--mode", "none", "--seeds", 2, "--warmup-share", 0]
-    result = tune(tmp_path / "out", *topics(tmp_path), *flags)
-    orders = [call.args[1][1].tolist() for call in compute_loss.call_args_list]            # their labels
-    assert result.said["note"].startswith("mode none, seed 43, step 1:") and orders[0] != orders[3]
-    assert result.losses[2] == result.losses[1] and "2 steps skipped" in result.said["done"]
-    assert [i for i, loss in enumerate(result.losses) if math.isnan(loss)] == [3]
-    assert [step["skipped"] for step in result.steps] == [0, 0, 1, 2, 2, 2]
-    assert [step["saved"] for step in result.steps] == [True, True, True, False, False, True]
-    assert {state["step"].item() for state in result.state["optimizer"]["state"].values()} == {2.0}
+    result = sweep(tmp_path / "out", *topics(tmp_path), *flags)
+    first, second = result.trials["none-42"], result.trials["none-43"]
+    calls = [call.args[1][1].tolist() for call in compute_loss.call_args_list]             # their labels
+    assert result.said["note"].startswith("step 1:") and calls[1] != calls[5]  # each is tried out first
+    assert first.losses[2] == first.losses[1] and "2 steps skipped" in result.said["done"]
+    assert [math.isnan(loss) for loss in first.losses + second.losses] == [False] * 3 + [True] + [False] * 2
+    assert [step["skipped"] for step in first.steps + second.steps] == [0, 0, 1, 1, 1, 1]
+    assert equal(load_file(tmp_path / "out" / "model.safetensors"), second.weights)
+    assert {state["step"].item() for state in second.state["optimizer"]["state"].values()} == {2.0}
+
+
+def one_of_several(rank, world, port, out, flags):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    torch.cuda.is_available = lambda: False
+    torch.set_num_threads(1)
+    childtuning.main([*map(str, flags), "--out", str(out), "--keep-state", "always"])
 
 
 def test_several_processes_equal_one(tmp_path, bert):
-    """D's sums over ranks and F's equal draws, of three that have unequal shares."""
+    """D's sums over ranks and F's equal draws, of three that have unequal shares, in a sweep."""
     flags = [*topics(tmp_path), "--model", bert, "--mode", "D", "F", "--steps", 3, "--lr", 1e-3]
     flags += ["--rdrop", 0.5, "--form", "code", "--fisher-batch-size", 5, "--supcon", 0.3]
-    one = tune(tmp_path / "one", *flags)
-    norms = in_processes(3, "childtuning", tmp_path / "three", flags)
-    state = torch.load(tmp_path / "three" / "state.pt", weights_only=True)
-    assert [step["loss"] for step in metrics(tmp_path / "three")] == pytest.approx(one.losses, rel=1e-4)
-    assert norms == pytest.approx(one.norms, rel=1e-3)
-    assert torch.equal(one.state["optimizer"]["generator"], state["optimizer"]["generator"])
-    for key, weight in state["model"].items():
-        if not key.endswith("key.bias"):   # softmax ignores it: Adam makes the rounding of its gradient large
-            assert (weight - one.state["model"][key]).abs().gt(1e-4).float().mean() < 0.01, key
+    one, out = sweep(tmp_path / "one", *flags), tmp_path / "three"
+    forks()
+    torch.multiprocessing.start_processes(one_of_several, (3, free_port(), out, flags), 3,
+                                          start_method="forkserver")
+    assert (out / "model.safetensors").exists() and not (out / ".running").exists()
+    for name, trial in one.trials.items():
+        state = torch.load(out / name / "state.pt", weights_only=True)
+        assert [step["loss"] for step in metrics(out / name)] == pytest.approx(trial.losses, rel=1e-4)
+        assert torch.equal(trial.state["optimizer"]["generator"], state["optimizer"]["generator"])
+        for key, weight in state["model"].items():
+            if not key.endswith("key.bias"):  # softmax ignores it: Adam makes its gradient's rounding large
+                assert (weight - trial.state["model"][key]).abs().gt(1e-4).float().mean() < 0.01, key
 
 
 GOOD = "sentence\tlabel\nI ran.\tmotion\nI sat.\trest\nHe ran.\tmotion\nHe sat.\trest\n"
@@ -375,9 +495,11 @@ def test_contrast_set(tmp_path, capsys):
     both = [a and b for a, b in zip(*right)]
     original, edited, consistency = (100 * np.mean(part) for part in (*right, both))
     wanted = f"original {original:.2f}, edited {edited:.2f}, consistency {consistency:.2f}"
-    assert 0 < consistency < min(original, edited) and result.said["none"] == wanted
+    wanted = f"{wanted}  {' '.join(map(str, files))}"
+    assert 0 < consistency < min(original, edited) and result.said["test"] == wanted
+    assert [*result.steps[-1]["contrast"].values()] == [original, edited, consistency]
     childtuning.main(["--evaluate", "--model", str(tmp_path / "out"), "--contrast-set", *map(str, files)])
-    assert capsys.readouterr().out.splitlines()[-1] == f"test     {wanted}  {' '.join(map(str, files))}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"test     {wanted}"
 
 
 @pytest.mark.parametrize("name, flags", [("tacl", []), ("cline", ["--wordnet", DATA / "wordnet"])])

@@ -91,7 +91,7 @@ def test_childtuning(regression, here, capsys):
     flags = ["--data", "few.tsv", "--mode", "none", "--epochs", 2, "--dev", "few.tsv"]
     result = run("childtuning", Path("out"), *flags, "--model", "scratch")
     line = evaluate("childtuning", capsys, "--model", "out", "--dev", "few.tsv")
-    assert line == f"test     {result.said['none']}  few.tsv"
+    assert line == f"test     {result.said['dev'].split(': ')[1]}  few.tsv"
 
 
 def test_cline_without_a_replaced_word(here, capfd):

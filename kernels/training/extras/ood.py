@@ -1,10 +1,51 @@
-"""Texts of classes that the training data does not have (out of domain): three detectors, and how well each
-tells them from texts of known ones."""
+"""--ood: texts of classes that the training data does not have (out of domain), three detectors for them, and
+how well each tells them from texts of known classes."""
 import numpy as np
 import torch
 
+from ..cli import fail, say
+from ..tables import empty_cell, listed, plain
+from ..text.classifier import forward_rows
+from ..text.labelled import read_named
+from .classifier_losses import classify_vectors
+
 NEIGHBOURS = 20                                                # of LOF, as in the released code
 BLOCK = 2**24                                                  # distances at a time
+
+def load_unseen(args):
+    """[(texts, 0)] of --ood: the columns of text that --data has; [] without it."""
+    if args.ood is None:
+        return []
+    if not args.dev or args.task == "regression":
+        fail(f"--ood {args.ood}: {args.task} with{'' if args.dev else 'out'} --dev; wanted classification, "
+             "and texts of known classes by --dev")
+    header, table, named = read_named(args.ood, args.text)
+    names, wanted = [plain(name) for name in header], [plain(name) for name in args.text]
+    if not named and len(names) == len(wanted):                # texts alone
+        names = wanted
+    if not set(wanted) <= set(names):
+        fail(f"{args.ood}: columns {listed(header)}; wanted those of {args.data or args.dev}, "
+             f"{listed(args.text)}")
+    rows = [(place, tuple(cells[names.index(name)] for name in wanted)) for place, cells in table]
+    for place, texts in rows:
+        if fault := empty_cell(texts):
+            fail(f"{args.ood} {place}: {fault}")
+    say("data", f"{len(rows):,} texts of no known class from {args.ood}")
+    return [(texts, 0) for _, texts in rows]
+
+
+def unseen_scores(model, train, dev, unseen):
+    """{detector: {"AUROC", "FPR95", "F1"}} in percent, for rows as tokenise_texts gives them; without rows of
+    train of the maximum softmax alone."""
+    found = [[x.to(model.device) for x in forward_rows(model, rows, classify_vectors)]
+             for rows in (dev, unseen, train) if rows]
+    if not all(x.isfinite().all() for part in found for x in part):
+        say("note", "--ood: logits or vectors hold NaN or infinity, which count as 0")
+        found = [[x.nan_to_num(0, 0, 0) for x in part] for part in found]
+    if not train:
+        return detect(*found)
+    labels = torch.tensor([label for _, label in train], device=model.device)
+    return detect(*found[:2], found[2][1], labels)
 
 
 def detect(known, unseen, train=None, labels=None):

@@ -2,18 +2,17 @@
 
     python simcse.py --model scratch --data tests/data/nli.csv --dev tests/data/sts.tsv --out out/first
     python -m kernels.training.plot out/first --save first.png
-    python -m kernels.training.plot out/first out/vascl out/dclr --save three.png         a line for each folder
+    python -m kernels.training.plot out/first out/vascl out/dclr --save three.png       a line for each folder
 
 An OUT is the folder of a run, which may still be at work: metrics.jsonl and args.json are read. Runs with
 alignment and uniformity (simcse, selfguided, ease, vascl, dclr) get Wang and Isola's plane, tacl's get the
 similarity of a sentence's tokens in each layer, selfguided's with --study the score of each layer; a
-FILE.json of --study is an OUT too. childtuning.py writes several runs to one folder: each is a line, those of
-one mode have one colour. Wants matplotlib. The kernels' own time and memory is drawn by
+FILE.json of --study is an OUT too. Where childtuning.py has written several trials, each is a line, and those
+of one mode have one colour. Wants matplotlib. The kernels' own time and memory is drawn by
 python -m kernels.benchmark --plot.
 """
 import argparse
 import functools
-import itertools
 import json
 from pathlib import Path
 
@@ -28,14 +27,23 @@ SCORES = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev t
 
 
 def read_runs(folder, name):
-    """[(label, score, rows)] of a folder; a row of step 0 has no loss, it was measured before training. A
-    study is in the last row."""
+    """[(label, metric, rows)] of a folder, one for each trial where it has several. The metric is what
+    args.json names, or None. A row of step 0 has no loss, it was measured before training."""
     if folder.endswith(".json"):
         return [(name, None, [{"study": read_study(Path(folder))}])]
-    path = Path(folder) / "metrics.jsonl"
+    begun = (path for path in Path(folder).glob("*-*/metrics.jsonl") if path.stat().st_size)
+    trials = sorted(path.parent for path in begun)
+    if not trials:
+        return [(name, *read_run(Path(folder)))]
+    return [(f"{name} {trial.name.rpartition('-')[0]}", *read_run(trial)) for trial in trials]
+
+
+def read_run(folder):
+    """(metric, rows) of one run; a study is in the last row."""
+    path = folder / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        metric = json.loads((path.parent / "args.json").read_text(encoding="utf-8")).get("metric")
+        metric = json.loads((folder / "args.json").read_text(encoding="utf-8")).get("metric")
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}; wanted the --out folder of a run")
     except (ValueError, AttributeError):                       # also what is no UTF-8
@@ -50,15 +58,9 @@ def read_runs(folder, name):
             fail(f"{path} line {number}: damaged; {wanted}")
     if not rows:
         fail(f"{path}: empty; the run has reported no step yet")
-    runs, done = [], 0
-    for (mode, _), group in itertools.groupby(rows, lambda row: (row.get("mode"), row.get("seed"))):
-        group = list(group)  # childtuning's steps run on
-        moved = [row | {"step": row["step"] - done} for row in group]
-        runs.append((f"{name} {mode}" if mode else name, metric, moved))
-        done = group[-1]["step"]
-    if (study := path.parent / "study.json").is_file():
-        runs[-1][2][-1]["study"] = read_study(study)
-    return runs
+    if (study := folder / "study.json").is_file():
+        rows[-1]["study"] = read_study(study)
+    return metric, rows
 
 
 def read_study(path):

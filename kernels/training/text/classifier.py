@@ -1,22 +1,70 @@
-"""Labelled texts, one or two a row: their columns, tokens and batches; the scores of a classifier."""
+"""A text classifier: labelled rows of one or two texts, their tokens and batches, the task's loss, scores."""
 import math
+import re
+from collections import Counter
 from inspect import signature
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
+from kernels import check_rows, checks
+
 from ..cli import fail, say
-from ..extras import ood
 from ..output_dir import model_card, new_files, save_tokenizer
 from ..pretrained import blaming
 from ..progress import progress
 from ..run import Run
-from ..tables import empty_cell, listed, plain
-from .labelled import find_columns, read_named  # noqa: F401
+from ..tables import empty_cell
+from .labelled import find_columns
 from .models import load_text_model, longest_input
 from .sts import spearman
 from .tokens import letters_of, portions
+
+NUMBER, WHOLE = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d\d?)?", r"-?\d{1,18}"
+
+
+def read_labelled(path, args):
+    """[(place in the file, texts, label)], all texts; an empty cell is an error."""
+    table, texts, label = find_columns(path, args)
+    rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
+    for place, sentences, answer in rows:
+        if fault := empty_cell((*sentences, answer)):
+            fail(f"{path} {place}: {fault}")
+    return rows
+
+
+def decide_task(labels, args):
+    """Set args.task, unless given, and args.labels, the sorted classes ([] in regression), by the labels of
+    the training data: numbers with a point are regression."""
+    if args.task is None:
+        numbers = all(re.fullmatch(NUMBER, label) for label in labels)
+        has_point = any("." in label for label in labels)
+        args.task = "regression" if numbers and has_point else "classification"
+    args.labels = []
+    if args.task == "classification":
+        by_value = all(re.fullmatch(WHOLE, label) for label in labels)
+        args.labels = sorted(set(labels), key=(lambda label: (int(label), label)) if by_value else None)
+
+
+def number_labels(rows, path, args):
+    """[(texts, label)] of read_labelled's rows: the label's place in args.labels, or its number."""
+    counts = Counter(answer for *_, answer in rows)
+    if args.task == "regression":
+        values = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}
+        values = {text: x for text, x in values.items() if abs(x) < 1e18}
+        wanted = "a number below 1e18"
+    else:
+        values = {answer: i for i, answer in enumerate(args.labels)}
+        wanted = f"one of {args.data or args.model}, which are {', '.join(args.labels)}"[:300]
+    for place, _, answer in rows:
+        if answer not in values:
+            fail(f"{path} {place}: label {answer[:40]!r}, wanted {wanted}")
+    usual, kind = max(counts, key=counts.get), "pairs" if len(rows[0][1]) == 2 else "texts"
+    say("data", f"{args.task}: {len(rows):,} {kind} from {path}, {len(counts)} labels, "
+                f"{100 * counts[usual] / len(rows):.1f} % {usual}")
+    return [(sentences, values[answer]) for _, sentences, answer in rows]
 
 
 def tokenise_texts(rows, model, longest):
@@ -36,6 +84,14 @@ def tokenise_texts(rows, model, longest):
     return done, cut
 
 
+def tokenise_data(data, model, longest):
+    """{name: rows} of tokens from {name: [(texts, label)]}; "train" is among them."""
+    parts = {name: tokenise_texts(rows, model, longest) for name, rows in data.items()}
+    cut = parts["train"][1]
+    say("data", f"{cut:,} of {len(data['train']):,} training rows cut to {longest} tokens")
+    return {name: rows for name, (rows, _) in parts.items()}
+
+
 def make_batch(rows, model):
     """({name: (n, L)}, labels (n,)): the inputs of the rows, padded to the longest, on the device."""
     columns = {name: [row[name] for row, _ in rows] for name in rows[0][0]}
@@ -50,42 +106,24 @@ def classify(model, inputs):
         return model(**inputs).logits.float()
 
 
+def task_loss(logits, labels):
+    """Mean cross entropy of logits (N, C), int64 labels (N,), or squared error of (N, 1) and float (N,)."""
+    checks.check_dense("labels", labels)
+    regression = torch.is_tensor(labels) and labels.dtype in checks.FLOATS
+    sizes = {"C": 1} if regression else {}
+    check_rows(logits=(logits, "N C"), labels=(labels, "N", float if regression else int), **sizes)
+    checks.check_index("labels", labels, logits.shape[1], -100)
+    return F.mse_loss(logits[:, 0], labels) if regression else F.cross_entropy(logits, labels.long())
+
+
 def try_out(name, step):
-    """step() of a row, which gives a loss first: what a model makes of it is told in one line, before --out
-    is begun."""
+    """Call step(), which returns (loss of the first row, ...): a model that cannot read it ends the run in
+    one line, before --out is begun."""
     with blaming(f"--model {name}"):                           # X-MOD wants a language
         loss, _ = step()
     if not loss.isfinite():
         fail(f"--model {name}: the loss of the first row is {loss.item()}; wanted a checkpoint of a training "
              "that went well")
-
-
-def mask_of(inputs):
-    """(n, L), 0 for padding; FNet's tokenizer gives none."""
-    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-
-
-def classify_vectors(model, inputs):
-    """(n, labels) float32 logits, and (n, H) float32 vectors: what the last linear layer reads, in training
-    behind the model's own dropout."""
-    linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
-    linear, seen = [part for part in linear if part.out_features == model.config.num_labels], []
-    if not linear:
-        fail(f"{type(model).__name__} has no linear layer of {model.config.num_labels} labels, which reads a "
-             "text's vector; take another --model")
-    hook = linear[-1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    try:
-        logits = classify(model, inputs)
-    finally:
-        hook.remove()
-    if len(seen) != 1:
-        fail(f"{type(model).__name__} does not read a text's vector by its last linear layer of "
-             f"{model.config.num_labels} labels; take another --model", every_rank=True)
-    vectors, = seen
-    if vectors.dim() == 3:                                     # GPT-2's of all tokens: the last real one's
-        last = (torch.arange(1, vectors.shape[1] + 1, device=model.device) * mask_of(inputs)).argmax(1)
-        vectors = vectors[torch.arange(len(last), device=model.device), last]
-    return logits, vectors.float()
 
 
 def confusion_scores(truth, said, labels):
@@ -136,72 +174,9 @@ def evaluate(model, rows, args):
     return {metric: 100 * float(score) for metric, score in scores.items()}
 
 
-def load_contrast_set(args, load_data):
-    """[original rows, edited rows] of --contrast-set, row by row; without it []."""
-    parts = [load_data(path, args) for path in args.contrast_set or []]
-    if parts and (len(parts[0]) != len(parts[1]) or args.task == "regression"):
-        original, edited = map(len, parts)
-        fail(f"--contrast-set {' '.join(args.contrast_set)}: {args.task}, {original} and {edited} rows; "
-             "wanted classification, and an edited text for each original, in the same order")
-    return parts
-
-
-def contrast_scores(model, original, edited):
-    """{name: percent} of a contrast set (Gardner et al. 2020): the accuracy on original texts, that on edited
-    ones, and consistency, the share of pairs with both answers right."""
-    right = torch.stack([predict(model, rows).argmax(1) == torch.tensor([label for _, label in rows])
-                         for rows in (original, edited)])
-    parts = {"original": right[0], "edited": right[1], "consistency": right.all(0)}
-    return {name: 100 * part.double().mean().item() for name, part in parts.items()}
-
-
-def load_unseen(args):
-    """[(texts, 0)] of --ood: what stands in the columns of text that --data has; without it []."""
-    if args.ood is None:
-        return []
-    if not args.dev or args.task == "regression":
-        fail(f"--ood {args.ood}: {args.task} with{'' if args.dev else 'out'} --dev; wanted classification, "
-             "and texts of known classes by --dev")
-    header, table, named = read_named(args.ood, args.text)
-    names, wanted = [plain(name) for name in header], [plain(name) for name in args.text]
-    if not named and len(names) == len(wanted):                # texts alone
-        names = wanted
-    if not set(wanted) <= set(names):
-        fail(f"{args.ood}: columns {listed(header)}; wanted those of {args.data or args.dev}, "
-             f"{listed(args.text)}")
-    rows = [(place, tuple(cells[names.index(name)] for name in wanted)) for place, cells in table]
-    for place, texts in rows:
-        if fault := empty_cell(texts):
-            fail(f"{args.ood} {place}: {fault}")
-    say("data", f"{len(rows):,} texts of no known class from {args.ood}")
-    return [(texts, 0) for _, texts in rows]
-
-
-def unseen_scores(model, train, dev, unseen):
-    """{detector: {"AUROC", "FPR95", "F1"}} in percent, see module ood; without training rows of the maximum
-    softmax alone."""
-    found = [[x.to(model.device) for x in forward_rows(model, rows, classify_vectors)]
-             for rows in (dev, unseen, train) if rows]
-    if not all(x.isfinite().all() for part in found for x in part):
-        say("note", "--ood: logits or vectors hold NaN or infinity, which count as 0")
-        found = [[x.nan_to_num(0, 0, 0) for x in part] for part in found]
-    if not train:
-        return ood.detect(*found)
-    labels = torch.tensor([label for _, label in train], device=model.device)
-    return ood.detect(*found[:2], found[2][1], labels)
-
-
-def judge_unseen(model, rows, trial, run):
-    """unseen_scores at the end of a trial: said, kept for its table, and in its row of metrics."""
-    run.values["ood"] = found = unseen_scores(model, *rows)
-    run.progress["ood"].append(found)
-    say_unseen(f"mode {trial.mode}, seed {trial.seed}, ", [found])
-
-
-def say_unseen(what, runs):
-    """A line for each detector: its scores in a run, or mean ± deviation and best of several."""
-    for name in runs[0]:
-        say("ood", f"{what}{name}: {mean_and_spread([found[name] for found in runs])}")
+def describe_scores(scores, labels=()):
+    """"accuracy 12.50, macro f1 2.78": the scores of one run."""
+    return ", ".join(f"{metric_name(metric, labels)} {score:.2f}" for metric, score in scores.items())
 
 
 def metric_name(metric, labels=()):
@@ -211,28 +186,8 @@ def metric_name(metric, labels=()):
     return "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"
 
 
-def say_modes(trials, run):
-    """A line for each mode: the scores of its trials, and those on texts of unseen classes."""
-    args = run.args
-    for mode in args.mode:
-        own = [i for i, trial in enumerate(trials) if trial.mode == mode]
-        say(mode, mean_and_spread([run.progress["scores"][i] for i in own], args.labels))
-        if args.ood and args.seeds > 1:
-            say_unseen(f"mode {mode}, ", [run.progress["ood"][i] for i in own])
-
-
-def mean_and_spread(runs, labels=()):
-    """One line: the scores of a run, or of several mean ± deviation and best."""
-    columns = {metric_name(metric, labels): [scores[metric] for scores in runs] for metric in runs[0]}
-    if len(runs) == 1:
-        return ", ".join(f"{metric} {x[0]:.2f}" for metric, x in columns.items())
-    best = {name: min(x) if name == "FPR95" else max(x) for name, x in columns.items()}
-    return "; ".join(f"{metric} {np.mean(x):.2f} ± {np.std(x, ddof=1):.2f}, best {best[metric]:.2f}"
-                     for metric, x in columns.items())
-
-
 def score(args, script, load_data):
-    """--evaluate: a classifier's scores on --dev and --contrast-set, with the labels it was trained on."""
+    """--evaluate: the scores of a trained classifier, which knows its labels."""
     run, path = Run(args, script), args.dev or args.data
     model, tokenizer = load_text_model(args.model, None, AutoModelForSequenceClassification)
     if model.missing:
@@ -242,34 +197,50 @@ def score(args, script, load_data):
     args.task = "regression" if regression else "classification"
     args.labels = [] if regression else [config.id2label[i] for i in range(config.num_labels)]
     longest = min(args.max_length, longest_input(model.base_model, tokenizer))
-    held_out = [load_data(path, args)] if path else []
-    unseen, contrast = load_unseen(args), load_contrast_set(args, load_data)
-    train = load_data(args.data, args) if unseen and args.data else []
-    held_out = [tokenise_texts(rows, model.to(run.device), longest)[0]
-                for rows in (*held_out, *contrast, unseen, train)]
-    *held_out, unseen, train = held_out
+    model.to(run.device)
+    data = {"dev": load_data(path, args) if path else [], "train": []}
+    if args.contrast_set or args.ood:
+        from ..extras import held_out
+        data |= held_out.load_more(args, load_data)
+        if args.ood and args.data:
+            data["train"] = load_data(args.data, args)
+    data = {name: tokenise_texts(rows, model, longest)[0] for name, rows in data.items()}
     if path:
-        say("test", f"{mean_and_spread([evaluate(model, held_out[0], args)], args.labels)}  {path}")
-    if contrast:
-        found = mean_and_spread([contrast_scores(model, *held_out[-2:])])
-        say("test", f"{found}  {' '.join(args.contrast_set)}")
-    if unseen:
-        if not train:
+        say("test", f"{describe_scores(evaluate(model, data['dev'], args), args.labels)}  {path}")
+    if args.contrast_set or args.ood:
+        if args.ood and not args.data:
             say("note", "--ood: local outlier factor and Mahalanobis want the training rows, in --data")
-        say_unseen("", [unseen_scores(model, train, held_out[0], unseen)])
+        held_out.say_more(held_out.more_scores(model, data), "test", args.contrast_set)
 
 
-def save(model, trial, run):
-    """The classifier as transformers reads it."""
+def save(model, args, run):
+    """Write the classifier, as transformers reads it, and its README.md into --out."""
     if run.rank:
         return
     with new_files(run) as aside:
         model.save_pretrained(aside)
         save_tokenizer(model.tokenizer, aside)
-        text = (f"{trial.task.capitalize()} of text, mode {trial.mode}. "
-                'A pair is {"text": ..., "text_pair": ...}.')
-        card = model_card(run, "text-classification", ["transformers"], text, load_line(run))
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        write_card(aside, args, run)
+
+
+def write_card(folder, args, run):
+    """README.md of a classifier that a run with these args trained, for the run's --out."""
+    text = f"{args.task.capitalize()} of text, mode {args.mode}. "
+    text += 'A pair is {"text": ..., "text_pair": ...}.'
+    card = model_card(run, "text-classification", ["transformers"], text, load_line(run))
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def finish(run, args, scores, skipped):
+    """End a run: say what the model in --out, trained with these args, scores, and how to load it."""
+    text = ""
+    if args.dev:
+        metric = metric_name(args.metric, args.labels)
+        text = f"{metric} {scores[args.metric]:.2f} of mode {args.mode}, seed {args.seed}, "
+    if skipped:
+        text += f"{skipped} steps skipped, "
+    run.done(text)
+    say("load", load_line(run))
 
 
 def load_line(run):

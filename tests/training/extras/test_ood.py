@@ -15,8 +15,9 @@ import childtuning
 from childtuning import ood_contrastive_loss
 from families import ENCODERS, small_model
 from kernels.training.cli import Fault
-from kernels.training.extras import ood
+from kernels.training.extras import classifier_losses, ood, trials
 from kernels.training.extras.adversarial import adversarial_views, changed, noise
+from kernels.training.extras.classifier_losses import classify_vectors
 from kernels.training.text import classifier
 from running import DATA, equal, in_processes, metrics, refuse, run
 
@@ -140,7 +141,7 @@ def test_word_embeddings_of_other_models(kind):
     model = AutoModelForSequenceClassification.from_config(config).eval()
     model.bf16, ids = False, torch.tensor([[5, 6, 7, 3], [8, 3, 0, 0]])
     inputs = dict(input_ids=ids, attention_mask=(ids > 0).long())
-    views = functools.partial(adversarial_views, model, lambda: classifier.classify_vectors(model, inputs),
+    views = functools.partial(adversarial_views, model, lambda: classify_vectors(model, inputs),
                               inputs["attention_mask"], 0.5, lambda found: found[0].sum())
     if kind in ("t5", "xlnet"):
         with pytest.raises(Fault, match="^(T5|XLNet)ForSequenceClassification has no word .* BERT$"):
@@ -217,44 +218,46 @@ def test_what_is_read_of_a_file(name, content, text, wanted, tmp_path):
     """The columns of text, by name; all, where there are no names and as many. No label is read."""
     (tmp_path / name).write_text(content)
     args = Mock(ood=tmp_path / name, dev="dev.tsv", data="a.tsv", task="classification", text=text)
-    assert classifier.load_unseen(args) == [(texts, 0) for texts in wanted]
+    assert ood.load_unseen(args) == [(texts, 0) for texts in wanted]
 
 
-def test_trials(tmp_path, monkeypatch, capsys):
+def test_two_stages(tmp_path, monkeypatch, capsys):
     """An epoch of the contrastive loss, then the task's steps, with one schedule; --resume in either stage is
-    exact; --evaluate of the trial that is kept says what its end did, and without --data one detector."""
+    exact; --evaluate says what the end of the run did, and without --data one detector."""
     data = files(tmp_path)
-    flags = [*data, "--model", "scratch", "--mode", "F", "D", "--seeds", 2, "--ood-epochs", 1, "--steps", 3]
-    flags += ["--fisher-samples", 6, "--form", "code", "--warmup-share", 0.5, "--lr", 1e-3, "--eval-every", 3]
+    flags = [*data, "--model", "scratch", "--mode", "D", "--ood-epochs", 1, "--steps", 3, "--fisher-samples", 6]
+    flags += ["--form", "code", "--warmup-share", 0.5, "--lr", 1e-3, "--eval-every", 3]
     with monkeypatch.context() as patch:
         counts = [Mock(wraps=getattr(childtuning, name)) for name in ("compute_ood_loss", "compute_loss")]
         patch.setattr(childtuning, "compute_ood_loss", counts[0])
         patch.setattr(childtuning, "compute_loss", counts[1])
         whole = tune(tmp_path / "whole", *flags)
-    assert [count.call_count for count in counts] == [1 + 4 * 5, 4 * 3]            # one is tried out
+    assert [count.call_count for count in counts] == [1 + 5, 3]                    # one is tried out
     rates = [1e-3 * x for x in (0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25)]
-    assert [step["lr"] for step in whole.steps[:8]] == pytest.approx(rates)
-    found, best = whole.state["progress"]["ood"], whole.state["progress"]["saved"]
-    assert found == [step["ood"] for step in whole.steps[7::8]] and len(found) == 4
-    assert [*found[0]] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
-    shares = [trial["Mahalanobis"]["FPR95"] for trial in found[2:]]
-    said = f"FPR95 {np.mean(shares):.2f} ± {np.std(shares, ddof=1):.2f}, best {min(shares):.2f}; F1"
-    assert whole.said["ood"].startswith("mode D, Mahalanobis: AUROC") and said in whole.said["ood"]
-    for stop in (10, 14):                                      # in the second trial's stages
+    assert [step["lr"] for step in whole.steps] == pytest.approx(rates)
+    found = whole.steps[-1]["ood"]
+    assert [*found] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
+    for stop in (4, 6):
         with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
             patch.setattr(childtuning, "sum_gradients", Mock(side_effect=[None] * stop + [KeyboardInterrupt]))
             tune(tmp_path / f"{stop}", *flags)
         parts = tune(tmp_path / f"{stop}", *flags, "--resume")
         assert [x | {"seconds": 0} for x in parts.steps] == [x | {"seconds": 0} for x in whole.steps]
         assert equal(parts.state, whole.state)
-    kept = found["FD".index(best["mode"]) * 2 + best["seed"] - 42]
-    lines = [f"ood      {name}: {classifier.mean_and_spread([scores])}" for name, scores in kept.items()]
+    lines = [f"ood      {name}: {classifier.describe_scores(scores)}" for name, scores in found.items()]
     for more, wanted in ((data[-2:], lines), ([], lines[:1])):
         capsys.readouterr()
         childtuning.main(["--evaluate", "--model", str(tmp_path / "whole"), *map(str, data[2:-2] + more)])
         out = capsys.readouterr().out.splitlines()
         assert [line for line in out if line.startswith("ood ")] == wanted
         assert any(line.startswith("note     --ood: local outlier factor") for line in out) == (not more)
+
+
+def test_table_of_detectors():
+    """Of FPR95 the best is the smallest."""
+    runs = [{"AUROC": 80.0, "FPR95": 30.0}, {"AUROC": 90.0, "FPR95": 10.0}]
+    wanted = "AUROC 85.00 ± 7.07, best 90.00; FPR95 20.00 ± 14.14, best 10.00"
+    assert trials.mean_and_spread(runs) == wanted
 
 
 def test_several_processes_equal_one(tmp_path, bert):
@@ -265,16 +268,15 @@ def test_several_processes_equal_one(tmp_path, bert):
     norms = in_processes(2, "childtuning", tmp_path / "two", flags)
     assert [step["loss"] for step in metrics(tmp_path / "two")] == pytest.approx(one.losses, rel=1e-3)
     assert norms == pytest.approx(one.norms, rel=1e-2) and len(set(one.losses)) == 8
-    state = torch.load(tmp_path / "two" / "state.pt", weights_only=True)
-    for name, scores in one.state["progress"]["ood"][0].items():
-        assert state["progress"]["ood"][0][name] == pytest.approx(scores, abs=2), name
+    for name, scores in one.steps[-1]["ood"].items():
+        assert metrics(tmp_path / "two")[-1]["ood"][name] == pytest.approx(scores, abs=2), name
 
 
 def test_told_apart_by_training(tmp_path):
     """A new model that learnt six topics tells the other two, with a contrastive stage or without."""
     flags = [*files(tmp_path, 200), "--model", "scratch", "--mode", "none", "--epochs", 4]
     for more in ([], ["--ood-epochs", 1]):
-        found = tune(tmp_path / f"out{len(more)}", *flags, *more).state["progress"]["ood"][0]
+        found = tune(tmp_path / f"out{len(more)}", *flags, *more).steps[-1]["ood"]
         assert all(60 < scores["AUROC"] <= 100 for scores in found.values()), found
 
 
@@ -314,12 +316,12 @@ def test_what_a_model_lacks_is_told_first(family, more, flags, wanted, here, mon
 
 def test_who_asks_for_no_vector_needs_no_linear_layer(tmp_path, monkeypatch):
     """Training, Fisher information and scores by --dev read logits alone."""
-    monkeypatch.setattr(classifier, "classify_vectors", None)
-    monkeypatch.setattr(childtuning, "classify_vectors", None)
+    monkeypatch.setattr(classifier_losses, "classify_vectors", None)
+    monkeypatch.setattr(ood, "classify_vectors", None)
     data = ["--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv", "--model", "scratch"]
     result = tune(tmp_path / "out", *data, "--steps", 1, "--fisher-samples", 2)
     assert "dev_accuracy" in result.steps[0]
     model = SimpleNamespace(modules=lambda: [], config=SimpleNamespace(num_labels=8))
     monkeypatch.undo()
     with pytest.raises(Fault, match="has no linear layer of 8 labels"):
-        classifier.classify_vectors(model, {})
+        classify_vectors(model, {})

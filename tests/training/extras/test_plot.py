@@ -86,9 +86,9 @@ def test_study():
     ("simcse", "nli.csv --dev DATA/sts.tsv", "out spearman 3", [[0, 1, 2]], "a.pdf", b"%PDF"),
     ("simclr", "shapes.npz --model resnet-small --probe-epochs 0", "out knn 2", [[0, 1, 2]], "a.png", b"PNG"),
     ("childtuning", "topics.tsv --dev DATA/topics.tsv --mode F D --seeds 2 --metric f1 --fisher-samples 9",
-     "out F, out F, out D, out D f1 2", [[1, 2]] * 4, "a.svg", b"<?xml")])
+     "out D, out D, out F, out F f1 2", [[1, 2]] * 4, "a.svg", b"<?xml")])
 def test_what_scripts_write_is_read_and_drawn(name, flags, wanted, steps, file, magic, capfd):
-    """Child-Tuning's runs, whose steps run on, begin at step 1 each, and those of a mode have one colour."""
+    """Child-Tuning's trials have a line each, and those of a mode have one colour."""
     flags = f"--model scratch --batch-size 8 --steps 2 --eval-every 1 --out out --data DATA/{flags}"
     importlib.import_module(name).main(flags.replace("DATA", f"{ROOT}/tests/data").split())
     labels, metrics, rows = zip(*plot.read_runs("out", "out"))

@@ -8,13 +8,13 @@ from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
 from kernels.training.cli import Fault
+from kernels.training.extras.classifier_losses import classify_vectors
 from kernels.training.text.classifier import (
     classify,
-    classify_vectors,
     confusion_scores,
+    describe_scores,
     find_columns,
     make_batch,
-    mean_and_spread,
     tokenise_texts,
 )
 from running import DATA, run
@@ -134,6 +134,6 @@ def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp
 
 
 def test_which_f1_it_is_is_said():
-    scores = [{"accuracy": 75.0, "f1": 50.0}]
-    assert mean_and_spread(scores, ["0", "1"]) == "accuracy 75.00, f1 of label 1 50.00"
-    assert mean_and_spread(scores, ["a", "b"]) == "accuracy 75.00, macro f1 50.00"
+    scores = {"accuracy": 75.0, "f1": 50.0}
+    assert describe_scores(scores, ["0", "1"]) == "accuracy 75.00, f1 of label 1 50.00"
+    assert describe_scores(scores, ["a", "b"]) == "accuracy 75.00, macro f1 50.00"
