@@ -9,8 +9,8 @@ from ..loop import half_products
 
 
 def compute_bank_loss(model, views, rows, args):
-    """What moco.py's compute_loss is without a bank, for this rank's views (n, 3, S, S) of the pictures `rows`
-    of all ranks. The bank, model.queue, then holds their queries."""
+    """What compute_loss is in moco.py without a bank, for this rank's views (n, 3, S, S) of the pictures
+    `rows` of all ranks. The bank, model.queue, then holds their queries."""
     bank, rows = model.queue, torch.tensor(rows, device=views.device)
     drawn = torch.randint(len(bank), (args.queue,), device=views.device)       # own slots too, as released
     if dist.is_initialized():

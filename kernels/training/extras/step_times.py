@@ -34,4 +34,5 @@ def profile(model, optimizer, pictures, run, make_batch, compute_loss):
     alone = seconds(loss_alone, device, REPEAT)[0]
     impl = choose_impl(args.impl, embeddings)
     say("profile", f"{rows} pictures, {device}, {args.precision}, kernels {impl}: step {whole:.1f} ms, "
-                   f"loss {alone:.2f} ms, {100 * alone / whole:.1f} % of it; peak {peak:.2f} GB; views not counted")
+                   f"loss {alone:.2f} ms, {100 * alone / whole:.1f} % of it; peak {peak:.2f} GB; "
+                   "views not counted")

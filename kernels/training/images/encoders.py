@@ -224,7 +224,8 @@ def load_classifier(name, flag="--model", run=None):
     head, classes = load_head(name, flag)
     if classes is None:
         fail(f"{flag} {name}: holds no classifier; wanted the --out of a run with --finetune or --distill")
-    return PictureEncoder(load_image_encoder(name, flag=flag), head, run, *read_statistics(name), classes).eval()
+    encoder = load_image_encoder(name, flag=flag)
+    return PictureEncoder(encoder, head, run, *read_statistics(name), classes).eval()
 
 
 # ── saving ──

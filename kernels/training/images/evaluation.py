@@ -1,4 +1,4 @@
-"""What an encoder of pictures is worth: its nearest neighbours, a linear layer on its features, its classifier."""
+"""How good an encoder is: nearest neighbours, a linear layer on its features, its classifier."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

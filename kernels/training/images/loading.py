@@ -237,8 +237,8 @@ def measured(path):
 
 def cut(paths, sizes, boxes, size, cubic):
     """Boxes (views, n, 4) of n files, of which pictures had these sizes, each resized as Pillow does: (views,
-    n, size, size, 3) uint8; or, a str, what is wrong with a file. A JPEG is decoded at a half, a quarter or an
-    eighth where boxes have pixels enough."""
+    n, size, size, 3) uint8; or, a str, what is wrong with a file. A JPEG is decoded at a half, a quarter or
+    an eighth if boxes have pixels enough."""
     from PIL import Image
     shared = torch.empty(*boxes.shape[:2], size, size, 3, dtype=torch.uint8)
     if get_worker_info():                                      # here, so that an error of it is the task's
