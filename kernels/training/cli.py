@@ -49,11 +49,8 @@ def afford(what, needed):
 
 
 def memory():
-    """Bytes of this machine's memory; if the system does not tell, more than any machine has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):              # Windows
-        return 2**63
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def say(label, text):
@@ -294,12 +291,12 @@ def in_main_thread():
 def handle_signals(handler):
     """Sets one handler for Ctrl-C, SIGTERM and a closed terminal, unless nohup ignores that. Only the main
     thread may do so in Python: in another one the handlers stay as they are."""
-    for kind in map(signal.Signals, SIGNALS if in_main_thread() else ()):
-        if kind.name == "SIGINT" or signal.getsignal(kind) is not signal.SIG_IGN:
+    for kind in SIGNALS if in_main_thread() else ():
+        if kind == signal.SIGINT or signal.getsignal(kind) is not signal.SIG_IGN:
             signal.signal(kind, handler)
 
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def fill(args, defaults):
