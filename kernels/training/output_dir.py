@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from .cli import Fault, fail, written
+from .recipes import text_of
 
 RUNNING = ".running"  # in --out from the start of a run to its end; locked while its process lives
 
@@ -132,8 +133,7 @@ def refuse_changes(was, now, out):
         fail(f"--resume: {name} was {was.get(name)} in {out}, now it is {now.get(name)}{hint}")
     for name in was["inputs"] | now["inputs"]:
         if was["inputs"].get(name) != now["inputs"].get(name):
-            value = now.get(name)
-            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            words = text_of(now.get(name))
             fail(f"--resume: the content of --{name.replace('_', '-')} {words} is not what it was when the "
                  f"run in {out} was begun; put that back, or start a new run in another folder")
 
