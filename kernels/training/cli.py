@@ -31,8 +31,7 @@ class Fault(Exception):
     """
 
     def __init__(self, message, every_rank=False):
-        cut = lambda word: f"{word[0][:99]}...{word[0][-99:]}"
-        super().__init__(re.sub(r"\S{300,}", cut, one_line(message)))
+        super().__init__(re.sub(r"(\S{99})\S{102,}(\S{99})", r"\1...\2", one_line(message)))
         self.every_rank = every_rank
 
 
@@ -49,11 +48,8 @@ def afford(what, needed):
 
 
 def memory():
-    """Bytes of this machine's memory; if the system does not tell, more than any machine has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):              # Windows
-        return 2**63
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def say(label, text):
@@ -90,8 +86,9 @@ def at_least(least, kind=float, most=None):
     def convert(text):
         value = kind(text)
         if not least <= value < 2**63 or most is not None and value > most:    # no seed too long for PyTorch
-            wanted = f"of at least {least}" + ", and below 2^63" * (value >= 2**63)
-            wanted = wanted if most is None else f"from {least} to {most}"
+            wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+            if value >= 2**63 and most is None:
+                wanted += ", and below 2^63"
             raise argparse.ArgumentTypeError(f"{text}: wanted a number {wanted}")
         return value
     convert.__name__ = kind.__name__                           # argparse names it where the text is no number
@@ -294,12 +291,12 @@ def in_main_thread():
 def handle_signals(handler):
     """Sets one handler for Ctrl-C, SIGTERM and a closed terminal, unless nohup ignores that. Only the main
     thread may do so in Python: in another one the handlers stay as they are."""
-    for kind in map(signal.Signals, SIGNALS if in_main_thread() else ()):
-        if kind.name == "SIGINT" or signal.getsignal(kind) is not signal.SIG_IGN:
+    for kind in SIGNALS if in_main_thread() else ():
+        if kind == signal.SIGINT or signal.getsignal(kind) is not signal.SIG_IGN:
             signal.signal(kind, handler)
 
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def fill(args, defaults):
@@ -403,7 +400,8 @@ checkpoint_note = ""                                           # what messages s
 def has_checkpoint(there):
     """Run says whether --out holds a checkpoint: messages of errors then tell so."""
     global checkpoint_note
-    checkpoint_note = "; a checkpoint that --out holds is whole, and --resume continues from it" * there
+    note = "; a checkpoint that --out holds is whole, and --resume continues from it"
+    checkpoint_note = note if there else ""
 
 
 @contextlib.contextmanager
@@ -431,30 +429,37 @@ def is_out_of_memory(error):
 def as_fault(error, main):
     """The Fault that tells a user what to do about an exception. None: it is a bug, which needs its
     traceback."""
+    if isinstance(error, Fault):
+        return error
+    message = describe(error, main)
+    return Fault(message + checkpoint_note, every_rank=True) if message else None
+
+
+def describe(error, main):
+    """What went wrong on this machine, or in another process, and what to do about it. None: a bug."""
     import torch.distributed as dist
     from safetensors import SafetensorError
 
-    if isinstance(error, Fault):
-        return error
     text, path = str(error), getattr(error, "written", None)
+    if is_out_of_memory(error):
+        return describe_full_memory(error, main)
     # torch.save hides what the disk said; tokenizers and safetensors have exceptions of their own for it
     disk = error if isinstance(error, OSError) else error.__context__
-    if is_out_of_memory(error):
-        message = describe_full_memory(error, main)
-    elif isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
-        file = disk.filename2 or disk.filename or path         # of two, it is the second that is written
-        message = f"{file}: " * bool(file) + f"{disk.strerror or disk}"
-    elif isinstance(error, SafetensorError) or "(os error " in text:
-        message = f"{path}: " * bool(path) + text
-    elif isinstance(error, RuntimeError) and ("DataLoader worker (pid" in text or "shared memory" in text):
-        full = "; /dev/shm is full" * ("shared memory" in text)
-        message = ("a process that decoded pictures was killed, perhaps for want of memory"
-                   f"{full}; try fewer --workers")
-    elif dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in text):
-        message = f"another process of this run has died or hangs ({text.splitlines()[0][:80]})"
-    else:
+    if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
+        path = disk.filename2 or disk.filename or path         # of two, it is the second that is written
+        text = disk.strerror or str(disk)
+        return f"{path}: {text}" if path else text
+    if isinstance(error, SafetensorError) or "(os error " in text:
+        return f"{path}: {text}" if path else text
+    if not isinstance(error, RuntimeError):
         return None
-    return Fault(message + checkpoint_note, every_rank=True)
+    if "DataLoader worker (pid" in text or "shared memory" in text:
+        full = "; /dev/shm is full" if "shared memory" in text else ""
+        return ("a process that decoded pictures was killed, perhaps for want of memory"
+                f"{full}; try fewer --workers")
+    if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in text):
+        return f"another process of this run has died or hangs ({text.splitlines()[0][:80]})"
+    return None
 
 
 def describe_full_memory(error, main):

@@ -1,5 +1,6 @@
 """The folder of a run: --out checked, its code kept, files in it replaced whole; and whether data changed."""
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from .cli import Fault, fail, written
+from .recipes import text_of
 
 RUNNING = ".running"  # in --out from the start of a run to its end; locked while its process lives
 
@@ -53,9 +55,8 @@ def new_file(path, mode="w"):
     """An open new file, in the place of an old one and never in what a link there points to."""
     path = Path(path)
     path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     text = {} if "b" in mode else dict(encoding="utf-8", newline="")
-    return open(os.open(path, flags, 0o666), mode, **text)
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), mode, **text)
 
 
 def check_files(folder, named):
@@ -92,12 +93,9 @@ def lock(out):
     try:
         file = open(out / RUNNING, "x")
     except FileExistsError:                                    # its content stays: it may be another's, too
-        file = open(os.open(out / RUNNING, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+")
+        file = open(os.open(out / RUNNING, os.O_RDWR | os.O_NOFOLLOW), "r+")
     try:
-        import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:                                        # Windows
-        pass
     except (BlockingIOError, PermissionError):
         fail(f"--out {out}: another process is at work in it; let it end, or name another folder")
     return file
@@ -135,8 +133,7 @@ def refuse_changes(was, now, out):
         fail(f"--resume: {name} was {was.get(name)} in {out}, now it is {now.get(name)}{hint}")
     for name in was["inputs"] | now["inputs"]:
         if was["inputs"].get(name) != now["inputs"].get(name):
-            value = now.get(name)
-            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            words = text_of(now.get(name))
             fail(f"--resume: the content of --{name.replace('_', '-')} {words} is not what it was when the "
                  f"run in {out} was begun; put that back, or start a new run in another folder")
 

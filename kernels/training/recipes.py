@@ -11,10 +11,18 @@ class Recipe(NamedTuple):
 
 
 def say_recipe(args, recipes):
-    """What the flags of args.recipe are in this run, which may have been given others."""
-    if args.recipe:
-        source, flags = recipes[args.recipe]
-        text = lambda value: " ".join(map(str, value)) if isinstance(value, list) else value
-        words = (f"--{name.replace('_', '-')} {text(getattr(args, name))}"
-                 + f" (not {text(value)})" * (getattr(args, name) != value) for name, value in flags.items())
-        say("recipe", f"{args.recipe}, {source}: {', '.join(words)}")
+    """Prints the flags of args.recipe with their values in this run, and which of them the user changed."""
+    if not args.recipe:
+        return
+    source, flags = recipes[args.recipe]
+    words = []
+    for name, value in flags.items():
+        found = getattr(args, name)
+        changed = "" if found == value else f" (not {text_of(value)})"
+        words.append(f"--{name.replace('_', '-')} {text_of(found)}{changed}")
+    say("recipe", f"{args.recipe}, {source}: {', '.join(words)}")
+
+
+def text_of(value):
+    """A flag's value as it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

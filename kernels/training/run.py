@@ -198,8 +198,10 @@ class Run:
     def hear(self, number, _):
         """A signal waits for the end of a step; a second one, and one behind the last step, does not."""
         text = b"stopping when this step is done and saved; once more, and at once\n"
-        if self.signals:
-            text = b"stopped  behind the last step; the checkpoint is whole\n" * (self.signals == [None])
+        if self.signals == [None]:
+            text = b"stopped  behind the last step; the checkpoint is whole\n"
+        elif self.signals:
+            text = b""
         if self.rank == 0:                                     # print is not reentrant
             os.write(1, b"\n" * sys.stdout.isatty() + text)
         if self.signals:
