@@ -117,9 +117,11 @@ def of_workers():
     for group, to in ((True, "to all"), (False, "to the first")):
         yield stopped(f"SIGINT {to}, workers check pictures", "simclr", argv, wanted="stopped", says=FIRST,
                       at=("measured", partial(busy, signal.SIGINT, group)))
-        for script, kind in [("simclr", signal.SIGINT), ("simclr", signal.SIGTERM), ("moco", signal.SIGTERM)]:
-            yield stopped(f"{kind.name} {to}, workers in a step", script, argv, wanted="stopped",
-                          says=STEP.format(1), at=("compute_loss", partial(send, kind, group)))
+    for script, kind, group in [("simclr", signal.SIGINT, True), ("simclr", signal.SIGTERM, True),
+                                ("simclr", signal.SIGTERM, False), ("moco", signal.SIGTERM, False)]:
+        to = "to all" if group else "to the first"
+        yield stopped(f"{kind.name} {to}, workers in a step", script, argv, wanted="stopped",
+                      says=STEP.format(1), at=("compute_loss", partial(send, kind, group)))
     yield stopped("kill -9 of the first", "simclr", argv, wanted="killed", at=("compute_loss", kill))
     yield stopped("a worker is killed", "simclr", [*argv, "--steps", 60, "--eval-every", 20],
                   wanted="one line", at=("write_state compute_loss", kill_worker),
@@ -149,7 +151,8 @@ FULL = {"args.json": ("write_code write_whole", 600, "out/args.json"),
 def of_machines():
     for stage, (names, size, named) in FULL.items():
         padded = named if stage == "metrics.jsonl" else None
-        yield usual(f"a full disk: {stage}", "simcse", SIMCSE, wanted="one line", again=(),
+        yield usual(f"a full disk: {stage}", "simcse", SIMCSE, wanted="one line",
+                    again=() if stage in ("metrics.jsonl", "state.pt", "weights") else None,
                     at=(names, partial(full_disk, size, padded)), says=f": {named}: .*File too large")
     yield usual("a full disk: triples", "cline", ["--save-triples", "triples.csv"], wanted="one line",
                 at=("save_triples", partial(full_disk, 600)), says=": triples.csv: File too large")
@@ -265,7 +268,7 @@ def another_run(names, alive=False):
 
 def of_folders():
     """--out is gone, or another run works in it."""
-    gone = partial(usual, wanted="one line", left=set(), again=(),
+    gone = partial(usual, wanted="one line", left=set(),
                    says=r": --out out was removed while this run was writing it; .*")
     for script, name in zip(SCRIPTS, ("steps", "compute_loss", "report", "save_state")):
         yield gone(f"--out is gone: {name}", script, FLAGS, at=(name, partial(shutil.rmtree, "out")))
