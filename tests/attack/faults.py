@@ -70,7 +70,7 @@ def of_signals():
 
 
 KILLS = {"before there is a checkpoint": "write_code", "half of args.json": "write_code write_whole sync",
-         "half of the tokens": "write_tokens sync", "metrics without a checkpoint": "write_metrics sync",
+         "half of the tokens": "write_tokens tokenise", "metrics without a checkpoint": "write_metrics sync",
          "half of the weights": "new_files sync sync", "weights without state.pt": "new_files write_state",
          "half of state.pt": "write_state sync", "a second state.pt": "write_state write_state sync",
          "the end": "done"}
@@ -174,7 +174,8 @@ def of_machines():
 
 
 def power_fails():
-    """From now on a file that is not on the disk yet when it is renamed, or at the end, counts as lost."""
+    """From now on a file that is renamed before it is on the disk ends the run. Tokens, a folder, need not be
+    there: --resume writes them anew."""
     synced, sync, rename = {}, os.fsync, os.replace
 
     def note(number):
@@ -183,10 +184,9 @@ def power_fails():
         synced[about.st_ino] = about.st_size
 
     def check(path, to):
-        for file in [path, *Path(path).rglob("*")]:
-            about = os.stat(file)
-            if not os.path.isdir(file) and synced.get(about.st_ino) != about.st_size:
-                sys.exit(f"{file} is renamed before it is on the disk")
+        about = os.stat(path)
+        if os.path.isfile(path) and synced.get(about.st_ino) != about.st_size:
+            sys.exit(f"{path} is renamed before it is on the disk")
         rename(path, to)
     os.fsync, os.replace = note, check
 
