@@ -70,7 +70,7 @@ def of_signals():
 
 
 KILLS = {"before there is a checkpoint": "write_code", "half of args.json": "write_code write_whole sync",
-         "half of the tokens": "write_tokens sync", "metrics without a checkpoint": "write_metrics sync",
+         "half of the tokens": "write_tokens tokenise", "metrics without a checkpoint": "write_metrics sync",
          "half of the weights": "new_files sync sync", "weights without state.pt": "new_files write_state",
          "half of state.pt": "write_state sync", "a second state.pt": "write_state write_state sync",
          "the end": "done"}
@@ -117,9 +117,11 @@ def of_workers():
     for group, to in ((True, "to all"), (False, "to the first")):
         yield stopped(f"SIGINT {to}, workers check pictures", "simclr", argv, wanted="stopped", says=FIRST,
                       at=("measured", partial(busy, signal.SIGINT, group)))
-        for script, kind in [("simclr", signal.SIGINT), ("simclr", signal.SIGTERM), ("moco", signal.SIGTERM)]:
-            yield stopped(f"{kind.name} {to}, workers in a step", script, argv, wanted="stopped",
-                          says=STEP.format(1), at=("compute_loss", partial(send, kind, group)))
+    for script, kind, group in [("simclr", signal.SIGINT, True), ("simclr", signal.SIGTERM, True),
+                                ("simclr", signal.SIGTERM, False), ("moco", signal.SIGTERM, False)]:
+        to = "to all" if group else "to the first"
+        yield stopped(f"{kind.name} {to}, workers in a step", script, argv, wanted="stopped",
+                      says=STEP.format(1), at=("compute_loss", partial(send, kind, group)))
     yield stopped("kill -9 of the first", "simclr", argv, wanted="killed", at=("compute_loss", kill))
     yield stopped("a worker is killed", "simclr", [*argv, "--steps", 60, "--eval-every", 20],
                   wanted="one line", at=("write_state compute_loss", kill_worker),
@@ -149,7 +151,8 @@ FULL = {"args.json": ("write_code write_whole", 600, "out/args.json"),
 def of_machines():
     for stage, (names, size, named) in FULL.items():
         padded = named if stage == "metrics.jsonl" else None
-        yield usual(f"a full disk: {stage}", "simcse", SIMCSE, wanted="one line", again=(),
+        yield usual(f"a full disk: {stage}", "simcse", SIMCSE, wanted="one line",
+                    again=() if stage in ("metrics.jsonl", "state.pt", "weights") else None,
                     at=(names, partial(full_disk, size, padded)), says=f": {named}: .*File too large")
     yield usual("a full disk: triples", "cline", ["--save-triples", "triples.csv"], wanted="one line",
                 at=("save_triples", partial(full_disk, 600)), says=": triples.csv: File too large")
@@ -171,7 +174,8 @@ def of_machines():
 
 
 def power_fails():
-    """From now on a file that is not on the disk yet when it is renamed, or at the end, counts as lost."""
+    """From now on a file that is renamed before it is on the disk ends the run. Tokens, a folder, need not be
+    there: --resume writes them anew."""
     synced, sync, rename = {}, os.fsync, os.replace
 
     def note(number):
@@ -180,10 +184,9 @@ def power_fails():
         synced[about.st_ino] = about.st_size
 
     def check(path, to):
-        for file in [path, *Path(path).rglob("*")]:
-            about = os.stat(file)
-            if not os.path.isdir(file) and synced.get(about.st_ino) != about.st_size:
-                sys.exit(f"{file} is renamed before it is on the disk")
+        about = os.stat(path)
+        if os.path.isfile(path) and synced.get(about.st_ino) != about.st_size:
+            sys.exit(f"{path} is renamed before it is on the disk")
         rename(path, to)
     os.fsync, os.replace = note, check
 
@@ -265,7 +268,7 @@ def another_run(names, alive=False):
 
 def of_folders():
     """--out is gone, or another run works in it."""
-    gone = partial(usual, wanted="one line", left=set(), again=(),
+    gone = partial(usual, wanted="one line", left=set(),
                    says=r": --out out was removed while this run was writing it; .*")
     for script, name in zip(SCRIPTS, ("steps", "compute_loss", "report", "save_state")):
         yield gone(f"--out is gone: {name}", script, FLAGS, at=(name, partial(shutil.rmtree, "out")))
