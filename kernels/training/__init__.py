@@ -14,6 +14,7 @@ recipes     flags that belong together, under one name
 pretrained  model folders and hub names, opened without running their code
 files       a user's files: text in lines, none changes unnoticed
 tables      rows of text from data files or memory; every fault with its place
+rows        the rows of each format: .txt .csv .tsv .json .jsonl .parquet
 columns     column names: which is anchor, positive, hard negative
 looks       columns without names that hold no texts: numbers, ids, labels, single words
 in_memory   rows that a program hands over: lists, columns, arrays, DataFrames, Datasets

@@ -109,6 +109,7 @@ def test_a_message_about_names_has_its_end(tmp_path):
     ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # rows below look just like it
     ("Well,Good\n" + "A man eats.,Good\nA dog runs.,It is fast.\n" * 5, None),
     ("Well,Good\n" + "A man eats.,Good\n" * 5, "1|2"),
+    ("Answer,He said so to a man.\nA man eats.,He eats.\n", None),         # one name that is known
     ("A man eats.,He eats.\n", None), ("A man eats.,He eats.\n", "2|1")])
 def test_first_rows_that_are_data(content, columns, tmp_path, capsys):
     (tmp_path / "a.csv").write_text(content)
