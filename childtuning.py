@@ -27,7 +27,7 @@ edits of them that change the label, in two files, row by row.
 Expected, of runs like the second for CoLA, RTE, MRPC and STS-B of GLUE: in the paper the mean of their dev
 scores is 1.5 to 8.6 points above plain AdamW's (--mode none), by the large model, and D at least as F. The
 authors ran --form code, with --reserve-p 0.2 for CoLA and STS-B, 0.3 for RTE, 0.4 (F) and 0.1 (D) for MRPC;
-other defaults are their script's, for RTE and bert-large-cased. As theirs, a trial's score is its last step's.
+other defaults are their script's, for RTE and bert-large-cased. A trial scores its last step, as theirs.
 
 --form code is the released code: Fisher information from the gradients of whole batches, each clipped to norm
 1 tensor by tensor, with dropout, for the weights named "layer" alone; no warm-up in modes F and D. Departures
@@ -104,7 +104,7 @@ from transformers import AutoModelForSequenceClassification
 
 from kernels import own_rows
 from kernels.training.extras import classifier_losses, held_out
-from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa: F401
+from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa
 from kernels.training.extras.masked_adamw import MaskedAdamW, draw_masks, multiply, with_gradient
 from kernels.training.extras.trials import run_trials
 from kernels.training.loop import epoch_steps, set_lr, sum_gradients, warmup_linear
@@ -277,7 +277,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     loss           loss(model, batch) → scalar
     max_grad_norm  clips each tensor's gradient, alone, before it is squared (released code: 1.0); None: not
     name_filter    a function of the name, or what it has in it (released code: "layer"); None: all weights
-    source         Xu et al. 2021; weights without gradient have F = 0, batches without a finite one are left out
+    source         Xu et al. 2021; weights without gradient have F = 0, batches without a finite one no part
     """
     fits = name_filter if callable(name_filter) else lambda name: (name_filter or "") in name
     weights = {name: w for name, w in model.named_parameters() if fits(name)}

@@ -225,8 +225,8 @@ def test_two_stages(tmp_path, monkeypatch, capsys):
     """An epoch of the contrastive loss, then the task's steps, with one schedule; --resume in either stage is
     exact; --evaluate says what the end of the run did, and without --data one detector."""
     data = files(tmp_path)
-    flags = [*data, "--model", "scratch", "--mode", "D", "--ood-epochs", 1, "--steps", 3, "--fisher-samples", 6]
-    flags += ["--form", "code", "--warmup-share", 0.5, "--lr", 1e-3, "--eval-every", 3]
+    flags = [*data, "--model", "scratch", "--mode", "D", "--ood-epochs", 1, "--steps", 3, "--eval-every", 3]
+    flags += ["--form", "code", "--warmup-share", 0.5, "--lr", 1e-3, "--fisher-samples", 6]
     with monkeypatch.context() as patch:
         counts = [Mock(wraps=getattr(childtuning, name)) for name in ("compute_ood_loss", "compute_loss")]
         patch.setattr(childtuning, "compute_ood_loss", counts[0])
@@ -310,6 +310,7 @@ def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
 def test_what_a_model_lacks_is_told_first(family, more, flags, wanted, here, monkeypatch, capfd):
     monkeypatch.setitem(ENCODERS, family, ENCODERS["Bert"] | more)
     small_model(family, "model")
+    capfd.readouterr()                                         # a bar of transformers'
     data = ["--data", DATA / "topics.tsv", "--model", "model", "--max-length", 30]
     refuse("childtuning", capfd, wanted, *data, *flags.split())
 
