@@ -140,7 +140,6 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     ids                   (M, 1 + n) integers, of the texts of z2 and z3: a text with the id of the anchor's
                           own positive is no negative of it; None: all are
     returns               scalar float32, float64 for float64; an anchor without negatives: 0
-    raises                ValueError naming the argument, what it was and what is wanted
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
     check_arguments(z1, z2, z3, hard_negative_weight, offset, ids)
@@ -156,7 +155,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     for z in hard:                                             # one column in the paper
         weighted = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
         negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), lse(z))
-    return -F.logsigmoid(positive - negatives).mean()          # = log(exp positive + exp negatives) - positive
+    return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
 
 
 def check_arguments(z1, z2, z3, hard_negative_weight, offset, ids):
@@ -171,8 +170,10 @@ def check_arguments(z1, z2, z3, hard_negative_weight, offset, ids):
 
 
 def compute_loss(model, batch, rows, args, ids=None):
-    """This rank's part of the loss of a batch of `rows` rows, and the numbers to log. ids: of the texts of all
-    keys of the global batch, with --ignore-equal."""
+    """This rank's part of the loss of a batch of `rows` rows, and the numbers to log.
+
+    ids     of the texts of all ranks' keys, with --ignore-equal
+    """
     z1, *keys = model(batch).chunk(args.count)                 # anchors; positives and any hard negatives
     z2, *hard = (gather_rows(z, rows) for z in keys)           # of all ranks
     with half_products(z1, args):
