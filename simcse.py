@@ -114,9 +114,8 @@ def load_data(path, args):
 def build_model(args, run):
     """The encoder without its pretrained pooler, and what is trained beside it: the head, a masked LM."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
-    unsupervised = args.mode == "unsupervised"
-    model = build_encoder(args, run, "cls", "train-only" if unsupervised else "keep", auto,
-                          columns=1 if unsupervised else args.count)
+    head, columns = ("train-only", 1) if args.mode == "unsupervised" else ("keep", args.count)
+    model = build_encoder(args, run, "cls", head, auto, columns=columns)
     if args.dropout is not None:
         set_dropout(model.encoder, args.dropout, args.model)
     if model.lm is not None and not args.masked:
