@@ -169,6 +169,7 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     own = slice(offset, offset + len(z1))
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     positive = (z1 * z2[own]).sum(1) / temperature
+    # log Σ_{j≠i} w_ij exp s(z1_i, z2_j): instance_weights, without storing them
     negatives = similarity_lse(z1, z2, similar=(f1, f2, phi), **others)
     if len(noise):
         negatives = torch.logaddexp(negatives, similarity_lse(z1, noise, temperature, impl=impl))

@@ -210,6 +210,7 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     """
     check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
     check_unit("queue", queue)
+    # the mean of −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); kernels/eager.py writes it out
     return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
 
 

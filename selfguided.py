@@ -184,8 +184,10 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
         keys, ids = torch.cat([keys, all_c]), torch.cat([ids, others])
     if objective == "base":
         anchors, h, own = torch.cat([c, h[:, 0]]), torch.cat([h, c[:, None]]), own.repeat(2)
+    # log Σ exp over the keys of other sentences
     negatives = similarity_lse(anchors, keys, temperature, exclude=(own, ids), impl=impl)
     positives = (anchors[:, None].to(negatives.dtype) * h).sum(2) / temperature          # (anchors, L)
+    # = log(exp positive + exp negatives) − positive
     return -F.logsigmoid(positives - negatives[:, None]).mean()
 
 

@@ -258,13 +258,14 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     unit = functools.partial(F.normalize, dim=1) if normalize else lambda z: z
     z1, z2 = unit(z1), unit(z2)
     if alone:
-        return nt_xent(z1, z2, temperature, impl=impl)
+        return nt_xent(z1, z2, temperature, impl=impl)         # the same formula, in one process
     others = [*map(unit, gathered)]
     positive = (z1 * z2).sum(1) / temperature
     losses = []
-    for z in (z1, z2):  # a view's own row and its other view are row offset + i of each
+    for z in (z1, z2):  # "diagonal" leaves out a view itself in one part, and its positive in the other
         negatives = [similarity_lse(z, other, temperature, exclude="diagonal", offset=offset, impl=impl)
                      for other in others]
+        # log(exp positive + Σ exp negatives) − positive, the positive kept out of the large sum
         losses.append(-F.logsigmoid(positive - torch.logaddexp(*negatives)))
     return torch.cat(losses).mean()
 

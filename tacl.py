@@ -217,6 +217,7 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
         return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
     temperature = temperature if similarity == "cosine" else 1.0
     positives = own, torch.arange(len(k), device=k.device)
+    # log Σ_j exp s(q_i, k_j) over the tokens of i's sequence, but its own
     others = similarity_lse(q, k, temperature, exclude=positives, within=groups, impl=impl)
     positive = (q.to(others.dtype) * k[own].to(others.dtype)).sum(1) / temperature
     return -F.logsigmoid(positive - others).mean()             # = log(exp positive + exp others) - positive
