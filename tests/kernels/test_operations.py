@@ -82,6 +82,16 @@ def test_second_derivative_is_refused(impl, f):
     torch.autograd.grad(gradient.norm(), q)
 
 
+@both_impls
+def test_a_queue_may_change_before_backward(impl):
+    """It is not kept, so that MoCo's keys can be put in at once."""
+    q, k, queue = (rows(n, 16, torch.float16, 28) for n in (5, 5, 9))
+    loss = queue_loss(q.requires_grad_(), k, queue, 0.2, impl=impl)
+    queue.zero_()
+    loss.backward()
+    assert q.grad.any()
+
+
 class Launches(TorchDispatchMode):
     """What a GPU would be asked to run: our kernels, and operations that do more than hand out memory."""
     FREE = {"empty", "new_empty", "empty_like", "view", "slice", "select", "split", "split_with_sizes",
