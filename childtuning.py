@@ -135,7 +135,7 @@ def load_data(path, args):
 
 
 def decide_flags(labels, args):
-    """Fill the flags that were not given, by the labels of the training data, --form and --model."""
+    """Fill the flags that were not given."""
     classifier.decide_task(labels, args)
     code, scratch = args.form == "code", args.model == "scratch"
     fill(args, dict(metric=METRICS[args.task][0], epochs=12 if scratch else 3, lr=2e-3 if scratch else 4e-5,
