@@ -76,8 +76,7 @@ def make_parser():
     parser.plain("--evaluate", "--data", "--dev")
     add("--contrast-set", reads="held-out data", nargs=2, metavar=("ORIGINAL", "EDITED"),
         help="test texts, and the same edited so that their labels change, row by row")
-    add("--ood", reads="held-out data",
-        help="texts of other classes than --data's, to be told from --dev's; labels are not read")
+    add("--ood", reads="held-out data", help="texts of classes that --data lacks; labels are not read")
     common("--model", "bert-large-cased")
     common("--out", "out/childtuning")
     common("--batch-size", 16, "16 (released script)")
@@ -135,7 +134,7 @@ def load_data(path, args):
 
 
 def decide_flags(labels, args):
-    """Fill the flags that were not given, by the labels of the training data, --form and --model."""
+    """Fill the flags that were not given."""
     classifier.decide_task(labels, args)
     code, scratch = args.form == "code", args.model == "scratch"
     fill(args, dict(metric=METRICS[args.task][0], epochs=12 if scratch else 3, lr=2e-3 if scratch else 4e-5,

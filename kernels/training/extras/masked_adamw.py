@@ -16,8 +16,8 @@ class MaskedAdamW(torch.optim.Optimizer):
         w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t), t from 1; without correct_bias, lr
         w ← w − lr · weight_decay · w
 
-    A subclass says which part of a gradient arrives, by before_step, masks_of and mask_gradients. Groups have lr, betas,
-    eps, weight_decay and correct_bias. torch.compile takes step(), with lr as a tensor.
+    A subclass says which part of a gradient arrives, by before_step, masks_of and mask_gradients. Groups have
+    lr, betas, eps, weight_decay and correct_bias. torch.compile takes step(), with lr as a tensor.
     """
 
     def before_step(self):

@@ -71,9 +71,8 @@ def begin_whole(run):
     with output_dir.locked(run.out, run.args.resume, run.rank) as run.lock:
         begun = run.args.resume and output_dir.has_run(run.out)
         if begun:
-            was, now = json.loads((run.out / "args.json").read_text(encoding="utf-8")), run.flags()
-            if changed := output_dir.changed_flags(was, now):
-                output_dir.refuse_flag(changed[0], was, now, run.out)
+            was = json.loads((run.out / "args.json").read_text(encoding="utf-8"))
+            output_dir.refuse_changes(was, run.flags(), run.out)
     if run.rank == 0 and not begun:
         output_dir.write_code(run.out, run.script, run.flags())
 
