@@ -118,13 +118,12 @@ class Run:
         """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
         writes metrics and state, and stops where it was asked to.
 
-        rows    how many there are to draw from, or their numbers; or the script's own order, a function of a
-                step that gives what loop.batches does from there on; None: no rows are given
+        rows    how many there are to draw from, or their numbers; None: the script draws its own
         least   an epoch's last batch is left out where it has fewer rows; default one for each rank
         """
         args = self.args
-        self.order = rows if callable(rows) else lambda step: itertools.repeat(None)
-        if rows is not None and not callable(rows):
+        self.order = lambda step: itertools.repeat(None)
+        if rows is not None:
             self.order = lambda step: batches(rows, args.batch_size, args.seed, step, least or self.world)
         self.signals = []
         handle_signals(self.hear)
