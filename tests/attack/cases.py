@@ -428,7 +428,8 @@ def judged(case, code, out, err, here, before):
         announced = out.count("stopping when this step is done and saved") == in_a_step or case.shell == "|"
         return None if right and announced and code == 130 else "no word of a stop"
     if case.wanted == "killed":
-        return None if code == -signal.SIGKILL and whole and not err else "it is not killed"
+        killed = code in (-signal.SIGKILL, -signal.SIGXFSZ)
+        return None if killed and whole and not err else "it is not killed, or leaves half a file"
     if code not in {"one line": [2], "accepted": [0], "either": [0, 2]}[case.wanted]:
         return f"wanted {case.wanted}"
     if code == 2:

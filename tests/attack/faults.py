@@ -41,11 +41,11 @@ STAGES = {
     "reading data": ("load_data", FIRST), "reading held-out data": ("load_sts", FIRST),
     "building the model": ("build_model", FIRST), "copying code": ("write_code", FIRST),
     "tokenising": ("tokenise_table", FIRST), "the first evaluation": ("note_before", FIRST),
-    "a step": ("compute_loss", STEP.format(1)), "an evaluation": ("keeps", STEP.format(2)),
+    "a step": ("sum_gradients", STEP.format(1)), "an evaluation": ("keeps", STEP.format(2)),
     "saving weights": ("new_files", STEP.format(2)), "saving state.pt": ("write_state", STEP.format(3)),
     "the end": ("done", LAST)}
 LACKING = {script: ("load_sts", "tokenise_table") for script in SCRIPTS if script not in SENTENCES}
-LACKING["childtuning"] += "note_before", "keeps"
+LACKING["childtuning"] += ("note_before",)
 SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
 
 
@@ -71,9 +71,16 @@ def of_signals():
 
 KILLS = {"before there is a checkpoint": "write_code", "half of args.json": "write_code write_whole sync",
          "half of the tokens": "write_tokens tokenise", "metrics without a checkpoint": "write_metrics sync",
-         "half of the weights": "new_files sync sync", "weights without state.pt": "new_files write_state",
-         "half of state.pt": "write_state sync", "a second state.pt": "write_state write_state sync",
+         "weights without state.pt": "new_files write_state", "state.pt is written": "write_state sync",
          "the end": "done"}
+HALVES = {"half of the weights": ("new_files", 10_000), "half of state.pt": ("write_state", 5_000),
+          "half of a second state.pt": ("write_state write_state", 5_000)}
+
+
+def kill_while_writing(size):
+    """The signal of a file that grows too large ends the process as kill -9 does, within its write."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    full_disk(size)
 
 
 def half_a_row():
@@ -86,6 +93,8 @@ def of_kills():
     stopped = partial(usual, script="simcse", argv=SIMCSE, wanted="killed", again=())
     for stage, names in KILLS.items():
         yield stopped(f"kill -9: {stage}", at=(names, kill))
+    for stage, (names, size) in HALVES.items():
+        yield stopped(f"kill -9: {stage}", at=(names, partial(kill_while_writing, size)))
     yield stopped("kill -9: a row of metrics.jsonl", at=("write_state sum_gradients", half_a_row))
     yield stopped("kill -9: --resume begins", at=("write_state sum_gradients", kill),
                   then=[("begin write_whole sync", kill)])
