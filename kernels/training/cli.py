@@ -48,8 +48,11 @@ def afford(what, needed):
 
 
 def memory():
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of this machine's memory; if the system does not tell, more than any machine has."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):              # Windows
+        return 2**63
 
 
 def say(label, text):
@@ -296,7 +299,7 @@ def handle_signals(handler):
             signal.signal(kind, handler)
 
 
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def fill(args, defaults):

@@ -1,6 +1,5 @@
 """The folder of a run: --out checked, its code kept, files in it replaced whole; and whether data changed."""
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -56,7 +55,8 @@ def new_file(path, mode="w"):
     path = Path(path)
     path.unlink(missing_ok=True)
     text = {} if "b" in mode else dict(encoding="utf-8", newline="")
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), mode, **text)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return open(os.open(path, flags, 0o666), mode, **text)
 
 
 def check_files(folder, named):
@@ -93,9 +93,12 @@ def lock(out):
     try:
         file = open(out / RUNNING, "x")
     except FileExistsError:                                    # its content stays: it may be another's, too
-        file = open(os.open(out / RUNNING, os.O_RDWR | os.O_NOFOLLOW), "r+")
+        file = open(os.open(out / RUNNING, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+")
     try:
+        import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:                                        # Windows
+        pass
     except (BlockingIOError, PermissionError):
         fail(f"--out {out}: another process is at work in it; let it end, or name another folder")
     return file

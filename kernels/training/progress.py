@@ -1,6 +1,6 @@
 """Progress of long work: a bar on a terminal, lines in a log, and the time that is left."""
 import contextlib
-import resource
+import math
 import sys
 import time
 
@@ -109,4 +109,8 @@ def peak_gb(device):
     if device.type == "cuda":
         import torch
         return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:                                        # Windows
+        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
