@@ -69,6 +69,7 @@ def test_a_table_can_be_gone_through_again(kind, header, packed, tmp_path):
     ("nli.csv", "sent0,sent1,hard_neg\n", r"nli\.csv: no rows"),
     ("nli.csv", "sent0,sent1\nA,b\n\nA,b\n", r"nli\.csv line 3: 0 columns, wanted 2"),
     ("nli.tsv", "A\tb\nA\n", r"nli\.tsv line 2: 1 columns, wanted 2"),
+    ("nli.jsonl", '["A", "b"]\n["A", "b", "c"]\n', r"nli\.jsonl line 2: 3 columns, wanted 2"),
     ("nli.csv", "\n\nA,b\n", r"nli\.csv line 1: 0 columns, wanted 2 \(1 more rows are wrong: line 2\)"),
     ("nli.tsv", 'A\t"b"\nA\t"""b"" c"\n', r"nli\.tsv line 2: a cell quoted as in \.csv; .*"),
     ("nli.tsv", '"A"\t"b"\n"A, c"\t"b"\n', r"nli\.tsv: all cells are quoted as in \.csv; .*"),
