@@ -9,7 +9,7 @@ from ..cli import is_first_rank, say
 
 
 def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl):
-    """Return simcse.simcse_loss of unit rows, with the negatives left out that have their anchor's positive's id.
+    """SimCSE's loss of unit rows, without the negatives that have the id of their anchor's positive.
 
     z1, z2, hard    (N, D) anchors, (M, D) positives and a list of (M, D) hard negatives, unit rows
     ids             (M, 1 + n) integers, of the texts of the positives and of the n hard negatives

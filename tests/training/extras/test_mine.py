@@ -89,7 +89,8 @@ def test_draws(monkeypatch):
 def test_prompts():
     """Anchors are read behind one prompt and positives behind the other, whatever their order by length."""
     model = SimpleNamespace(device=torch.device("cpu"), bf16=False, prompts=("q: ", "p: "))
-    model.embed_texts = lambda texts: torch.tensor([[len(text), ord(model.scored[0])] for text in texts]).float()
+    mark = lambda text: [len(text), ord(model.scored[0])]
+    model.embed_texts = lambda texts: torch.tensor([*map(mark, texts)]).float()
     q, k = mine.embed(model, ["a", "bbb", "cc"], torch.tensor([0, 1]), torch.tensor([1, 2]))
     wanted = torch.tensor([[1, 113], [3, 113], [3, 112], [2, 112]]).float()
     assert torch.cat([q, k]).allclose(F.normalize(wanted, dim=1))
