@@ -61,7 +61,7 @@ def run(name, out, *flags):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as lines:
         patch.setattr(script, "Run", lambda *args: made.append(start(*args)) or made[0])
         patch.setattr(script, "sum_gradients", measured)
-        patch.setattr("kernels.training.extras.sentence_papers.sum_gradients", measured)   # simcse.py's other loop
+        patch.setattr("kernels.training.extras.sentence_papers.sum_gradients", measured)   # simcse's other
         script.main([*map(str, flags), "--out", str(out), *keep])
     said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
     steps, state = metrics(out), torch.load(out / "state.pt", weights_only=True)
