@@ -1,5 +1,5 @@
-"""Runs that cannot begin again, streams that are closed, a disk and a memory that are full, names that steer a
-terminal. Faults at each stage of a run: tests/attack/faults.py."""
+"""Runs that cannot begin again, tokens that are cut, closed streams, a disk and a memory that are full, names
+that steer a terminal. Faults at each stage of a run: tests/attack/faults.py."""
 import contextlib
 import json
 import os
