@@ -60,7 +60,7 @@ def test_what_is_asked_of_the_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize("sizes, more, wanted", [
     ([MB], dict(rows=10_000), (10_000, ["a"])), ([256 * MB], dict(rows=64), (64, ["a"])),
     ([256 * MB, MB], dict(rows=64), (63, ["a", "b"])), ([300 * MB], {}, (1, ["a"])),
-    ([0], dict(rows=0), (10_000, ["a"])), ([MB], dict(encoding="DELTA_BYTE_ARRAY"), (256, [])),
+    ([0], dict(rows=0), (10_000, ["a"])), ([MB], dict(rows=10_000, encoding="DELTA_BYTE_ARRAY"), (256, [])),
     ([300 * MB], dict(kind="INT64"), (10_000, [])),
     ([MB, 2**60], {}, r"a\.parquet: column b would need .* GB of memory, this machine has .*")])
 def test_rows_of_a_batch(sizes, more, wanted, tmp_path):
