@@ -232,7 +232,8 @@ GOOD = "A dog.,A hound.,A cat.\n" * 4
     (GOOD, "--data data.txt --save-triples data.csv", r"--save-triples data\.csv: wanted .*"),
     (GOOD, "--save-triples new.csv", r"--save-triples new\.csv: data\.csv holds triples already"),
     (GOOD, "--synonym-rate nan", r"argument --synonym-rate: nan: wanted a number from 0 to 1"),
-    (GOOD, "--data data.txt --wordnet=", r"data\.txt holds texts, which want --wordnet, a .*")])
+    (GOOD, "--data data.txt --wordnet=", "--wordnet: an empty name, .*"),
+    (GOOD, "--data data.txt", r"data\.txt holds texts, which want --wordnet, a .*")])
 def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
     monkeypatch.chdir(tmp_path)
     for name in ("data.csv", "data.txt"):
