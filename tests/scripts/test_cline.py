@@ -232,8 +232,7 @@ GOOD = "A dog.,A hound.,A cat.\n" * 4
     (GOOD, "--data data.txt --save-triples data.csv", r"--save-triples data\.csv: wanted .*"),
     (GOOD, "--save-triples new.csv", r"--save-triples new\.csv: data\.csv holds triples already"),
     (GOOD, "--synonym-rate nan", r"argument --synonym-rate: nan: wanted a number from 0 to 1"),
-    (GOOD, "--data data.txt --wordnet=", "--wordnet: an empty name, .*"),
-    (GOOD, "--data data.txt", r"data\.txt holds texts, which want --wordnet, a .*")])
+    (GOOD, "--data data.txt --wordnet=", "--wordnet: an empty name, .*")])
 def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
     monkeypatch.chdir(tmp_path)
     for name in ("data.csv", "data.txt"):
@@ -241,3 +240,9 @@ def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
     rates = ["--synonym-rate", 1, "--antonym-rate", 1]
     start = [*COMMAND[:-1], "data.csv", "--batch-size", 2, "--steps", 1, *rates]
     refuse("cline", capfd, wanted, *start, *flags.split())
+
+
+def test_texts_want_wordnet(here, capfd):
+    Path("texts.txt").write_text("A dog.\nA cat.\n")
+    wanted = r"texts\.txt holds texts, which want --wordnet, a .*"
+    refuse("cline", capfd, wanted, "--model", "scratch", "--data", "texts.txt")
