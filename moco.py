@@ -205,7 +205,6 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
     queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
     returns    scalar float32, float64 for float64
-    raises     ValueError naming the argument, what it was and what is wanted
     source     He et al. 2020, eq. 1
     """
     check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))

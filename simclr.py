@@ -245,7 +245,6 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     offset        this rank's first row in them
     normalize     False: products of projections as they are, whatever their lengths
     returns       scalar float32, float64 for float64; one picture: 0. The released code returns twice this
-    raises        ValueError naming the argument, what it was and what is wanted
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
     checks.check_flag("normalize", normalize)
@@ -296,7 +295,6 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     base_temperature  the released code multiplies by temperature / base_temperature, 0.07 there; None: the
                       paper's loss
     returns           scalar float32, float64 for float64; a view without positives adds 0 and counts
-    raises            ValueError naming the argument, what it was and what is wanted
     source            Khosla et al. 2020, L^sup_out
     """
     check_rows(features=(features, "N V D"), labels=(labels, "N", int, None))

@@ -125,7 +125,6 @@ def noise(gradient, mask, size):
     gradient     (n, L, H) of a loss by the embedded tokens, any float type; where it is 0, so is the step
     mask         (n, L) integers, 0 for padding, which gets none
     size         0.1 in the released code
-    raises       ValueError naming the argument, what it was and what is wanted
     source       Zeng et al. 2021; a text's step has no length of its own, as in Miyato et al. 2017, eq. 5
     """
     check_rows(gradient=(gradient, "n L H"), mask=(mask, "n L", int))

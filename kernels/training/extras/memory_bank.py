@@ -29,7 +29,6 @@ def update_bank(bank, rows, q, momentum):
 
     bank       (M, D) unit vectors, one of each picture
     rows, q    (n,) integers, different ones, and (n, D) unit queries
-    raises     ValueError naming the argument, what it was and what is wanted
     source     Wu et al. 2018, released code
     """
     check_rows(bank=(bank, "M D"), rows=(rows, "n", int), q=(q, "n D"))

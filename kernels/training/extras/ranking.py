@@ -15,7 +15,6 @@ def ranking_loss(scores, reference, margin=0.01, form="paper"):
     form        "paper"; "code": the mean over candidates, and over the pairs of each distance j − i, for the
                 sum, so that distant pairs weigh more
     returns     scalar
-    raises      ValueError naming the argument, what it was and what is wanted
     source      Liu and Liu 2021, arXiv 2106.01890
     """
     check_rows(scores=(scores, "B C"), reference=(reference, "B"))

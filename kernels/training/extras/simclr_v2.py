@@ -13,7 +13,6 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
 
     logits, teacher_logits    (N, C) of student and teacher, any float type; the teacher's get no gradient
     returns                   scalar of the student's type
-    raises                    ValueError naming the argument, what it was and what is wanted
     source                    Chen et al. 2020, SimCLR v2, distillation
     """
     check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
