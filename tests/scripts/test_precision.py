@@ -1,6 +1,6 @@
 """--precision: what reaches the kernels of each script, and what the type costs in which unit rows meet.
 
-    python tests/test_precision.py        the errors in docs/results.md, in two minutes
+    python tests/scripts/test_precision.py        the errors in docs/results.md, in two minutes
 """
 import math
 import sys
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import dclr  # noqa: E402 - the path first
 import ease  # noqa: E402

@@ -1,4 +1,4 @@
-"""Transformers that read sentences: loaded, with pooling and head; layout.py has their folders."""
+"""Transformers that read sentences: loaded, with pooling and head; checkpoint.py has their folders."""
 import contextlib
 import re
 from pathlib import Path
