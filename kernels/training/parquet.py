@@ -14,13 +14,12 @@ def read_parquet(path):
         fail(f"{path}: a .parquet wants the package pyarrow; pip install pyarrow, or write it as .jsonl")
     with opened(path) as file:
         try:
-            number = 0
+            done = 0
             for batch in read_batches(ParquetFile, file, path):
-                for cells in zip(*batch.columns):              # a row at a time becomes Python's
-                    number += 1
-                    place = f"row {number}"
-                    yield place, {name: unpack(cell, f"{path} {place}: column {name}")
-                                  for name, cell in zip(batch.schema.names, cells)}
+                names = batch.schema.names
+                columns = [cells_of(column, path, name, done) for column, name in zip(batch.columns, names)]
+                for done, cells in enumerate(zip(*columns), done + 1):    # a row at a time becomes Python's
+                    yield f"row {done}", dict(zip(names, cells))
         except Fault:
             raise
         except Exception as error:                             # whatever pyarrow makes of a damaged file
@@ -50,13 +49,29 @@ def read_batches(ParquetFile, file, path):
         yield from table.iter_batches(max(1, min(most, BYTES // max(1, size))), row_groups=[i])
 
 
+def cells_of(column, path, name, done):
+    """Yields the cells of a pyarrow Array, the column of this name behind so many rows, as plain Python."""
+    size = None
+    if hasattr(column, "dictionary"):
+        import pyarrow.compute as pc
+        size = pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
+    if size is not None and size <= LONGEST:                   # in all cells together
+        yield from column.dictionary_decode().to_pylist()
+    else:
+        for number, scalar in enumerate(column, done + 1):
+            yield unpack(scalar, f"{path} row {number}: column {name}")
+
+
 def unpack(scalar, place):
-    """The cell of a pyarrow Scalar as plain Python; a text or a list of over LONGEST letters is a Fault."""
+    """The cell of a pyarrow Scalar as plain Python; a text or a list of over LONGEST bytes is a Fault."""
     is_list = type(scalar).__name__.endswith("ListScalar") and scalar.is_valid
     found, size = [], 0
     for part in scalar.values if is_list else [scalar]:
-        found.append(part.as_py())
-        size += len(found[-1]) if isinstance(found[-1], (str, bytes)) else 0
-        if size > LONGEST:
+        if hasattr(part, "dictionary") and part.is_valid:      # where pyarrow has each different text once
+            size += part.dictionary.slice(part.index.as_py(), 1).nbytes
+        elif hasattr(part, "as_buffer") and part.is_valid:
+            size += part.as_buffer().size
+        if size > LONGEST:                                     # before it is copied
             fail(f"{place}: over {LONGEST >> 20} MB; shorten the cell, or delete the row")
+        found.append(part.as_py())
     return found if is_list else found[0]

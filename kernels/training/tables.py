@@ -40,7 +40,7 @@ class Table:
         self.kind = self.path and Path(self.path.name.lower().removesuffix(".gz")).suffix
         if self.path and self.kind not in READERS:
             fail(f"{data}: wanted a name that ends in {', '.join(KINDS[:-1])} or {KINDS[-1]}; .gz may follow")
-        self.length, self.was, self.sample = self.rows and len(self.rows), None, None
+        self.length, self.was, self.sample = None if self.path else len(self.rows), None, None
 
     def __len__(self):
         return self.length

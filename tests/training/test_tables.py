@@ -157,6 +157,7 @@ def test_rows_in_memory(rows, wanted):
     if isinstance(wanted, str):
         with pytest.raises(Fault, match=wanted.format(named) + "$"):
             read_table(Table(rows), empty_cell)
+        assert len(Table(rows)) == len(rows)
         return
     before, (header, table) = repr(rows), read_table(Table(rows), empty_cell)
     assert header == (["b", "a"] if isinstance(rows[0], dict) else None) and len(table) == 2
