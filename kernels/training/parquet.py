@@ -18,7 +18,8 @@ def read_parquet(path):
             for batch in read_batches(ParquetFile, file, path):
                 names = batch.schema.names
                 columns = [cells_of(column, path, name, done) for column, name in zip(batch.columns, names)]
-                for done, cells in enumerate(zip(*columns), done + 1):    # a row at a time becomes Python's
+                for cells in zip(*columns):                    # a row at a time becomes Python's
+                    done += 1
                     yield f"row {done}", dict(zip(names, cells))
         except Fault:
             raise

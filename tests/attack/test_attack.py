@@ -53,11 +53,14 @@ def test_one_line_or_a_right_result(case):
 
 def main():
     chosen = [case for case in CASES if all(part in name(case) for part in sys.argv[1:])]
+    outcomes = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        outcomes = list(pool.map(outcome, chosen))
-    for case, (verdict, said) in zip(chosen, outcomes):
-        if verdict == "failed" or len(chosen) < 30:
-            print(f"{verdict:8}  {name(case)!a}\n          {said!a}")
+        for case, (verdict, said) in zip(chosen, pool.map(outcome, chosen)):
+            outcomes.append((verdict, said))
+            if verdict == "failed" or len(chosen) < 30:
+                print(f"{verdict:8}  {name(case)!a}\n          {said!a}", flush=True)
+            if len(outcomes) % 100 == 0:
+                print(f"{len(outcomes):,} of {len(chosen):,} cases", file=sys.stderr, flush=True)
     print("\n| category | tried | one line | accepted | failed |\n|---|---:|---:|---:|---:|")
     for category in [*CATEGORIES, "all"]:
         found = Counter(verdict for case, (verdict, _) in zip(chosen, outcomes)
