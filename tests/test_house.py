@@ -15,7 +15,7 @@ BANNERS = ["flags", "data and model", "the paper", "evaluation", "main"]       #
 # Goals not reached yet: kernels 3,600, training 3,800, extras 1,700, tests 10,000. What is above them keeps
 # behaviour that tests and the attack check: one-line errors, exact resume, foreign models, large files.
 LINES = {"simcse.py": 230, "the ten scripts": 3_600, "the longest script": 460, "kernels": 4_100,
-         "training without extras": 5_750, "extras": 2_780, "tests": 16_650}
+         "training without extras": 5_760, "extras": 2_780, "tests": 16_650}
 FUNCTION, MAIN = 50, 60
 
 
