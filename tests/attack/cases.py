@@ -52,6 +52,7 @@ SCRIPTS = {name: flags.split() for name, flags in {
     "vascl": f"--data few.txt {TEXT} --neighbours 2 --radius 0.2",
     "dclr": f"--data few.txt --guide bert {TEXT} --phi 0.994",
     "childtuning": f"--data topics.tsv --mode F {TEXT}"}.items()}
+OURS = *(str(ROOT / f"{name}.py") for name in SCRIPTS), str(ROOT / "kernels")       # a .venv may lie in ROOT
 SECONDS, MEMORY, LINE = 60, 4 * 2**30, 2000                    # what a case may take; characters of a line
 
 
@@ -162,7 +163,7 @@ def watch(names, action, reached):
 
     def call(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_name == left[0] and code.co_filename.startswith(str(ROOT)):
+        if event == "call" and code.co_name == left[0] and code.co_filename.startswith(OURS):
             del left[0]
             if not left:
                 act()
