@@ -234,7 +234,8 @@ class Flags(argparse.ArgumentParser):
             value = getattr(parsed, name, None)
             if value == "" or isinstance(value, list) and "" in value:
                 fail(f"--{name.replace('_', '-')}: an empty name, which would be this folder")
-        if not any(getattr(parsed, name) for name, kind in self.inputs.items() if kind.endswith("data")):
+        data = (getattr(parsed, name) for name, kind in self.inputs.items() if kind.endswith("data"))
+        if parsed.evaluate and not any(data):
             fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
 
     def error(self, message):
