@@ -247,7 +247,7 @@ def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device == "cuda"
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser("kernels.benchmark", description=__doc__, formatter_class=style)
     parser.error = fail                                        # in one line, without the usage
     add = parser.add_argument
     add("--loss", nargs="+", choices=PRODUCTS, help="losses to run (default: the grid's)")

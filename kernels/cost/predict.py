@@ -107,7 +107,7 @@ def make_parser():
         return float(text)
 
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser("kernels.cost", description=__doc__, formatter_class=style)
     parser.error = fail                                        # in one line, without the usage
     add = parser.add_argument
     add("--loss", choices=PRODUCTS, help="with --size; default: six targets")
