@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from kernels.benchmark import measure as benchmark
 from kernels.benchmark import report as benchmark_report
+from kernels.printing import program
 from kernels.paths import HAS_TRITON
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +126,7 @@ def test_flags_are_refused(flags, wanted, tmp_path, monkeypatch, capsys):
         benchmark.main(flags.split())
     out, error = capsys.readouterr()
     name, said = error.split(": ", 1)
-    assert (end.value.code, out, name) == (2, "", Path(sys.argv[0]).name)
+    assert (end.value.code, out, name) == (2, "", program())
     assert re.sub("choose from .*[)]", "choose from NAMES)", said) == wanted + "\n"
 
 
