@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from kernels.benchmark import measure as benchmark
 from kernels.benchmark import report as benchmark_report
-from kernels.printing import program
 from kernels.paths import HAS_TRITON
+from kernels.printing import program
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "kernels" / "results" / "cpu.json"
