@@ -1,84 +1,99 @@
 """DCLR: Debiased Contrastive Learning of Unsupervised Sentence Representations. Zhou, Zhang, Zhao, Wen, ACL
 2022, arXiv 2205.00656.
 
-Unsupervised SimCSE with other negatives. If a finished model, the guide, finds a sentence similar to the
-anchor, the sentence is likely no negative: its weight is 0. And noise is added as negatives, because
-sentences leave much of the space empty: Gaussian vectors n_k, moved a few steps of length β up the gradient
-of the loss of all anchors against them, at a temperature τ_u. With anchors z1, positives z2,
-s(a, b) = cos(a, b) / τ, the guide's embeddings f, and w_ij = 0 where cos(f_i, f_j) ≥ φ, else 1:
+Unsupervised SimCSE (simcse.py) with other negatives. First, a sentence is not used as a negative of an anchor
+if a second, frozen encoder, the guide, finds the two similar. Second, noise vectors n_k are negatives of all
+anchors: Gaussian vectors, moved by a few steps of gradient ascent that make them harder. For N anchors z1_i
+with positives z2_i, the same sentences under another dropout mask:
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]
 
-Data: one sentence per line of .txt, or one column of .csv .tsv .json .jsonl .parquet. Scored pairs for --dev,
-which chooses the best checkpoint (without it the last one is kept), and for --test: columns sentence1,
-sentence2, score (0 to 5), by header, or the score first or last.
+s(a, b) is cos(a, b) / τ with the temperature τ. w_ij is 0 if the guide's embeddings f have cos(f_i, f_j) ≥ φ,
+else 1. Each step moves every n_k by the length β along the gradient of Σ_i log Σ_k exp(cos(z1_i, n_k) / τ_u),
+with a temperature τ_u of its own.
 
     python simcse.py --model scratch --data tests/data/sentences.txt --out out/guide
     python dclr.py --model scratch --guide out/guide --data tests/data/sentences.txt --dev tests/data/sts.tsv
     torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
 
-Expected: the paper's BERT-base has 77.22 Spearman as the mean of seven STS test sets (SimCSE 76.25). Its code
-is that of the third command with --form code. Nobody has published a run of the default, the paper's
-equations. The defaults are BERT-base's. RoBERTa takes its own SimCSE as --guide and --phi 0.85, its base
---noise-times 2.5. Large models start from a SimCSE (--model), whose pooler alone is the head (--head pooler),
-and take --batch-size 256 --epochs 1 --noise-times 3, RoBERTa 5 and --lr 1e-5. The authors advise a search for
-φ and the noise.
+Data: a .txt file with one sentence per line, or one column of a .csv .tsv .json .jsonl or .parquet file.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5) with a header, or without one
+and the score first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
-Departures from the released code: an empty cell, there a space, is an error; under torchrun the gradient is
-the one of the global batch, there 1/world of it; padding is masked; the guide has no dropout; φ does not move
-with τ; --dev alone selects. What else differs is --form code: its loss (one_against_all), all of z2 in the
-ascent too, and a head on top of the encoder's pooler. The paper has noise of its own for each sentence; here,
-as released, a batch shares it.
+Published result of the released code (the third command with --form code): BERT-base reaches 77.22 Spearman
+as the mean of seven STS test sets, SimCSE 76.25. None is published for the paper's equations, the default.
+Flags of the released scripts for other models; SimCSE-X is an unsupervised SimCSE checkpoint of model X:
+    RoBERTa-base    --model roberta-base --guide SimCSE-RoBERTa-base --phi 0.85 --noise-per-sentence 2.5
+    BERT-large      --model SimCSE-BERT-large --head pooler --batch-size 256 --epochs 1 --noise-per-sentence 3
+    RoBERTa-large   --model SimCSE-RoBERTa-large --head pooler --batch-size 256 --epochs 1 --lr 1e-5
+                    --guide SimCSE-RoBERTa-base --phi 0.85 --noise-per-sentence 5
+The authors advise a search over --phi and --noise-per-sentence.
+
+Departures from the released code:
+  - The released code reads an empty cell as one space; this script reports an error.
+  - With several GPUs, the released code divides the gradient by the number of GPUs; this script does not.
+  - The released code attends to padding in training; this script masks it.
+  - The released code runs the guide with dropout; this script runs it without.
+  - The released code compares the guide's cosine with 20 φ τ; this script compares it with φ.
+  - The released code selects the checkpoint on STS-B and SICK-R; this script selects it on --dev.
+--form code follows the released code in three other points. The loss is the mean of −log q_ii and
+−log(1 − q_ij), where q_i is the softmax of w_ij s_ij over all keys. The noise maximises
+Σ_i log( Σ_k exp(cos(z1_i, n_k) / τ_u) + Σ_j exp(cos(z1_i, z2_j) / τ_u) ). The head has two layers, the
+pretrained pooler and a new one.
+The paper has separate noise for each sentence; the released code and this script share it within a batch.
 """
-from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
-    parser = Flags(__doc__)
-    add, common = parser.add_argument, parser.common
-    common("--pooling", said="its folder's, else cls (paper), scratch avg, a decoder's last")
-    common("--head", said="its folder's, else for cls train-only (paper)")
-    common("--prompt", said="its folder's, else none")
-    add("--guide", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
-        help="complementary model, a hub name or local folder; default the paper's")
+    parser = ScriptParser(__doc__)
+    add, shared = parser.add_argument, parser.add_shared
+    shared("--form", "paper")
+    shared("--temperature", 0.05, "0.05 (paper)")
     add("--phi", type=at_least(-1), default=0.9,
-        help="φ, the guide's cosine from which on none is a negative; default 0.9 (paper)")
-    add("--noise-times", type=at_least(0), default=1.0, help="noise vectors a sentence; default 1 (paper)")
+        help="φ: sentences whose guide cosine with the anchor is ≥ φ are not negatives; default 0.9 (paper)")
+    add("--noise-per-sentence", type=at_least(0), default=1.0,
+        help="noise negatives per sentence of the batch; default 1 (paper)")
     add("--noise-steps", type=at_least(0, int), default=4,
-        help="steps of the noise up the gradient; default 4 (paper)")
+        help="gradient-ascent steps that move the noise; default 4 (paper)")
     add("--noise-step-size", type=at_least(0), default=1e-3,
-        help="β, length of such a step; default 1e-3 (released code)")
+        help="β, length of one noise step; default 1e-3 (released code)")
     add("--noise-temperature", type=at_least(1e-4),
-        help="τ_u, of the loss that the noise climbs; default --temperature (released code)")
-    common("--form", "paper")
-    add("--mlm-weight", type=at_least(0), default=0.0, help="of a masked-LM loss; default 0: off; code 0.1")
-    parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
-    common("--columns", said="by the header, else all")
-    common("--model", "bert-base-uncased")
-    common("--out", "out/dclr")
-    common("--batch-size", said="128 (paper), scratch 32")
-    common("--chunk-size", said="the batch")
-    common("--epochs", said="3 (paper), scratch 4")
-    common("--steps", said="by --epochs")
-    common("--lr", said="3e-5 (paper), scratch 2e-3, falling linearly to 0")
-    common("--temperature", 0.05, "0.05 (paper)")
-    common("--max-length", 32, "32 (paper)")
-    common("--seed", 42)
-    common("--eval-every", 125, "125 (released scripts)")
-    common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--log", "--precision")
+        help="τ_u, temperature of the noise's objective; default --temperature (released code)")
+    add("--mlm-weight", type=at_least(0), default=0.0,
+        help="weight of the masked-LM loss; 0: off; default 0 (0.1 in the released code if it has this loss)")
+    add("--guide", group="model", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
+        help="frozen encoder that finds false negatives (the paper's complementary model): a hub name or a "
+             "local folder; default princeton-nlp/unsup-simcse-bert-base-uncased (paper)")
+    parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
+    shared("--eval-every", 125, "125 (released scripts)")
+    shared("--columns", shown="chosen by the header, else all")
+    shared("--max-length", 32, "32 (paper)")
+    shared("--model", "bert-base-uncased")
+    shared("--pooling", shown="as saved with --model, else cls (paper), avg for scratch, last for a decoder")
+    shared("--head", shown="as saved with --model, else train-only with cls pooling (paper), else none")
+    shared("--prompt", shown="as saved with --model, else none")
+    shared("--batch-size", shown="128 (paper), 32 with --model scratch")
+    shared("--chunk-size", shown="the whole batch")
+    shared("--epochs", shown="3 (paper), 4 with --model scratch")
+    shared("--steps", shown="from --epochs")
+    shared("--lr", shown="3e-5 (paper), 2e-3 with --model scratch; linear decay to 0")
+    shared("--seed", 42)
+    shared("--impl", "auto")
+    shared("--out", "out/dclr")
+    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
-# Defaults for flags that were not given: the paper's (BERT-base), and for a small random BERT.
-PAPER = dict(batch_size=128, lr=3e-5, epochs=3)
-SCRATCH = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)
+# Defaults of flags that were not given
+PAPER_DEFAULTS = dict(batch_size=128, lr=3e-5, epochs=3)                       # BERT-base
+SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # with --model scratch
 
 
 if __name__ == "__main__":
-    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
 
 import argparse
 
@@ -88,53 +103,55 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients
+from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch
 from kernels.training.run import Run
-from kernels.training.tables import SENTENCES, describe_table, empty_cell, read_table
+from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, read_table
 from kernels.training.text.encoders import build_encoder, describe_model
-from kernels.training.text.evaluation import HeldOut, score
-from kernels.training.text.mlm import free_decoder, masked_lm_loss
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.text.evaluation import Evaluator, evaluate_model
+from kernels.training.text.mlm import masked_lm_loss, untie_decoder
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
-    """The Table of sentences; fills the flags that were not given (PAPER, SCRATCH)."""
-    header, table = read_table(path, empty_cell, roles=SENTENCES, columns=args.columns)
+    """Return the Table of sentences, and set the defaults of flags that were not given."""
+    header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     place, cells = next(iter(table))
-    if (columns := len(cells)) != 1:
-        fail(f"{path} {place}: {columns} columns, wanted 1 (sentence), as by --columns 1")
+    if len(cells) != 1:
+        fail(f"{path} {place}: {len(cells)} columns, expected 1 (sentence); choose one, as with --columns 1")
     if args.phi > 1:
-        fail(f"--phi {args.phi}: wanted a cosine, from -1 to 1")
-    fill(args, (SCRATCH if args.model == "scratch" else PAPER) | dict(noise_temperature=args.temperature))
+        fail(f"--phi {args.phi}: expected a cosine, from -1 to 1")
+    defaults = SCRATCH_DEFAULTS if args.model == "scratch" else PAPER_DEFAULTS
+    fill_defaults(args, defaults | dict(noise_temperature=args.temperature))
     if len(table) < 2 or args.batch_size > len(table):
-        fail(f"{path}: {len(table)} rows, wanted at least 2 and --batch-size, which is {args.batch_size}")
-    say("dclr", f"unsupervised: {describe_table(table, header)}")
+        fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
+    log("dclr", f"unsupervised: {describe_table(table, header)}")
     return table
 
 
 def build_model(args, run):
-    """The encoder without its pretrained pooler, with what is trained beside it: the head, a masked LM."""
+    """Return the encoder with its pooling and head, and with a masked-LM decoder if --mlm-weight is given."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     model = build_encoder(args, run, "cls", "train-only", auto)
-    if args.form == "code" and model.origin == "new" and model.pooler[0] is not None:
-        model.head = torch.nn.Sequential(*model.pooler[0], *model.head)
+    if args.form == "code" and model.head_origin == "new" and model.pooler[0] is not None:
+        model.head = torch.nn.Sequential(*model.pooler[0], *model.head)        # pretrained pooler, new layer
     if model.lm is not None:
-        free_decoder(model.lm)
-    say("model", describe_model(model, args))
+        untie_decoder(model.lm)
+    log("model", describe_model(model, args))
     return model.to(run.device)
 
 
 def build_guide(args, run):
-    """The complementary model, which is neither trained nor saved. It embeds as its folder says, or else by
-    the output of its pooler (released code)."""
-    asked = argparse.Namespace(model=args.guide, evaluate=True)
-    guide = build_encoder(asked, run, flag="--guide")
-    if guide.layout is None and guide.pooler[0] is not None:
-        guide.head, guide.keep_head, guide.origin = guide.pooler[0], True, "pooler"
-    say("guide", describe_model(guide, asked))
+    """Return the guide, which is neither trained nor saved. It embeds as its folder describes, or else by the
+    output of its pooler (released code)."""
+    guide_args = argparse.Namespace(model=args.guide, evaluate=True)
+    guide = build_encoder(guide_args, run, flag="--guide")
+    if guide.saved_settings is None and guide.pooler[0] is not None:
+        guide.head, guide.head_origin = guide.pooler[0], "pooler"
+        guide.keep_head = True                                 # also in eval mode
+    log("guide", describe_model(guide, guide_args))
     return guide.eval().requires_grad_(False).to(run.device)
 
 
@@ -142,48 +159,48 @@ def build_guide(args, run):
 
 
 def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, offset=0, impl="auto"):
-    """L: mean loss of N anchors z1 with their positives among z2. Negatives are the rows of z2 that
-    instance_weights leaves, and the noise.
+    """Return the mean loss L of N anchors. Vectors of any length and float type are normalised here.
 
-    z1           (N, D) raw embeddings, any float type; normalised here, a zero vector has cosine 0 with all
-    z2           (M, D) positives, likewise; row offset + i belongs to anchor i
-    noise        (K, D) negatives of all anchors, without gradient; K may be 0
-    f1, f2, phi  as in instance_weights, for the rows of z1 and z2
-    form         "paper": the denominator leaves out the positive | "code": one_against_all, plain PyTorch
-    offset       this rank's first row where z2 and f2 are gathered from all ranks
-    returns      scalar float32, float64 for float64; an anchor without negatives: 0
+    z1           (N, D) anchors; a zero vector has cosine 0 with all others
+    z2           (M, D) positives; row offset + i belongs to anchor i
+    noise        (K, D) negatives of all anchors, which get no gradient; K may be 0
+    f1, f2, phi  guide embeddings of the rows of z1 and z2, and the threshold, as in instance_weights
+    form         "paper": the denominator has negatives only | "code": one_vs_all_loss, in plain PyTorch
+    offset       this rank's first row in z2 and f2, which are gathered from all ranks
+    returns      scalar float32, float64 for float64; an anchor without negatives has loss 0
     source       Zhou et al. 2022, the instance-weighted objective
     """
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), noise=(noise, "k D"), f1=(f1, "N E"), f2=(f2, "M E"))
-    checks.check_alike(z1=z1, z2=z2, noise=noise)
-    checks.check_alike(f1=f1, f2=f2)
+    checks.check_same_dtype(z1=z1, z2=z2, noise=noise)
+    checks.check_same_dtype(f1=f1, f2=f2)
     checks.check_number("phi", phi, -torch.inf, torch.inf)
     checks.check_temperature(temperature, z1.device)
     checks.check_choice("form", form, "paper", "code")
     checks.check_impl(impl)
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
-    f1, f2, noise = (F.normalize(x.detach(), dim=1, eps=1e-8) for x in (f1, f2, noise))
+    f1, f2, noise = [F.normalize(x.detach(), dim=1, eps=1e-8) for x in (f1, f2, noise)]
     if form == "code":
-        with torch.autocast(z1.device.type, enabled=False):    # its products are plain PyTorch's
-            return one_against_all(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
-    own = slice(offset, offset + len(z1))
-    others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
-    positive = (z1 * z2[own]).sum(1) / temperature
-    # log Σ_{j≠i} w_ij exp s(z1_i, z2_j): instance_weights, without storing them
-    negatives = similarity_lse(z1, z2, similar=(f1, f2, phi), **others)
+        with torch.autocast(z1.device.type, enabled=False):    # no half precision in its plain products
+            return one_vs_all_loss(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
+    local = slice(offset, offset + len(z1))                    # the rows of z2 that belong to these anchors
+    positive = (z1 * z2[local]).sum(1) / temperature
+    # log Σ_{j≠i} w_ij exp s(z1_i, z2_j); similar= applies w without storing it
+    negatives = similarity_lse(z1, z2, temperature, exclude="diagonal", similar=(f1, f2, phi), offset=offset,
+                               impl=impl)
     if len(noise):
         negatives = torch.logaddexp(negatives, similarity_lse(z1, noise, temperature, impl=impl))
     return (negatives - positive).where(negatives != -torch.inf, 0).mean()
 
 
 def instance_weights(f1, f2, phi, *, offset=0):
-    """w (N, M): 0 where cos(f1_i, f2_j) ≥ phi, except at j = i + offset, else 1. Source: Zhou et al. 2022.
+    """Return the weights w (N, M): 0 where cos(f1_i, f2_j) ≥ phi and j is not i + offset, else 1.
 
-    f1, f2     (N, E), (M, E) raw embeddings of the guide
-    offset     this rank's first row where f2 is gathered from all ranks
+    f1, f2   (N, E) and (M, E) raw embeddings from the guide
+    offset   this rank's first row in f2, which is gathered from all ranks
+    source   Zhou et al. 2022, instance weighting
     """
     check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
-    checks.check_alike(f1=f1, f2=f2)
+    checks.check_same_dtype(f1=f1, f2=f2)
     checks.check_number("phi", phi, -torch.inf, torch.inf)
     weights = (F.normalize(f1, dim=1, eps=1e-8) @ F.normalize(f2, dim=1, eps=1e-8).T < phi).to(f1.dtype)
     weights.diagonal(offset).fill_(1)
@@ -192,100 +209,109 @@ def instance_weights(f1, f2, phi, *, offset=0):
 
 @torch.no_grad()
 def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *, impl="auto"):
-    """(K, D) raw noise after some steps up the gradient of the loss of all anchors against the noise.
+    """Return the noise (K, D) after `steps` steps of gradient ascent that make it harder for all anchors.
 
-    z1, z2     (N, D) raw embeddings of anchors and positives, any float type; normalised here, no gradient
-    noise      (K, D) where to start, as from torch.randn; K may be 0
-    step_size  length of each row's step; a row without gradient stays where it is (released code: becomes 0)
-    form       "paper": the denominator of the loss holds the noise | "code": and all of z2
+    z1, z2     (N, D) raw embeddings of anchors and positives, any float type; they get no gradient
+    noise      (K, D) starting points, for example from torch.randn; K may be 0
+    step_size  β, length of each row's step; a row with gradient 0 stays in place (released code: becomes 0)
+    form       "paper": the objective is Σ_i log Σ_k exp s(z1_i, n_k) | "code": its sum has all z2_j too
     source     Zhou et al. 2022, noise-based negatives
     """
     check_rows(z1=(z1, "N D"), z2=(z2, "N D"), noise=(noise, "k D"))
-    checks.check_alike(z1=z1, z2=z2, noise=noise)
+    checks.check_same_dtype(z1=z1, z2=z2, noise=noise)
     checks.check_temperature(temperature, z1.device)
     checks.check_choice("form", form, "paper", "code")
     checks.check_impl(impl)
     checks.check_integer("steps", steps, 0)
     checks.check_number("step_size", step_size)
     z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
-    rest = similarity_lse(z1, z2, temperature, impl=impl) if form == "code" else z1.new_tensor(-torch.inf)
+    batch_lse = z1.new_tensor(-torch.inf)                      # log of a sum without terms
+    if form == "code":
+        batch_lse = similarity_lse(z1, z2, temperature, impl=impl)
     for _ in range(steps if len(noise) else 0):
         with torch.enable_grad():
             noise = noise.detach().requires_grad_()
-            lse = similarity_lse(z1, F.normalize(noise, dim=1, eps=1e-8), temperature, impl=impl)
-            gradient, = torch.autograd.grad(torch.logaddexp(lse, rest).sum(), noise)
-        largest = gradient.abs().amax(1, keepdim=True)  # of a row; the squares of a tiny one would vanish
+            noise_lse = similarity_lse(z1, F.normalize(noise, dim=1, eps=1e-8), temperature, impl=impl)
+            gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
+        largest = gradient.abs().amax(1, keepdim=True)         # squares of a tiny gradient would underflow
         noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
     return noise.detach()
 
 
 def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss and of the masked LM's, for a batch of `rows` rows over all ranks: groups
-    of both views, and the guide's embeddings."""
-    batch, f1 = batch
-    z1, z2 = model(batch).chunk(2)
+    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
+    batch: (tokens of both views from model.batch, guide embeddings) of this rank's rows."""
+    tokens, f1 = batch
+    z1, z2 = model(tokens).chunk(2)
     z2, f2 = gather_rows(z2, rows), gather_rows(f1, rows)
-    noise = torch.randn(int(args.noise_times * rows), z2.shape[1], device=z2.device)
+    noise = torch.randn(int(args.noise_per_sentence * rows), z2.shape[1], device=z2.device)
     if dist.is_initialized():
-        dist.broadcast(noise, 0)                               # the same for all ranks
-    shared, climb = dict(form=args.form, impl=args.impl), (args.noise_step_size, args.noise_temperature)
-    with half_products(z1, args):
-        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, *climb, **shared)
-        loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, args.temperature, offset=own_rows(rows).start,
-                         **shared)
+        dist.broadcast(noise, 0)                               # all ranks use the noise of rank 0
+    with loss_autocast(z1, args):
+        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, args.noise_step_size,
+                                args.noise_temperature, args.form, impl=args.impl)
+        loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, args.temperature, args.form,
+                         offset=own_rows(rows).start, impl=args.impl)
     loss = loss * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
-        mlm = masked_lm_loss(model, batch, args.impl)
-        loss, values["mlm"] = loss + args.mlm_weight * mlm, mlm.detach()
+        mlm = masked_lm_loss(model, tokens, args.impl)
+        loss = loss + args.mlm_weight * mlm
+        values["mlm"] = mlm.detach()
     return loss, values
 
 
-def one_against_all(z1, keys, f1, f2, phi, temperature, offset):
-    """The released code's loss: mean over N rows and M keys of −log q_ii and −log(1 − q_ij), where q is the
-    softmax of w_ij s_ij, so that a weight of 0 makes a logit of 0.
+def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
+    """Return the released code's loss: the mean over N anchors and M keys of −log q_ii and −log(1 − q_ij).
 
-    For the largest negative 1 − q is summed from the other terms, because q may round to 1.
+    q_i is the softmax over j of w_ij s_ij: a weight of 0 sets a logit to 0 and does not remove its term. For
+    the largest negative, 1 − q is summed from the other terms, because q may round to 1.
     """
-    def block(z1, keys, start, end):
+    def block(z1, keys, start, end):                           # the sum over these anchors and all keys
         s = z1 @ keys.T / temperature
         s[:, : len(f2)] *= instance_weights(f1[start:end], f2, phi, offset=offset + start)
-        own = offset + torch.arange(start, end, device=s.device)[:, None]
-        top = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)
+        own = offset + torch.arange(start, end, device=s.device)[:, None]      # column of the positive
+        hardest = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)        # of the largest negative
         lse = s.logsumexp(1)
-        negatives, rest = (s.scatter(1, column, -torch.inf).logsumexp(1) for column in (own, top))
-        q = (s - lse[:, None]).exp().scatter(1, torch.cat([own, top], 1), 0)
-        return (lse - rest - F.logsigmoid(s.gather(1, own)[:, 0] - negatives) - torch.log1p(-q).sum(1)).sum()
+        lse_negatives = s.scatter(1, own, -torch.inf).logsumexp(1)
+        lse_but_hardest = s.scatter(1, hardest, -torch.inf).logsumexp(1)
+        others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)  # q of the others
+        # −log(1 − q) of the largest negative, −log q of the positive, −log(1 − q) of the other negatives
+        return (lse - lse_but_hardest - F.logsigmoid(s.gather(1, own)[:, 0] - lse_negatives)
+                - torch.log1p(-others).sum(1)).sum()
 
-    if len(keys) == 1:                                         # no negative
+    if len(keys) == 1:                                         # no negatives: loss 0, with gradient 0
         return 0 * (z1 * keys).sum()
-    z1, keys = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys))
-    return SumOfBlocks.apply(block, z1, keys, max(1, 2**22 // len(keys))) / (len(z1) * len(keys))
+    z1, keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys)]
+    return BlockwiseSum.apply(block, z1, keys, max(1, 2**22 // len(keys))) / (len(z1) * len(keys))
 
 
-class SumOfBlocks(torch.autograd.Function):
-    """Σ block(z1[start:end], keys, start, end). forward takes the gradients of each block, so that only one
-    block is in memory at a time."""
+class BlockwiseSum(torch.autograd.Function):
+    """Σ block(z1[start:end], keys, start, end) over blocks of `size` rows. forward also computes each block's
+    gradients, so that only one block is in memory at a time."""
 
     @staticmethod
     def forward(ctx, block, z1, keys, size):
-        total, gradients = z1.new_zeros(()), (torch.zeros_like(z1), torch.zeros_like(keys))
+        total = z1.new_zeros(())
+        z1_gradient, keys_gradient = torch.zeros_like(z1), torch.zeros_like(keys)
         for start in range(0, len(z1), size):
             end = min(start + size, len(z1))
             with torch.enable_grad():
-                rows, columns = z1[start:end].detach().requires_grad_(), keys.detach().requires_grad_()
-                value = block(rows, columns, start, end)
-            of_rows, of_columns = torch.autograd.grad(value, (rows, columns))
+                z1_block = z1[start:end].detach().requires_grad_()
+                all_keys = keys.detach().requires_grad_()
+                value = block(z1_block, all_keys, start, end)
+            of_z1, of_keys = torch.autograd.grad(value, (z1_block, all_keys))
             total += value.detach()
-            gradients[0][start:end] = of_rows
-            gradients[1].add_(of_columns)
-        ctx.save_for_backward(*gradients)
+            z1_gradient[start:end] = of_z1
+            keys_gradient.add_(of_keys)
+        ctx.save_for_backward(z1_gradient, keys_gradient)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        return None, *(gradient * x for x in ctx.saved_tensors), None
+        z1_gradient, keys_gradient = ctx.saved_tensors
+        return None, gradient * z1_gradient, gradient * keys_gradient, None
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,33 +321,34 @@ class SumOfBlocks(torch.autograd.Function):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return score(args, __file__)
+        return evaluate_model(args, __file__)
     table = load_data(args.data, args)
-    held_out = HeldOut(args)
+    evaluator = Evaluator(args)
     run = Run(args, __file__)
-    model, guide = build_model(args, run), build_guide(args, run)
+    model = build_model(args, run)
+    guide = build_guide(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    total = args.steps or args.epochs * epoch_steps(len(table), args.batch_size, run.world)
+    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size, run.world_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
     guide_tokens = tokenise_table(table, guide, run, "guide-tokens")
-    held_out.before(model, run)
+    evaluator.evaluate_before(model, run)
     model.train()
     for step, rows in run.steps(total, len(tokens)):
-        set_lr(optimizer, args.lr * (total - step + 1) / total)  # from step 1, which has all of it
+        set_lr(optimizer, args.lr * (total - step + 1) / total)  # linear decay; step 1 has the full rate
         own = rows[own_rows(len(rows))]
         with torch.no_grad():
             f1 = guide(guide.batch(*guide_tokens.views(own, 1)))
         loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), f1), len(rows), args)
         optimizer.zero_grad()
         loss.backward()
-        sum_gradients(model)
+        all_reduce_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        run.note(values, lr=optimizer.param_groups[0]["lr"])
-        if run.due:
-            held_out.judge(model, run)
-    held_out.after(model, run)
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due:
+            evaluator.evaluate_and_save(model, run)
+    evaluator.finish(model, run)
 
 
 if __name__ == "__main__":

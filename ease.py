@@ -1,99 +1,106 @@
 """EASE: Entity-Aware Contrastive Learning of Sentence Embedding. Nishikawa et al., NAACL 2022, arXiv
 2205.04260.
 
-A sentence that links to an entity is pulled to the entity's vector. It is pushed from the entities of other
-sentences and from hard negatives: entities of the same type that are not on its page. All languages share the
-entities, which brings translations together. With z and z' of a sentence under two dropout masks, entities
-e = W E[entity] and hard negatives h likewise,
+SimCSE with a second loss: a sentence that links to a Wikipedia entity is pulled towards the vector of this
+entity. It is pushed away from the entities of other sentences and from hard negatives. These are entities of
+the same type to which the sentence's Wikipedia page does not link. The languages share the entities, which
+aligns the embeddings of their sentences. Sentence i has embeddings z_i and z'_i (two dropout masks), an
+entity vector e_i = W E[entity], and hard negatives h_ik = W E[negative]:
 
-    L = L_sim + λ L_ent,     L_sim = SimCSE's: z_i against all z'_j at its own temperature
+    L = L_sim + λ L_ent,     L_sim = SimCSE's loss of anchors z_i and positives z'_i
     L_ent = −1/N Σ_i log( exp(cos(z_i, e_i) / τ)
                           / Σ_j [ exp(cos(z_i, e_j) / τ) + Σ_k exp(cos(z_i, h_jk) / τ + w [i = j]) ] )
 
-τ is a divisor, and 100: with λ = 0.01 the entity term is a gentle pull. If several sentences of a batch link
-to one entity, it is not a negative of any of them (--equal-entities). E and W are dropped after training.
-
-Data: .json .jsonl .csv .tsv .parquet, one row per link, with columns named as in the released dataset or as
-in brackets:
-    text (sentence), positive_entity (entity)    both are needed
-    negative_entity                              hard negatives to draw from: a JSON list, or separated by |
-    entity_type, page (article, origin_entity)   or else the entity's types, separated by |, and the page that
-                                                 links to it; without a page, the text is the page
-Scored pairs for --dev, which chooses the best checkpoint (without it the last one is kept), and for --test:
-columns sentence1, sentence2, score (0 to 5), by header, or the score first or last.
+E has a trained vector for each entity, and W maps it to the space of the sentences; both are dropped after
+training. The logit w is added for the sentence's own hard negatives only: [i = j] is 1 if i = j, else 0. The
+temperature τ divides the cosine: with the paper's τ = 100 and λ = 0.01, the entity loss has a small effect.
+If several sentences of a batch link to one entity, it is a negative of none of them (--equal-entities).
 
     python ease.py --model scratch --data tests/data/entities.tsv --dev tests/data/sts.tsv
     python ease.py --data ease-dataset-en.json --entity-vectors enwiki_768d.txt --dev stsb-dev.tsv
-    torchrun --nproc-per-node 4 ease.py --data ease-dataset-18-langs.json --entity-vectors enwiki_768d.txt \
-        --dev stsb-dev.tsv --model bert-base-multilingual-cased --pooling avg --entity-temperature 10 \
+    torchrun --nproc-per-node 4 ease.py --data ease-dataset-18-langs.json --entity-vectors enwiki_768d.txt \\
+        --dev stsb-dev.tsv --model bert-base-multilingual-cased --pooling avg --entity-temperature 10 \\
         --batch-size 256 --lr 5e-5 --out out/18
 
-Expected: the paper's BERT-base has 77.0 and RoBERTa-base 76.8 Spearman as the mean of seven STS test sets,
-where SimCSE has 76.25 and 76.57. Its code is that of the second command with --form code. Nobody has
-published a run of the default, the paper's equations.
+Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns (with aliases in parentheses):
+    text (sentence)                  required
+    positive_entity (entity)         required
+    negative_entity                  candidates for hard negatives: a JSON list, or separated by |
+    entity_type                      used without negative_entity: types of the entity, separated by |.
+                                     Candidates: entities of these types to which its page does not link
+    page (article, origin_entity)    page of the sentence; without this column, each text is its own page
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5) with a header, or without one
+and the score first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
-Departures from the released code: under torchrun entities are gathered as sentences are, there they are not
-and the run fails; the best checkpoint is kept, there the last one. --form code brings back what else differs:
-W with a bias and a tanh, w = 1, negatives from 8 rows instead of the batch, equal entities as negatives, hard
-negatives drawn once instead of each epoch.
+Published results of the released code (second command, --form code), mean Spearman of seven STS test sets:
+BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). None for the paper's equations, the default.
+
+Departures from the released code:
+  - Under torchrun the released code does not gather entities and fails; this script gathers them.
+  - The released code keeps the last checkpoint; this script keeps the one with the best --dev score.
+--form code follows the released code in all other points: W has a bias and a tanh, w is 1, negatives come
+only from a sentence's group of 8 rows of the batch, equal entities are negatives, and hard negatives are
+sampled once, not in every epoch.
 """
-from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
-    parser = Flags(__doc__)
-    add, common = parser.add_argument, parser.common
-    common("--form", "paper")
-    add("--entity-vectors", reads="vectors",
-        help="Wikipedia2Vec's text file, also .gz or .bz2; default random vectors of the encoder's width")
-    add("--entity-map", choices=("linear", "tanh", "none"),
-        help="W; default linear (paper), with --form code tanh")
+    parser = ScriptParser(__doc__)
+    add, shared = parser.add_argument, parser.add_shared
+    shared("--form", "paper")
+    shared("--temperature", 0.05, "0.05 (paper), for the SimCSE loss")
+    add("--simcse-weight", type=at_least(0), default=1.0, help="weight of L_sim; default 1 (paper)")
+    add("--entity-weight", type=at_least(0),
+        help="λ, weight of L_ent; default 0.01 (paper), 1 with --model scratch")
     add("--entity-temperature", type=at_least(1e-4),
-        help="τ of the entity term; default 100 (paper), scratch 0.1")
-    add("--entity-weight", type=at_least(0), help="λ; default 0.01 (paper), scratch 1")
-    add("--simcse-weight", type=at_least(0), default=1.0, help="of L_sim; default 1 (paper)")
+        help="τ, temperature of L_ent; default 100 (paper), 0.1 with --model scratch")
     add("--hard-negatives", type=at_least(0, int),
-        help="m, drawn for each sentence; default 1 (paper), 0 where the data have none")
-    add("--hard-logit", type=at_least(-5),
-        help="w, for a sentence's own hard negatives; default 0 (paper), with --form code 1")
+        help="number of hard negatives per sentence; default 1 (paper), or 0 if the data have none")
+    shared("--hard-negative-weight", shown="0 (paper), 1 with --form code", type=at_least(-5))
     add("--equal-entities", choices=("mask", "keep"),
-        help="entities equal to a row's own: mask, no negatives of it, or keep, negatives as all others; "
-             "default mask, with --form code keep")
-    add("--micro-batch", type=at_least(1, int),
-        help="rows that are each other's negatives; default all, with --form code 8")
-    common("--pooling", said="its folder's, else cls (paper), scratch avg, a decoder's last")
-    common("--head", said="its folder's, else for cls train-only (paper)")
-    common("--prompt", said="its folder's, else none")
-    common("--warmup-steps", said="500 (paper), scratch 5")
-    parser.plain("--evaluate", "--data", "--dev", "--test", "--transfer", "--cluster")
-    common("--model", "bert-base-uncased")
-    common("--out", "out/ease")
-    common("--batch-size", said="128 (paper), scratch 64")
-    common("--chunk-size", said="the batch")
-    common("--epochs", said="1 (paper), scratch 8")
-    common("--steps", said="by --epochs")
-    common("--lr", said="3e-5 (paper), scratch 2e-3, after a warm-up falling linearly to 0")
-    common("--temperature", 0.05, "0.05 (paper)")
-    common("--max-length", 32, "32 (paper)")
-    common("--seed", 42)
-    common("--eval-every", 125, "125 (paper)")
-    common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--log", "--precision")
+        help="mask: leave out negatives equal to the sentence's entity; default mask, keep with --form code")
+    add("--negative-group-size", type=at_least(1, int),
+        help="take a sentence's negatives only from its group of this many rows of the batch; default the "
+             "whole batch, 8 with --form code")
+    add("--entity-vectors", group="model", reads="vectors",
+        help="initial E: a text file of Wikipedia2Vec, also .gz or .bz2; default random vectors")
+    add("--entity-map", group="model", choices=("linear", "tanh", "none"),
+        help="W; tanh: linear with a bias, then tanh; default linear (paper), tanh with --form code")
+    parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
+    shared("--eval-every", 125, "125 (paper)")
+    shared("--max-length", 32, "32 (paper)")
+    shared("--model", "bert-base-uncased")
+    shared("--pooling", shown="as saved with --model, else cls (paper), avg for scratch, last for a decoder")
+    shared("--head", shown="as saved with --model, else train-only with cls pooling (paper), else none")
+    shared("--prompt", shown="as saved with --model, else none")
+    shared("--batch-size", shown="128 (paper), 64 with --model scratch")
+    shared("--chunk-size", shown="the whole batch")
+    shared("--epochs", shown="1 (paper), 8 with --model scratch")
+    shared("--steps", shown="from --epochs")
+    shared("--lr", shown="3e-5 (paper), 2e-3 with --model scratch; linear decay to 0 after the warm-up")
+    shared("--warmup-steps", shown="500 (paper), 5 with --model scratch")
+    shared("--seed", 42)
+    shared("--impl", "auto")
+    shared("--out", "out/ease")
+    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
-# Defaults of the paper, of the released code where it differs, and for a small random BERT.
-PAPER = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01, hard_logit=0.0,
-             equal_entities="mask", warmup_steps=500, batch_size=128, epochs=1, lr=3e-5)
-CODE = dict(entity_map="tanh", hard_logit=1.0, equal_entities="keep", micro_batch=8)
-SCRATCH = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg", warmup_steps=5, batch_size=64,
-               epochs=8, lr=2e-3)
+# Defaults of flags that were not given: the paper's, changed by --form code and by --model scratch
+PAPER_DEFAULTS = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01,
+                      hard_negative_weight=0.0, equal_entities="mask", warmup_steps=500, batch_size=128,
+                      epochs=1, lr=3e-5)
+CODE_DEFAULTS = dict(entity_map="tanh", hard_negative_weight=1.0, equal_entities="keep",
+                     negative_group_size=8)
+SCRATCH_DEFAULTS = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg", warmup_steps=5,
+                        batch_size=64, epochs=8, lr=2e-3)
 
 
 if __name__ == "__main__":
-    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
 
 import math
 import random
@@ -104,57 +111,65 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.extras.lazy_embedding import LazyEmbedding
 from kernels.training.extras.wikipedia2vec import load_entity_vectors
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_linear
+from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.run import Run
-from kernels.training.tables import plain, read_table
-from kernels.training.text.encoders import begin_linear, build_encoder, describe_model
-from kernels.training.text.evaluation import HeldOut, score
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - also called from here
+from kernels.training.tables import normalise_name, read_table
+from kernels.training.text.encoders import build_encoder, describe_model, init_linear
+from kernels.training.text.evaluation import Evaluator, evaluate_model
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
+# name of a column → what the column holds
 COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "entity": "entity",
            "negative_entity": "negatives", "entity_type": "type",
            "page": "page", "article": "page", "origin_entity": "page"}
 
 
 def load_data(path, args):
-    """([(place, (sentence,))], records and titles of link_entities); fills the flags that were not given."""
+    """Return ([(place, (sentence,))], records, titles), the last two from make_records, and set defaults."""
     header, table = read_table(path, lists="join")
-    names = [plain(name) for name in header or []]
-    at = {kind: names.index(plain(name)) for name, kind in COLUMNS.items() if plain(name) in names}
-    if "text" not in at or "entity" not in at:
-        found = f"columns {', '.join(header)}" if header else "no names of columns"
-        fail(f"{path}: {found}; wanted text (or sentence) and positive_entity (or entity), and see --help")
-    source = next((kind for kind in ("negatives", "type") if kind in at), None)
-    given = PAPER | (CODE if args.form == "code" else {}) | (SCRATCH if args.model == "scratch" else {})
-    fill(args, given | dict(hard_negatives=1 if source else 0))
-    if args.hard_logit > 80:                                   # exp of more leaves float32
-        fail(f"--hard-logit {args.hard_logit:g}: wanted at most 80")
+    names = [normalise_name(name) for name in header or []]
+    column_of = {kind: names.index(normalise_name(name)) for name, kind in COLUMNS.items()
+                 if normalise_name(name) in names}
+    if "text" not in column_of or "entity" not in column_of:
+        found = f"columns {', '.join(header)}" if header else "no header"
+        fail(f"{path}: {found}; expected the columns text (or sentence) and positive_entity (or entity)")
+    source = next((kind for kind in ("negatives", "type") if kind in column_of), None)
+    code = CODE_DEFAULTS if args.form == "code" else {}
+    scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
+    fill_defaults(args, PAPER_DEFAULTS | code | scratch | dict(hard_negatives=1 if source else 0))
+    if args.hard_negative_weight > 80:                         # exp(w) must be a float32
+        fail(f"--hard-negative-weight {args.hard_negative_weight:g}: expected at most 80")
     if args.hard_negatives and not source:
-        fail(f"--hard-negatives {args.hard_negatives}: {path} has neither negative_entity nor entity_type "
-             "to draw them from")
+        fail(f"--hard-negatives {args.hard_negatives}: {path} has no column negative_entity or entity_type")
     if not 2 <= args.batch_size <= len(table):
-        fail(f"{path}: {len(table)} rows, --batch-size is {args.batch_size}; "
-             "wanted at least 2 and as many rows as that")
-    rows = [dict(place=place, **{kind: cells[column].strip() for kind, column in at.items()})
+        fail(f"{path}: {len(table)} rows, expected at least --batch-size ({args.batch_size}), which must be "
+             "at least 2")
+    rows = [dict(place=place, **{kind: cells[column].strip() for kind, column in column_of.items()})
             for place, cells in table]
+    required = ("text", "entity", "type") if source == "type" else ("text", "entity")
     for row in rows:
-        for kind in ("text", "entity", *(["type"] if source == "type" else [])):
+        for kind in required:
             if not row[kind].strip("| "):
-                fail(f"{path} {row['place']}: no {header[at[kind]]}; fill the cell or delete the row")
-    records, titles = link_entities(path, rows, args)
-    names = ", ".join(header[column] for column in at.values())
-    say("ease", f"{args.form}: {len(rows):,} sentences, {len(titles):,} entities, {args.hard_negatives} hard "
+                fail(f"{path} {row['place']}: no {header[column_of[kind]]}; fill the cell or delete the row")
+    records, titles = make_records(path, rows, args)
+    names = ", ".join(header[column] for column in column_of.values())
+    log("ease", f"{args.form}: {len(rows):,} sentences, {len(titles):,} entities, {args.hard_negatives} hard "
                 f"negatives each (columns {names}) from {path}")
     return [(row["place"], (row["text"],)) for row in rows], records, titles
 
 
-def link_entities(path, rows, args):
-    """([(row, entity, candidates for hard negatives, entities that must not be one)], titles of entities); an
-    entity is a number, its place among the titles."""
-    numbers, on_page, of_type, records = {}, {}, {}, []
+def make_records(path, rows, args):
+    """Return (records, titles): the input of sample_entities for each row, and the titles of all entities.
+
+    records   [(row number, entity, candidates for hard negatives, entities that must not be one)]; an entity
+              is a number, the place of its title among the titles
+    """
+    numbers = {}                                               # title → number
+    on_page = {}                                               # page → its entities
+    of_type = {}                                               # type → {entity: None}, in order, unlike a set
 
     def number(title):
         return numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
@@ -166,63 +181,69 @@ def link_entities(path, rows, args):
         entity = number(row["entity"])
         on_page.setdefault(row.get("page") or row["text"], set()).add(entity)
         for kind in parts(row.get("type", "")):
-            of_type.setdefault(kind, {})[entity] = None        # a dict keeps the order, unlike a set
-    tuples, chance = {kind: tuple(entities) for kind, entities in of_type.items()}, random.Random(args.seed)
+            of_type.setdefault(kind, {})[entity] = None
+    tuples = {kind: tuple(entities) for kind, entities in of_type.items()}
+    rng = random.Random(args.seed)
+    records = []
     for i, row in enumerate(rows):
-        entity, candidates, known, barred, what = number(row["entity"]), (), (), (), ""
+        entity = number(row["entity"])
+        candidates, members, excluded, what = (), (), (), ""   # members: candidates, quicker to look up
         if "negatives" in row:
-            candidates = known = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
-            barred, what = (entity,), "hard negatives"
-        elif "type" in row:                                    # one of several types is drawn
-            kind = chance.choice(parts(row["type"]))
-            candidates, known, barred = tuples[kind], of_type[kind], on_page[row.get("page") or row["text"]]
+            candidates = members = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
+            excluded, what = (entity,), "hard negatives"
+        elif "type" in row:                                    # sample one of several types
+            kind = rng.choice(parts(row["type"]))
+            candidates, members = tuples[kind], of_type[kind]
+            excluded = on_page[row.get("page") or row["text"]]
             what = f"entities of type {kind!r} that are not on its page"
-        free = len(candidates) - sum(other in known for other in barred)
-        if free < args.hard_negatives:
-            fail(f"{path} {row['place']}: {free} {what}, wanted at least --hard-negatives, "
-                 f"which is {args.hard_negatives}")
-        records.append((i, entity, candidates, barred))
+        usable = len(candidates) - len([other for other in excluded if other in members])
+        if usable < args.hard_negatives:
+            fail(f"{path} {row['place']}: {usable} {what}, expected at least --hard-negatives "
+                 f"({args.hard_negatives})")
+        records.append((i, entity, candidates, excluded))
     return records, list(numbers)
 
 
-def draw_entities(records, epoch, args):
-    """(n, 1 + m) int64: each record's entity and m different hard negatives. The draw depends on the seed,
-    the epoch and the row only, so it is the same after --resume and on any number of GPUs."""
-    drawn = []
-    for row, entity, candidates, barred in records:
-        chance, picks = random.Random(f"{args.seed} {epoch} {row}"), [entity]
+def sample_entities(records, epoch, args):
+    """Return (n, 1 + m) int64: the entity of each record, and m different hard negatives. They depend only on
+    the seed, the epoch and the row, not on --resume or the number of GPUs."""
+    samples = []
+    for row, entity, candidates, excluded in records:
+        rng = random.Random(f"{args.seed} {epoch} {row}")
+        picks = [entity]
         while len(picks) <= args.hard_negatives:
-            pick = candidates[int(chance.random() * len(candidates))]
-            if pick not in barred and pick not in picks:
+            pick = candidates[int(rng.random() * len(candidates))]
+            if pick not in excluded and pick not in picks:
                 picks.append(pick)
-        drawn.append(picks)
-    return torch.tensor(drawn)
+        samples.append(picks)
+    return torch.tensor(samples)
 
 
 def build_model(args, run, titles):
-    """The encoder without its pretrained pooler; for training only, the head and the entities."""
+    """Return the encoder with its pooling and head, and with the entities E and their map W."""
     model = build_encoder(args, run, "cls", "train-only")
-    say("model", describe_model(model, args))
+    log("model", describe_model(model, args))
     add_entities(model, titles, args)
     return model.to(run.device)
 
 
 def add_entities(model, titles, args):
-    """Give the model the table E of the entities and the map W, which are for training only."""
+    """Add the table E of entity vectors and the map W to the model. They are not saved with the encoder."""
     width = model.width
-    vectors, found = torch.empty(len(titles), width).uniform_(-0.05, 0.05), 0
+    vectors = torch.empty(len(titles), width).uniform_(-0.05, 0.05)
+    found = 0
     if args.entity_vectors:
         vectors, found = load_entity_vectors(args.entity_vectors, titles)
     if args.entity_map == "none" and vectors.shape[1] != width:
-        fail(f"--entity-map none: {args.entity_vectors} has {vectors.shape[1]} numbers a row, "
-             f"embeddings have {width}; take linear")
+        fail(f"--entity-map none: {args.entity_vectors} has vectors of {vectors.shape[1]} numbers, but "
+             f"embeddings have {width}; use --entity-map linear")
     linear = torch.nn.Linear(vectors.shape[1], width, bias=args.entity_map == "tanh")
-    begin_linear(linear, model.encoder.config)
+    init_linear(linear, model.encoder.config)
     tanh = torch.nn.Sequential(linear, torch.nn.Tanh())
     model.entity_map = {"linear": linear, "tanh": tanh, "none": torch.nn.Identity()}[args.entity_map]
     model.entities = LazyEmbedding(vectors, min(len(titles), args.batch_size * (1 + args.hard_negatives)))
     origin = f"{found:,} of them from {args.entity_vectors}" if found else "random"
-    say("entities", f"{len(titles):,} vectors of {vectors.shape[1]}, {origin}, {args.entity_map} map, "
+    log("entities", f"{len(titles):,} vectors of {vectors.shape[1]}, {origin}, {args.entity_map} map, "
                     f"temperature {args.entity_temperature:g}, weight {args.entity_weight:g}")
 
 
@@ -231,68 +252,71 @@ def add_entities(model, titles, args):
 
 def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_ids=None, *, hard_ids=None,
               offset=0, impl="auto"):
-    """L_ent: mean over N sentences of −log softmax of their own entity among all entities and hard negatives.
+    """Return L_ent, the mean over N sentences. Vectors of any length are normalised here.
 
-    z            (N, D) sentences, any float type; half types are computed in float32. All vectors are
-                 normalised here; a zero vector has cosine 0 with all
+    z            (N, D) sentences, any float type, computed in float32 at least; a zero vector has cosine 0
     entity       (M, D) entities after the map W; row offset + i belongs to sentence i
-    hard         (M, m, D) hard negatives after W; None or m = 0: there are none
-    temperature  τ, a divisor: exp(cos / τ)
+    hard         (M, m, D) hard negatives after W; None or m = 0: no hard negatives
+    temperature  τ, which divides the cosine
     hard_logit   w ≤ 80, added to the logits of a sentence's own hard negatives, not of other sentences'
     entity_ids   (M,) integers: an entity with the id of a sentence's own entity is not a negative of that
                  sentence; None: all other entities are negatives
     hard_ids     (M, m) ids of hard negatives, used together with entity_ids; a sentence's own hard negatives
                  must not have its entity's id
-    offset       this rank's first row among entity, hard and ids gathered from all ranks
-    returns      scalar float32, float64 for float64; one sentence without hard negatives: 0
+    offset       this rank's first row in entity, hard and ids, which are gathered from all ranks
+    returns      scalar float32, float64 for float64; a single sentence without hard negatives has loss 0
     source       Nishikawa et al. 2022, the entity contrastive objective
     """
     check_rows(offset, z=(z, "N D"), entity=(entity, "M D"), hard=(hard, "M m D", None),
                entity_ids=(entity_ids, "M", int, None), hard_ids=(hard_ids, "M m", int, None))
-    checks.check_number("hard_logit", hard_logit, -math.inf, 80)   # e^w is to be a float32
-    z, entity = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity))
-    checks.check_alike(z=z, entity=entity)
+    checks.check_number("hard_logit", hard_logit, -math.inf, 80)               # e^w must be a float32
+    z, entity = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity)]
+    checks.check_same_dtype(z=z, entity=entity)
     z, entity = F.normalize(z, dim=1, eps=1e-8), F.normalize(entity, dim=1, eps=1e-8)
-    own = slice(offset, offset + len(z))
+    local = slice(offset, offset + len(z))                     # rows that belong to these sentences
     ids = torch.arange(len(entity), device=z.device) if entity_ids is None else entity_ids.long()
-    columns, column_ids = entity, ids
+    keys, key_ids = entity, ids
     if hard is not None:
         hard = F.normalize(hard.to(z.dtype), dim=2, eps=1e-8)
         if entity_ids is None or hard_ids is None:
             hard_ids = (ids.min() - 1).expand(hard.shape[:2])  # an id that no entity has
-        columns, column_ids = torch.cat([entity, hard.flatten(0, 1)]), torch.cat([ids, hard_ids.flatten()])
-    negatives = similarity_lse(z, columns, temperature, exclude=(ids[own], column_ids), impl=impl)
-    positive = (z * entity[own]).sum(1) / temperature
-    if hard is not None and hard_logit:  # its own are in the sum, with weight 1: it becomes exp(w)
-        share = ((z[:, None] * hard[own]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
-        share = share.clamp(max=1)  # the kernels may round its products otherwise
+        keys, key_ids = torch.cat([entity, hard.flatten(0, 1)]), torch.cat([ids, hard_ids.flatten()])
+    negatives = similarity_lse(z, keys, temperature, exclude=(ids[local], key_ids), impl=impl)
+    positive = (z * entity[local]).sum(1) / temperature
+    if hard is not None and hard_logit:
+        # In the sum S the own hard negatives have weight 1 and the share r. With weight e^w instead, the sum
+        # is S (1 + (e^w − 1) r). The kernels may round products otherwise, so that r would exceed 1.
+        share = ((z[:, None] * hard[local]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
+        share = share.clamp(max=1)
         negatives = negatives + torch.log1p(math.expm1(hard_logit) * share)
-    return -F.logsigmoid(positive - negatives).mean()  # = log(exp positive + exp negatives) - positive
+    return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
 
 
 def compute_loss(model, batch, rows, args):
-    """This rank's part of SimCSE's loss plus λ times the entity term, for a batch of `rows` rows over all
-    ranks. With --micro-batch both are means over parts of the batch that share no negatives."""
-    groups, ids = batch  # ids (n, 1 + m): each sentence's entity, its hard negatives
-    z1, z2 = model(groups).chunk(2)
+    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
+    batch: (tokens of both views from model.batch, ids from sample_entities) of this rank's rows."""
+    tokens, ids = batch
+    z1, z2 = model(tokens).chunk(2)
     own, n = own_rows(rows), len(z1)
-    ids = gather_rows(ids, rows)  # every rank looks up and maps the entities of all
+    ids = gather_rows(ids, rows)                               # every rank embeds the entities of all ranks
     e = model.entity_map(model.entities(ids))                  # (M, 1 + m, H)
-    offset, simcse, entity = 0, 0.0, 0.0
-    if args.micro_batch:
-        parts = zip(*(x.split(args.micro_batch) for x in (z1, z2, e[own], ids[own])))
+    if args.negative_group_size:
+        offset = 0
+        groups = zip(*[x.split(args.negative_group_size) for x in (z1, z2, e[own], ids[own])])
     else:
-        offset, parts = own.start, [(z1, gather_rows(z2, rows), e, ids)]
-    for z1, z2, e, ids in parts:
+        offset = own.start
+        groups = [(z1, gather_rows(z2, rows), e, ids)]
+    simcse, entity = 0.0, 0.0
+    for z1, z2, e, ids in groups:
         common = dict(offset=offset, impl=args.impl)
-        unit = (F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2))
-        known = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.equal_entities == "mask" else {}
-        with half_products(z1, args):
-            simcse += len(z1) / n * info_nce(*unit, args.temperature, **common)
+        masked = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.equal_entities == "mask" else {}
+        with loss_autocast(z1, args):
+            unit1, unit2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
+            simcse += len(z1) / n * info_nce(unit1, unit2, args.temperature, **common)
             entity += len(z1) / n * ease_loss(z1, e[:, 0], e[:, 1:], args.entity_temperature,
-                                              args.hard_logit, **common, **known)
+                                              args.hard_negative_weight, **common, **masked)
     loss = (args.simcse_weight * simcse + args.entity_weight * entity) * (n / rows)
-    simcse, entity = (term.detach() * (n / rows) for term in (simcse, entity))
+    simcse, entity = simcse.detach() * (n / rows), entity.detach() * (n / rows)
     return loss, {"loss": loss.detach(), "simcse": simcse, "entity": entity}
 
 
@@ -303,36 +327,36 @@ def compute_loss(model, batch, rows, args):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return score(args, __file__)
+        return evaluate_model(args, __file__)
     sentences, records, titles = load_data(args.data, args)
-    held_out = HeldOut(args)
+    evaluator = Evaluator(args)
     run = Run(args, __file__)
     model = build_model(args, run, titles)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    epoch = epoch_steps(len(sentences), args.batch_size, run.world)
-    total = args.steps or args.epochs * epoch
+    epoch_steps = steps_per_epoch(len(sentences), args.batch_size, run.world_size)
+    total = args.steps or args.epochs * epoch_steps
     rates = [warmup_linear(step, total, args.warmup_steps, args.lr) for step in range(total)]
     run.begin(model, optimizer, total, args.warmup_steps)
-    model.entities.schedule(rates, run.step)
+    model.entities.set_schedule(rates, run.step)
     tokens = tokenise_table(sentences, model, run)
-    held_out.before(model, run)
+    evaluator.evaluate_before(model, run)
     model.train()
     for step, rows in run.steps(total, len(tokens)):
         set_lr(optimizer, rates[step - 1])
         own = rows[own_rows(len(rows))]
-        drawn_in = (step - 1) // epoch if args.form == "paper" else 0
-        ids = draw_entities([records[i] for i in own], drawn_in, args).to(run.device)
+        epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # released code: one sample
+        ids = sample_entities([records[i] for i in own], epoch, args).to(run.device)
         loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), ids), len(rows), args)
         optimizer.zero_grad()
         loss.backward()
-        sum_gradients(model)
+        all_reduce_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         model.entities.step()
-        run.note(values, lr=rates[step - 1])
-        if run.due:
-            held_out.judge(model, run)
-    held_out.after(model, run)
+        run.log_metrics(values, lr=rates[step - 1])
+        if run.eval_due:
+            evaluator.evaluate_and_save(model, run)
+    evaluator.finish(model, run)
 
 
 if __name__ == "__main__":

@@ -2,106 +2,118 @@
 2020, arXiv 1911.05722; v2: Improved Baselines with Momentum Contrastive Learning. Chen, Fan, Girshick, He,
 arXiv 2003.04297.
 
-Two random views of every picture: one is encoded as a query q, the other, by a slowly following copy of the
-encoder, as its key k. The query is pulled to its key and pushed from a queue of the keys of earlier batches.
-Keys get no gradient; the copy's weights are a running mean of the encoder's, θ_k ← m θ_k + (1 − m) θ_q. With
-unit q, k and queue n_1 ... n_K,
+Of two random views of each image, the encoder maps one to a query q, and a copy of the encoder maps the other
+to its key k. The query is pulled to its key and pushed from a queue with the keys of earlier batches. Only
+queries get gradients. The weights θ_k of the copy are a running mean of the encoder's weights θ_q:
+θ_k ← m θ_k + (1 − m) θ_q. With unit vectors q, k and a queue n_1 ... n_K,
 
     L = mean over queries of −log( exp(q·k / τ) / ( exp(q·k / τ) + Σ_j exp(q·n_j / τ) ) )
-
-Batch norms see --bn-splits parts of the batch apart, and keys in another order than queries: shared
-statistics would give a key away. The loss rises at first, while the queue fills with real keys.
-
---memory-bank has what MoCo is compared with (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978): no second
-encoder, but a slot for each picture. A picture's key is its slot, its negatives are slots that are drawn, and
-a slot is a running mean of its picture's queries.
-
-Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
-batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
-unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
-Labels are for evaluation alone.
 
     python moco.py --recipe v2 --data imagenet/train --dev imagenet/val --out out/moco
     python moco.py --recipe v1 --data imagenet/train --dev imagenet/val --out out/moco-v1
     python moco.py --recipe demo --data cifar-10-batches-py --symmetric --out out/demo
 
-Expected, of the three commands:
-    67.7 % linear   v2, ImageNet, ResNet-50, 200 epochs
-    60.6 % linear   v1, the same
-    85.3 % kNN      the authors' CIFAR-10 demo, ResNet-18, 200 epochs; without --symmetric 82.6 %. Its kNN
-                    compares the head's output, here the encoder's features; a part of its batch norms is
-                    every n-th picture, here pictures in a row; its epochs count from 1 in the cosine
+The loss rises at first, while the queue fills with real keys. Batch norms would let a query recognise its key
+by the statistics that both share. So they see --bn-splits parts of the batch separately, and the images for
+keys are shuffled over these parts.
 
-Departures from the released code: one GPU does; the blur is a plain Gaussian instead of Pillow's three boxes.
-The copy follows before the next keys are encoded, and the learning rate falls once an epoch, as there.
+--memory-bank trains the paper's baseline (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978). It has no second
+encoder, but stores a vector for each image, a running mean of the image's queries. The key of an image is its
+own vector, and the negatives are the vectors of random images.
+
+Data, one of:
+    folder    images of any size, with sub-folders as labels; or CIFAR's python batches
+    .tsv      image files and labels
+    .npz      images, labels, test_images, test_labels (uint8, N x H x W x 3), or these as .npy in a folder
+    .npy      images
+Labels are for evaluation. Image files are decoded when needed; views are cropped from the full resolution.
+
+Published test accuracy of the three commands, after 200 epochs:
+    67.7 % linear    v2, ImageNet, ResNet-50
+    60.6 % linear    v1, ImageNet, ResNet-50
+    85.3 % kNN       demo (by the authors), CIFAR-10, ResNet-18; without --symmetric 82.6 %
+
+Departures from the released code:
+- The released code needs several GPUs; this script also runs on one.
+- The released code blurs with three box filters (Pillow); this script blurs with a Gaussian.
+- The demo's kNN compares outputs of the head; this script's compares features of the encoder.
+- The demo's batch norms see every 8th image as a part; here a part is a run of consecutive images.
+- The demo counts epochs from 1 in the cosine of its learning rate; this script counts from 0.
 """
-from kernels.training.cli import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
-from kernels.training.recipes import Recipe, say_recipe
+from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
+from kernels.training.recipes import Recipe, log_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-IMAGENET = dict(model="resnet-50", size=224, batch_size=256, epochs=200, lr=0.03, weight_decay=1e-4,
-                queue=65536, momentum=0.999, crop=0.2)
+IMAGENET = dict(model="resnet-50", image_size=224, batch_size=256, epochs=200, lr=0.03, weight_decay=1e-4,
+                queue_size=65536, momentum=0.999, crop=0.2)
 V1 = dict(v1=True, head_layers=1, temperature=0.07, blur=0.0)
 V2 = dict(head_layers=2, temperature=0.2)
 RECIPES = {
     "v1": Recipe("ImageNet, He et al. 2020", IMAGENET | V1),
     "v2": Recipe("ImageNet, Chen et al. 2020", IMAGENET | V2 | dict(blur=0.5)),
     "demo": Recipe("CIFAR-10, the authors' demo", dict(
-        model="resnet-18", size=32, batch_size=512, epochs=200, lr=0.03, weight_decay=5e-4, queue=4096,
-        momentum=0.99, crop=0.08, blur=0.0, head_layers=1, temperature=0.1, bn_splits=8))}
-BANK = V1 | dict(queue=4096, momentum=0.5, crop=0.2)
-IMPLIED = {"memory_bank": Recipe("Wu et al. 2018, released code", BANK)}
+        model="resnet-18", image_size=32, batch_size=512, epochs=200, lr=0.03, weight_decay=5e-4,
+        queue_size=4096, momentum=0.99, crop=0.08, blur=0.0, head_layers=1, temperature=0.1, bn_splits=8))}
+BANK = V1 | dict(queue_size=4096, momentum=0.5, crop=0.2)
+FLAG_RECIPES = {"memory_bank": Recipe("Wu et al. 2018, released code", BANK)}
 
-# What a flag is where it was not given: by the size of the views (the authors' demo, the paper).
-SMALL = dict(queue=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
-LARGE = dict(queue=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
+# Defaults for flags that were not given: views of up to 32 pixels (authors' demo), and larger ones (paper).
+SMALL = dict(queue_size=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
+LARGE = dict(queue_size=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
 
 
 def make_parser():
-    parser = Flags(__doc__)
-    add, common = parser.add_argument, parser.common
-    parser.add_recipes(RECIPES, IMPLIED)
-    add("--v1", action="store_true", help="linear head, τ 0.07, other colours, no blur, rate in steps")
-    add("--queue", type=at_least(1, int),
-        help="K, keys that wait as negatives; default 65536, pictures up to 32 px 4096 (paper, demo)")
+    parser = ScriptParser(__doc__)
+    add, shared = parser.add_argument, parser.add_shared
+    parser.add_shared_flags("--data", "--skip-damaged", "--evaluate")
+    shared("--dev", shown="the test set in --data")
+    shared("--image-size", shown="the shorter side of the images in arrays; for image files, the size saved "
+           "with --model, else 224, but not larger than the largest image")
+    add("--crop", group="data", type=ratio,
+        help="smallest area of a crop, as a fraction of the image; default 0.2 (paper), 0.08 up to 32 pixels")
+    add("--blur", group="data", type=ratio,
+        help="probability of blur; default 0.5 (v2), 0 with --v1 or for images up to 32 pixels")
+    shared("--workers", shown="the number of CPU cores")
+    shared("--model", "resnet-50", "resnet-50; names that stand for random weights: resnet-small, resnet-18, "
+           "resnet-34, resnet-50, resnet-101, resnet-152")
+    add("--head-layers", group="model", type=int, choices=(1, 2),
+        help="number of linear layers in the projection head; default 2, or 1 with --v1 (paper)")
+    add("--projection-dim", group="model", type=at_least(1, int), default=128,
+        help="output dimension of the projection head; default 128 (paper)")
+    add("--v1", action="store_true",
+        help="MoCo v1: linear head, τ 0.07, other colour jitter, no blur, learning rate falling in two steps")
+    add("--queue-size", type=at_least(1, int),
+        help="K, number of keys in the queue; default 65536 (paper), or 4096 up to 32 pixels (demo)")
     add("--momentum", type=ratio,
-        help="m, of the key encoder; default 0.999, pictures up to 32 px 0.99 (paper, demo)")
-    add("--memory-bank", action="store_true",
-        help="a slot for each picture, with its recipe; --queue slots are drawn, --momentum is theirs")
-    add("--symmetric", action="store_true", help="a view is query and key once; both losses add up (demo)")
+        help="m, momentum of the key encoder; default 0.999 (paper), or 0.99 up to 32 pixels (demo)")
+    shared("--temperature", shown="0.2, or 0.07 with --v1 (paper)")
+    add("--symmetric", action="store_true",
+        help="use each view once as query and once as key, and add both losses (demo)")
     add("--bn-splits", type=at_least(1, int), default=8,
-        help="parts of a batch with statistics of their own, over all GPUs; default 8 (paper)")
-    add("--head-layers", type=int, choices=(1, 2), help="of the projection head; default 2, with --v1 1")
-    add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
-    add("--crop", type=ratio,
-        help="least share of a picture that a view shows; default 0.2, up to 32 px 0.08 (paper, demo)")
-    add("--blur", type=ratio,
-        help="share of blurred views; default 0.5, with --v1 and up to 32 px 0 (paper, demo)")
-    common("--weight-decay", said="1e-4, to 32 px 5e-4 (paper, demo)")
-    add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
-    parser.plain("--evaluate", "--data")
-    common("--dev", said="the test set in --data")
-    common("--size", said="of arrays theirs; of files --model's, 224, or theirs if all are smaller")
-    common("--workers", said="the cores")
-    parser.plain("--skip-damaged")
-    common("--model", "resnet-50", "resnet-50; from scratch as resnet-small, -18, -34, -101, -152")
-    common("--out", "out/moco")
-    common("--batch-size", 256, "256 (paper)")
-    common("--chunk-size", said="the batch")
-    common("--epochs", 200, "200 (paper)")
-    common("--steps", said="by --epochs")
-    common("--lr", 0.03, "0.03, times batch / 256 (paper)")
-    common("--temperature", said="0.2, with --v1 0.07 (paper)")
-    common("--seed", 42)
-    common("--eval-every", 1000)
-    common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--log", "--precision")
+        help="parts of the global batch with batch-norm statistics of their own; default 8 (paper)")
+    add("--memory-bank", action="store_true",
+        help="store one vector per image instead of a queue, with the defaults of Wu et al.; --queue-size is "
+             "then the number of negatives, and --momentum that of the stored vectors")
+    parser.add_recipes(RECIPES, FLAG_RECIPES)
+    shared("--batch-size", 256, "256 (paper)")
+    shared("--chunk-size", shown="the whole batch")
+    shared("--epochs", 200, "200 (paper)")
+    shared("--steps", shown="from --epochs")
+    shared("--lr", 0.03, "0.03 (paper); it is always multiplied by batch / 256")
+    shared("--weight-decay", shown="1e-4 (paper), or 5e-4 up to 32 pixels (demo)")
+    shared("--seed", 42)
+    shared("--impl", "auto")
+    add("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,
+        help="epochs of the linear probe at the end; 0: no probe; default 100")
+    shared("--eval-every", 1000)
+    shared("--out", "out/moco")
+    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
 if __name__ == "__main__":
-    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+    parse_early(make_parser)  # before torch is imported, which takes seconds
 
 import copy
 import math
@@ -112,87 +124,91 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
+from kernels.training.cli import check_memory
 from kernels.training.extras.memory_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
 from kernels.training.images import evaluation
-from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
-from kernels.training.images.dataset import Pictures
-from kernels.training.images.encoders import PictureEncoder, load_image_encoder
+from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
+from kernels.training.images.dataset import ImageDataset
+from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
-from kernels.training.loop import HALF, epoch_steps, half_products, set_lr, sum_gradients
+from kernels.training.loop import LOSS_DTYPE, all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch
 from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# views as torchvision draws them: the logarithms of aspects evenly, and the middle where no box fits
-CROPS = Crops(0.08, 10, aspects=lambda u: 3 / 4 * (16 / 9) ** u, limits=(3 / 4, 4 / 3), cubic=False)
+# as in torchvision: aspect ratios are log-uniform; if no crop fits, the view is cut from the centre
+CROPS = Crops(min_area=0.08, attempts=10, sample_aspect=lambda u: 3 / 4 * (16 / 9) ** u,
+              aspect_limits=(3 / 4, 4 / 3), bicubic=False)
 
 
 def load_data(path, args):
-    """The Pictures to train on and to be judged by; fills the flags that their size and --v1 decide."""
-    say_recipe(args, RECIPES | IMPLIED)
+    """Load the images, and set the flags whose defaults depend on the size of images or on --v1."""
+    log_recipe(args, RECIPES | FLAG_RECIPES)
     if args.memory_bank and args.symmetric:
-        fail("--symmetric: a memory bank takes one view of a picture; leave it out")
-    pictures, batch = Pictures(args, CROPS), args.batch_size
-    fill(args, (SMALL if pictures.small else LARGE) | (V1 if args.v1 else V2))
-    keys = batch * (2 if args.symmetric else 1)
-    if args.queue % keys and not args.memory_bank:
-        multiple = max(1, args.queue // keys) * keys
-        fail(f"--queue {args.queue} is no multiple of the {keys} keys of a step; try {multiple}")
-    if batch % args.bn_splits:
-        fail(f"--bn-splits {args.bn_splits} does not divide --batch-size, which is {batch}")
-    part = batch // args.bn_splits
+        fail("--symmetric: a memory bank uses one view per image; leave one of the flags out")
+    images = ImageDataset(args, CROPS)
+    fill_defaults(args, (SMALL if images.is_small else LARGE) | (V1 if args.v1 else V2))
+    keys_per_step = args.batch_size * (2 if args.symmetric else 1)
+    if args.queue_size % keys_per_step and not args.memory_bank:
+        multiple = max(1, args.queue_size // keys_per_step) * keys_per_step
+        fail(f"--queue-size {args.queue_size}: expected a multiple of {keys_per_step}, the keys per step; "
+             f"try {multiple}")
+    if args.batch_size % args.bn_splits:
+        fail(f"--bn-splits {args.bn_splits}: expected a divisor of --batch-size, which is {args.batch_size}")
+    part = args.batch_size // args.bn_splits
     if args.chunk_size and args.chunk_size % part:
-        fail(f"--chunk-size {args.chunk_size}: wanted a multiple of {part}, --batch-size / --bn-splits")
-    say("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {pictures.describe()}")
-    if args.queue > len(pictures) and not args.memory_bank:
-        say("note", f"--queue {args.queue:,} is more than the pictures: "
-                    "old keys of a picture itself are among its negatives")
-    return pictures
+        fail(f"--chunk-size {args.chunk_size}: expected a multiple of {part}, --batch-size / --bn-splits")
+    log("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {images.describe()}")
+    if args.queue_size > len(images) and not args.memory_bank:
+        log("note", f"--queue-size {args.queue_size:,} is larger than the number of images: old keys of an "
+                    "image will be among its own negatives")
+    return images
 
 
-def make_batch(pictures, args):
-    """(queries, keys) of this rank's n pictures of the next batch: a list each, of one view of every picture,
-    (n, 3, S, S) float32 from 0 to 1; with --symmetric of two."""
-    x1, x2 = augment(next(pictures.feed), args).chunk(2)
+def make_batch(images, args):
+    """Return (views for queries, views for keys) of this rank's n images of the next batch: two lists of one
+    tensor (n, 3, S, S) float32 in [0, 1], or of two with --symmetric."""
+    x1, x2 = augment(next(images.training_views), args).chunk(2)
     return ([x2, x1], [x1, x2]) if args.symmetric else ([x1], [x2])
 
 
 def augment(x, args):
-    """Views (n, 3, S, S) float32 in [0, 1] of crops: colours, grey, blur; v1 greys before its stronger
-    colours, and has no blur."""
+    """Apply colour jitter, grey and blur to crops (n, 3, S, S) float32 in [0, 1]. v1 applies grey first and
+    then a stronger jitter, without blur."""
     if args.v1:
-        x = torch.where(coin(0.2, x), grey(x), x)
+        x = torch.where(bernoulli_mask(0.2, x), grey(x), x)
         return jitter(x, 0.4, 0.4, 1)
     x = jitter(x, 0.4, 0.1, 0.8)
-    x = torch.where(coin(0.2, x), grey(x), x)
-    return torch.where(coin(args.blur, x), blur(x), x) if args.blur else x
+    x = torch.where(bernoulli_mask(0.2, x), grey(x), x)
+    return torch.where(bernoulli_mask(args.blur, x), blur(x), x) if args.blur else x
 
 
-# CIFAR-10's and ImageNet's mean and standard deviation of each channel
+# mean and standard deviation of each channel
 CIFAR_STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def build_model(args, pictures, run):
-    """The query encoder and its projection head, their copies for keys, and the queue."""
-    if args.bn_splits % run.world:
-        fail(f"--bn-splits {args.bn_splits} cannot be shared evenly by {run.world} processes")
-    encoder = load_image_encoder(args.model, pictures.small)
-    width = encoder.config.hidden_sizes[-1]
-    waiting = len(pictures) if args.memory_bank else args.queue
-    afford(f"--width {args.width} with {waiting} keys", 16 * (width + waiting) * args.width)
+def build_model(args, images, run):
+    """Build the query encoder with its projection head, the key encoder, and the queue or memory bank."""
+    if args.bn_splits % run.world_size:
+        fail(f"--bn-splits {args.bn_splits}: expected a multiple of {run.world_size}, the number of "
+             "processes")
+    encoder = load_image_encoder(args.model, images.is_small)
+    width, dim = encoder.config.hidden_sizes[-1], args.projection_dim
+    num_keys = len(images) if args.memory_bank else args.queue_size
+    check_memory(f"--projection-dim {dim} with {num_keys} keys", 16 * (width + num_keys) * dim)
     hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
-    head = nn.Sequential(*hidden, nn.Linear(width, args.width))
-    split_norms(encoder, args.batch_size // args.bn_splits)
-    statistics = CIFAR_STATISTICS if pictures.small else IMAGENET_STATISTICS
-    model = PictureEncoder(encoder, head, run, *statistics)
+    head = nn.Sequential(*hidden, nn.Linear(width, dim))
+    use_split_batch_norm(encoder, args.batch_size // args.bn_splits)
+    mean, std = CIFAR_STATISTICS if images.is_small else IMAGENET_STATISTICS
+    model = ImageEncoder(encoder, head, run, mean, std)
     if not args.memory_bank:
         model.key = copy.deepcopy(model).requires_grad_(False)
-    queue = F.normalize(torch.randn(waiting, args.width), dim=1)
-    model.register_buffer("queue", queue.to(HALF) if run.bf16 else queue)              # as it is multiplied
+    queue = F.normalize(torch.randn(num_keys, dim), dim=1)
+    model.register_buffer("queue", queue.to(LOSS_DTYPE) if run.bf16 else queue)  # dtype of its matmuls
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
-    say("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
-                 f"{'memory bank' if args.memory_bank else 'queue'} of {waiting:,}")
+    log("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
+                 f"{'memory bank' if args.memory_bank else 'queue'} of {num_keys:,}")
     return model.to(run.device, memory_format=torch.channels_last)
 
 
@@ -200,27 +216,27 @@ def build_model(args, pictures, run):
 
 
 def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
-    """Mean over queries of −log softmax of their key among that key and the queue.
+    """Return the mean over queries of −log softmax of a query's key among this key and the queue.
 
-    q, k       (N, D) raw queries and their keys, any float type; normalised here; k gets no gradient
-    queue      (K, D) unit keys of earlier batches, without gradient; its type may be autocast's
+    q, k       (N, D) queries and their keys, any float type; normalised here; k gets no gradient
+    queue      (K, D) unit keys of earlier batches, without gradient; may be in autocast's dtype
     returns    scalar float32, float64 for float64
     source     He et al. 2020, eq. 1
     """
     check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
     check_unit("queue", queue)
-    # the mean of −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); kernels/eager.py writes it out
+    # the mean of −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); kernels/eager.py has the plain formula
     return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
 
 
 def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss of `rows` pictures: queries are views (n, 3, S, S) of this rank, keys are
-    (rows, D), of all; the lists hold one of each, with --symmetric two."""
-    queries, keys = batch
+    """Return this rank's part of the loss for a global batch of `rows` images, and the values to log. batch
+    has two lists: this rank's views (n, 3, S, S) for queries, and keys (rows, D) of all ranks."""
+    views, keys = batch
     own, loss = own_rows(rows), 0
-    for x, k in zip(queries, keys):
+    for x, k in zip(views, keys):
         q = model(x)
-        with half_products(q, args):
+        with loss_autocast(q, args):
             mean = moco_loss(q, k[own], model.queue, args.temperature, impl=args.impl)
         loss = loss + mean * (len(x) / rows)
     return loss, {"loss": loss.detach()}
@@ -228,85 +244,92 @@ def compute_loss(model, batch, rows, args):
 
 @torch.no_grad()
 def update_key_encoder(key_encoder, query_encoder, momentum):
-    """θ_k ← m θ_k + (1 − m) θ_q over parameters, in their order (He et al. 2020, eq. 2).
+    """θ_k ← m θ_k + (1 − m) θ_q for all parameters, paired by their order (He et al. 2020, eq. 2).
 
-    Batch statistics are the key encoder's own. momentum 0 copies, 1 freezes. Parameters are to be float32:
-    in half types 1 − m = 1e-3 would vanish.
+    The key encoder keeps its own batch-norm statistics. momentum 0 copies, 1 freezes. Parameters should be
+    float32: half types would round 1 − m = 1e-3 away.
     """
     torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
 
 
 @torch.no_grad()
 def enqueue(queue, pointer, keys):
-    """Writes keys (N, D) over the oldest of the queue (K, D), from row `pointer` on; returns the next one.
+    """Write keys (N, D) over the oldest ones in the queue (K, D), from row `pointer` on; return the next row.
 
-    The queue is a ring, changed in place: call it after backward. Raises ValueError if N > K.
+    The queue is a ring buffer, changed in place: call this after backward. Raises ValueError if N > K.
     """
     check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
     checks.check_integer("pointer", pointer, 0, len(queue) - 1)
     if len(keys) > len(queue):
-        raise ValueError(f"keys: {len(keys)} rows, the queue holds {len(queue)}")
+        raise ValueError(f"keys: found {len(keys)} rows, expected at most {len(queue)}, the queue's size")
     queue[(pointer + torch.arange(len(keys), device=queue.device)) % len(queue)] = keys.to(queue.dtype)
     return (pointer + len(keys)) % len(queue)
 
 
 @torch.no_grad()
 def encode_keys(model, views, rows):
-    """(rows, D) unit keys of all ranks' views (n, 3, S, S), which meet in other parts than the queries do."""
+    """Return unit keys (rows, D) of all ranks' views (n, 3, S, S). The views are shuffled before encoding,
+    so that their batch-norm splits are not those of the queries (shuffling BN)."""
     views = gather_rows(views, rows)
     order = torch.randperm(rows, device=views.device)
     if dist.is_initialized():
         dist.broadcast(order, 0)
-    mine = model.key.features(views[order[own_rows(rows)]])
-    keys = gather_rows(F.normalize(model.key.head(mine).float(), dim=1), rows)
+    features = model.key.features(views[order[own_rows(rows)]])
+    keys = gather_rows(F.normalize(model.key.head(features).float(), dim=1), rows)
     return keys[order.argsort()]
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """A batch norm that sees every `rows` pictures in a row apart, as a GPU without synchronisation does; the
-    running mean and variance are means over these parts (demo)."""
+    """Batch norm over every `split_size` consecutive images separately, as on unsynchronised GPUs. Running
+    mean and variance are means over these splits (demo)."""
 
     def forward(self, x):
-        if not self.training or len(x) <= self.rows:
+        if not self.training or len(x) <= self.split_size:
             return super().forward(x)
-        running, parts = [], []
-        for part in x.split(self.rows):
+        parts, means, variances = [], [], []
+        for part in x.split(self.split_size):
             mean, var = self.running_mean.clone(), self.running_var.clone()
             parts.append(F.batch_norm(part, mean, var, self.weight, self.bias, True, self.momentum, self.eps))
-            running.append((mean, var))
-        for mine, stats in zip((self.running_mean, self.running_var), zip(*running)):
-            mine.copy_(torch.stack(stats).mean(0))
+            means.append(mean)
+            variances.append(var)
+        self.running_mean.copy_(torch.stack(means).mean(0))
+        self.running_var.copy_(torch.stack(variances).mean(0))
         self.num_batches_tracked += 1
         return torch.cat(parts)
 
 
-def split_norms(encoder, rows):
-    """Puts a SplitBatchNorm into the place of each batch norm."""
+def use_split_batch_norm(encoder, split_size):
+    """Replace each batch norm of the encoder by a SplitBatchNorm."""
     for module in list(encoder.modules()):
         for name, norm in module.named_children():
             if isinstance(norm, nn.BatchNorm2d):
                 split = SplitBatchNorm(norm.num_features, norm.eps, norm.momentum)
-                split.rows = rows
+                split.split_size = split_size
                 split.load_state_dict(norm.state_dict())
                 setattr(module, name, split)
 
 
-def epoch_rate(epoch, epochs, args):
-    """The learning rate's factor: half a cosine; with --v1 a tenth at 60 and 80 % of the epochs (paper)."""
-    if args.v1:
-        return 0.1 ** sum(epoch >= share * epochs for share in (0.6, 0.8))
-    return 0.5 * (1 + math.cos(math.pi * epoch / epochs))
+def step_decay(step, total):
+    """Return 1, 0.1 after 60 % of `total`, 0.01 after 80 % (paper)."""
+    decays = [fraction for fraction in (0.6, 0.8) if step >= fraction * total]
+    return 0.1 ** len(decays)
+
+
+def lr_factor(epoch, epochs, args):
+    """Return the factor of the learning rate in an epoch: half a cosine, or with --v1 step_decay (paper)."""
+    return step_decay(epoch, epochs) if args.v1 else 0.5 * (1 + math.cos(math.pi * epoch / epochs))
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def linear_probe(model, pictures, run):
-    """Percent of test pictures that one linear layer on the frozen features labels right, trained on crops:
-    rate 30, a tenth of it at 60 and 80 % (paper; pooled features are small)."""
-    def rate(step, total):
-        return 30 * 0.1 ** sum(step >= share * total for share in (0.6, 0.8))
-    return train_probe(model, pictures, run, batch=min(256, len(pictures)), rate=rate, std=0.01)
+def linear_probe(model, images, run):
+    """Train a linear layer on frozen features of random crops, and return its test accuracy in percent. The
+    learning rate is as large as 30 because pooled features are small (paper)."""
+    def lr_schedule(step, total):
+        return 30 * step_decay(step, total)
+    batch = min(256, len(images))
+    return train_probe(model, images, run, batch=batch, lr_schedule=lr_schedule, init_std=0.01)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,42 +339,43 @@ def linear_probe(model, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return evaluation.score(args, __file__, CROPS, linear_probe)
-    pictures = load_data(args.data, args)
+        return evaluation.evaluate_model(args, __file__, CROPS, linear_probe)
+    images = load_data(args.data, args)
     run = Run(args, __file__)
-    model = build_model(args, pictures, run)
-    pictures.join(run)
-    epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
-    total, rate = args.steps or args.epochs * epoch, args.lr * args.batch_size / 256
+    model = build_model(args, images, run)
+    images.to_device(run)
+    epoch = steps_per_epoch(len(images), args.batch_size, min_rows=args.batch_size)
+    total = args.steps or args.epochs * epoch
+    lr = args.lr * args.batch_size / 256
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(weights, lr=rate, momentum=0.9, weight_decay=args.weight_decay)
-    run.progress["pointer"] = 0                                # of the queue, not of a memory bank
+    optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=args.weight_decay)
+    run.extra_state["pointer"] = 0                             # next row of the queue; a memory bank has none
     run.begin(model, optimizer, total)
-    if run.progress["pointer"] >= args.queue:
-        fail(f"--resume: {args.out}/state.pt is damaged: its place in the queue is beyond {args.queue} keys")
-    evaluation.before(model, pictures, run)
-    pictures.start(run, total, args.crop, 1 if args.memory_bank else 2)
+    if run.extra_state["pointer"] >= args.queue_size:
+        fail(f"--resume: {args.out}/state.pt is damaged: its queue pointer is not below {args.queue_size}")
+    evaluation.evaluate_before(model, images, run)
+    images.start_training_views(run, total, args.crop, 1 if args.memory_bank else 2)
     model.train()
-    for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
-        set_lr(optimizer, rate * epoch_rate((step - 1) // epoch, total / epoch, args))
+    for step, rows in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
+        set_lr(optimizer, lr * lr_factor((step - 1) // epoch, total / epoch, args))
         if args.memory_bank:
-            loss, values = compute_bank_loss(model, augment(next(pictures.feed), args), rows, args)
+            loss, values = compute_bank_loss(model, augment(next(images.training_views), args), rows, args)
         else:
-            queries, views = make_batch(pictures, args)
-            for part in ("encoder", "head"):
-                update_key_encoder(getattr(model.key, part), getattr(model, part), args.momentum)
-            keys = [encode_keys(model, x, len(rows)) for x in views]
-            loss, values = compute_loss(model, (queries, keys), len(rows), args)
+            query_views, key_views = make_batch(images, args)
+            update_key_encoder(model.key.encoder, model.encoder, args.momentum)
+            update_key_encoder(model.key.head, model.head, args.momentum)
+            keys = [encode_keys(model, x, len(rows)) for x in key_views]
+            loss, values = compute_loss(model, (query_views, keys), len(rows), args)
         optimizer.zero_grad()
         loss.backward()
-        sum_gradients(model)
+        all_reduce_gradients(model)
         optimizer.step()
         if not args.memory_bank:
-            run.progress["pointer"] = enqueue(model.queue, run.progress["pointer"], torch.cat(keys))
-        run.note(values, lr=optimizer.param_groups[0]["lr"])
-        if run.due:
-            evaluation.judge(model, pictures, run)
-    evaluation.after(model, pictures, run, linear_probe)
+            run.extra_state["pointer"] = enqueue(model.queue, run.extra_state["pointer"], torch.cat(keys))
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due:
+            evaluation.evaluate_and_save(model, images, run)
+    evaluation.finish(model, images, run, linear_probe)
 
 
 if __name__ == "__main__":

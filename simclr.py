@@ -2,127 +2,143 @@
 Hinton, ICML 2020, arXiv 2002.05709; SimCLR v2, Chen et al., NeurIPS 2020, arXiv 2006.10029; SupCon, Khosla et
 al., NeurIPS 2020, arXiv 2004.11362.
 
-Two random views of every picture pass one encoder and one projection head. A view is pulled to the other view
-of its picture and pushed from both views of all others; after training the head is dropped. With u = z / |z|
-and s(i, j) = u_i·u_j / τ,
-
-    L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ],    i' the other view of i (NT-Xent)
-    L = 1/2N Σ_i −1/|P(i)| Σ_{p∈P(i)} [ s(i, p) − log Σ_{j≠i} exp s(i, j) ],    P(i) all other views of the
-                                                                 label of i (--supervised: SupCon)
-    L = 1/N Σ_x −Σ_y P_teacher(y | x; τ) log P_student(y | x; τ)    (--distill: v2)
-
-v2 keeps a part of the head: --finetune trains the encoder, the head's first layers and a classifier on a
-share of the labels; --distill teaches what that knows to another encoder, or the same, without labels.
-
-Data: a folder of pictures of any size (sub-folders are labels), a .tsv of files and labels, CIFAR's python
-batches (a folder), .npz (images, labels, test_images, test_labels; uint8, N x H x W x 3), the folder of an
-unpacked one, or .npy (images). Files are decoded as they are needed, and views cut out of all their pixels.
+An encoder and a projection head map two random views of each image to vectors z. The two views of an image
+are pulled together and pushed away from the views of all other images. After training, the head is dropped.
+The loss NT-Xent for N images, with u = z / |z|, s(i, j) = u_i·u_j / τ and i' the other view of i's image, is
+    L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
     python simclr.py --recipe cifar --data cifar-10-batches-py --out out/simclr
     python simclr.py --supervised --data cifar-10-batches-py --out out/supcon
     torchrun --nproc-per-node 8 simclr.py --recipe v2 --data train --dev val --out out/v2
-    python simclr.py --finetune train --labels 0.01 --model out/v2 --dev val --out out/tuned
+    python simclr.py --finetune train --label-fraction 0.01 --model out/v2 --dev val --out out/tuned
     python simclr.py --distill out/tuned --model resnet-18 --data train --dev val --out out/student
 
-Expected on test pictures, with the flags of ours that come nearest to the run that a number is from; for the
-defaults, which are CIFAR-10's with the paper's head and 100 epochs, no source has one:
-    91 % linear     --recipe cifar, "around"
-    83.2 % kNN      --optimizer sgd --lr 0.06 --warmup 0 --weight-decay 5e-4 --crop 0.2 --grey 0.1, CIFAR-10:
-                    dkobak/simclr-cifar10, whose head is 512-1024-128; 85.6 % linear
-    96.0 % linear   --supervised --model resnet-50 --batch-size 1024 --epochs 1000, CIFAR-10: SupCon's command
-    64.5 % linear   --recipe code; 69.1 %: --recipe paper --form code --epochs 1000, ImageNet, released
-    71.1 % linear   --recipe v2, ImageNet; then --finetune: 57.9 % with 1 % of the labels, 68.4 % with
-                    --labels 0.1 --epochs 30
+--supervised is SupCon, where the positives P(i) of i are all other views with i's label:
+    L = 1/2N Σ_i 1/|P(i)| Σ_{p∈P(i)} [ −s(i, p) + log Σ_{j≠i} exp s(i, j) ]
+--finetune (v2) trains the encoder, the first layers of its head, and a classifier, on a part of the labels.
+--distill (v2) trains a student. For image x and class y, its prediction P_s(y | x) learns to match the
+prediction P_t(y | x) of a teacher, which is a fine-tuned model:
+    L = 1/N Σ_x −Σ_y P_t(y | x; τ) log P_s(y | x; τ)
 
-Departures from the released code: its loss is twice the paper's mean; its head has batch norms, which --form
-code brings back. SupCon's normalises pictures and multiplies its loss by τ / 0.07; here neither is done.
-Arrays are resized bicubically without antialiasing, as by TensorFlow 2, files as by Pillow, with it. Of v2
-there are no selective kernels, no wider nets, and no labels in distillation.
+Data, one of:
+    folder    images of any size, with sub-folders as labels; or CIFAR's python batches
+    .tsv      image files and labels
+    .npz      images, labels, test_images, test_labels (uint8, N x H x W x 3), or these as .npy in a folder
+    .npy      images
+Image files are decoded when they are needed, and views are cropped from the full resolution.
+
+Published test accuracies, and the flags that come closest to each setup (none is published for our defaults):
+    CIFAR-10    about 91 % linear           --recipe cifar
+                83.2 % kNN, 85.6 % linear   --optimizer sgd --lr 0.06 --warmup-epochs 0 --weight-decay 5e-4
+                                            --crop 0.2 --grey 0.1 (dkobak/simclr-cifar10, head 512-1024-128)
+                96.0 % linear               --supervised --model resnet-50 --batch-size 1024 --epochs 1000
+    ImageNet    64.5 % linear               --recipe code
+                69.1 % linear               --recipe paper --form code --epochs 1000 (released checkpoint)
+                71.1 % linear               --recipe v2
+                57.9 % fine-tuned           --recipe v2, then --finetune --label-fraction 0.01
+                68.4 % fine-tuned           --recipe v2, then --finetune --label-fraction 0.1 --epochs 30
+
+Departures from the released code:
+- The released loss is twice the mean over views; this script's loss is the mean (paper).
+- The released head has batch norms; this script's head has them only with --form code.
+- The released code resizes without antialiasing; this script does so for arrays only.
+- SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
+- v2 has selective kernels, wider networks, and distillation with labels; this script has none of these.
 """
 from argparse import BooleanOptionalAction
 
-from kernels.training.cli import Flags, afford, answer_early, at_least, command, fail, fill, ratio, say
-from kernels.training.recipes import Recipe, say_recipe
+from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
+from kernels.training.recipes import Recipe, log_recipe
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-IMAGENET = dict(model="resnet-50", size=224, batch_size=4096, temperature=0.1, probe_epochs=90)
+IMAGENET = dict(model="resnet-50", image_size=224, batch_size=4096, temperature=0.1, probe_epochs=90)
 RECIPES = {
-    "paper": Recipe("ImageNet, Chen et al. 2020, section 2 and appendix B", IMAGENET | dict(
-        epochs=100, lr=0.3, lr_scaling="linear", weight_decay=1e-6, warmup=10, head_layers=2, form="paper")),
-    "code": Recipe("ImageNet, the released code's command", IMAGENET | dict(
-        epochs=100, lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, warmup=10, head_layers=3, form="code")),
-    "cifar": Recipe("CIFAR-10, the released code's command", dict(
-        model="resnet-18", size=32, batch_size=512, epochs=1000, lr=1.0, lr_scaling="linear",
-        weight_decay=1e-4, temperature=0.5, warmup=10, head_layers=3, form="code", colour=0.5, blur=0.0)),
-    "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(
-        epochs=800, lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup=40, head_layers=3, form="code"))}
-IMPLIED = {
-    "supervised": Recipe("SupCon's command for CIFAR-10, its factor τ / 0.07 in rate and decay", dict(
+    "paper": Recipe("ImageNet, Chen et al. 2020, section 2 and appendix B", IMAGENET | dict(epochs=100,
+        lr=0.3, lr_scaling="linear", weight_decay=1e-6, warmup_epochs=10, head_layers=2, form="paper")),
+    "code": Recipe("ImageNet, the released code's command", IMAGENET | dict(epochs=100,
+        lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=10, head_layers=3, form="code")),
+    "cifar": Recipe("CIFAR-10, the released code's command", dict(model="resnet-18", image_size=32,
+        batch_size=512, epochs=1000, lr=1.0, lr_scaling="linear", weight_decay=1e-4, temperature=0.5,
+        warmup_epochs=10, head_layers=3, form="code", colour=0.5, blur=0.0)),
+    "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(epochs=800,
+        lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code"))}
+FLAG_RECIPES = {
+    "supervised": Recipe("SupCon's CIFAR-10 command, its factor τ / 0.07 moved to lr and decay", dict(
         temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
-    "finetune": Recipe("SimCLR v2, 1 % of the labels", dict(
-        batch_size=1024, epochs=60, lr=0.005, lr_scaling="sqrt", weight_decay=0.0, warmup=0, from_layer=1)),
-    "distill": Recipe("SimCLR v2, rates as in pre-training", dict(
-        batch_size=4096, epochs=400, lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup=20,
+    "finetune": Recipe("SimCLR v2, 1 % of the labels", dict(batch_size=1024, epochs=60,
+        lr=0.005, lr_scaling="sqrt", weight_decay=0.0, warmup_epochs=0, from_layer=1)),
+    "distill": Recipe("SimCLR v2, learning rate as in pre-training", dict(
+        batch_size=4096, epochs=400, lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=20,
         temperature=1.0))}
 
 
 def make_parser():
-    parser = Flags(__doc__)
-    add, common = parser.add_argument, parser.common
-    parser.add_recipes(RECIPES, IMPLIED)
-    add("--supervised", action="store_true", help="SupCon over the labels, with its recipe")
+    parser = ScriptParser(__doc__)
+    add, shared = parser.add_argument, parser.add_shared
+    parser.add_shared_flags("--data", "--skip-damaged", "--evaluate")
+    shared("--dev", shown="the test set in --data")
+    shared("--image-size", shown="the shorter side of the images in arrays; for image files, the size saved "
+           "with --model, else 224, but not larger than the largest image")
+    add("--crop", group="data", type=ratio, default=0.08,
+        help="smallest area of a crop, as a fraction of the image; default 0.08 (paper)")
+    add("--colour", group="data", type=at_least(0),
+        help="strength of the colour jitter; default 1 (paper), or 0.5 for images of at most 32 px")
+    add("--grey", group="data", type=ratio, default=0.2, help="probability of greyscale; default 0.2 (paper)")
+    add("--blur", group="data", type=ratio,
+        help="probability of blur; default 0.5 (paper), or 0 for images of at most 32 px")
+    shared("--workers", shown="the number of CPU cores")
+    shared("--model", "resnet-18", "resnet-18; names that stand for random weights: resnet-small, resnet-18, "
+           "resnet-34, resnet-50, resnet-101, resnet-152")
+    add("--head-layers", group="model", type=int, choices=(0, 1, 2, 3), default=2,
+        help="number of linear layers in the projection head; default 2 (paper)")
+    add("--head-norm", group="model", action=BooleanOptionalAction,
+        help="use batch norms in the projection head; default off (paper), or on with --form code")
+    add("--projection-dim", group="model", type=at_least(1, int), default=128,
+        help="output dimension of the projection head; default 128 (paper)")
+    add("--normalize", action=BooleanOptionalAction, default=True, help="normalise projections; default on")
+    shared("--temperature", 0.5, "0.5 (the paper's value for CIFAR-10)")
+    shared("--form", "paper", "paper; code: batch norms in the head")
+    add("--supervised", action="store_true", 
+        help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
     add("--finetune", reads="training data", metavar="DATA",
-        help="train the encoder of --model, and a classifier, on labelled pictures (v2); no --data")
-    add("--labels", type=ratio, default=1.0, help="share of each class for --finetune; default 1")
+        help="fine-tune --model with a classifier on the labelled images DATA, used instead of --data (v2)")
+    add("--label-fraction", type=ratio, default=1.0,
+        help="fraction of the images of each class that --finetune uses; default 1")
     add("--from-layer", type=at_least(0, int), default=0,
-        help="of --model's head that a classifier stands on; default 0: none, --finetune 1 (v2)")
+        help="number of first layers of --model's head to keep; default 0, or 1 with --finetune (v2)")
     add("--distill", reads="model", metavar="TEACHER",
-        help="train --model on the soft labels that a fine-tuned folder gives --data (v2)")
-    add("--head-layers", type=int, choices=(0, 1, 2, 3), default=2,
-        help="of the projection head; default 2 (paper), 3 in v2 and the released code")
-    add("--head-norm", action=BooleanOptionalAction, help="batch norms in the head; default by --form")
-    add("--width", type=at_least(1, int), default=128, help="of the projection; default 128 (paper)")
-    add("--normalize", action=BooleanOptionalAction, default=True, help="of projections; default on (paper)")
-    add("--crop", type=ratio, default=0.08,
-        help="least share of a picture that a view shows; default 0.08 (paper)")
-    add("--colour", type=at_least(0), help="strength of the colour jitter; default 1, to 32 px 0.5 (paper)")
-    add("--grey", type=ratio, default=0.2, help="share of grey views; default 0.2 (paper)")
-    add("--blur", type=ratio, help="share of blurred views; default 0.5, up to 32 px 0 (paper)")
-    add("--optimizer", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
-        help="default lars (paper); sgd is SupCon's")
-    add("--lr-scaling", choices=("linear", "sqrt"), default="linear",
-        help="--lr times batch / 256, or times √batch; default linear")
-    add("--warmup", type=at_least(0), default=10, help="epochs that the rate rises; default 10 (paper)")
-    common("--weight-decay", 1e-6, "1e-6 (paper)")
-    add("--probe-epochs", type=at_least(0, int), default=100, help="of the linear probe; default 100, or 0")
-    add("--profile", action="store_true", help="time ten steps, and their loss alone, instead of training")
-    common("--form", "paper", "paper; code: batch norms in the head")
-    parser.plain("--evaluate", "--data")
-    common("--dev", said="the test set in --data")
-    common("--size", said="of arrays theirs; of files --model's, 224, or theirs if all are smaller")
-    common("--workers", said="the cores")
-    parser.plain("--skip-damaged")
-    common("--model", "resnet-18", "resnet-18; from scratch as resnet-small, -34, -50, -101, -152")
-    common("--out", "out/simclr")
-    common("--batch-size", 512)
-    common("--chunk-size", said="the batch")
-    common("--epochs", 100)
-    common("--steps", said="by --epochs")
-    common("--lr", 1.0, "1.0 before --lr-scaling (CIFAR-10); ImageNet 0.3, or 0.075 with sqrt")
-    common("--temperature", 0.5, "0.5 (CIFAR-10); ImageNet and SupCon 0.1")
-    common("--seed", 42)
-    common("--eval-every", 1000)
-    common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--log", "--precision")
+        help="train --model to match the predictions of TEACHER, a fine-tuned model, on --data (v2)")
+    parser.add_recipes(RECIPES, FLAG_RECIPES)
+    shared("--batch-size", 512)
+    shared("--chunk-size", shown="the whole batch")
+    shared("--epochs", 100)
+    shared("--steps", shown="from --epochs")
+    add("--optimizer", group="training", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
+        help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); nesterov: with "
+             "Nesterov momentum, and no weight decay for batch norms; default lars (paper)")
+    shared("--lr", 1.0, "1.0 (the paper's value for CIFAR-10); --lr-scaling multiplies it")
+    add("--lr-scaling", group="training", choices=("linear", "sqrt"), default="linear",
+        help="linear: multiply --lr by batch size / 256; sqrt: by √(batch size); default linear")
+    add("--warmup-epochs", group="training", type=at_least(0), default=10,
+        help="epochs of learning-rate warm-up; default 10 (paper)")
+    shared("--weight-decay", 1e-6, "1e-6 (paper)")
+    shared("--seed", 42)
+    shared("--impl", "auto")
+    add("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,
+        help="epochs of the linear probe at the end; 0: no probe; default 100")
+    shared("--eval-every", 1000)
+    shared("--out", "out/simclr")
+    add("--profile", group="run", action="store_true", 
+        help="measure the time of a training step and of its loss (medians of ten runs), then exit")
+    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
 if __name__ == "__main__":
-    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+    parse_early(make_parser)  # before torch is imported, which takes seconds
 
 import contextlib
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -130,154 +146,161 @@ from torch import nn
 
 import kernels
 from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_lse
-from kernels.training.extras.simclr_v2 import Tuning, distillation_loss  # noqa: F401 - for importers
+from kernels.training.cli import check_memory
+from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss  # noqa: F401
 from kernels.training.images import encoders as nets
 from kernels.training.images import evaluation
-from kernels.training.images.augmentation import Crops, blur, coin, grey, jitter
-from kernels.training.images.dataset import Pictures
-from kernels.training.images.encoders import PictureEncoder, load_image_encoder
+from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
+from kernels.training.images.dataset import ImageDataset
+from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.images.lars import LARS, make_optimizer  # noqa: F401
-from kernels.training.loop import epoch_steps, half_products, set_lr, sum_gradients, warmup_cosine
+from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch, warmup_cosine
 from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# shares and aspects are drawn evenly; all of a picture where no box fits
-CROPS = Crops(0.08, 100, aspects=lambda u: 3 / 4 + (4 / 3 - 3 / 4) * u, limits=(1e-9, 1e9), cubic=True)
+# crop areas and aspect ratios are uniform; if no crop fits, the view is the whole image
+CROPS = Crops(min_area=0.08, attempts=100, sample_aspect=lambda u: 3 / 4 + (4 / 3 - 3 / 4) * u,
+              aspect_limits=(1e-9, 1e9), bicubic=True)
 
 
-def check(args):
-    """Flags that do not go together; says what the recipe is."""
-    say_recipe(args, RECIPES | IMPLIED)
+def check_flags(args):
+    """Raise UserError if flags contradict each other; print the recipe."""
+    log_recipe(args, RECIPES | FLAG_RECIPES)
     modes = [f"--{name}" for name in ("supervised", "finetune", "distill") if getattr(args, name)]
     if len(modes) > 1:
-        fail(f"{' and '.join(modes)}: wanted one of them")
+        fail(f"{' and '.join(modes)}: expected only one of them")
     if args.supervised and not args.normalize:
-        fail("--no-normalize: SupCon's projections are unit vectors")
-    if not args.labels:
-        fail("--labels 0: wanted a share above 0")
-    if args.labels < 1 and not args.finetune:
-        fail("--labels: is a share for --finetune, which is not given")
+        fail("--no-normalize: --supervised needs normalised projections; leave one of the flags out")
+    if not args.label_fraction:
+        fail("--label-fraction 0: expected a number above 0")
+    if args.label_fraction < 1 and not args.finetune:
+        fail(f"--label-fraction {args.label_fraction}: needs --finetune, which is not given")
     if args.from_layer and not (args.finetune or args.distill):
-        fail("--from-layer: is for --finetune or --distill, neither of which is given")
+        fail(f"--from-layer {args.from_layer}: needs --finetune or --distill, and neither is given")
     if args.profile and (args.finetune or args.distill):
-        fail("--profile: times a contrastive loss; leave --finetune and --distill out")
+        fail("--profile: times contrastive losses only; leave --finetune and --distill out")
 
 
 def load_data(path, args):
-    """The Pictures to train on and to be judged by; fills the flags that their size decides."""
-    pictures = Pictures(args, CROPS)
-    fill(args, dict(colour=0.5, blur=0.0) if pictures.small else dict(colour=1.0, blur=0.5))
-    for flag in ("supervised", "finetune"):
-        if getattr(args, flag) and pictures.train.labels is None:
-            fail(f"--{flag} wants labels, and {path} has none: sub-folders, a .tsv of files and labels, or "
-                 "labels in the .npz")
+    """Load the images for training and evaluation, and set the flags whose defaults depend on their size."""
+    images = ImageDataset(args, CROPS)
+    fill_defaults(args, dict(colour=0.5, blur=0.0) if images.is_small else dict(colour=1.0, blur=0.5))
+    modes = [name for name in ("supervised", "finetune", "distill") if getattr(args, name)]
+    mode = modes[0] if modes else "unsupervised"
+    if mode in ("supervised", "finetune") and images.train.labels is None:
+        fail(f"--{mode} needs labels, but {path} has none; expected sub-folders, a .tsv of files and labels, "
+             "or labels in the .npz")
     if args.finetune:
-        pictures.keep_share(args.labels)
-        pictures.enough(args.batch_size)
-    kinds = "supervised", "finetune", "distill"
-    kind = next((kind for kind in kinds if getattr(args, kind)), "unsupervised")
-    say("simclr", f"{kind}: {pictures.describe()}")
-    return pictures
+        images.subsample(args.label_fraction)
+        images.check_batch_size(args.batch_size)
+    log("simclr", f"{mode}: {images.describe()}")
+    return images
 
 
-def make_batch(rows, pictures, args):
-    """(views, labels) of this rank's n pictures of a global batch: two views of each, all first before all
-    second, (2n, 3, S, S) float32 from 0 to 1; with --supervised the labels of all ranks, else None."""
-    views = augment(next(pictures.feed), args)
-    return views, pictures.train.labels[rows].to(views.device) if args.supervised else None
+def make_batch(rows, images, args):
+    """Return (views, labels) for this rank's n images of a global batch: all first views, then all second
+    views, (2n, 3, S, S) float32 in [0, 1]; the labels of all ranks' images with --supervised, else None."""
+    views = augment(next(images.training_views), args)
+    return views, images.train.labels[rows].to(views.device) if args.supervised else None
 
 
 def augment(x, args):
-    """Views (n, 3, S, S) float32 in [0, 1] of crops: colours, grey, blur."""
+    """Apply colour jitter, grey and blur to crops (n, 3, S, S) float32 in [0, 1]."""
     x = jitter(x, 0.8 * args.colour, 0.2 * args.colour, 0.8)
-    x = torch.where(coin(args.grey, x), grey(x), x)
+    x = torch.where(bernoulli_mask(args.grey, x), grey(x), x)
     if args.blur:
-        x = torch.where(coin(args.blur, x), blur(x), x)
+        x = torch.where(bernoulli_mask(args.blur, x), blur(x), x)
     return x.clamp(0, 1)
 
 
-def build_model(args, pictures, run, tuning=None):
-    """The encoder and its projection head; for `tuning` (--finetune, --distill) a classifier instead."""
-    encoder = load_image_encoder(args.model, pictures.small)
+def build_model(args, images, run, tuning=None):
+    """Build the encoder with a projection head, or with the classifier of `tuning`, a FinetuneOrDistill."""
+    encoder = load_image_encoder(args.model, images.is_small)
     width = encoder.config.hidden_sizes[-1]
     if args.model in nets.RESNETS:
-        for block in (block for stage in encoder.encoder.stages for block in stage.layers):
-            nn.init.zeros_(block.layer[-1].normalization.weight)   # the block starts as the identity (paper)
+        for stage in encoder.encoder.stages:
+            for block in stage.layers:                         # each block starts as the identity (paper)
+                nn.init.zeros_(block.layer[-1].normalization.weight)
     head = tuning.make_head(width) if tuning else projection_head(width, args)
-    classes = tuning and tuning.classes
-    model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model), classes)
-    if run.world > 1 and run.device.type != "cpu":
+    classes = tuning.classes if tuning else None
+    model = ImageEncoder(encoder, head, run, *nets.read_mean_std(args.model), classes=classes)
+    if run.world_size > 1 and run.device.type != "cpu":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
-    what = f"classifier on layer {args.from_layer}" if classes else f"{args.head_layers}-layer head"
-    say("model", f"{args.model}, {size:.1f} M parameters, {what}")
+    kind = f"classifier on layer {args.from_layer}" if classes else f"{args.head_layers}-layer head"
+    log("model", f"{args.model}, {size:.1f} M parameters, {kind}")
     return model.to(run.device, memory_format=torch.channels_last)
 
 
 def projection_head(width, args):
-    """g: linear layers with a ReLU between two; with norms (--form code) each has one, and the last of these
-    scales and does not shift."""
-    norms = args.form == "code" if args.head_norm is None else args.head_norm
-    sizes, layers = [width] * args.head_layers + [args.width], []
-    afford(f"--width {args.width}", 16 * width * args.width)   # weights, gradients, the optimizer's
-    for inside, outside in zip(sizes[: args.head_layers], sizes[1:]):
-        layers.append(nn.Linear(inside, outside, bias=not norms))
-        if norms:
+    """Return the head: linear layers with ReLU between them. With --form code a batch norm follows each
+    linear layer, and the bias of the last norm is not trained."""
+    use_norms = args.form == "code" if args.head_norm is None else args.head_norm
+    needed = 16 * width * args.projection_dim                  # bytes: weights, gradients, optimizer state
+    check_memory(f"--projection-dim {args.projection_dim}", needed)
+    layers = []
+    for i in range(args.head_layers):
+        is_last = i == args.head_layers - 1
+        outputs = args.projection_dim if is_last else width
+        layers.append(nn.Linear(width, outputs, bias=not use_norms))
+        if use_norms:
             nn.init.normal_(layers[-1].weight, std=0.01)
-            layers.append(nn.BatchNorm1d(outside))
-        layers.append(nn.ReLU())
-    head = nn.Sequential(*layers[:-1])
-    if norms and layers:
-        head[-1].bias.requires_grad_(False)
-    return head
+            layers.append(nn.BatchNorm1d(outputs))
+            layers[-1].bias.requires_grad_(not is_last)
+        if not is_last:
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=True, impl="auto"):
-    """NT-Xent: mean over the 2N views of −log softmax of a picture's other view among all other views.
+    """Return NT-Xent: the mean over the 2N views of −log softmax of the other view of the same image.
 
-    z1, z2        (N, D) raw projections of the two views, any float type; normalised here
+    z1, z2        (N, D) projections of the two views, any float type; normalised here
     gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: one process
-    offset        this rank's first row in them
-    normalize     False: products of projections as they are, whatever their lengths
-    returns       scalar float32, float64 for float64; one picture: 0. The released code returns twice this
+    offset        this rank's first row in `gathered`
+    normalize     False: similarities are dot products of the projections as they are
+    returns       scalar float32, float64 for float64; 0 for one image; half the released value
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
     checks.check_flag("normalize", normalize)
-    alone = gathered is None
-    all_z1, all_z2 = (z1, z2) if alone else checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
+    all_z1, all_z2 = z1, z2
+    if gathered is not None:
+        all_z1, all_z2 = checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "N D"), gathered_z1=(all_z1, "M D"),
                gathered_z2=(all_z2, "M D"))
-    checks.check_alike(z1=z1, z2=z2, gathered_z1=all_z1, gathered_z2=all_z2)
+    checks.check_same_dtype(z1=z1, z2=z2, gathered_z1=all_z1, gathered_z2=all_z2)
     checks.check_temperature(temperature, z1.device)
-    unit = functools.partial(F.normalize, dim=1) if normalize else lambda z: z
-    z1, z2 = unit(z1), unit(z2)
-    if alone:
+    if normalize:
+        z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    if gathered is None:
         return nt_xent(z1, z2, temperature, impl=impl)         # the same formula, in one process
-    others = [*map(unit, gathered)]
+    if normalize:
+        all_z1, all_z2 = F.normalize(all_z1, dim=1), F.normalize(all_z2, dim=1)
     positive = (z1 * z2).sum(1) / temperature
     losses = []
-    for z in (z1, z2):  # "diagonal" leaves out a view itself in one part, and its positive in the other
+    for z in (z1, z2):
+        # the diagonal is the view itself in one of all_z1, all_z2, and its positive in the other
         negatives = [similarity_lse(z, other, temperature, exclude="diagonal", offset=offset, impl=impl)
-                     for other in others]
-        # log(exp positive + Σ exp negatives) − positive, the positive kept out of the large sum
+                     for other in (all_z1, all_z2)]
+        # log(exp positive + Σ exp negatives) − positive; the large sum does not contain the positive
         losses.append(-F.logsigmoid(positive - torch.logaddexp(*negatives)))
     return torch.cat(losses).mean()
 
 
 def compute_loss(model, batch, rows, args):
-    """This rank's part of the loss of a batch (views, labels) of `rows` pictures. Both views go through the
-    encoder at once, so batch norms see all of them, or a chunk of them."""
+    """Return this rank's part of the loss for a global batch of `rows` images, and the values to log. Both
+    views go through the encoder in one call, so that batch norms see all of them (or all of a chunk)."""
     views, labels = batch
     z1, z2 = model(views).chunk(2)
     gathered = None
     if args.supervised or len(z1) < rows:
         gathered = gather_rows(z1, rows), gather_rows(z2, rows)
-    with half_products(z1, args) if args.normalize else contextlib.nullcontext():
+    with loss_autocast(z1, args) if args.normalize else contextlib.nullcontext():
         if args.supervised:
             loss = sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
         else:
@@ -288,13 +311,12 @@ def compute_loss(model, batch, rows, args):
 
 
 def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, *, impl="auto"):
-    """SupCon, the logarithm inside the sum: mean over views of the mean −log softmax of their positives.
+    """Return SupCon, with the logarithm inside the sum: mean over views of mean −log softmax of positives.
 
-    features          (N, V, D) raw projections of V views, any float type; normalised here
-    labels            (N,) integers: all other views of the same label are positives; None: of the same sample
-    base_temperature  the released code multiplies by temperature / base_temperature, 0.07 there; None: the
-                      paper's loss
-    returns           scalar float32, float64 for float64; a view without positives adds 0 and counts
+    features          (N, V, D) projections of V views, any float type; normalised here
+    labels            (N,) integers: positives are all other views of the same label; None: of the same sample
+    base_temperature  multiply by temperature / base_temperature (released code: 0.07); None: do not (paper)
+    returns           scalar float32, float64 for float64; a view without positives counts as 0 in the mean
     source            Khosla et al. 2020, L^sup_out
     """
     check_rows(features=(features, "N V D"), labels=(labels, "N", int, None))
@@ -305,19 +327,25 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def linear_probe(model, pictures, run):
-    """Percent of test pictures that one linear layer on the frozen features labels right, trained on crops:
-    rate 0.1 · batch / 256 along a cosine, Nesterov (SimCLR); 5, a fifth of it at 60, 75, 90 % (SupCon).
-    SimCLR's batches for CIFAR-10 are of 512 pictures; for ImageNet of 4,096, with decay, and so here where
-    the pictures are large and an epoch has 100 such batches."""
-    supervised, large = run.args.supervised, not pictures.small and len(pictures) >= 100 * 4096
-    batch, decay = (4096, 1e-6) if large and not supervised else (min(512, len(pictures)), 0.0)
+def linear_probe(model, images, run):
+    """Train a linear layer on frozen features of random crops, and return its test accuracy in percent.
 
-    def rate(step, total):
+    SimCLR   Nesterov momentum, learning rate 0.1 · batch / 256 with cosine decay. A batch has 512 images, or
+             4096 and weight decay (ImageNet) if images are large and an epoch has 100 such batches
+    SupCon   learning rate 5, multiplied by 0.2 after 60, 75 and 90 % of the steps
+    """
+    supervised = run.args.supervised
+    batch, weight_decay = min(512, len(images)), 0.0
+    if not supervised and not images.is_small and len(images) >= 100 * 4096:
+        batch, weight_decay = 4096, 1e-6
+
+    def lr_schedule(step, total):
         if supervised:
-            return 5 * 0.2 ** sum(step >= share * total for share in (0.6, 0.75, 0.9))
+            decays = [fraction for fraction in (0.6, 0.75, 0.9) if step >= fraction * total]
+            return 5 * 0.2 ** len(decays)
         return warmup_cosine(step, total, 0, 0.1 * batch / 256)
-    return train_probe(model, pictures, run, batch=batch, rate=rate, nesterov=not supervised, decay=decay)
+    return train_probe(model, images, run, batch=batch, lr_schedule=lr_schedule, nesterov=not supervised,
+                       weight_decay=weight_decay)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -327,38 +355,39 @@ def linear_probe(model, pictures, run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return evaluation.score(args, __file__, CROPS, linear_probe)
-    check(args)
-    pictures = load_data(args.data, args)
+        return evaluation.evaluate_model(args, __file__, CROPS, linear_probe)
+    check_flags(args)
+    images = load_data(args.data, args)
     run = Run(args, __file__)
-    tuning = Tuning(args, pictures, run) if args.finetune or args.distill else None
-    model = build_model(args, pictures, run, tuning)
-    pictures.join(run)
-    epoch = epoch_steps(len(pictures), args.batch_size, least=args.batch_size)
-    total, warmup = args.steps or args.epochs * epoch, round(args.warmup * epoch)
-    rate = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
-    optimizer = make_optimizer(model, rate, args)
+    tuning = FinetuneOrDistill(args, images, run) if args.finetune or args.distill else None
+    model = build_model(args, images, run, tuning)
+    images.to_device(run)
+    epoch = steps_per_epoch(len(images), args.batch_size, min_rows=args.batch_size)
+    total = args.steps or args.epochs * epoch
+    warmup = round(args.warmup_epochs * epoch)
+    lr = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
+    optimizer = make_optimizer(model, lr, args)
     if args.profile:
         from kernels.training.extras.step_times import profile
-        return profile(model, optimizer, pictures, run, make_batch, compute_loss)
+        return profile(model, optimizer, images, run, make_batch, compute_loss)
     run.begin(model, optimizer, total, warmup)
-    evaluation.before(model, pictures, run)
-    pictures.start(run, total, args.crop, 1 if model.classes else 2)
+    evaluation.evaluate_before(model, images, run)
+    images.start_training_views(run, total, args.crop, 1 if model.classes else 2)
     model.train()
-    for step, rows in run.steps(total, len(pictures), least=args.batch_size):  # full batches alone (paper)
-        set_lr(optimizer, warmup_cosine(step - 1, total, warmup, rate))
+    for step, rows in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
+        set_lr(optimizer, warmup_cosine(step - 1, total, warmup, lr))
         if tuning:
             loss, values = tuning.compute_loss(model, rows)
         else:
-            loss, values = compute_loss(model, make_batch(rows, pictures, args), len(rows), args)
+            loss, values = compute_loss(model, make_batch(rows, images, args), len(rows), args)
         optimizer.zero_grad()
         loss.backward()
-        sum_gradients(model)
+        all_reduce_gradients(model)
         optimizer.step()
-        run.note(values, lr=optimizer.param_groups[0]["lr"])
-        if run.due:
-            evaluation.judge(model, pictures, run)
-    evaluation.after(model, pictures, run, linear_probe)
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due:
+            evaluation.evaluate_and_save(model, images, run)
+    evaluation.finish(model, images, run, linear_probe)
 
 
 if __name__ == "__main__":

@@ -1,75 +1,82 @@
 """TaCL: Improving BERT Pre-training with Token-aware Contrastive Learning. Su, Liu, Meng, Lan, Shu, Shareghi,
 Collier, Findings of NAACL 2022, arXiv 2111.04198.
 
-A pretrained BERT, the student, continues with its masked-LM and next-sentence losses. A frozen copy of it,
-the teacher, reads the same sequence without masks. Where the student reads a mask at place i, its token is
-pulled to the teacher's token at place i and pushed from the teacher's other tokens of that sequence. So the
-tokens of a sentence move apart. With s of the student, t of the teacher, sim = cos, M the places chosen for
-masking, and j all places of i's sequence,
+A pretrained BERT, the student, is trained further with its masked-LM and next-sentence losses. A frozen copy,
+the teacher, reads the same text without masks. At a masked position i, the student's vector s_i is pulled to
+the teacher's t_i and pushed from the teacher's other vectors of that sequence. So the tokens of a sentence
+become less similar. With sim the cosine, M the positions chosen for masking, j all positions of i's sequence,
 
     L = L_MLM + L_NSP + mean over i in M of −log( exp(sim(s_i, t_i) / τ) / Σ_j exp(sim(s_i, t_j) / τ) )
 
-Data: one sentence per line, a blank line between documents. The file is read as a stream, --buffer documents
-at a time. --dev is such a file too. It gives the losses; how often the nearest of the teacher's tokens is the
-one at the same place; and the mean cosine of a sentence's tokens in each layer. The last comes twice: without
-[CLS] and [SEP], as the mean over sentences, which kernels.training.plot draws; and with both, over all pairs
-of tokens, as in the paper's figure.
-
-    awk '{print $0 (NR % 8 ? "" : ORS) > (NR > 520 ? "dev.txt" : "train.txt")}' tests/data/sentences.txt
+    awk '{print} NR % 8 == 0 {print ""}' tests/data/sentences.txt > documents.txt
+    head -n 585 documents.txt > train.txt && tail -n +586 documents.txt > dev.txt
     python tacl.py --model scratch --data train.txt --dev dev.txt
     torchrun --nproc-per-node 8 tacl.py --data wikipedia.txt --dev held-out.txt --out out/tacl
 
-Expected: from BERT, token similarity falls strongly in the top layers. The published numbers are of
-bert-base-uncased after 150,000 steps of 256 pairs of up to 256 tokens (our defaults) on English Wikipedia,
-then fine-tuned with transformers' example scripts (childtuning.py fine-tunes on labelled texts): GLUE 79.6 →
-81.2, SQuAD 1.1 80.8/88.5 → 81.6/89.0, SQuAD 2.0 73.4/76.8 → 74.4/77.5 (EM/F1). They are the released code's,
-so --form code comes nearest; --form paper, the default, has none of its own.
+Data: one sentence per line, a blank line between documents. The file is read as a stream, --shuffle-buffer
+documents at a time. --dev has the same format. The evaluation on --dev reports the three losses, and
+    accuracy            percentage of masked tokens whose nearest teacher token is at the same position
+    token similarity    mean cosine of two tokens of a sentence, in each layer. First without [CLS] and [SEP],
+                        averaged over sentences; then with them, averaged over token pairs (paper's figure)
 
-Departures: the released code pads every sequence to --max-length, and its denominator holds the teacher's
-output there too, as ours does with --form code. In both forms the mean is over the chosen tokens of the
-global batch (the paper prints a sum, the code has a mean of the GPUs' means), the teacher has no dropout (the
-author agrees), and pairs come from a stream, drawn anew in every pass (in the code once, all in memory).
+Expected: starting from BERT, token similarity falls strongly in the top layers.
+Published results of bert-base-uncased, before and after 150,000 steps of 256 pairs of up to 256 tokens (our
+defaults) on English Wikipedia, fine-tuned with the example scripts of transformers:
+    GLUE                 79.6      → 81.2
+    SQuAD 1.1 (EM/F1)    80.8/88.5 → 81.6/89.0
+    SQuAD 2.0 (EM/F1)    73.4/76.8 → 74.4/77.5
+These are results of the released code (--form code); none is published for --form paper.
+
+Departures:
+- In the released code the sum over j includes padding up to --max-length; here only with --form code.
+- The paper sums over M, and the released code averages per GPU; this script averages over the global batch.
+- The released code's teacher has dropout; this script's has none (see docs/fidelity.md).
+- The released code makes all pairs once, in memory; this script makes new pairs in every pass over the data.
 """
-from kernels.training.cli import Flags, answer_early, at_least, command, fail, fill, say
+from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
-    parser = Flags(__doc__)
-    add, common = parser.add_argument, parser.common
-    common("--form", "paper", "paper; whether padding is in the denominator")
-    add("--contrast", type=at_least(0), default=1.0,
-        help="weight of the contrastive term; default 1 (paper), 0: without it, the released code's switch")
-    add("--teacher", reads="model",
-        help="hub name or local folder of equal width and vocabulary; default --model (paper)")
-    add("--similarity", choices=("cosine", "dot"), default="cosine", help="dot: no τ; default cosine (paper)")
-    add("--whole-word", action="store_true", help="choose whole words for masking (released code's option)")
-    add("--accumulate", type=at_least(1, int), default=1, help="parts a batch is computed in; default 1")
-    add("--buffer", type=at_least(2, int), default=10_000, help="documents in memory; default 10000")
-    add("--dev-pairs", type=at_least(1, int), default=1000, help="and sentences, of --dev; default 1000")
-    parser.plain("--evaluate", "--data", "--dev")
-    common("--model", "bert-base-uncased")
-    common("--out", "out/tacl")
-    common("--batch-size", said="256 (paper), scratch 32")
-    common("--steps", said="150000 (paper), scratch 300")
-    common("--lr", said="1e-4 (paper), scratch 2e-3")
-    common("--temperature", 0.01, "0.01 (paper)")
-    common("--max-length", said="256 (paper), scratch 64, of a pair with [CLS] and both [SEP]")
-    common("--seed", 42)
-    common("--eval-every", 10_000, "10000 (released script)")
-    common("--impl", "auto")
-    parser.plain("--resume", "--keep-state", "--log", "--precision")
+    parser = ScriptParser(__doc__)
+    add, shared = parser.add_argument, parser.add_shared
+    parser.add_shared_flags("--data", "--evaluate", "--dev")
+    add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
+        help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
+    shared("--max-length", shown="256 (paper), or 64 with --model scratch; it limits a whole sentence pair")
+    shared("--model", "bert-base-uncased")
+    add("--teacher", group="model", reads="model",
+        help="teacher, of the same hidden size and vocabulary as --model; default --model itself (paper)")
+    add("--contrastive-weight", type=at_least(0), default=1.0,
+        help="weight of the contrastive loss; 0: off; default 1 (paper)")
+    add("--similarity", choices=("cosine", "dot"), default="cosine",
+        help="similarity of token vectors; dot: not divided by τ; default cosine (paper)")
+    shared("--temperature", 0.01, "0.01 (paper)")
+    add("--whole-word", action="store_true", help="mask whole words (an option of the released code)")
+    shared("--form", "paper", "paper; code: the denominator includes padding")
+    shared("--batch-size", shown="256 (paper), or 32 with --model scratch")
+    add("--grad-accum", group="training", type=at_least(1, int), default=1,
+        help="number of micro-batches that each batch is split into; default 1")
+    shared("--steps", shown="150000 (paper), or 300 with --model scratch")
+    shared("--lr", shown="1e-4 (paper), or 2e-3 with --model scratch")
+    shared("--seed", 42)
+    shared("--impl", "auto")
+    shared("--eval-every", 10_000, "10000 (released script)")
+    add("--dev-pairs", group="evaluation", type=at_least(1, int), default=1000,
+        help="number of --dev pairs for the losses, and of sentences for token similarity; default 1000")
+    shared("--out", "out/tacl")
+    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
-# Defaults for flags that were not given: the paper's, and for a small random BERT.
+# Defaults for flags that were not given: those of the paper, and those of --model scratch.
 PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
 SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
 
 if __name__ == "__main__":
-    answer_early(make_parser)  # --help, and wrong flags, before the seconds that torch takes
+    parse_early(make_parser)  # before torch is imported, which takes seconds
 
 import contextlib
 import copy
@@ -84,11 +91,17 @@ import torch.nn.functional as F
 from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
-from kernels.training.loop import half_products, set_lr, sum_gradients, warmup_linear
-from kernels.training.output_dir import model_card, new_files, save_tokenizer
+from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, warmup_linear
+from kernels.training.output_dir import atomic_output, model_card, save_tokenizer
 from kernels.training.progress import progress
 from kernels.training.run import Run
-from kernels.training.text.documents import mask_pair, next_documents, read_documents, sentence_pairs, stream
+from kernels.training.text.documents import (
+    mask_pair,
+    next_documents,
+    read_documents,
+    sentence_pairs,
+    stream_pairs,
+)
 from kernels.training.text.mlm import decoder_loss
 from kernels.training.text.models import has_decoder, load_text_model, longest_input
 from kernels.training.text.tokens import pad
@@ -97,98 +110,102 @@ from kernels.training.text.tokens import pad
 
 
 def load_data(path, args):
-    """How many documents of two or more sentences a file holds. Reads it once, to check it; keeps nothing."""
-    fill(args, SCRATCH if args.model == "scratch" else PAPER)
+    """Check a whole file and return how many documents have two or more sentences; set flags not given."""
+    fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.max_length < 5:
-        fail(f"--max-length {args.max_length}: wanted 5 or more: [CLS], both [SEP], a token of each sentence")
+        fail(f"--max-length {args.max_length}: expected at least 5: [CLS], two [SEP], a token per sentence")
     bar = progress(read_documents(path), path)
     try:
         sizes = Counter(min(len(sentences), 2) for sentences, _ in bar)
     except OSError as error:
         fail(f"{path}: {error.strerror}")
     if sizes[2] < 2:
-        fail(f"{path}: {sizes[2]} documents of two or more sentences, wanted at least 2; "
-             "a sentence a line, a blank line between documents")
-    say("tacl", f"{args.form}: {sizes[2]:,} documents from {path}; {sizes[1]:,} of one sentence are left out")
+        fail(f"{path}: {sizes[2]} documents of two or more sentences, expected at least 2; "
+             "write one sentence per line and a blank line between documents")
+    log("tacl", f"{args.form}: {sizes[2]:,} documents from {path}; {sizes[1]:,} of one sentence are left out")
     return sizes[2]
 
 
 def make_batch(rows, model, args):
-    """[(ids, masked ids, segments, real, chosen (n, L), labels (n,))]: rows in --accumulate parts of similar
-    length. A row is (ids, segments, label, masked ids, chosen). The paper's form pads to a part's longest
-    row, the code's to --max-length."""
-    rows, parts = sorted(rows, key=lambda row: len(row[0])), []
-    size, blank = math.ceil(len(rows) / args.accumulate), model.tokenizer.pad_token_id
+    """Split rows into --grad-accum micro-batches of similar length, and pad these to their longest row
+    (paper) or to --max-length (code).
+
+    rows      [(ids, segments, label, masked ids, is_masked)]
+    returns   [(ids, masked ids, segments, real, is_masked (n, L), labels (n,))]; real is False at padding
+    """
+    rows = sorted(rows, key=lambda row: len(row[0]))
+    size, padding = math.ceil(len(rows) / args.grad_accum), model.tokenizer.pad_token_id
+    micro_batches = []
     for i in range(0, len(rows), size):
-        ids, segments, labels, masked, chosen = zip(*rows[i : i + size])
+        ids, segments, labels, masked_ids, is_masked = zip(*rows[i : i + size])
         lengths = torch.tensor([len(row) for row in ids])
-        more = args.max_length - len(ids[-1]) if args.form == "code" else 0
-        ids, masked, segments, chosen = (
-            F.pad(pad(column, value), (0, more), value=value)
-            for column, value in ((ids, blank), (masked, blank), (segments, 0), (chosen, 0)))
+        extra = args.max_length - len(ids[-1]) if args.form == "code" else 0
+        ids = F.pad(pad(ids, padding), (0, extra), value=padding)
+        masked_ids = F.pad(pad(masked_ids, padding), (0, extra), value=padding)
+        segments = F.pad(pad(segments, 0), (0, extra), value=0)
+        is_masked = F.pad(pad(is_masked, 0), (0, extra), value=0)
         real = torch.arange(ids.shape[1]) < lengths[:, None]
-        part = ids, masked, segments, real, chosen.bool(), torch.tensor(labels, dtype=torch.int64)
-        parts.append([x.to(model.device) for x in part])
-    return parts
+        tensors = ids, masked_ids, segments, real, is_masked.bool(), torch.tensor(labels, dtype=torch.int64)
+        micro_batches.append([x.to(model.device) for x in tensors])
+    return micro_batches
 
 
-def row_weights(rows):
-    """The weights of a chosen token and of a pair in the means over these rows."""
-    return 1 / max(1, sum(int(chosen.sum()) for *_, chosen in rows)), 1 / len(rows)
+def mean_weights(rows):
+    """Return (1 / number of masked tokens, 1 / number of pairs) of these rows."""
+    tokens = sum(int(is_masked.sum()) for *_, is_masked in rows)
+    return 1 / max(1, tokens), 1 / len(rows)
 
 
 def build_model(args, run):
-    """The student with its heads, and the teacher, which is hidden from train(), optimizer and state.pt."""
+    """Load the student with its heads, and the teacher, which a tuple hides from training and saving."""
     model = torch.nn.Module()
     model.device, model.bf16 = run.device, run.bf16
-    model.lm, model.tokenizer, model.fresh = load_pretraining("--model", args.model, args)
+    model.lm, model.tokenizer, model.missing_heads = load_pretraining_model("--model", args.model, args)
     model.encoder, width = model.lm.base_model, model.lm.config.hidden_size
-    model.nsp = None                                           # BERT has its own
+    model.nsp = None                                           # BERT has a next-sentence head of its own
     if not hasattr(getattr(model.lm, "cls", None), "seq_relationship"):
         layers = torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
         model.nsp = torch.nn.Sequential(*layers).apply(model.lm._init_weights)
-        model.fresh.append("next sentence")
+        model.missing_heads.append("next sentence")
     teacher = load_teacher(model, args) if args.teacher else copy.deepcopy(model.encoder)
-    model.teacher = (teacher.eval().requires_grad_(False).to(model.device),)   # a tuple hides it
+    model.teacher = (teacher.eval().requires_grad_(False).to(model.device),)
     longest = min(longest_input(encoder, model.tokenizer) for encoder in (model.encoder, teacher))
     if args.max_length > longest:
         both = f"{args.model} with its teacher" if args.teacher else args.model
         fail(f"--max-length {args.max_length}: {both} reads at most {longest} tokens")
     names = model.tokenizer.convert_ids_to_tokens(range(len(model.tokenizer)))
-    model.special = set(model.tokenizer.all_special_ids)
-    model.ordinary = [token for token in range(1, len(names)) if token not in model.special]
-    model.continuing = {token for token, name in enumerate(names) if name.startswith("##")}
-    if args.whole_word and not model.continuing:
+    model.special_ids = set(model.tokenizer.all_special_ids)
+    model.regular_ids = [token for token in range(1, len(names)) if token not in model.special_ids]
+    model.suffix_ids = {token for token, name in enumerate(names) if name.startswith("##")}
+    if args.whole_word and not model.suffix_ids:
         fail(f"--whole-word: the tokenizer of {args.model} has no pieces that begin with ##")
-    fresh = f", fresh heads (not in the checkpoint): {', '.join(model.fresh)}" if model.fresh else ""
-    size, teacher = sum(p.numel() for p in model.encoder.parameters()), args.teacher or "the same, frozen"
-    say("model", f"{args.model}, {size / 1e6:.1f} M parameters{fresh}; teacher {teacher}")
+    heads = f", new heads: {', '.join(model.missing_heads)}" if model.missing_heads else ""
+    size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
+    log("model", f"{args.model}, {size:.1f} M parameters{heads}; teacher {args.teacher or 'a frozen copy'}")
     return model.to(model.device)
 
 
 def load_teacher(model, args):
-    """The encoder that --teacher names; fails if the student cannot learn from it."""
-    lm, tokenizer, _ = load_pretraining("--teacher", args.teacher, args)
-    found, wanted = lm.config.hidden_size, model.lm.config.hidden_size
-    if found != wanted:
-        widths = f"its vectors have {found} numbers, those of {args.model} {wanted}"
-        fail(f"--teacher {args.teacher}: {widths}; wanted equal widths")
+    """Return the encoder that --teacher names; raise UserError if it does not fit the student."""
+    lm, tokenizer, _ = load_pretraining_model("--teacher", args.teacher, args)
+    found, expected = lm.config.hidden_size, model.lm.config.hidden_size
+    if found != expected:
+        fail(f"--teacher {args.teacher}: its hidden size is {found}, expected {expected}, as in {args.model}")
     if tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        other = f"its vocabulary is not that of {args.model}"
-        fail(f"--teacher {args.teacher}: {other}; wanted one tokenizer for both")
+        fail(f"--teacher {args.teacher}: its vocabulary is not that of {args.model}; expected equal ones")
     return lm.base_model
 
 
-def load_pretraining(flag, name, args):
-    """(model with a masked-LM head, tokenizer, names of the head layers that the checkpoint lacks)."""
+def load_pretraining_model(flag, name, args):
+    """Return (model with a masked-LM head, tokenizer, head layers that the checkpoint lacks)."""
     texts = None if args.evaluate else ("\n".join(lines) for lines, _ in read_documents(args.data))
     model, tokenizer = load_text_model(name, texts, AutoModelForPreTraining, flag)
     like_bert = hasattr(model.base_model, "embeddings") and has_decoder(model)
-    marks = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
-    if not like_bert or None in marks:
-        fail(f"{flag} {name}: {type(model).__name__} is no masked language model like BERT or DistilBERT")
-    fresh = {part.removeprefix(f"{model.base_model_prefix}.").rpartition(".")[0] for part in model.missing}
-    return model, tokenizer, sorted(fresh)
+    special = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
+    if not like_bert or None in special:
+        fail(f"{flag} {name}: found {type(model).__name__}, expected a masked language model like BERT")
+    missing = {part.removeprefix(f"{model.base_model_prefix}.").rpartition(".")[0] for part in model.missing}
+    return model, tokenizer, sorted(missing)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,42 +213,41 @@ def load_pretraining(flag, name, args):
 
 def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, form="paper", *,
               similarity="cosine", impl="auto"):
-    """Mean over masked tokens, the anchors, of −log softmax of the teacher's token at the same place among
-    the teacher's tokens of the same sequence.
+    """Return the mean over masked tokens of −log softmax of the teacher's token at the same place among the
+    teacher's tokens of the same sequence.
 
-    student, teacher   (B, L, D) raw hidden states of the masked and of the plain sequences, any float type;
+    student, teacher   (B, L, D) hidden states of the masked and of the unmasked sequences, any float type;
                        normalised here, a zero vector has cosine 0 with all; the teacher gets no gradient
-    masked             (B, L) bool or integers: the chosen tokens, which are the anchors
-    attention_mask     (B, L) bool or integers, 0 at padding, which is never an anchor; None: no padding
-    form               "paper": the denominator holds a sequence's tokens | "code": and its padding
-    similarity         "cosine" | "dot": plain products, not divided by the temperature (released code)
-    returns            scalar float32, float64 for float64; no anchor: 0 with gradient 0
-    memory             copies of the anchors and of the teacher's tokens; no (B, L, L) similarities
-    source             Su et al. 2022, the token-aware contrastive objective; the mean instead of the sum is
-                       the released code's
+    masked             (B, L) bool or integers: non-zero at masked tokens, which are the anchors
+    attention_mask     (B, L) bool or integers: 0 at padding, which is never an anchor; None: no padding
+    form               "paper": the denominator has a sequence's tokens | "code": also its padding
+    similarity         "cosine" | "dot": dot products, not divided by the temperature (released code)
+    returns            scalar float32, float64 for float64; 0 with gradient 0 if there is no anchor
+    memory             copies of the anchors and of the teacher's tokens, but no (B, L, L) similarities
+    source             Su et al. 2022; mean instead of sum: released code
     """
-    q, k, groups, own = pack(student, teacher, masked, attention_mask, form, similarity)
+    q, k, groups, own = pack_tokens(student, teacher, masked, attention_mask, form, similarity)
     checks.check_temperature(temperature, q.device)
     checks.check_impl(impl)
     if not len(q):
         return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
     temperature = temperature if similarity == "cosine" else 1.0
     positives = own, torch.arange(len(k), device=k.device)
-    # log Σ_j exp s(q_i, k_j) over the tokens of i's sequence, but its own
+    # log Σ_j exp s(q_i, k_j) over the tokens j of i's sequence, except the positive
     others = similarity_lse(q, k, temperature, exclude=positives, within=groups, impl=impl)
     positive = (q.to(others.dtype) * k[own].to(others.dtype)).sum(1) / temperature
     return -F.logsigmoid(positive - others).mean()             # = log(exp positive + exp others) - positive
 
 
-def pack(student, teacher, masked, attention_mask, form, similarity):
-    """Lay the tokens of all sequences one after the other; the paper's form leaves padding out.
+def pack_tokens(student, teacher, masked, attention_mask, form, similarity):
+    """Put the tokens of all sequences one after the other; without padding in the paper's form.
 
-    returns   anchors (N, D), the teacher's tokens (M, D), (the sequence of each anchor, of each token), and
-              the place of each anchor's own token (N,)
+    returns   anchors (N, D), the teacher's tokens (M, D), (sequence of each anchor, of each teacher token),
+              index of each anchor's positive among the teacher tokens (N,)
     """
     check_rows(masked=(masked, "B L", bool, int, float), student=(student, "B L D"),
                teacher=(teacher, "B L D"), attention_mask=(attention_mask, "B L", bool, int, float, None))
-    checks.check_alike(student=student, teacher=teacher)
+    checks.check_same_dtype(student=student, teacher=teacher)
     checks.check_choice("form", form, "paper", "code")
     checks.check_choice("similarity", similarity, "cosine", "dot")
     real = torch.ones_like(masked, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
@@ -247,78 +263,83 @@ def pack(student, teacher, masked, attention_mask, form, similarity):
     return q, k, (sequence[anchors], sequence[columns]), own
 
 
-def compute_loss(model, part, weights, args):
-    """This rank's share of the three losses, for one part of a batch. weights are those of row_weights, of
-    the whole batch. With --contrast 0 training leaves out the teacher and the contrast."""
-    (ids, masked, segments, real, chosen, labels), (token_weight, pair_weight) = part, weights
+def compute_loss(model, micro_batch, weights, args):
+    """Return this rank's part of the loss for a micro-batch, and the values to log. weights: mean_weights of
+    the global batch. In training with --contrastive-weight 0 the teacher is not run."""
+    ids, masked_ids, segments, real, is_masked, labels = micro_batch
+    token_weight, pair_weight = weights
     contrast = None
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-        student, at_chosen, next_logits = run_student(model, masked, segments, real, chosen)
-        if args.contrast or not model.training:
+        student, decoder_inputs, next_logits = forward_student(model, masked_ids, segments, real, is_masked)
+        if args.contrastive_weight or not model.training:
             with torch.no_grad():
                 output = run_encoder(model.teacher[0], ids, segments, real, layers=False)
             teacher = output.last_hidden_state.float()
-            unit = args.similarity == "cosine"                 # other rows may leave float16's range
-            with half_products(student, args) if unit else contextlib.nullcontext():
-                contrast = tacl_loss(student, teacher, chosen, real, args.temperature, args.form,
+            normalised = args.similarity == "cosine"           # other rows could overflow float16
+            with loss_autocast(student, args) if normalised else contextlib.nullcontext():
+                contrast = tacl_loss(student, teacher, is_masked, real, args.temperature, args.form,
                                      similarity=args.similarity, impl=args.impl)
-        mlm = decoder_loss(at_chosen, model.lm.get_output_embeddings(), ids[chosen], impl=args.impl)
+        mlm = decoder_loss(decoder_inputs, model.lm.get_output_embeddings(), ids[is_masked], impl=args.impl)
     nsp = F.cross_entropy(next_logits.float(), labels)
-    tokens = len(at_chosen) * token_weight
+    tokens = len(decoder_inputs) * token_weight
     values = {"mlm": mlm * tokens, "nsp": nsp * len(labels) * pair_weight}
     loss = sum(values.values())
     if contrast is not None:
         values["contrast"] = contrast * tokens
-        loss = loss + args.contrast * values["contrast"]
+        loss = loss + args.contrastive_weight * values["contrast"]
     values = {"loss": loss.detach()} | {name: value.detach() for name, value in values.items()}
     if not model.training:
-        q, k, groups, own = pack(student, teacher, chosen, real, args.form, args.similarity)
-        nearest = similarity_topk(q, k, 1, within=groups, impl=args.impl)[1][:, 0] if len(q) else own
+        q, k, groups, own = pack_tokens(student, teacher, is_masked, real, args.form, args.similarity)
+        nearest = own
+        if len(q):
+            nearest = similarity_topk(q, k, 1, within=groups, impl=args.impl)[1][:, 0]
         values["accuracy"] = 100 * (nearest == own).sum() * token_weight
     return loss, values
 
 
-def run_student(model, ids, segments, real, chosen):
-    """(last hidden states (n, L, H) float32, what the decoder would read at the chosen tokens, next-sentence
-    logits (n, 2)). The decoder, by far the widest layer, gets no tokens here: decoder_loss runs it."""
-    taken = []
+def forward_student(model, masked_ids, segments, real, is_masked):
+    """Return last hidden states (n, L, H) float32, the decoder's inputs at masked tokens, and next-sentence
+    logits (n, 2). The decoder, by far the widest layer, is skipped: decoder_loss applies it later."""
+    decoder_inputs = []
 
-    def skip(_, inputs):
-        taken.append(inputs[0][chosen].float())
-        return inputs[0][:0]
+    def take_inputs(_, inputs):
+        decoder_inputs.append(inputs[0][is_masked].float())
+        return inputs[0][:0]                                   # no rows: the decoder has nothing to compute
 
-    with model.lm.get_output_embeddings().register_forward_pre_hook(skip):
-        output = run_encoder(model.lm, ids, segments, real)
+    with model.lm.get_output_embeddings().register_forward_pre_hook(take_inputs):
+        output = run_encoder(model.lm, masked_ids, segments, real)
     hidden = output.hidden_states[-1]
     next_logits = output.seq_relationship_logits if model.nsp is None else model.nsp(hidden[:, 0])
-    return hidden.float(), taken[0], next_logits
+    return hidden.float(), decoder_inputs[0], next_logits
 
 
 def run_encoder(model, ids, segments, real, layers=True):
-    """The output of an encoder or of a model around it; layers: with the hidden states of each layer."""
-    known = {"token_type_ids": segments} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
-    return model(input_ids=ids, attention_mask=real, output_hidden_states=layers, **known)
+    """Run an encoder, or a model around it. layers: return the hidden states of all layers, too."""
+    types = {"token_type_ids": segments} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
+    return model(input_ids=ids, attention_mask=real, output_hidden_states=layers, **types)
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_dev(path, documents, model, args):
-    """(rows of pairs, rows of sentences) for make_batch, the same at every evaluation. In a sentence,
-    "chosen" marks all tokens but [CLS] and [SEP]."""
+    """Return (pairs, sentences): rows for make_batch, the same at every evaluation. In the rows of sentences,
+    is_masked marks all tokens except [CLS] and [SEP]. documents: their number in the file."""
     rng = random.Random(f"{args.seed} dev")
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
     documents, _ = next_documents(path, 0, min(documents, args.dev_pairs), model)
     pairs = sentence_pairs(documents, model, args, rng)[: args.dev_pairs]
-    sentences = [row[: args.max_length - 2] for document in documents for row in document][: args.dev_pairs]
-    sentences = sorted((np.concatenate([cls, row, sep]) for row in sentences), key=len)
-    return ([(*pair, *mask_pair(pair[0], model, args, rng)) for pair in pairs],
-            [(ids, ids < 0, 0, ids, np.arange(len(ids)) % (len(ids) - 1) > 0) for ids in sentences])
+    texts = [text[: args.max_length - 2] for document in documents for text in document][: args.dev_pairs]
+    sentences = []
+    for ids in sorted((np.concatenate([cls, text, sep]) for text in texts), key=len):
+        is_inner = ~np.isin(np.arange(len(ids)), [0, len(ids) - 1])
+        sentences.append((ids, np.zeros(len(ids), bool), 0, ids, is_inner))
+    return [(*pair, *mask_pair(pair[0], model, args, rng)) for pair in pairs], sentences
 
 
 def token_similarity(hidden, mask):
-    """(B,) mean cosine of two different tokens of each sequence, NaN if it has fewer: hidden (B, L, D), mask
-    (B, L) bool."""
+    """Return the mean cosine (B,) of two different tokens of each sequence, NaN if it has fewer than two.
+    hidden (B, L, D); mask (B, L) bool, the tokens that count."""
     # without (L, L) similarities: Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|²
     unit = F.normalize(hidden, dim=2, eps=1e-8) * mask[:, :, None]
     count = mask.sum(1)
@@ -327,39 +348,41 @@ def token_similarity(hidden, mask):
 
 @torch.no_grad()
 def evaluate(model, dev, args):
-    """Held-out losses, accuracy of the contrast in percent, and the token similarity of each layer, 0 being
-    the word embeddings: without [CLS] and [SEP], and "special", with both, over all pairs (released code)."""
+    """Return the losses, "accuracy" (see the top), and the token similarity of each layer, 0 being the word
+    embeddings: "similarity" without [CLS] and [SEP], "similarity_special" with both (released code)."""
     model.eval()
     rows, sentences = dev
-    weights, totals, layers, pairs = row_weights(rows), Counter(), [], []
+    weights, totals = mean_weights(rows), Counter()
     for i in progress(range(0, len(rows), 32), "held-out pairs", " batches"):
-        for part in make_batch(rows[i : i + 32], model, args):
-            _, values = compute_loss(model, part, weights, args)
+        for micro_batch in make_batch(rows[i : i + 32], model, args):
+            _, values = compute_loss(model, micro_batch, weights, args)
             totals.update({name: value.item() for name, value in values.items()})
+    inner, special, pairs = [], [], []                         # per batch: (layers, n), (layers, n), (n,)
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
-        for ids, _, segments, real, inner, _ in make_batch(sentences[i : i + 64], model, args):
+        for ids, _, segments, real, is_inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
                 states = run_encoder(model.encoder, ids, segments, real).hidden_states
-            layers.append(torch.stack([token_similarity(hidden.float(), mask)
-                                       for mask in (inner, real) for hidden in states]))
+            inner.append(torch.stack([token_similarity(hidden.float(), is_inner) for hidden in states]))
+            special.append(torch.stack([token_similarity(hidden.float(), real) for hidden in states]))
             pairs.append(real.sum(1) * (real.sum(1) - 1))
     model.train()
-    (inner, every), pairs = torch.cat(layers, 1).chunk(2), torch.cat(pairs)
+    inner, special, pairs = torch.cat(inner, 1), torch.cat(special, 1), torch.cat(pairs)
     return dict(totals) | {"similarity": inner.nanmean(1).tolist(),
-                           "similarity_special": ((every * pairs).sum(1) / pairs.sum()).tolist()}
+                           "similarity_special": ((special * pairs).sum(1) / pairs.sum()).tolist()}
 
 
-def evaluate_only(args):
-    """--evaluate: score the documents of --dev, without the losses of heads that the model lacks."""
+def run_evaluation(args):
+    """--evaluate: score the documents of --dev, without the losses of heads that the checkpoint lacks."""
     path, run = args.dev or args.data, Run(args, __file__)
     documents, model = load_data(path, args), build_model(args, run)
     scores = evaluate(model, load_dev(path, documents, model, args), args)
-    lost = {"nsp" if "seq_" in name or "next" in name else "mlm" for name in model.fresh}
-    say("test", summary({name: value for name, value in scores.items() if name not in lost}))
+    for name in model.missing_heads:
+        scores.pop("nsp" if "seq_" in name or "next" in name else "mlm", None)
+    log("test", format_scores(scores))
 
 
-def summary(scores):
-    """The scores of evaluate in one line; empty without scores."""
+def format_scores(scores):
+    """Return the scores of evaluate as one line, or an empty text if there are none."""
     if "contrast" not in scores:
         return ""
     losses = ", ".join(f"{name} {scores[name]:.4f}" for name in ("mlm", "nsp", "contrast") if name in scores)
@@ -369,20 +392,20 @@ def summary(scores):
 
 
 def save_student(model, run):
-    """Write the encoder to --out as transformers reads it, without heads and teacher."""
+    """Write the encoder to --out in transformers' format, without heads and teacher."""
     if run.rank:
         return
-    tokenizer = copy.deepcopy(model.tokenizer)  # the original may be at work in stream's thread
-    text = f"An encoder to fine-tune. {summary(run.progress['saved'])}".strip()
+    tokenizer = copy.deepcopy(model.tokenizer)  # the thread of stream_pairs may be using the original
+    text = f"An encoder to fine-tune. {format_scores(run.extra_state['saved'])}".strip()
     card = model_card(run, "feature-extraction", ["transformers"], text, load_command(run))
-    with new_files(run) as aside:
+    with atomic_output(run) as aside:
         model.encoder.save_pretrained(aside)
         save_tokenizer(tokenizer, aside)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
 def load_command(run):
-    """The line of Python that loads what was saved."""
+    """Return the line of Python that loads the saved encoder."""
     return f'AutoModel.from_pretrained("{run.args.out}")'
 
 
@@ -393,48 +416,49 @@ def load_command(run):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return evaluate_only(args)
+        return run_evaluation(args)
     documents = load_data(args.data, args)
-    held_out = load_data(args.dev, args) if args.dev else 0
+    dev_documents = load_data(args.dev, args) if args.dev else 0
     run = Run(args, __file__)
     model = build_model(args, run)
-    dev = load_dev(args.dev, held_out, model, args) if args.dev else None
+    dev = load_dev(args.dev, dev_documents, model, args) if args.dev else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6, weight_decay=0.0, fused=True)
-    run.progress["place"] = [0, 0, 0]                          # in the stream
+    run.extra_state["place"] = [0, 0, 0]                       # in the stream, see stream_pairs
     run.begin(model, optimizer, args.steps)
     if dev and run.step == 0:
-        run.note_before(evaluate(model, dev, args))
+        run.log_initial_scores(evaluate(model, dev, args))
     if dev:
-        say("before", summary(run.progress["before"]))
+        log("before", format_scores(run.extra_state["before"]))
     model.train()
-    run.where = lambda step: f"documents about byte {run.progress['place'][0]:,}"
-    pairs, rise = stream(documents, run.progress["place"], model, args), args.steps // 10
+    run.describe_batch = lambda step: f"documents about byte {run.extra_state['place'][0]:,}"
+    stream = stream_pairs(documents, run.extra_state["place"], model, args)
     for step, _ in run.steps(args.steps):
-        set_lr(optimizer, warmup_linear(step - 1, args.steps, rise, args.lr))  # from 0, as released
-        batch, places = zip(*itertools.islice(pairs, args.batch_size))
-        run.progress["place"] = places[-1]
+        set_lr(optimizer, warmup_linear(step - 1, args.steps, args.steps // 10, args.lr))
+        batch, places = zip(*itertools.islice(stream, args.batch_size))
+        run.extra_state["place"] = places[-1]
         rng = random.Random(f"{args.seed} masks {step}")
         rows = [(*pair, *mask_pair(pair[0], model, args, rng)) for pair in batch]
-        weights, values = row_weights(rows), Counter()
+        weights, values = mean_weights(rows), Counter()
         optimizer.zero_grad()
-        for part in make_batch(rows[own_rows(len(rows))], model, args):
-            loss, terms = compute_loss(model, part, weights, args)
+        for micro_batch in make_batch(rows[own_rows(len(rows))], model, args):
+            loss, terms = compute_loss(model, micro_batch, weights, args)
             loss.backward()
             values.update(terms)
-        sum_gradients(model)
+        all_reduce_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        run.note(dict(values), lr=optimizer.param_groups[0]["lr"])
-        if run.due and run.keeps(evaluate(model, dev, args) if dev else {}):   # the last one is kept (paper)
-            save_student(model, run)
-    before, after, change = run.progress["before"], run.progress["saved"], ""
+        run.log_metrics(dict(values), lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due and run.should_save(evaluate(model, dev, args) if dev else {}):
+            save_student(model, run)                           # always: the last model is kept (paper)
+    change = ""
     if dev:
-        say("after", summary(after))
+        before, after = run.extra_state["before"], run.extra_state["saved"]
+        log("after", format_scores(after))
         top = [f"{before[x][-1]:.3f} → {after[x][-1]:.3f}" for x in ("similarity", "similarity_special")]
         change = (f"contrast accuracy {before['accuracy']:.2f} → {after['accuracy']:.2f} %, token similarity "
                   f"of the top layer {', with [CLS] and [SEP] '.join(top)}, ")
-    run.done(change)
-    say("load", load_command(run))
+    run.finish(change)
+    log("load", load_command(run))
 
 
 if __name__ == "__main__":

@@ -1,29 +1,33 @@
-"""Contrastive losses over similarities whose (N, M) matrix is never stored.
+"""Contrastive losses that never store the (N, M) matrix of similarities.
 
-similarity_lse         log Σ_j exp(q_i·k_j / τ) for every row i: the one quadratic term of all these losses
-similarity_topk        the n nearest columns of every row
-info_nce               mean −log softmax of q_i·k_i among the keys; symmetric=True adds the columns
-clip_loss              the same over rows and columns of image-text pairs
-nt_xent                SimCLR's loss over the 2N views of one set
-queue_loss             MoCo's loss: a positive a row against a queue without gradient
-sigmoid_loss           SigLIP's loss: each pair for itself, match or no match; in-batch NCE with its bias
+similarity_lse         log Σ_j exp(q_i·k_j / τ) for every row i: the only O(N·M) part of the softmax losses
+similarity_topk        the n columns with the largest similarity for every row
+info_nce               mean −log softmax of q_i·k_i over the keys; symmetric=True adds the column softmax
+clip_loss              the symmetric info_nce of image-text pairs
+nt_xent                SimCLR's loss over the 2N views of a batch
+queue_loss             MoCo's loss: one positive per row, negatives from a queue without gradient
+sigmoid_loss           SigLIP's loss: each pair is classified on its own, match or no match
 sup_con_loss           SupCon's loss: all other views of the same label are positives
-triplet_loss           nearer to the positive than to the negative, given or found in the batch, by a margin
-margin_loss            the same near each other, others a margin apart
+triplet_loss           positive nearer than negative by a margin; negatives are given, or mined in the batch
+margin_loss            pairs of the same class near each other, other pairs at least a margin apart
 linear_cross_entropy   cross entropy of hidden·weightᵀ, for heads over a large vocabulary
-embed_in_chunks        the embeddings of a batch whose activations do not fit, with exact gradients
-gather_rows            the rows of all processes, with exact gradients; own_rows says which are whose
-check_rows             refuses tensors that do not fit each other; check_unit, rows that are not of length 1;
-                       kernels.checks has more of the kind, for numbers and words
+embed_in_chunks        embeddings of a batch whose activations do not fit into memory, with exact gradients
+gather_rows            the rows of all processes, with exact gradients; own_rows returns one process's slice
+check_rows             raise ValueError if the types, shapes or devices of tensors do not fit
+check_unit             raise ValueError if the rows of a tensor do not have norm 1
+choose_impl            the implementation that impl="auto" selects for a tensor
 
-Similarities are dot products of rows as given: pass unit rows (F.normalize), or normalize=True for cosines.
-What compares all pairs takes impl="auto" | "triton" | "blockwise" | "eager": Triton on CUDA, plain PyTorch
-over blocks of rows elsewhere (any device, float64 too), and the textbook formula with the matrix stored,
-which is the oracle and the baseline.
+Similarities are dot products of the rows as given: pass unit rows (F.normalize), or normalize=True for
+cosines. Functions over all pairs of rows accept an implementation as impl=...:
 
-Every function raises ValueError for an argument that does not fit; the message names it, what was found and
-what is expected. The first use of a function raises ImportError if torch or triton is older than versions.py
-says.
+"triton"       fused Triton kernels, on CUDA GPUs
+"blockwise"    plain PyTorch over blocks of rows, on any device, float64 too
+"eager"        the textbook formula with the (N, M) matrix stored: the oracle and the baseline
+"auto"         "triton" on CUDA, else "blockwise"
+
+Every public function raises ValueError if an argument does not fit; the message names the argument, what was
+found and what is expected. The first use of a function raises ImportError if torch or triton is older than
+versions.py requires.
 """
 import importlib
 import os
@@ -34,25 +38,27 @@ from . import hf_kernels, versions
 VERSION = "0.1.0"
 FOLDER = [os.path.dirname(__file__)]
 
-HOMES = {"checks": ["check_rows", "check_unit"], "chunks": ["embed_in_chunks"],
-         "gather": ["gather_rows", "own_rows"], "paths": ["choose_impl"],
-         "losses": ["clip_loss", "info_nce", "linear_cross_entropy", "margin_loss", "nt_xent", "queue_loss",
-                    "sigmoid_loss", "sup_con_loss", "triplet_loss"],
-         "similarity": ["similarity_lse", "similarity_topk"]}
-__all__ = [name for names in HOMES.values() for name in names]
+MODULES = {"checks": ["check_rows", "check_unit"], "chunks": ["embed_in_chunks"],
+           "gather": ["gather_rows", "own_rows"], "heuristics": ["choose_impl"],
+           "losses": ["clip_loss", "info_nce", "linear_cross_entropy", "margin_loss", "nt_xent", "queue_loss",
+                      "sigmoid_loss", "sup_con_loss", "triplet_loss"],
+           "similarity": ["similarity_lse", "similarity_topk"]}
+__all__ = [name for names in MODULES.values() for name in names]
 
 
 def __getattr__(name):
-    """Load a function or a module when it is first asked for, so that --help need not wait for torch. A name
-    that is not ours is looked up in Hugging Face's package of the same name, if that is installed."""
-    if name == "__version__":  # transformers reads it: 0.1.0 is too old for it, as if nothing was installed
+    """Load a function or a module on first use, so that --help does not wait for torch.
+
+    A name that this package does not have is looked up in an installed Hugging Face package of the same name.
+    """
+    if name == "__version__":  # transformers reads it; 0.1.0 is too old for it, as if nothing were installed
         return hf_kernels.version() or VERSION
-    for home, names in HOMES.items():
+    for module, names in MODULES.items():
         if name in names:
-            problem = versions.problem("python", "torch", "triton")
+            problem = versions.version_problem("python", "torch", "triton")
             if problem:
                 raise ImportError(f"kernels: {problem}")
-            return getattr(importlib.import_module(f".{home}", __name__), name)
+            return getattr(importlib.import_module(f".{module}", __name__), name)
     if PathFinder.find_spec(f"{__name__}.{name}", FOLDER):
         return importlib.import_module(f".{name}", __name__)
     return hf_kernels.attribute(__name__, name)

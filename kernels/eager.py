@@ -1,31 +1,34 @@
-"""The operations as a textbook writes them, the (N, M) matrix stored: oracle, baseline, every derivative."""
+"""The operations as in a textbook, with the (N, M) matrix stored.
+
+They are the oracle of the tests and the baseline of the benchmarks, and support higher derivatives.
+"""
 import torch
 import torch.nn.functional as F
 
-from .rules import left_out
+from .masks import excluded
 
 
-def similarity_lse(q, k, temperature, rule):
-    """logsumexp over the columns of q·kᵀ/τ that the rule keeps; (N,), float32 for half types."""
+def similarity_lse(q, k, temperature, mask):
+    """Return logsumexp(1) of q·kᵀ/τ, over the columns that the mask keeps: (N,), float32 for half types."""
     s = (q @ k.T).to(temperature.dtype) / temperature
-    out = left_out(rule, torch.arange(len(q), device=q.device), len(k))
+    out = excluded(mask, torch.arange(len(q), device=q.device), len(k))
     if out is not None:
         s = s.masked_fill(out, -torch.inf)
-    # logsumexp of nothing but -inf is -inf, but its gradient would be NaN: such rows answer with a constant
+    # a row of only -inf has the right logsumexp, -inf, but a NaN gradient: replace its result by a constant
     empty = torch.zeros(len(q), dtype=torch.bool, device=q.device) if out is None else out.all(1)
     return s.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
-def similarity_topk(q, k, temperature, n, rule):
-    """torch.topk of the stored matrix; column −1 where none is left."""
+def similarity_topk(q, k, temperature, n, mask):
+    """Return torch.topk of the stored matrix; the column is −1 where a row has fewer than n columns."""
     s = (q @ k.T).to(temperature.dtype) / temperature
-    out = left_out(rule, torch.arange(len(q), device=q.device), len(k))
+    out = excluded(mask, torch.arange(len(q), device=q.device), len(k))
     values, columns = (s if out is None else s.masked_fill(out, -torch.inf)).topk(n, 1)
     return values, columns.masked_fill(values.isneginf(), -1)
 
 
 def info_nce(q, k, temperature, offset=0, symmetric=False):
-    """Cross entropy of row i against column i + offset; the positive stays in the sum, as papers write it."""
+    """Return the cross entropy of row i with target i + offset, positive included in the sum."""
     logits = (q @ k.T).to(temperature.dtype) / temperature
     targets = torch.arange(len(q), device=q.device) + offset
     loss = F.cross_entropy(logits, targets)
@@ -33,13 +36,13 @@ def info_nce(q, k, temperature, offset=0, symmetric=False):
 
 
 def queue_loss(q, k, queue, temperature):
-    """MoCo's algorithm 1: cross entropy of the positive, first, against the queue."""
+    """Return the loss of MoCo's algorithm 1: cross entropy of the positive in column 0 against the queue."""
     logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1).to(temperature.dtype) / temperature
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
 def sigmoid_loss(q, k, temperature, bias, offset):
-    """Minus the sum over all pairs of log σ(±logit), + where the column is i + offset, a row."""
+    """Return 1/N Σ_i Σ_j −log σ(±logit_ij), with + for the positive, j = i + offset, and − otherwise."""
     logits = (q @ k.T).to(temperature.dtype) / temperature + bias
     sign = -torch.ones_like(logits)
     sign.diagonal(offset).fill_(1)
@@ -47,21 +50,24 @@ def sigmoid_loss(q, k, temperature, bias, offset):
 
 
 def nt_xent(z1, z2, temperature):
-    """SimCLR's algorithm 1: cross entropy over the 2N × 2N similarities, the diagonal at -inf."""
+    """Return the loss of SimCLR's algorithm 1: cross entropy over 2N × 2N similarities, diagonal -inf."""
     z = torch.cat([z1, z2])
     logits = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(-torch.inf)
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
 
 
 def sup_con_loss(z, labels, temperature):
-    """Mean over rows of the mean −log softmax, over all others, of those of the same label; of none: 0."""
+    """Return the mean over rows of −log softmax, averaged over the row's positives; 0 for a row without any.
+
+    The positives are the other rows of the same label; the softmax is over all other rows.
+    """
     s = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(torch.finfo(temperature.dtype).min)
     positive = (labels[:, None] == labels).fill_diagonal_(False)
     return -(s.log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index, temperature):
-    """Cross entropy of hidden·weightᵀ over the rows whose target is not ignore_index; 0 if there is none."""
+    """Return the mean cross entropy of hidden·weightᵀ over rows whose target is not ignore_index, or 0."""
     logits = (hidden @ weight.T).to(temperature.dtype) / temperature
     total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
     return total / (targets != ignore_index).sum().clamp(min=1)

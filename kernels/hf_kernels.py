@@ -1,10 +1,10 @@
-"""Lets this folder be used next to Hugging Face's package `kernels`, which has the same name.
+"""Let this folder be used next to Hugging Face's package `kernels`, which has the same name.
 
 `import kernels` in a script finds this folder even if that package is installed, because Python searches the
-script's folder first. transformers then misses the names it wants. So a name or a submodule that this folder
-does not have is taken from the installed package, which is loaded on first use. Its modules keep their usual
-names in sys.modules, and each file is loaded once. If both have a module, `import` finds ours, and the
-installed package finds its own while it loads.
+script's folder first. transformers would then miss the names that it needs. So a name or a submodule that
+this folder does not have is taken from the installed package, which is loaded on first use. Its modules keep
+their usual names in sys.modules, and each file is loaded once. If both have a module of the same name,
+`import` finds the one in this folder; while the installed package is being loaded, it finds its own.
 """
 import importlib
 import importlib.util
@@ -13,13 +13,13 @@ import sys
 import threading
 from importlib.machinery import PathFinder
 
-ours = sys.modules[__package__]
+this_package = sys.modules[__package__]
 lock = threading.RLock()
 package = None                                                 # the installed package, once it is loaded
 
 
-def find():
-    """Return the spec of the installed package, or None. Folders that hold a copy of ours are skipped."""
+def find_installed():
+    """Return the spec of the installed package, or None. Folders with a copy of this package are skipped."""
     marker = os.path.join("kernels", os.path.basename(__file__))
     folders = [folder for folder in sys.path if isinstance(folder, str)]
     folders = [folder for folder in folders if not os.path.exists(os.path.join(folder, marker))]
@@ -43,51 +43,56 @@ def load(wait=True):
     """Return the installed package, or None. With wait=False, do not wait for a thread that is loading it."""
     if lock.acquire(wait):
         try:
-            spec = find() if package is None else None
+            spec = find_installed() if package is None else None
             if spec is not None:
-                run(spec)
+                run_init(spec)
         finally:
             lock.release()
     return package
 
 
-def run(spec):
-    """Run the installed package's __init__. Until it ends, a module that both have is the package's own."""
+def run_init(spec):
+    """Run the __init__ of the installed package; meanwhile `import kernels.x` finds its modules first."""
     global package
     package = importlib.util.module_from_spec(spec)
     folders = spec.submodule_search_locations
-    aside = take_out(folders)
-    ours.__path__[:] = [*folders, *ours.FOLDER]
+    set_aside = pop_modules(folders)
+    this_package.__path__[:] = [*folders, *this_package.FOLDER]
     try:
         spec.loader.exec_module(package)
-        for name in [name for name in list(vars(ours)) if has(folders, f"kernels.{name}")]:
-            vars(package).setdefault(name, vars(ours).pop(name))           # Python took ours for the parent
-        take_out(folders, ours.FOLDER)
+        for name in [name for name in list(vars(this_package)) if has_module(folders, f"kernels.{name}")]:
+            # Python stored this submodule in our package, which is sys.modules["kernels"]
+            vars(package).setdefault(name, vars(this_package).pop(name))
+        pop_modules(folders, this_package.FOLDER)
     except BaseException:
         package = None
-        take_out(folders)                                      # a second try starts from the beginning
+        pop_modules(folders)                                   # a second attempt starts from the beginning
         raise
     finally:
-        ours.__path__[:] = ours.FOLDER
-        sys.modules.update(aside)
+        this_package.__path__[:] = this_package.FOLDER
+        sys.modules.update(set_aside)
 
 
-def has(folders, name):
+def has_module(folders, name):
+    """Return whether a package with these folders has the module `name`.
+
+    For kernels.a.b only kernels.a is looked up, because all modules below it belong to the same package.
+    """
     return PathFinder.find_spec(".".join(name.split(".")[:2]), folders) is not None
 
 
-def take_out(*places):
-    """Remove from sys.modules, and return, the submodules of `kernels` that all these places have."""
+def pop_modules(*packages):
+    """Remove from sys.modules, and return, the submodules of `kernels` that all these packages have."""
     names = [name for name in list(sys.modules) if name.startswith("kernels.")]
-    names = [name for name in names if all(has(folders, name) for folders in places)]
+    names = [name for name in names if all(has_module(folders, name) for folders in packages)]
     for name in names:
-        vars(ours).pop(name.partition(".")[2], None)
+        vars(this_package).pop(name.partition(".")[2], None)
     return {name: sys.modules.pop(name) for name in names}
 
 
 def attribute(module, name):
     """Return `name` of the installed `kernels`, or of a module that both have; else raise AttributeError."""
-    found = None if name.startswith("__") else load()          # inspect and others try many __names__
+    found = None if name.startswith("__") else load()          # inspect and others look up many __names__
     for part in module.split(".")[1:]:
         found = getattr(found, part, None)
     if found is None:
@@ -96,14 +101,14 @@ def attribute(module, name):
 
 
 class Finder:
-    """Finds a submodule of the installed package if ours has none of that name."""
+    """Find a submodule of the installed package if this package has none of that name."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name.rpartition(".")[0] != "kernels":
             return None
         loaded = package
-        installed = find() if loaded is None else loaded.__spec__
+        installed = find_installed() if loaded is None else loaded.__spec__
         spec = installed and PathFinder.find_spec(name, installed.submodule_search_locations)
         if spec is not None and loaded is None:
             spec.loader = PackageFirst()
@@ -111,16 +116,19 @@ class Finder:
 
 
 class PackageFirst:
-    """Loads the installed package before the first of its submodules, as Python does."""
+    """Loader that runs the installed package's __init__ before it imports one of the package's submodules.
+
+    Python does the same for every package.
+    """
 
     def create_module(self, spec):
-        load(wait=False)                                       # else two threads may wait for each other
+        load(wait=False)                                       # waiting could deadlock two threads
         module = importlib.import_module(spec.name)
         self.spec = module.__spec__
         return module
 
     def exec_module(self, module):
-        module.__spec__ = self.spec                            # Python has just replaced it
+        module.__spec__ = self.spec                            # restore it, because Python has replaced it
 
 
 sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Finder)

@@ -1,36 +1,35 @@
-"""Text that others wrote, such as names of files and cells, as it may be printed."""
+"""Print untrusted text, such as file names and table cells, so that it cannot break or hide a line."""
 import re
 import sys
 import unicodedata
 from pathlib import Path
 
-HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}                        # controls, formats, surrogates, line ends
-JOINERS = "\u200c\u200d"                                       # formats too, which Persian and emoji need
+HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories: controls, formats, surrogates, line ends
+JOINERS = "\u200c\u200d"                 # also of category Cf, but kept: Persian text and emoji need them
 
 
 def one_line(text):
-    """The text with all that would break a line, steer a terminal, or turn or hide what stands there, spelt
-    out."""
-    def spelt(found):
-        letter = found[0]
-        hides = unicodedata.category(letter) in HIDDEN and letter not in JOINERS
-        return repr(letter)[1:-1] if hides else letter
-    return re.sub(r"[^ -~]", spelt, str(text))
+    """Return text with line breaks, terminal controls, and bidirectional and invisible characters escaped."""
+    def escape(match):
+        character = match[0]
+        is_hidden = unicodedata.category(character) in HIDDEN and character not in JOINERS
+        return repr(character)[1:-1] if is_hidden else character
+    return re.sub(r"[^ -~]", escape, str(text))
 
 
-def program():
-    """The name of the command that runs: simcse.py, or kernels.benchmark for python -m kernels.benchmark."""
+def program_name():
+    """Return the name of the running command, such as simcse.py, or kernels.benchmark after -m."""
     path = Path(sys.argv[0])
     return one_line(f"kernels.{path.parent.name}" if path.name == "__main__.py" else path.name)
 
 
 def fail(message):
-    """Print one line and exit: for commands that are not scripts. Scripts have theirs in training/cli.py."""
-    print(one_line(f"{program()}: {message}"), file=sys.stderr)
+    """Print the message as one line and exit with status 2. Scripts use training/cli.py's fail instead."""
+    print(one_line(f"{program_name()}: {message}"), file=sys.stderr)
     sys.exit(2)
 
 
-def print_all():
-    """From here on stdout spells out what its encoding lacks; print would raise an error."""
-    if hasattr(sys.stdout, "reconfigure"):                     # a notebook's has none
+def escape_unencodable():
+    """Make stdout escape characters that its encoding lacks, instead of raising an error."""
+    if hasattr(sys.stdout, "reconfigure"):  # the stdout of a notebook has no such method
         sys.stdout.reconfigure(errors="backslashreplace")

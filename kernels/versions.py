@@ -1,15 +1,15 @@
-"""The oldest versions of other packages that this one works with, and one line about one that is older."""
+"""The oldest supported versions of other packages, and the message about a package that is too old."""
 import functools
 import importlib.util
 import platform
 import re
 
 OLDEST = {"python": "3.10", "torch": "2.9", "triton": "3.5", "transformers": "5.6", "numpy": "1.23"}
-OPTIONAL = {"triton"}                                          # macOS and Windows have none
+OPTIONAL = {"triton"}                                          # not available on macOS and Windows
 
 
 @functools.cache
-def problem(*packages):
+def version_problem(*packages):
     """Return one line about the first package that is missing or too old, or None. Nothing is imported."""
     for package in packages:
         found, oldest = version(package), OLDEST[package]
@@ -22,7 +22,7 @@ def problem(*packages):
 
 
 def version(package):
-    """Return the version of an installed package, or None. A package built from source may not tell it."""
+    """Return the version of an installed package, or None; a build from source may not report one."""
     import importlib.metadata  # here, because it takes 20 ms
 
     if package == "python":

@@ -1,4 +1,4 @@
-"""Small random models of many families, with a tokenizer of letters."""
+"""Small random models of many architectures, with a tokenizer in which each character is a token."""
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -11,35 +11,35 @@ ENCODERS = {
     "Bert": SHAPE, "Roberta": SHAPE, "XLMRoberta": SHAPE, "MPNet": SHAPE,
     "DistilBert": dict(dim=32, n_layers=3, n_heads=2, hidden_dim=64, max_position_embeddings=130,
                        initializer_range=0.2, pad_token_id=0),
-    "SqueezeBert": SHAPE | dict(embedding_size=32), "Esm": SHAPE,              # its files have other names
+    "SqueezeBert": SHAPE | dict(embedding_size=32), "Esm": SHAPE,              # its tokenizer files differ
     "XLM": dict(emb_dim=32, n_layers=3, n_heads=2, max_position_embeddings=130, init_std=0.2, pad_index=0),
     "DebertaV2": SHAPE | dict(relative_attention=True, position_buckets=16, pos_att_type="p2c|c2p",
                               position_biased_input=False, norm_rel_ebd="layer_norm", share_att_key=True),
     "ModernBert": SHAPE | dict(global_attn_every_n_layers=2, local_attention=8)}
 DECODERS = {name: DECODER for name in ("Qwen2", "Qwen3", "Llama", "Mistral", "Gemma")}
-LETTERS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
 
 
 def small_tokenizer(decoder=False, **more):
-    """One token a letter; a decoder's pads on the left."""
-    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, "[UNK]"))
+    """Return a tokenizer with one token per character. For a decoder it pads on the left."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, "[UNK]"))
     splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("", "isolated")]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    marks = dict(unk_token="[UNK]", eos_token="[SEP]", pad_token="[PAD]")
+    special = dict(unk_token="[UNK]", eos_token="[SEP]", pad_token="[PAD]")
     if not decoder:
-        frame = dict(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-        tokenizer.post_processor = processors.TemplateProcessing(**frame)
-        marks |= dict(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+        template = dict(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+        tokenizer.post_processor = processors.TemplateProcessing(**template)
+        special |= dict(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
     side = "left" if decoder else "right"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side=side, **marks | more)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side=side, **special | more)
 
 
 def small_model(family, folder):
-    """A folder with a random model of the family; Llama's tokenizer has no padding."""
+    """Write a random model of this architecture to the folder. Llama's tokenizer has no padding token."""
     more = dict(pad_token=None) if family == "Llama" else {}
     small_tokenizer(family not in ENCODERS, **more).save_pretrained(folder)
     shape = (ENCODERS | DECODERS)[family]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(vocab_size=len(LETTERS), **shape)
+    config = getattr(transformers, f"{family}Config")(vocab_size=len(VOCABULARY), **shape)
     AutoModel.from_config(config).save_pretrained(folder)
     return folder

@@ -1,5 +1,4 @@
-"""What tests of the scripts share: tiny data and models, a run in this process, runs in processes of their
-own."""
+"""Helpers for tests of the scripts: tiny data and models, a run in this process, runs in other processes."""
 import contextlib
 import csv
 import importlib
@@ -27,16 +26,18 @@ from transformers.utils import import_utils
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
-GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"          # good.csv of `here`
+GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"    # good.csv, see `here`
 SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
 KEPT = [*SMALL, "--keep-state", "always"]
-ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # of 12 rows, whole
+ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # 12 rows, not truncated
 SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
 
 
 def small_bert(folder):
-    letters = sorted(set("".join(cell for row in NLI + SENTENCES for cell in row).lower()) - {" "})
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
+    """Write a small random BERT to the folder. Each character is a token."""
+    characters = sorted(set("".join(cell for row in NLI + SENTENCES for cell in row).lower()) - {" "})
+    inside = ["##" + character for character in characters]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *inside]
     shape = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64)
     off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     torch.manual_seed(0)
@@ -47,31 +48,39 @@ def small_bert(folder):
 
 
 def run(name, out, *flags):
-    """main(flags) in this process: what it writes, what it says by label, its Run, and the norm of each
-    gradient."""
-    script, made, norms = importlib.import_module(name), [], []
-    start, add_up = script.Run, script.sum_gradients
-    keep = [] if "--keep-state" in flags else ["--keep-state", "always"]       # for `state`
+    """Run a script's main in this process.
 
-    def measured(model):
-        add_up(model)
+    returns   script: its module; run: its Run, with args and model; norms: the gradient norm of each step;
+              said: {label: printed line}; state: content of state.pt; steps: rows of metrics.jsonl; losses
+    """
+    script, runs, norms = importlib.import_module(name), [], []
+    real_run, real_all_reduce = script.Run, script.all_reduce_gradients
+    keep = [] if "--keep-state" in flags else ["--keep-state", "always"]       # to read state.pt below
+
+    def make_run(*args):
+        runs.append(real_run(*args))
+        return runs[0]
+
+    def all_reduce_and_measure(model):
+        real_all_reduce(model)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as lines:
-        patch.setattr(script, "Run", lambda *args: made.append(start(*args)) or made[0])
-        patch.setattr(script, "sum_gradients", measured)
-        patch.setattr("kernels.training.extras.sentence_papers.sum_gradients", measured)   # simcse's other
+        patch.setattr(script, "Run", make_run)
+        patch.setattr(script, "all_reduce_gradients", all_reduce_and_measure)
+        # the loop of simcse.py with methods of other papers
+        patch.setattr("kernels.training.extras.sentence_papers.all_reduce_gradients", all_reduce_and_measure)
         script.main([*map(str, flags), "--out", str(out), *keep])
     said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
     steps, state = metrics(out), torch.load(out / "state.pt", weights_only=True)
     losses = [step["loss"] for step in steps]
-    return SimpleNamespace(script=script, run=made[0], args=made[0].args, model=made[0].model, norms=norms,
+    return SimpleNamespace(script=script, run=runs[0], args=runs[0].args, model=runs[0].model, norms=norms,
                            said=said, state=state, steps=steps, losses=losses)
 
 
 def run_text(name, folder, rows, *flags):
-    """The same on these rows; one column is a .txt."""
+    """Write the rows to a file (.txt for one column, else .json), and call run on it."""
     folder.mkdir(exist_ok=True)
     file = folder / ("data.txt" if len(rows[0]) == 1 else "data.json")
     file.write_text(json.dumps(rows) if file.suffix == ".json" else "\n".join(row[0] for row in rows))
@@ -79,18 +88,18 @@ def run_text(name, folder, rows, *flags):
 
 
 def metrics(out):
-    """Rows of steps, without the scores before the first step."""
+    """Return the rows of metrics.jsonl, without row 0, which has the scores before training."""
     return [row for row in map(json.loads, open(out / "metrics.jsonl")) if row["step"]]
 
 
 def saved_weights(out):
-    """Of the encoder in a folder, without the pooler that no embedding uses."""
+    """Return the weights of the encoder in a folder, without the pooler, which embeddings do not use."""
     weights = load_file(out / "model.safetensors")
     return {name: x for name, x in weights.items() if not name.startswith("pooler.")}
 
 
 def equal(a, b):
-    """To the bit, dicts and lists through."""
+    """Return whether two values are bitwise equal; dicts and lists are compared recursively."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list):
@@ -103,40 +112,41 @@ def free_port():
         return free.getsockname()[1]
 
 
-# a test's processes are forks of one that has imported all of this
+# Processes of tests are forked from a server that has imported these modules, so that they start fast.
 multiprocessing.set_forkserver_preload([
     *(path.stem for path in ROOT.glob("*.py")), "running", "transformers.models.bert.modeling_bert"])
 
 
-def forks():
-    """The context of such processes."""
+def fork_context():
+    """Start the fork server and return its multiprocessing context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11's does not get this one's path
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11 does not pass sys.path on
         multiprocessing.forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
-def in_processes(world, name, out, flags):
-    """The norms of the gradients of a run in so many processes, as rank 0 has them."""
-    arguments = world, free_port(), name, out, flags
-    forks()
-    torch.multiprocessing.start_processes(one_of_several, arguments, world, start_method="forkserver")
+def run_distributed(world_size, name, out, flags):
+    """Run a script in several processes; return the gradient norms of rank 0."""
+    arguments = world_size, free_port(), name, out, flags
+    fork_context()
+    torch.multiprocessing.start_processes(one_of_several, arguments, world_size, start_method="forkserver")
     return torch.load(out / "norms")
 
 
-def one_of_several(rank, world, port, name, out, flags):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port))
+def one_of_several(rank, world_size, port, name, out, flags):
+    """Body of one process of in_processes."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.is_available = lambda: False
     torch.set_num_threads(1)
-    if rank:                                                   # what rank 0 writes may not be there yet
+    if rank:                                                   # run() reads files that rank 0 may still write
         importlib.import_module(name).main([*map(str, flags), "--out", str(out)])
     else:
         torch.save(run(name, out, *flags).norms, out / "norms")
 
 
 def start(name, out, *flags, before=None, **variables):
-    """The script in a process of its own."""
+    """Start a script in a new process. before: called in it first; variables: environment variables."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     command = [sys.executable, "-u", f"{name}.py", *flags, "--out", out]
@@ -144,9 +154,12 @@ def start(name, out, *flags, before=None, **variables):
                             stderr=subprocess.PIPE, text=True, preexec_fn=before)
 
 
-def refuse(name, capfd, wanted, *argv):
-    """main ends with exit code 2 and one line on stderr that fits; every file of the working folder is as it
-    was."""
+def rejects(name, capfd, wanted, *argv):
+    """Check that a script's main rejects its flags: exit code 2, one line on stderr, no file changed.
+
+    name     name of the script, or a module
+    wanted   regular expression for the message after "simcse.py: "
+    """
     module = name if isinstance(name, types.ModuleType) else importlib.import_module(name)
     name = module.__name__.rpartition(".")[2]
     before = {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
@@ -154,32 +167,36 @@ def refuse(name, capfd, wanted, *argv):
         module.main([*map(str, argv)])
     err = capfd.readouterr().err
     assert end.value.code == 2
-    assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # . fits no newline: one line
+    assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # one line: . does not match a newline
     assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
 
 
-def one_by_one(encoder, tokenizer, sentences, pooling):
-    """(n, H) by the definitions, one sentence after the other: no padding."""
-    layers = {"avg": [-1], "avg_top2": [-2, -1], "avg_first_last": [1, -1]}.get(pooling)  # 0: word embeddings
+def embed_unbatched(encoder, tokenizer, sentences, pooling):
+    """Return embeddings (n, H) by the definition of the pooling, one sentence at a time, without padding."""
+    # indices into hidden_states; 0 would be the word embeddings
+    layers = {"avg": [-1], "avg_top2": [-2, -1], "avg_first_last": [1, -1]}.get(pooling)
     rows = []
     for tokens in (tokenizer(sentence, return_tensors="pt") for sentence in sentences):
         with torch.no_grad():
             output = encoder.eval()(**tokens, output_hidden_states=True)
         states = output.hidden_states
-        bare = states[-1][0, -1 if pooling == "last" else 0]
-        mean = torch.stack([states[i][0].mean(0) for i in layers]).mean(0) if layers else bare
-        rows.append(output.pooler_output[0] if pooling == "pooler" else mean)
+        if pooling == "pooler":
+            rows.append(output.pooler_output[0])
+        elif layers:
+            rows.append(torch.stack([states[i][0].mean(0) for i in layers]).mean(0))
+        else:
+            rows.append(states[-1][0, -1 if pooling == "last" else 0])
     return torch.stack(rows)
 
 
 def embed_saved(folder, sentences, pooling):
-    """The same of a folder."""
+    """Return one_by_one for the model in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return one_by_one(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
+    return embed_unbatched(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
 
 
 def install_for_transformers(folder):
-    """Write a package that transformers takes for the real one. It has every name, and notes what is used."""
+    """Write a fake package `kernels` that transformers accepts. It has every name and records their use."""
     version = getattr(import_utils, "KERNELS_MIN_VERSION", "0.17.2")
     (folder / "kernels").mkdir(parents=True)
     (folder / "kernels-1.dist-info").mkdir()
@@ -199,22 +216,23 @@ def __getattr__(name):
 
 
 class Memory(TorchDispatchMode):
-    """The most MB that results of operations hold at a time; a kernel is one operation."""
-    held = peak = 0
+    """Measure the peak MB of tensors that operations return, without temporary memory inside a kernel."""
 
     def __init__(self):
         super().__init__()
+        self.allocated, self.peak = 0, 0
         self.seen = weakref.WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else [result]:
-            if torch.is_tensor(x) and (storage := x.untyped_storage()) not in self.seen:  # views share one
+            storage = x.untyped_storage() if torch.is_tensor(x) else None
+            if storage is not None and storage not in self.seen:               # views share a storage
                 self.seen.add(storage)
                 self.add(storage.nbytes())
                 weakref.finalize(storage, self.add, -storage.nbytes())
         return result
 
     def add(self, size):
-        self.held += size / 2**20
-        self.peak = max(self.peak, self.held)
+        self.allocated += size / 2**20
+        self.peak = max(self.peak, self.allocated)

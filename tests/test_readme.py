@@ -1,5 +1,6 @@
-"""README and its like: commands parse, the one on what ships and the Python run, links lead somewhere, lines
-have their length. Data of the other commands do not ship: the tests of each script run it."""
+"""Check README, CONTRIBUTING and docs: commands parse, links exist, lines are short enough. README's first
+command and its Python blocks are run. The other commands need data that is not in the repository; the tests
+of each script run similar commands on small data."""
 import argparse
 import importlib.util
 import math
@@ -23,22 +24,22 @@ from running import install_for_transformers, metrics, small_bert
 from simcse import simcse_loss
 
 ROOT = Path(__file__).resolve().parent.parent
-README, HOUSE = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 FIDELITY, OTHERS = ROOT / "docs/fidelity.md", ROOT / "docs/others.md"
-DOCUMENTS = [README, HOUSE, *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [README, CONTRIBUTING, *sorted(ROOT.glob("docs/*.md"))]
 PYTHON = r"(?:\S*python3? (?:-m )?|torchrun (?:--\S+ \d+ )*)"
 PROGRAM = re.compile(PYTHON + r"(kernels[\w.]+|\w+(?=\.py ))(?:\.py)? (.*)")
 
 
 def read(path):
-    """(text, [(language, block of code)], text without blocks) of a document."""
+    """Return (text, [(language, code block)], text without code blocks) of a document."""
     text = path.read_text(encoding="utf-8")
     fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.M | re.S)
     return text, fence.findall(text), fence.sub("", text)
 
 
 def commands(path):
-    """{(program, flags)} that a document prints, in blocks and in `code`."""
+    """Return {(program, flags)} of the commands in a document, in code blocks and in inline code."""
     _, blocks, prose = read(path)
     printed = "\n".join(re.sub(r" \\\n *", " ", block) for language, block in blocks if not language)
     lines = [*printed.splitlines(), *re.findall(r"`([^`\n]+)`", prose)]
@@ -51,6 +52,7 @@ COMMANDS = sorted(set().union(*map(commands, DOCUMENTS)))
 
 @pytest.mark.parametrize("program, flags", COMMANDS, ids=lambda text: text[:60])
 def test_command_parses(program, flags, monkeypatch):
+    # Replace parse_args, so that the program stops as soon as its flags are parsed.
     def parse(parser, words, namespace=None, parse_args=argparse.ArgumentParser.parse_args):
         raise KeyError("parsed" if "--help" in words or parse_args(parser, words) else None)
 
@@ -75,7 +77,7 @@ def test_fidelity_names_flags_that_exist():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(folder, lines): README's copy of a script has run there, for a step, and said the lines."""
+    """Run README's first training command for one step; return (folder, printed lines)."""
     home = tmp_path_factory.mktemp("home")
     shutil.copytree(ROOT / "kernels", home / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "simcse.py", home)
@@ -83,18 +85,18 @@ def run(tmp_path_factory):
     block = next(block for _, block in read(README)[1] if block.startswith("mkdir")).strip()
     block = block.replace("../.venv/bin/python", sys.executable) + " --steps 1 --out ../out/first"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(install_for_transformers(home / "site"))}
-    said = subprocess.run(["bash", "-ec", block], cwd=home, env=env, check=True, stdout=subprocess.PIPE,
-                          encoding="utf-8").stdout
-    return home, said.replace("../", "").splitlines()
+    output = subprocess.run(["bash", "-ec", block], cwd=home, env=env, check=True, stdout=subprocess.PIPE,
+                            encoding="utf-8").stdout
+    return home, output.replace("../", "").splitlines()
 
 
-def test_a_run_says_what_readme_shows(run):
+def test_a_run_prints_what_readme_shows(run):
     shown = set(re.findall("^(?:simcse|model|tokens|load) .*", read(README)[1][0][1], re.M))
     assert len(shown) == 4 and shown <= set(run[1])
 
 
 def test_both_packages_called_kernels_were_used(run):
-    """The script imported ours, and transformers a name that it wants of Hugging Face's."""
+    """The script imported our package, and transformers imported a name from Hugging Face's."""
     assert "get_kernel" in (run[0] / "site/kernels/__init__.py.used").read_text().split()
 
 
@@ -110,7 +112,7 @@ def test_python_runs(run, monkeypatch):
 def test_loss_of_the_eleventh_paper():
     names, (z1, z2) = {name: getattr(kernels, name) for name in kernels.__all__}, torch.randn(2, 8, 16)
     names["F"] = F
-    for block in [block for language, block in read(HOUSE)[1] if language == "python"]:
+    for block in [block for language, block in read(CONTRIBUTING)[1] if language == "python"]:
         exec(textwrap.dedent(block), names)
     assert torch.allclose(names["my_loss"](z1, z2), simcse_loss(z1, z2)) and names["compute_loss"]
 
@@ -120,12 +122,14 @@ def test_links_and_lengths():
     for path in DOCUMENTS:
         text, _, prose = read(path)
         assert all((path.parent / link).exists() for link in re.findall(r"\]\(([^):#]+)\)", prose)), path
-        may = ("|", "python3 -m venv .venv && ")               # tables, and the two that have to be one line
-        assert [line for line in text.splitlines() if len(line) > 110 and not line.startswith(may)] == []
+        allowed = ("|", "python3 -m venv .venv && ")           # tables, and commands that must be one line
+        long = [line for line in text.splitlines() if len(line) > 110]
+        assert [line for line in long if not line.startswith(allowed)] == []
 
 
 def test_cpc_of_other_papers():
-    """Bilinear scores of all times and sequences, a matrix for each step; the bound."""
+    """The printed class gives the loss and the bound on mutual information: bilinear scores of all times and
+    sequences, with one matrix per step."""
     names = {}
     exec(next(block for language, block in read(OTHERS)[1] if language == "python"), names)
     torch.manual_seed(0)
@@ -134,12 +138,12 @@ def test_cpc_of_other_papers():
     for k, (W, loss, bound) in enumerate(zip(cpc.predict, losses, bounds), 1):
         features, contexts = z[:, k:].reshape(-1, 6), c[:, : 8 - k].reshape(-1, 5)
         scores = torch.stack([features @ (W.weight @ context) for context in contexts])        # zᵀ W c
-        wanted = F.cross_entropy(scores, torch.arange(len(scores)))
-        assert torch.allclose(loss, wanted) and torch.allclose(bound, math.log(len(scores)) - wanted)
+        expected = F.cross_entropy(scores, torch.arange(len(scores)))
+        assert torch.allclose(loss, expected) and torch.allclose(bound, math.log(len(scores)) - expected)
 
 
 def test_mrasp2_of_other_papers(tmp_path):
-    """The printed flags, on pairs: the source among all targets of the batch, by the mean over tokens."""
+    """The printed flags classify each source among all targets of the batch, on means over tokens."""
     flags = next(flags for program, flags in commands(OTHERS) if "en-de.tsv" in flags)
     rows = [("A man eats.", "Ein Mann isst."), ("It rains.", "Es regnet."), ("Two dogs.", "Zwei Hunde.")]
     data = tmp_path / "en-de.tsv"
@@ -148,5 +152,5 @@ def test_mrasp2_of_other_papers(tmp_path):
     more = ["--batch-size", 3, "--steps", 1, "--max-length", 64, "--model", bert, "--out", tmp_path / "out"]
     simcse.main([*shlex.split(flags.replace("en-de.tsv", str(data))), *map(str, more)])
     source, target = [F.normalize(embed(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
-    wanted = F.cross_entropy(source @ target.T / 0.1, torch.arange(3)).item()
-    assert metrics(tmp_path / "out")[0]["loss"] == pytest.approx(wanted, abs=1e-4)
+    expected = F.cross_entropy(source @ target.T / 0.1, torch.arange(3)).item()
+    assert metrics(tmp_path / "out")[0]["loss"] == pytest.approx(expected, abs=1e-4)

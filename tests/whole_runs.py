@@ -1,4 +1,4 @@
-"""Checks of whole runs: resumed ones, and those of several processes, give what one undisturbed run gives."""
+"""Checks of whole runs: a resumed run, and a run in several processes, equal an uninterrupted run in one."""
 from unittest.mock import Mock
 
 import pytest
@@ -9,16 +9,19 @@ from running import equal, metrics, run
 
 
 def check_resume(name, folder, flags, others, done, evaluations, *more):
-    """A run that is stopped after `done` steps and resumed is the whole run to the bit. A run with other
-    flags, which evaluates less often, has the same losses, weights and random numbers.
+    """Check that a run stopped after `done` steps and resumed equals an uninterrupted run, bit by bit.
 
-    evaluations   how many the whole run makes, and the other one
-    more          flags of the run that is stopped
-    returns       the whole run
+    A second run, with the flags `others`, evaluates less often. It must have the same losses, weights and
+    random states: evaluating must not change the training.
+
+    evaluations   [number of evaluations of the uninterrupted run, of the second run]
+    more          flags of the stopped run only
+    returns       the uninterrupted run
     """
     whole, parts = run(name, folder / "whole", *flags), folder / "parts"
+    interrupted = Mock(side_effect=[None] * done + [KeyboardInterrupt])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr(whole.script, "sum_gradients", Mock(side_effect=[None] * done + [KeyboardInterrupt]))
+        patch.setattr(whole.script, "all_reduce_gradients", interrupted)
         run(name, parts, *flags, *more)
     assert len(metrics(parts)) == done
     resumed, other = run(name, parts, *flags, *more, "--resume"), run(name, folder / "other", *others)
@@ -33,13 +36,17 @@ def check_resume(name, folder, flags, others, done, evaluations, *more):
 
 
 def check_processes(one, out, norms, loose=1):
-    """The run of several processes in `out` equals the run `one`. Clipping and Adam hide a gradient that is
-    too large, so its norms are compared too. loose: how many times more rounding is allowed."""
+    """Check that the run of several processes in `out` equals the run `one` of a single process.
+
+    norms   its gradient norms. They are compared, because clipping and Adam hide a gradient of wrong length
+    loose   factor on the tolerances
+    """
     assert norms == pytest.approx(one.norms, rel=1e-4 * loose)
     several = metrics(out)
-    for name in one.steps[0].keys() - {"seconds"}:             # the terms of a loss too
+    for name in one.steps[0].keys() - {"seconds"}:             # the terms of the loss, too
         wanted = [step[name] for step in one.steps]
         assert [step[name] for step in several] == pytest.approx(wanted, rel=1e-5, abs=1e-5 * loose), name
     for key, weight in torch.load(out / "state.pt", weights_only=True)["model"].items():
-        if not key.endswith("key.bias"):   # softmax ignores it: Adam makes the rounding of its gradient large
+        # softmax does not depend on a key's bias: its gradient is rounding noise, which Adam amplifies
+        if not key.endswith("key.bias"):
             torch.testing.assert_close(weight, one.state["model"][key], atol=2e-4, rtol=0, msg=key)

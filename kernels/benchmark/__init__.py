@@ -1,7 +1,8 @@
-"""python -m kernels.benchmark: time, memory and error of each loss, ours and others'; see measure.py."""
+"""python -m kernels.benchmark: time, memory and error of each loss; see measure.py."""
 from kernels import hf_kernels
 
 
 def __getattr__(name):
-    """Hugging Face's package has a module of this name, and its own files import `Benchmark` from it."""
+    """Return an attribute of the module with this name in Hugging Face's package `kernels`: other files of
+    that package import `Benchmark` from kernels.benchmark."""
     return hf_kernels.attribute(__name__, name)

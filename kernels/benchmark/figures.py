@@ -1,15 +1,19 @@
-"""Figures with the same look everywhere. Wants matplotlib."""
+"""Figures with one style for benchmark and training plots. They need matplotlib."""
 from pathlib import Path
 
 from ..printing import fail
 
 
 def new_figure(rows, columns, width, height, **shared):
-    """(figure, axes (rows, columns)) in the house's look; width and height are a panel's, in inches."""
+    """Return (figure, axes (rows, columns)).
+
+    width, height    of each panel, in inches
+    shared           sharex and sharey of matplotlib's subplots
+    """
     try:
-        from matplotlib.figure import Figure  # without pyplot no window and no backend
+        from matplotlib.figure import Figure  # unlike pyplot, this opens no window and needs no backend
     except ImportError:
-        fail("wants the package matplotlib: pip install matplotlib")
+        fail("plots need the package matplotlib; run pip install matplotlib")
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **shared)
     for axis in axes.flat:
@@ -19,11 +23,12 @@ def new_figure(rows, columns, width, height, **shared):
     return figure, axes
 
 
-def save(figure, path):
+def save_figure(figure, path):
+    """Save a figure to a file; its extension selects the format."""
     try:
         figure.savefig(path, dpi=150)
-        if Path(path).suffix == ".png":  # 64 colours are enough for lines, and a third of the bytes
-            from PIL import Image  # comes with matplotlib
+        if Path(path).suffix == ".png":  # 64 colours are enough for lines and take a third of the bytes
+            from PIL import Image  # matplotlib depends on Pillow
             Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the extension
         fail(f"{path}: {getattr(error, 'strerror', None) or error}")

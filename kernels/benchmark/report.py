@@ -1,7 +1,7 @@
-"""What the benchmark says of its rows: a line, a markdown table, a picture."""
+"""Output of the benchmark: a printed line, a markdown table, a plot. `row` is one result, a dict."""
 from ..printing import fail, one_line
 from .cases import IMPLS
-from .figures import new_figure, save
+from .figures import new_figure, save_figure
 
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("extra MB", "extra_mb", ".0f"), ("error", "error", ".1e"),
@@ -9,16 +9,19 @@ COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "m
 
 
 def cells(row):
-    """A row's columns as text; one that failed has its reason behind the name."""
-    name = [row["loss"], "x".join(map(str, row["size"])), row["set"], row["impl"]]
+    """Return the columns of a result as text: loss, size, set and implementation, then the numbers, or the
+    reason of a failure."""
+    texts = [row["loss"], "x".join(map(str, row["size"])), row["set"], row["impl"]]
     if "failed" in row:
-        return name + [row["failed"]]
-    numbers = [format(row[key], style) if key in row else "" for _, key, style in COLUMNS]
-    return name + numbers + ["  interpreted"] * row.get("interpreted", False)
+        return texts + [row["failed"]]
+    texts += [format(row[key], style) if key in row else "" for _, key, style in COLUMNS]
+    if row.get("interpreted"):
+        texts.append("  interpreted")
+    return texts
 
 
 def summary(row):
-    """Milliseconds, memory and error, in a cell of the table."""
+    """Return time, memory and error as text for a cell of the markdown table."""
     style = ",.0f" if row["ms"] >= 100 else ",.3g"
     error = f", {row['error']:.0e}" if "error" in row else ""
     interpreted = "interpreted: " if row.get("interpreted") else ""
@@ -26,32 +29,33 @@ def summary(row):
 
 
 def markdown(result):
-    """A line a case and a column an implementation: ms of forward and backward, extra MB, error."""
+    """Return a markdown table with one line per case (loss, size, set) and one column per implementation.
+    Cells have the time of forward and backward pass, extra memory and error."""
     cases, impls = {}, list(dict.fromkeys(row["impl"] for row in result["rows"]))
     for row in result["rows"]:
         case = row["loss"], "x".join(map(str, row["size"])), row["set"]
         cases.setdefault(case, {})[row["impl"]] = row.get("failed") or summary(row)
-    table = [["loss", "N x M x D", "rows", *impls], ["---"] * (3 + len(impls))]
+    table = [["loss", "N x M x D", "set", *impls], ["---"] * (3 + len(impls))]
     table += [[*case, *(found.get(impl, "") for impl in impls)] for case, found in cases.items()]
     head = ", ".join(f"{name} {value}" for name, value in result.items() if name not in ("rows", "command"))
     lines = [head, "", *("| " + " | ".join(line) + " |" for line in table)]
-    return "\n".join(map(one_line, lines))                     # they may be a file's
+    return "\n".join(map(one_line, lines))                 # a file of --from may hold control characters
 
 
 def plot(result, path):
-    """Time above memory against N: a column for each loss and width, a line for each implementation that was
-    not interpreted."""
-    done, cases = [row for row in result["rows"] if "ms" in row and not row.get("interpreted")], {}
+    """Plot time (upper row of panels) and extra memory (lower row) against N, on logarithmic axes. There is
+    one column of panels per loss and D, and one line per implementation, without interpreted results."""
+    done = [row for row in result["rows"] if "ms" in row and not row.get("interpreted")]
+    cases = {}                                         # {title: {implementation: [(N, ms, extra MB), ...]}}
     for row in done:
         n, m, d = row["size"]
-        if row["set"] == done[0]["set"]:  # one kind of rows, the first that was measured
+        if row["set"] == done[0]["set"]:  # plot one set of inputs only, the first
             title = f"{row['loss']}, D {d:,}" + (f", M {m:,}" if m != n else "")
             cases.setdefault(title, {}).setdefault(row["impl"], []).append((n, row["ms"], row["extra_mb"]))
-    several = lambda lines: any(len(points) > 1 for points in lines.values())
-    curves = {title: lines for title, lines in cases.items() if several(lines)}
-    cases = curves or cases  # a single size is no curve: the table has it
+    curves = {title: lines for title, lines in cases.items() if max(map(len, lines.values())) > 1}
+    cases = curves or cases  # leave out cases with a single size, unless there are no others
     if not cases:
-        fail("--plot: no row has a time")
+        fail("--plot: no result has a time")
     figure, axes = new_figure(2, len(cases), 3.4, 2.1, sharex="col")
     for column, (title, lines) in zip(axes.T, cases.items()):
         column[0].set_title(title, fontsize=10)
@@ -63,26 +67,32 @@ def plot(result, path):
     handles = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside upper left", ncols=5, frameon=False)
     version = f"torch {result['torch']}"
-    about = "forward + backward", done[0]["dtype"], result["device"], version, result["date"]
-    figure.supxlabel(", ".join(about), fontsize=8, color="0.4")
-    save(figure, path)
+    caption = "forward + backward", done[0]["dtype"], result["device"], version, result["date"]
+    figure.supxlabel(", ".join(caption), fontsize=8, color="0.4")
+    save_figure(figure, path)
 
 
 def draw_curves(axis, lines, column):
-    """One panel of plot. At the largest N the highest and the lowest point have their number."""
+    """Draw one panel of plot. At the largest N, the highest and the lowest point are labelled with their
+    value.
+
+    lines     {implementation: [(N, ms, extra MB)]}
+    column    which of the three is on the y axis: 1 or 2
+    """
     ends, largest = [], max(point[0] for points in lines.values() for point in points)
     for impl in sorted(lines, key=IMPLS.index):
         colour = [*(f"C{i}" for i in range(10)), "black"][IMPLS.index(impl)]
-        least = 2 ** -8  # no memory is less than a page
-        points = sorted((point[0], max(point[column], least)) for point in lines[impl])
-        stands_out = impl in ("blockwise", "triton")  # ours
-        thick = dict(linewidth=2.4, zorder=3) if stands_out else dict(linewidth=1.4)
-        axis.loglog(*zip(*points), "o-", markersize=4, color=colour, label=impl, **thick)
+        smallest = 2 ** -8  # MB, one page: a logarithmic axis has no 0
+        points = sorted((point[0], max(point[column], smallest)) for point in lines[impl])
+        is_highlighted = impl in ("blockwise", "triton")  # this package's
+        style = dict(linewidth=2.4, zorder=3) if is_highlighted else dict(linewidth=1.4)
+        axis.loglog(*zip(*points), "o-", markersize=4, color=colour, label=impl, **style)
         ends += [(value, colour) for n, value in points if n == largest]
     ends.sort()
     for (value, colour), side in ((ends[-1], "bottom"), (ends[0], "top"))[: len(ends)]:
-        text, above = format(value, ",.0f" if value >= 100 else ",.1f"), 1 if side == "bottom" else -1
-        axis.annotate(text, (largest, value), (5, above), textcoords="offset points", fontsize=8,
+        text = format(value, ",.0f" if value >= 100 else ",.1f")
+        offset = 1 if side == "bottom" else -1
+        axis.annotate(text, (largest, value), (5, offset), textcoords="offset points", fontsize=8,
                       color=colour, verticalalignment=side)
     sizes = sorted({point[0] for points in lines.values() for point in points})
     has_room = [i == 0 or n > 2 * sizes[i - 1] for i, n in enumerate(sizes)]

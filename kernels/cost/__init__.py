@@ -1,1 +1,1 @@
-"""python -m kernels.cost: what each kernel would take on a chip, predicted without one; see predict.py."""
+"""Predict the time of the losses on GPUs that you do not have: python -m kernels.cost; see predict.py."""

@@ -1,8 +1,9 @@
-"""What a loss would launch on a chip that is not there: its host code runs, nothing else does.
+"""Record what a loss would launch on a GPU that is not present: only the host code runs.
 
-Rows are tensors of the meta device, which have a shape and no memory, so batches of any size are cut as they
-always are. The driver compiles for the chip and writes launches down. What the host asks of a GPU and meta
-tensors answer otherwise is replaced while it runs.
+The inputs are tensors on the meta device, which have shapes but no memory, so batches of any size run as
+they would on a GPU. A driver object replaces Triton's: it compiles kernels for the chip and records
+launches. While the host code runs, functions that would answer differently for meta tensors than for GPU
+tensors are patched.
 """
 import functools
 from contextlib import ExitStack
@@ -14,26 +15,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..benchmark.cases import ours
+from ..benchmark.cases import our_loss
 
-REGISTERS, HBM_SHARE = 65_536, 0.9       # of a multiprocessor; of HBM's rate that a kernel can have
+REGISTERS = 65_536                       # per streaming multiprocessor (SM)
+HBM_SHARE = 0.9                          # share of the HBM rate that a kernel can reach
 
 
 class Chip(NamedTuple):
-    """Of NVIDIA's data sheets and white papers: 312, 989 and 2,250 dense bf16 TFLOP/s are 2,048, 4,096 and
-    8,192 a clock and multiprocessor; a published rate of the second-level cache is A100's alone."""
+    """Rates and sizes of a GPU, from NVIDIA's data sheets and white papers. 312, 989 and 2,250 dense bf16
+    TFLOP/s are 2,048, 4,096 and 8,192 FLOP per clock and SM. Only A100's L2 rate is published."""
     name: str
     multiprocessors: int
     ghz: float
-    tensor: int          # bf16 FLOP a clock and multiprocessor
-    l2: int              # bytes a clock
+    tensor: int          # bf16 FLOP per clock and SM
+    l2: int              # bytes per clock
     hbm: float           # GB/s
     memory: int          # GB
-    shared: int          # bytes a multiprocessor
-    most_shared: int     # bytes a program
+    shared: int          # bytes of shared memory per SM
+    most_shared: int     # bytes of shared memory that a program can have
 
     def hbm_bytes(self):
-        """A clock."""
+        """Return the bytes per clock that a kernel can read from or write to HBM."""
         return self.hbm * HBM_SHARE / self.ghz
 
 
@@ -42,25 +44,39 @@ CHIPS = {"sm_80": Chip("A100", 108, 1.41, 2048, 5120, 2039, 80, 167_936, 166_912
          "sm_100": Chip("B200", 148, 1.85, 8192, 10_240, 8000, 180, 233_472, 232_448)}
 
 
-class AbsentChip:
-    """What Triton asks of a driver, for a chip that is not there: kernels are compiled, and instead of being
-    launched handed to record(name, arguments by name and the grid's x, y, programs, metadata, binary)."""
+class RecordingDriver:
+    """A driver for Triton that compiles kernels for a chip and records launches instead of executing them.
+
+    record    called for each launch with the kernel's name, its arguments by name (and the grid: x, y and the
+              number of programs), Triton's metadata and the compiled binary. None: launches are ignored
+    """
 
     def __init__(self, chip):
         from triton.backends.compiler import GPUTarget
-        number, about = int(chip.removeprefix("sm_")), CHIPS[chip]
-        self.utils, self.record, self.binaries, target = self, None, [], GPUTarget("cuda", number, 32)
-        self.get_current_device, self.get_current_stream = lambda: number, lambda device: 0
-        self.get_current_target = lambda: target
-        self.get_device_properties = lambda device: dict(
-            max_shared_mem=about.most_shared, max_num_regs=REGISTERS,
-            multiprocessor_count=about.multiprocessors, warpSize=32)
+        self.chip, self.number = CHIPS[chip], int(chip.removeprefix("sm_"))
+        self.target = GPUTarget("cuda", self.number, 32)
+        self.utils, self.record, self.binaries = self, None, []
+
+    def get_current_device(self):
+        return self.number
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+    def get_device_properties(self, device):
+        return dict(max_shared_mem=self.chip.most_shared, max_num_regs=REGISTERS,
+                    multiprocessor_count=self.chip.multiprocessors, warpSize=32)
 
     def load_binary(self, name, binary, shared, device):
+        """Keep a binary. Triton expects (module, function, registers, spills, threads)."""
         self.binaries.append(binary)
-        return 1, len(self.binaries) - 1, 0, 0, 1024            # module, function, registers, spills, threads
+        return 1, len(self.binaries) - 1, 0, 0, 1024
 
     def launcher_cls(self, source, metadata):
+        """Return the function that Triton calls to launch a kernel."""
         names = source.fn.arg_names
 
         def launch(x, y, z, stream, function, *rest):
@@ -70,11 +86,12 @@ class AbsentChip:
         return launch
 
 
-absent = functools.cache(AbsentChip)    # what Triton has compiled keeps the driver that it was compiled with
+# One driver per chip: a kernel that Triton has compiled keeps the driver that it was compiled with.
+recording_driver = functools.cache(RecordingDriver)
 
 
-class Recorder(TorchDispatchMode):
-    """Hands what PyTorch does on memory to record(bytes)."""
+class MemoryTraffic(TorchDispatchMode):
+    """Call record(bytes) for each PyTorch operation, with the bytes of its inputs and outputs."""
 
     def __init__(self, record):
         super().__init__()
@@ -89,38 +106,52 @@ class Recorder(TorchDispatchMode):
 
 
 def bytes_of(*trees):
+    """Return the total size of all meta tensors in these arguments."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(trees)
                if isinstance(x, torch.Tensor) and x.device.type == "meta")
 
 
-def launches(loss, size, dtype, chip):
-    """What a loss launches forward and backward, in order: (name, arguments, metadata, binary) of a kernel,
-    (m, n, k, bf16 FLOP, bytes) of a library product, (bytes,) of what else PyTorch does."""
+def record_launches(loss, size, dtype, chip):
+    """Return a list of what a loss launches forward and backward, in order:
+
+    (name, arguments, metadata, binary)    a Triton kernel; see RecordingDriver
+    (m, n, k, FLOP, bytes)                 a cuBLAS product (m, k)·(k, n); a float32 FLOP counts as two bf16
+                                           FLOP
+    (bytes,)                               another PyTorch operation
+    """
     from triton.runtime import driver
 
-    from .. import checks, dispatch
-    from ..gpu import gradient_blocks, launch, one_pass
-    found, (n, m, d) = [], size
-    record = lambda *what: found.append(what)
+    from .. import checks, custom_op
+    from ..gpu import fused_forward_backward, gradient_large_d, launch
+    n, m, d = size
+    found = []
 
-    def add_product(total, a, b):      # what it does on a GPU
-        (rows, inner), columns = a.shape, b.shape[1]
+    def record(*values):
+        found.append(values)
+
+    def add_product(total, a, b):      # total += a @ b, which is one cuBLAS call on a GPU
+        rows, inner = a.shape
+        columns = b.shape[1]
         record(rows, columns, inner, rows * columns * inner * a.element_size(), bytes_of(a, b, total, total))
 
-    queue, new = loss == "queue_loss", functools.partial(torch.empty, device="meta")
-    q, k = (new(rows, d, dtype=getattr(torch, dtype)) for rows in (n, m + n * queue))
+    new = functools.partial(torch.empty, device="meta")
+    has_queue = loss == "queue_loss"   # k is the queue, followed by the n positives
+    q = new(n, d, dtype=getattr(torch, dtype))
+    k = new(m + n if has_queue else m, d, dtype=getattr(torch, dtype))
     targets = new(n, dtype=torch.int64)
     precision = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
-        for change in ((driver, "_active", absent(chip)), (absent(chip), "record", record),
+        for change in ((driver, "_active", recording_driver(chip)),
+                       (recording_driver(chip), "record", record),
                        (checks, "META", None), (launch, "INTERPRETED", True),
-                       (launch, "PLAYED", int(chip[3:-1])),
+                       (launch, "EMULATED_CAPABILITY", int(chip[3:-1])),
                        (torch, "is_autocast_enabled", lambda *device: False),
-                       (dispatch, "is_in_torch_dispatch_mode", lambda: False),
-                       (gradient_blocks, "add_product", add_product), (one_pass, "add_product", add_product)):
+                       (custom_op, "is_in_torch_dispatch_mode", lambda: False),
+                       (gradient_large_d, "add_product", add_product),
+                       (fused_forward_backward, "add_product", add_product)):
             stack.enter_context(patch.object(*change))
         stack.callback(torch.set_float32_matmul_precision, precision)
         torch.set_float32_matmul_precision("high")
-        stack.enter_context(Recorder(record))
-        ours(loss, "triton")(q.requires_grad_(), k.requires_grad_(not queue), targets).backward()
+        stack.enter_context(MemoryTraffic(record))
+        our_loss(loss, "triton")(q.requires_grad_(), k.requires_grad_(not has_queue), targets).backward()
     return found

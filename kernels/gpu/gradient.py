@@ -1,52 +1,61 @@
-"""Gradient in Triton: softmax weights of a tile, recomputed, times rows; narrow rows and wide rows differ.
+"""Gradient of softmax losses: recompute the logits, turn them into softmax weights, multiply these with rows.
 
-With g_i the gradient that reaches lse_i and p_ij = exp(s_ij − lse_i) the softmax over the kept columns,
+With g_i = dloss_dlse_i and p_ij = exp(q_i·k_j/τ − lse_i), the softmax over the kept columns,
 
     W_ij = g_i p_ij        dq_i = (1/τ) Σ_j W_ij k_j        dk_j = (1/τ) Σ_i W_ij q_i        dτ = −⟨q, dq⟩ / τ
 
-Where the loss has a softmax over the columns too, W_ij = g_i p_ij + g'_j p'_ij, from the same product. Where
-q and k are one set, dz = (1/τ) W z with W_ij = g_i p_ij + g_j p_ji. The positive was left out by index; its
-coefficient −g_i (−g'_j) comes in at the end, in float32, where nothing cancels.
+Eager                                        bytes moved, N·M float32 logits
+    w = g[:, None] * (s - lse[:, None]).exp()    read and write 16 N·M or more
+    dq, dk = w @ k / τ, w.T @ q / τ              read 8 N·M
 
-    narrow rows      gradient_rows: a program owns rows of q, walks k, and keeps dq in registers
-    wide rows        gradient_blocks: blocks of W, and cuBLAS for the products with them
+gradient_small_d.py: a program loops over k for its rows of q and keeps dq in registers; W is never written.
+gradient_large_d.py: one kernel writes blocks of W, 2 N·M bytes in half types, and cuBLAS reads them twice.
+heuristics.is_small_d chooses.
 
-Both (paths.py tells them apart) fix the order of every sum, so the same input gives the same bits. In a half
-type W must neither overflow nor vanish: |g| ≤ 1 by the choice of the unit that is taken out of it, and W is
-held times WEIGHT_SCALE, 2¹⁴, which uses float16's range to the full (p_ij of 2⁻³⁸ still counts) and costs
-bfloat16 and float32 nothing; both factors come back at the end, in float32.
+If the loss also has a column softmax (dim=0), p' with gradient g', then W_ij = g_i p_ij + g'_j p'_ij, from
+the same dot product. With self-similarity (rows z) dz = (1/τ) W z with W_ij = g_i p_ij + g_j p_ji. The mask
+excludes the positive from these sums; its term, with the coefficient −g_i (and −g'_j), is added at the end,
+in float32, where nothing cancels.
+
+The order of every sum is fixed, so the same input gives the same bits. W in a half type must neither overflow
+nor underflow. Therefore |g| ≤ 1: constants such as 1/N are multiplied at the end. And W is stored multiplied
+by WEIGHT_SCALE, 2¹⁴, which is undone at the end, in float32. This uses the whole range of float16 (p_ij of
+2⁻³⁸ still counts) and costs bfloat16 and float32 nothing.
 """
 import torch
 
-from ..paths import is_narrow
-from . import gradient_blocks, gradient_rows
-from .launch import Ending, check_device
-from .reference import common_top, side_of
+from ..heuristics import is_small_d
+from . import gradient_large_d, gradient_small_d
+from .bound import common_maximum, make_side
+from .launch import GradientScaling, check_device
 
 
-def gradients(q, k, temperature, rule, rows, columns, grad, unit, needs_q, needs_k, needs_temperature, dtype,
-              positives=False):
-    """(dq (N, D) or empty, dk (M, D) or empty) in dtype, and dτ, a float32 scalar (empty).
+def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q, needs_k, needs_temperature,
+              dtype, positives=False):
+    """Return dq (N, D) and dk (M, D) in dtype, and dτ, a float32 scalar; without elements if not needed.
 
-    rows, columns    (sums, slope), (2, N) and (N,), (2, M) and (M,) float32, |slope| ≤ 1: the loss's
-                     softmaxes; None: has not
-    grad, unit       a scalar tensor and a number: what slope is to be multiplied by to reach dloss/dlse
-    positives        whether row i's positive (by rule) has a logit s_ip, of gradient −slope_i (−slope'_p)
-
-    k None: one set of rows under a symmetric rule, columns is rows; all of the gradient is dq, dk is empty.
+    k                  None: self-similarity with a symmetric mask. Then pass the same object as rows and
+                       columns; dq is the whole gradient, and dk has no elements
+    rows, columns      (stats, dloss_dlse) of the row softmax (dim=1), (2, N) and (N,), and of the column
+                       softmax (dim=0), (2, M) and (M,), float32, |dloss_dlse| ≤ 1; None: the loss has no
+                       such softmax
+    grad, loss_factor  upstream gradient (0-dim tensor) and a constant, such as 1/N; the gradients are
+                       multiplied by both at the end
+    positives          True: add the term of each row's positive p, the column that the mask excludes:
+                       dloss/ds_ip = −dloss_dlse_i, with a column softmax −dloss_dlse_i − dloss_dlse'_p
     """
     check_device(q)
-    one_set = k is None
-    k, needs_k = (q, False) if one_set else (k, needs_k)
-    path = gradient_rows if is_narrow(q, k, rule) else gradient_blocks
-    reference = None
+    self_similarity = k is None
+    k, needs_k = (q, False) if self_similarity else (k, needs_k)
+    path = gradient_small_d if is_small_d(q, k, mask) else gradient_large_d
+    bound = None
     if rows is not None and columns is not None:
-        reference = common_top(rows[0], None if one_set else columns[0], len(q), len(k))
-    of_rows = side_of(rows)
-    of_columns = of_rows if columns is rows else side_of(columns)
+        bound = common_maximum(rows[0], None if self_similarity else columns[0], len(q), len(k))
+    row_side = make_side(rows)
+    column_side = row_side if columns is rows else make_side(columns)
     needs = needs_q or needs_temperature, needs_k, needs_temperature
-    dq, dk, dot = path.gradients(q, k, temperature, rule, of_rows, of_columns, reference,
-                                 Ending(grad, unit, positives, dtype), needs, one_set)
-    if needs_temperature:                # s = q·k/τ: with one set every product is in ⟨z, dz⟩ twice
-        return dq, dk, -dot.sum() / temperature / (2 if one_set else 1)
+    dq, dk, dot = path.gradients(q, k, temperature, mask, row_side, column_side, bound,
+                                 GradientScaling(grad, loss_factor, positives, dtype), needs, self_similarity)
+    if needs_temperature:      # s = q·k/τ; with self-similarity ⟨z, dz⟩ contains every dot product twice
+        return dq, dk, -dot.sum() / temperature / (2 if self_similarity else 1)
     return dq, dk, q.new_empty(0, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""How the host cuts a problem into tiles and hands it to a kernel.
+"""Host side of all kernels: tile sizes, copies with aligned rows, and the arguments of a launch.
 
-On chips with a tensor memory accelerator (sm_90 on) q and k travel as descriptors, elsewhere as pointers with
-a stride.
+From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors, on older
+GPUs as pointers with a row stride.
 """
 import os
 from typing import Any, NamedTuple
@@ -10,70 +10,76 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..paths import FEW
-from ..rules import swapped
+from ..heuristics import FEW_ROWS
+from ..masks import transposed
 from .tiles import LOG2E, copy_kernel
 
-INTERPRETED, PLAYED = os.environ.get("TRITON_INTERPRET") == "1", 9
-MULTIPROCESSORS = 132  # of an H100 or H200
-PROGRAMS = 2 * MULTIPROCESSORS
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED_CAPABILITY = 9                   # major compute capability that CPU tensors stand for
+MULTIPROCESSORS = 132                     # SMs of an H100 or H200; used for the grid size on every GPU
+TARGET_PROGRAMS = 2 * MULTIPROCESSORS     # programs per launch to aim for, 2 per SM
 
 
-class Shape(NamedTuple):
-    """Of the rows of q and k that a product takes."""
+class MatmulShape(NamedTuple):
+    """Shape and strides of the rows of q and k, for tiles.qk_tile."""
     D: int
-    q_row: Any            # strides; None where they travel as descriptors
-    k_row: Any
+    q_stride: Any            # elements from row to row; None: q is a tensor descriptor
+    k_stride: Any
 
 
-class KernelRule(NamedTuple):
-    """Rule, without its name (EXCLUDE), and temperature as kernels take them; None is not there: no code."""
+class KernelMask(NamedTuple):
+    """The mask without its name (EXCLUDE), and the temperature, as kernel arguments.
+
+    Triton compiles no code for a field that is None.
+    """
     row_ids: Any
     column_ids: Any
     row_groups: Any
     column_groups: Any
     row_features: Any
     column_features: Any
-    offset: Any           # 4 · offset + 2
+    offset: Any              # 4 · offset + 2 (kernel_args says why)
     phi: Any
-    width: Any            # E
-    row_stride: Any       # of the features
-    column_stride: Any
-    temperature: Any      # where it is learned: read on the device
-    octaves: Any          # log2(e)/τ where it is a number
+    feature_count: Any       # E, features per row of row_features
+    row_stride: Any          # of row_features
+    column_stride: Any       # of column_features
+    temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
+    log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
 
 
-class Ending(NamedTuple):
-    """How a sum of weighted rows becomes a gradient."""
-    grad: Any         # 0-dim: what reached the loss,
-    unit: float       # times this number
-    positives: bool   # whether the positives, which the rule leaves out of the sum, have a share
-    dtype: Any        # of the gradient
+class GradientScaling(NamedTuple):
+    """How finish_gradient turns a sum of weighted rows into a gradient."""
+    grad: Any                # 0-dim tensor, upstream gradient
+    loss_factor: float       # constant that multiplies it, such as 1/N in a mean over rows
+    positives: bool          # True: subtract the term of each row's positive, which the sum leaves out
+    dtype: Any               # of the gradient
 
 
-class Given(NamedTuple):
-    """Rows as they were given and an Ending, as kernels take them for the last step of a gradient of x."""
+class FinishArgs(NamedTuple):
+    """Arguments of tiles.finish_gradient for the gradient of x: the unpadded rows, and constants."""
     grad: Any
     x: Any
-    partners: Any     # the other rows, where positives are; None: no share of positives
-    unit: float
+    positive_rows: Any       # the rows of the other side, which hold the positives; None: no positives
+    loss_factor: float
     features: int
-    x_row: int        # strides
-    partner_row: int
+    x_stride: int            # elements from row to row
+    positive_stride: int
 
     @classmethod
-    def of(cls, x, y, ending):
-        partners = y if ending.positives else None
-        return cls(ending.grad, x, partners, ending.unit, x.shape[1], x.stride(0), y.stride(0))
+    def make(cls, x, y, scaling):
+        """Return the FinishArgs of x and the rows y of the other side."""
+        positive_rows = y if scaling.positives else None
+        return cls(scaling.grad, x, positive_rows, scaling.loss_factor, x.shape[1], x.stride(0), y.stride(0))
 
 
-def ranges(rule, blocks):
-    """(row tiles, 2) int32: first and past the last column of the groups of a tile's rows; None: all columns.
+def column_ranges(mask, config):
+    """Return (row tiles, 2) int32: first column, and last column + 1, of the groups of each row tile's rows.
 
-    No value is looked at on the host: column ids that are not sorted give every tile all columns.
+    Return None without groups (within=), or for few rows. If the column ids are not sorted, every range is
+    all columns. The host reads no value, so there is no synchronisation.
     """
-    rows, columns, size = rule.row_groups, rule.column_groups, blocks["BLOCK_N"]
-    if rows is None or max(len(rows), len(columns)) <= FEW:
+    rows, columns, size = mask.row_groups, mask.column_groups, config["BLOCK_N"]
+    if rows is None or max(len(rows), len(columns)) <= FEW_ROWS:
         return None
     rows, columns = rows.long(), columns.long()
     rows = torch.cat([rows, rows[-1:].expand(-len(rows) % size)]).view(-1, size)
@@ -84,106 +90,116 @@ def ranges(rule, blocks):
 
 
 def capability(x):
-    """8 for an A100, 9 for H100 and H200, 10 for B200; what a CPU tensor stands in for is PLAYED."""
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else PLAYED
+    """Return the major compute capability of x's GPU: 8 for A100, 9 for H100 and H200, 10 for B200."""
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else EMULATED_CAPABILITY
 
 
-def tile(x, rule, two_sided=False):
-    """Block sizes, warps, stages and input precision for rows of x; registers: tests/gpu/test_compile.py.
+def tile_config(x, mask, two_sided=False):
+    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a dict.
 
-    two_sided    the tile is reduced along, or weighted with vectors of, both of its sides
+    two_sided    the kernel reduces a tile along its rows and its columns, or weights it with vectors of both
+    tests/gpu/test_compile.py checks that these sizes fit into registers and shared memory.
     """
-    # 64-bit ids of a tile's columns, or a second product, take the registers of half a tile, all three of
-    # three quarters
-    parts = sum(part is not None for part in (rule.row_ids, rule.row_groups, rule.row_features))
-    columns = (128, 64, 64, 32)[parts]
+    # ids of columns (64-bit) and the product of features need registers: one or two of the three kinds of
+    # mask halve the tile, all three leave a quarter
+    kinds = sum(part is not None for part in (mask.row_ids, mask.row_groups, mask.row_features))
+    columns = (128, 64, 64, 32)[kinds]
     full = torch.get_float32_matmul_precision() == "highest"
-    if full and torch.float32 in (x.dtype, getattr(rule.row_features, "dtype", None)):
-        # plain multiply-adds: no tensor core takes full float32
-        columns = 64 if rule.row_features is None else 32
+    if full and torch.float32 in (x.dtype, getattr(mask.row_features, "dtype", None)):
+        # multiply-adds outside the tensor cores, which do not take full float32
+        columns = 64 if mask.row_features is None else 32
         return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
                     PRECISION="ieee")
-    blocks = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64,
+    config = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64,
                   num_warps=8, num_stages=3,
-                  maxnreg=128 if capability(x) == 9 else 255,  # 128: two programs share a multiprocessor
-                  PRECISION="tf32")                            # of no effect on half types
+                  maxnreg=128 if capability(x) == 9 else 255,      # 128: two programs share an SM
+                  PRECISION="tf32")                                # has no effect on half types
     if two_sided and capability(x) >= 10:
-        blocks |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)    # 128 × 128 spills there
-    return blocks
+        config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 spills registers there
+    return config
 
 
 def check_device(q):
-    """A CPU tensor needs the interpreter, which Triton turns on when the kernels are first imported."""
+    """Raise ValueError for a CPU tensor unless Triton's interpreter was turned on before the first import."""
     if q.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(f"impl: 'triton' on {q.device} wants TRITON_INTERPRET=1 in the environment before "
-                         "the start; use 'blockwise'")
+        raise ValueError(f"impl: 'triton' on {q.device} needs TRITON_INTERPRET=1 in the environment before "
+                         "Python starts; or use 'blockwise'")
 
 
-def rows_in_place(x):
-    """x, or a copy where a row's features are not contiguous: kernels take the stride of rows only."""
+def contiguous_rows(x):
+    """Return x, or a copy if its rows are not contiguous: kernels have no argument for feature strides."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def in_whole_words(x):
-    """x, where its rows are contiguous, aligned and a multiple of 16 long; else a copy with zeros behind, and
-    rounded to TF32 where products are.
+def aligned_rows(x):
+    """Return x if its rows are contiguous, aligned and a multiple of 16 long, else a copy padded with zeros.
 
-    Kernels read 16 bytes at a time, and descriptors nothing else; zeros change no product. Tensor cores cut
-    float32 rows off, which costs three digits of every product that rounding does not.
+    Kernels read 16 bytes at a time, and descriptors require it; the zeros do not change a product. float32
+    rows are copied and rounded to TF32 unless products are in full float32: tensor cores would cut the last
+    13 bits off, and these errors, all towards zero, would add up.
     """
-    (count, features), (row, column) = x.shape, x.stride()
+    (count, features), (row_stride, column_stride) = x.shape, x.stride()
     rounds = x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    fits = column == 1 and row >= features and row % 16 == features % 16 == x.data_ptr() % 16 == 0
+    fits = (column_stride == 1 and row_stride >= features
+            and row_stride % 16 == features % 16 == x.data_ptr() % 16 == 0)
     if fits and not rounds:
         return x
     copy = x.new_empty(count, triton.cdiv(features, 16) * 16)
     grid = triton.cdiv(count, 32), triton.cdiv(copy.shape[1], 128)
-    copy_kernel[grid](copy, x, count, features, copy.shape[1], row, column, ROUND=rounds, BLOCK_N=32,
-                      BLOCK_D=128)
+    copy_kernel[grid](copy, x, count, features, copy.shape[1], row_stride, column_stride, ROUND=rounds,
+                      BLOCK_N=32, BLOCK_D=128)
     return copy
 
 
-def multiplicands(q, k):
-    """q and k as a matrix product takes them that has to agree with the kernels'."""
-    first = in_whole_words(q)[:, :q.shape[1]]
-    return first, first if k is q else in_whole_words(k)[:, :k.shape[1]]
+def matmul_operands(q, k):
+    """Return q and k for cuBLAS products, rounded exactly as the operands of the kernels."""
+    first = aligned_rows(q)[:, :q.shape[1]]
+    return first, first if k is q else aligned_rows(k)[:, :k.shape[1]]
 
 
-def turned(taken):
-    """rules.swapped of a KernelRule."""
-    taken = swapped(taken)
-    return taken._replace(offset=taken.offset + 4)
+def transposed_mask(kernel_mask):
+    """Return masks.transposed of a KernelMask."""
+    swapped = transposed(kernel_mask)
+    return swapped._replace(offset=swapped.offset + 4)  # −(4 · offset + 2) + 4 = 4 · (−offset) + 2
 
 
-def is_number(temperature, x):
-    """Whether the temperature was given as a number: similarity.as_scalar left it on the CPU."""
-    return temperature.device != x.device
+def is_host_scalar(scalar, x):
+    """Return whether a 0-dim tensor (temperature or bias) is on the host, while x is on the GPU.
+
+    similarity.as_scalar makes such a tensor from a Python number.
+    """
+    return scalar.device != x.device
 
 
-def scale_of(temperature, x):
-    """A KernelRule of nothing but the temperature."""
-    scale = (None, LOG2E.value / temperature.item()) if is_number(temperature, x) else (temperature, None)
-    return KernelRule(*[None] * (len(KernelRule._fields) - 2), *scale)
+def temperature_only_mask(temperature, x):
+    """Return a KernelMask that holds only the temperature."""
+    scale = temperature, None
+    if is_host_scalar(temperature, x):
+        scale = None, LOG2E.value / temperature.item()
+    return KernelMask(*[None] * (len(KernelMask._fields) - 2), *scale)
 
 
-def octaves_of(temperature, x):
-    """log2(e)/τ in the kernels' own rounding, for a logit beside theirs."""
-    wide = temperature.double() if is_number(temperature, x) else temperature
+def log2e_over_tau_of(temperature, x):
+    """Return log2(e)/τ with the rounding of the kernels, for a logit that is computed outside of them."""
+    wide = temperature.double() if is_host_scalar(temperature, x) else temperature
     return (torch.full_like(wide, LOG2E.value) / wide).to(temperature.dtype)
 
 
-def arguments(q, k, temperature, rule, blocks):
-    """((q, k, KernelRule, N, M, Shape), the rest by name): what all kernels with a product take."""
-    words = in_whole_words(q)
-    q, k = words, words if k is q else in_whole_words(k)
-    f_q, f_k = (None if f is None else in_whole_words(f.float() if f.dtype == torch.float64 else f)
-                for f in (rule.row_features, rule.column_features))  # tiles sum in float32
+def kernel_args(q, k, temperature, mask, config):
+    """Return ((q, k, KernelMask, N, M, MatmulShape), keywords): arguments of all kernels that compute qk."""
+    aligned = aligned_rows(q)
+    q, k = aligned, aligned if k is q else aligned_rows(k)
+    f_q, f_k = (None if f is None else aligned_rows(f.float() if f.dtype == torch.float64 else f)
+                for f in (mask.row_features, mask.column_features))  # tiles sum in float32
     features = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
-    offset = 4 * rule.offset + 2  # in a tuple integers that are 1, or divide by 16, have kernels of their own
-    taken = KernelRule(*rule[1:5], f_q, f_k, offset, rule.phi, *features, *scale_of(temperature, q)[-2:])
-    n, m, shape = len(q), len(k), Shape(k.shape[1], q.stride(0), k.stride(0))
+    # Triton compiles separate kernels for tuple integers that are 1 or multiples of 16; 4 · offset + 2 is
+    # never such a number
+    offset = 4 * mask.offset + 2
+    scale = temperature_only_mask(temperature, q)[-2:]
+    kernel_mask = KernelMask(*mask[1:5], f_q, f_k, offset, mask.phi, *features, *scale)
+    n, m, shape = len(q), len(k), MatmulShape(k.shape[1], q.stride(0), k.stride(0))
     if capability(q) >= 9:
-        shape = Shape(k.shape[1], None, None)
-        q, k = (TensorDescriptor.from_tensor(x, [rows, blocks["BLOCK_D"]])
-                for x, rows in ((q, blocks["BLOCK_N"]), (k, blocks["BLOCK_M"])))
-    return (q, k, taken, n, m, shape), dict(EXCLUDE=rule.exclude, enable_fp_fusion=True, **blocks)
+        shape = MatmulShape(k.shape[1], None, None)
+        q, k = (TensorDescriptor.from_tensor(x, [rows, config["BLOCK_D"]])
+                for x, rows in ((q, config["BLOCK_N"]), (k, config["BLOCK_M"])))
+    return (q, k, kernel_mask, n, m, shape), dict(EXCLUDE=mask.exclude, enable_fp_fusion=True, **config)

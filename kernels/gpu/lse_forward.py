@@ -1,31 +1,47 @@
-"""Forward in Triton: log-sum-exps of q·kᵀ/τ over rows, or rows and columns at once, and the softmax loss.
+"""Forward pass: log-sum-exp of each row of q·kᵀ/τ, or of each row and each column; and the softmax loss.
 
 Eager                                      bytes moved, N·M logits       here
     s = q @ k.T / temperature              write 4 N·M                   tiles stay in registers
-    s = s.masked_fill(left_out, -inf)      read and write 8 N·M          where() on the few tiles it touches
-    lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            a number or two a row of a tile
+    s = s.masked_fill(excluded, -inf)      read and write 8 N·M          where() on the few tiles that need it
+    lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            one or two numbers per row of a tile
 
-Over rows, and for few rows, every tile (I, J) leaves a sum of each of its rows (and columns),
+Two algorithms share this file; s is in log2 units:
 
-    part[J, i] = Σ_{j∈J} exp2(s_ij − top)     part'[I, j] = Σ_{i∈I} exp2(s_ij − top')     one product for both
+    function          used for                                     kernels, in order
+    tile_max_forward  row softmax only, k is not q; and all cases  tile_stats_kernel, merge_stats_kernel
+                      if q and k have at most FEW_ROWS rows
+    bounded_forward   row and column softmax, or self-similarity   bounded_sums_kernel, add_sums_kernel,
+                                                                   finish_sums_kernel
 
-beside its top, the largest, and a second kernel sums the parts of a row. Top and total stay two numbers: lse
-as one has the rounding of top, which would be every weight's of a row. Over rows and columns of many, one
-exponential serves both (reference.py): a program owns the columns J and walks rows, columns' sums stay in its
-registers and rows' sums are stored:
+tile_max_forward gives every tile its own maxima. Each tile (I, J) writes two numbers per row i:
 
-    sums[J, i] = Σ_{j∈J} exp2(s_ij − r)       sums'[j] of the rows that were walked
+    m[J, i] = max_{j∈J} s_ij        l[J, i] = Σ_{j∈J} exp2(s_ij − m[J, i])
 
-With one set of rows (q = k) the matrix is symmetric: sums' of tile (I, J) are sums of tile (J, I), so half of
-the products are saved. Blocks of tiles are summed before the next, tiles side by side run together so that
-their rows stay in the second-level cache. No atomics, no order left to chance: the same input gives the same
-bits.
+and, if columns are asked for, two per column, from the same dot products. merge_stats_kernel merges the tiles
+of a row: m_i = max_J m[J, i], l_i = Σ_J l[J, i] exp2(m[J, i] − m_i). m and l stay two numbers: lse, one
+number, would be rounded at the size of m, and all softmax weights of the row would have that error.
 
-A softmax loss adds its positive by index. The rule leaves it out of the tile, where its logit is kept:
+bounded_forward subtracts one shift r from all logits (bound.py), so that one exponential serves rows and
+columns. A program takes a column tile J and loops over up to ROWS_PER_PROGRAM rows. It writes the sums of the
+rows at each step and keeps the sums of its columns in registers until the end:
 
-    gap_i = lse_i − positive_i      loss = Σ_i w softplus(gap_i)      slope_i = σ(gap_i), of the loss in lse_i
+    row_sums[J, i] = Σ_{j∈J} exp2(s_ij − r)      column_sums[j] = Σ_i exp2(s_ij − r) over the program's rows
 
-so no 1 − 0.999 is ever taken, and the last kernel has all three at hand when the parts of row i are summed.
+add_sums_kernel adds these sums to l. finish_sums_kernel computes rows again if their sum underflowed.
+
+With self-similarity the logits are symmetric: the column sums of tile (I, J) are the row sums of tile (J, I),
+so only tiles on and above the diagonal are computed, which saves half of the products. Large problems are cut
+into blocks of tiles; the sums of one block are added before the next block starts, and programs that run
+together share rows, which stay in the L2 cache. There are no atomics, and the order of all sums is fixed: the
+same input gives the same bits.
+
+The softmax loss compares the lse of each row with its positive. The mask excludes the positive from the sum,
+by index, and its dot product is kept:
+
+    gap_i = lse_i − positive_i        loss = Σ_i w_i softplus(gap_i)        dloss_dlse_i = σ(gap_i)
+
+So dloss_dlse is accurate also when it is tiny, unlike 1 − p_positive, which would be 1 − 0.999…. The last
+kernel of each algorithm computes all three numbers.
 """
 from typing import Any, NamedTuple
 
@@ -33,361 +49,435 @@ import torch
 import triton
 import triton.language as tl
 
-from ..rules import swapped
-from .launch import PROGRAMS, arguments, capability, check_device, ranges, scale_of, tile
-from .reference import LEAST, reference_of
+from ..masks import transposed
+from .bound import MIN_LOG2_SUM, bound_of_norms
+from .launch import (
+    TARGET_PROGRAMS,
+    capability,
+    check_device,
+    column_ranges,
+    kernel_args,
+    temperature_only_mask,
+    tile_config,
+)
 from .tiles import (
     LOG2E,
-    added,
-    finite,
-    gap_of,
-    grouped,
-    in_range,
-    is_folded,
-    kept,
+    bound_is_zero,
+    exp2_scaled,
+    finite_max,
+    keep_mask,
+    kept_column_range,
     kernel,
-    load,
-    octaves,
-    positive_of,
-    power,
-    product,
+    load_tile,
+    log2e_over_tau,
+    lse_minus_positive,
+    max_and_sum_exp,
+    merge_max_sum,
+    needs_mask,
+    positive_columns,
+    qk_tile,
     softplus,
-    sums_of,
-    touched,
+    swizzle_program_id,
 )
 
-SIDE = 2 ** 14       # rows of a block: 16,384 of 768 features fit the second-level cache
-PARTS = 2 ** 22      # entries of each table of parts: 16 MiB
-WALK = 512           # rows that a program takes one after the other before it sums its columns
+MAX_BLOCK_ROWS = 2 ** 14       # 16,384 rows of 768 features fit the L2 cache
+MAX_TABLE_ENTRIES = 2 ** 22    # largest number of (tile, row) entries of a block; m and l take 16 MiB each
+ROWS_PER_PROGRAM = 512         # largest number of rows that a program of bounded_sums_kernel loops over
 
 
 @triton.jit
-def keep_positives(POSITIVE, s, rows, column, origin, N, M, RULE, EXCLUDE: tl.constexpr,
-                   BLOCK_M: tl.constexpr, ONE_SET: tl.constexpr):
-    """The products of a tile's positives, before the rule leaves them out of s."""
-    target = positive_of(rows, N, RULE, EXCLUDE)
-    here = (column - origin + tl.arange(0, BLOCK_M))[None, :] == (target - origin)[:, None]
-    found = tl.sum(tl.where(here, s, 0.0), 1)
-    here = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
-    tl.store(POSITIVE + rows, found, mask=here)
-    if EXCLUDE == "pair" and ONE_SET:      # only the tiles on and above the diagonal are seen
-        tl.store(POSITIVE + target, found, mask=here)
+def save_positives(POSITIVE, qk, rows, column, index_base, N, M, MASK, EXCLUDE: tl.constexpr,
+                   BLOCK_M: tl.constexpr, SELF_SIMILARITY: tl.constexpr):
+    """Write the dot products of those rows whose positive is in this tile, before the mask excludes them.
+
+    index_base  as in tiles.keep_mask
+    """
+    target = positive_columns(rows, N, MASK, EXCLUDE)
+    is_target = (column - index_base + tl.arange(0, BLOCK_M))[None, :] == (target - index_base)[:, None]
+    found = tl.sum(tl.where(is_target, qk, 0.0), 1)
+    in_tile = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
+    tl.store(POSITIVE + rows, found, mask=in_tile)
+    if EXCLUDE == "pair" and SELF_SIMILARITY:      # tiles below the diagonal are never computed
+        tl.store(POSITIVE + target, found, mask=in_tile)
 
 
 @kernel
-def parts_kernel(ROWS, COLUMNS, POSITIVE, RANGES, first_row, first_column, height, width, walk,
-                 Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                 RESIDENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """ROWS[:, J, i − first_row], COLUMNS[:, I, j − first_column] of a block, tops and totals; a program walks
-    the columns of a row tile I."""
-    walks = tl.cdiv(tl.cdiv(width, BLOCK_M), walk)
-    tile_i, walk_j = grouped(tl.program_id(0), tl.cdiv(height, BLOCK_N), walks)
+def tile_stats_kernel(ROW_TABLE, COLUMN_TABLE, POSITIVE, RANGES, first_row, first_column, height, width,
+                      tiles_per_program, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr,
+                      PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
+                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write m and l of the rows and columns of each tile, for the block of `height` rows and `width` columns.
+
+    ROW_TABLE     (2, column tiles J, height): m and l of row first_row + i in tile J
+    COLUMN_TABLE  (2, row tiles I, width): m and l of column first_column + j in tile I; or None
+    A program takes a row tile and loops over tiles_per_program column tiles. RESIDENT: it loads q only once.
+    """
+    programs_per_row = tl.cdiv(tl.cdiv(width, BLOCK_M), tiles_per_program)
+    tile_i, program_j = swizzle_program_id(tl.program_id(0), tl.cdiv(height, BLOCK_N), programs_per_row)
     row = first_row + tile_i * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
-    scale = octaves(RULE)
+    scale = log2e_over_tau(MASK)
     if RESIDENT:
-        q = load(Q, row, 0, N, SHAPE.D, SHAPE.q_row, BLOCK_N, BLOCK_D)
-    start = first_column + walk_j * walk * BLOCK_M
-    stop = tl.minimum(start + walk * BLOCK_M, first_column + width)
-    start, stop = in_range(RANGES, row // BLOCK_N, start, stop, BLOCK_M)
+        q = load_tile(Q, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
+    start = first_column + program_j * tiles_per_program * BLOCK_M
+    stop = tl.minimum(start + tiles_per_program * BLOCK_M, first_column + width)
+    start, stop = kept_column_range(RANGES, row // BLOCK_N, start, stop, BLOCK_M)
     for column in range(start, stop, BLOCK_M):
         columns = column + tl.arange(0, BLOCK_M)
         if RESIDENT:
-            k = load(K, column, 0, M, SHAPE.D, SHAPE.k_row, BLOCK_M, BLOCK_D)
-            s = tl.dot(q, k.T, input_precision=PRECISION)
+            k = load_tile(K, column, 0, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
+            qk = tl.dot(q, k.T, input_precision=PRECISION)
         else:
-            s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
+            qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
-                keep_positives(POSITIVE, s, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
-            s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
-        top, total = sums_of(s, scale, 1)
-        place = ROWS + (column - first_column) // BLOCK_M * height + rows - first_row
-        tl.store(place, top, mask=rows < first_row + height)
-        tl.store(place + tl.cdiv(width, BLOCK_M) * height, total, mask=rows < first_row + height)
-        if COLUMNS is not None:
-            top, total = sums_of(s, scale, 0)
-            place = COLUMNS + tile_i * width + columns - first_column
-            tl.store(place, top, mask=columns < first_column + width)
-            tl.store(place + tl.cdiv(height, BLOCK_N) * width, total, mask=columns < first_column + width)
+                save_positives(POSITIVE, qk, rows, column, 0, N, M, MASK, EXCLUDE, BLOCK_M, False)
+            qk = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk,
+                          float("-inf"))
+        m_i, l_i = max_and_sum_exp(qk, scale, 1)
+        place = ROW_TABLE + (column - first_column) // BLOCK_M * height + rows - first_row
+        tl.store(place, m_i, mask=rows < first_row + height)
+        tl.store(place + tl.cdiv(width, BLOCK_M) * height, l_i, mask=rows < first_row + height)
+        if COLUMN_TABLE is not None:
+            m_j, l_j = max_and_sum_exp(qk, scale, 0)
+            place = COLUMN_TABLE + tile_i * width + columns - first_column
+            tl.store(place, m_j, mask=columns < first_column + width)
+            tl.store(place + tl.cdiv(height, BLOCK_N) * width, l_j, mask=columns < first_column + width)
 
 
 @kernel
-def sums_kernel(ROWS, COLUMNS, POSITIVE, REFERENCE, first_row, first_column, height, width, walk,
-                Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                RESIDENT: tl.constexpr, TRIANGLE: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """ROWS[J, i − first_row], COLUMNS[walk, j − first_column] of a block; a program walks the rows of a
-    column tile J. TRIANGLE: a block on the diagonal of one set, whose tiles there (BLOCK_M is a multiple of
-    BLOCK_N) count as columns."""
-    walks = tl.cdiv(tl.cdiv(height, BLOCK_N), walk)
-    tile_j, walk_i = grouped(tl.program_id(0), tl.cdiv(width, BLOCK_M), walks)
+def bounded_sums_kernel(ROW_SUMS, COLUMN_SUMS, POSITIVE, BOUND, first_row, first_column, height, width,
+                        tiles_per_program, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr,
+                        PRECISION: tl.constexpr, RESIDENT: tl.constexpr, TRIANGLE: tl.constexpr,
+                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write sums of exp2(s − r), r = BOUND, over the tiles of the block of `height` rows and `width` columns.
+
+    ROW_SUMS     (column tiles J, height): sum over J of row first_row + i
+    COLUMN_SUMS  (programs of a column tile, width): sum of column first_column + j over the program's rows
+    TRIANGLE     the block lies on the diagonal of a self-similarity: only the tiles on and above the diagonal
+                 are computed. Those on it contribute to COLUMN_SUMS only, so that each logit counts once
+                 (BLOCK_M is a multiple of BLOCK_N)
+    A program takes a column tile and loops over tiles_per_program row tiles. RESIDENT: it loads k only once.
+    """
+    programs_per_column = tl.cdiv(tl.cdiv(height, BLOCK_N), tiles_per_program)
+    tile_j, program_i = swizzle_program_id(tl.program_id(0), tl.cdiv(width, BLOCK_M), programs_per_column)
     column = first_column + tile_j * BLOCK_M
     columns = column + tl.arange(0, BLOCK_M)
-    scale, reference = octaves(RULE), tl.load(REFERENCE)
+    scale, bound = log2e_over_tau(MASK), tl.load(BOUND)
     if RESIDENT:
-        k = load(K, column, 0, M, SHAPE.D, SHAPE.k_row, BLOCK_M, BLOCK_D)
-    start = first_row + walk_i * walk * BLOCK_N
-    stop = tl.minimum(start + walk * BLOCK_N, first_row + height)
+        k = load_tile(K, column, 0, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
+    start = first_row + program_i * tiles_per_program * BLOCK_N
+    stop = tl.minimum(start + tiles_per_program * BLOCK_N, first_row + height)
     if TRIANGLE:
         stop = tl.minimum(stop, column + BLOCK_M)
-    # two of the sixteen rows that a warp's product has are one thread's: added without a word to others
-    of_columns = tl.zeros((BLOCK_N // 16, 8, BLOCK_M), tl.float32)
+    # a thread holds rows r and r + 8 of each 16 rows of a tensor core product: it adds them without a shuffle
+    column_sums = tl.zeros((BLOCK_N // 16, 8, BLOCK_M), tl.float32)
     for row in range(start, stop, BLOCK_N):
         rows = row + tl.arange(0, BLOCK_N)
         if RESIDENT:
-            q = load(Q, row, 0, N, SHAPE.D, SHAPE.q_row, BLOCK_N, BLOCK_D)
-            s = tl.dot(q, k.T, input_precision=PRECISION)
+            q = load_tile(Q, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
+            qk = tl.dot(q, k.T, input_precision=PRECISION)
         else:
-            s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
+            qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
             if POSITIVE is not None:
-                keep_positives(POSITIVE, s, rows, column, column, N, M, RULE, EXCLUDE, BLOCK_M, True)
-            keep = kept(rows, column, column, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M)
-            s = tl.where(keep, s, float("-inf"))
-        e = power(s, scale, reference)
-        of_columns += tl.sum(tl.reshape(e, (BLOCK_N // 16, 2, 8, BLOCK_M)), 1)
+                save_positives(POSITIVE, qk, rows, column, column, N, M, MASK, EXCLUDE, BLOCK_M, True)
+            keep = keep_mask(rows, column, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
+            qk = tl.where(keep, qk, float("-inf"))
+        e = exp2_scaled(qk, scale, bound)
+        column_sums += tl.sum(tl.reshape(e, (BLOCK_N // 16, 2, 8, BLOCK_M)), 1)
         end = first_row + height
         if TRIANGLE:
             end = tl.minimum(end, column)
-        tl.store(ROWS + tile_j * height + rows - first_row, tl.sum(e, 1), mask=rows < end)
-    tl.store(COLUMNS + walk_i * width + columns - first_column, tl.sum(tl.sum(of_columns, 0), 0),
+        tl.store(ROW_SUMS + tile_j * height + rows - first_row, tl.sum(e, 1), mask=rows < end)
+    tl.store(COLUMN_SUMS + program_i * width + columns - first_column, tl.sum(tl.sum(column_sums, 0), 0),
              mask=columns < first_column + width)
 
 
 @kernel
-def add_kernel(TOTAL, PARTS, tiles, count, BLOCK: tl.constexpr):
-    """TOTAL[i] += Σ_J PARTS[J, i]."""
+def add_sums_kernel(TOTAL, TABLE, tiles, count, BLOCK: tl.constexpr):
+    """Add the rows of a table (tiles, count): TOTAL[i] += Σ_J TABLE[J, i]."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, tiles, 32):
         j = first + tl.arange(0, 32)
-        sums += tl.sum(tl.load(PARTS + j[:, None] * count + rows[None, :],
+        sums += tl.sum(tl.load(TABLE + j[:, None] * count + rows[None, :],
                                mask=(j < tiles)[:, None] & (rows < count)[None, :], other=0.0), 0)
     total = tl.load(TOTAL + rows, mask=rows < count, other=0.0)
     tl.store(TOTAL + rows, total + sums, mask=rows < count)
 
 
 @kernel
-def ends_kernel(SUMS, LSE, SLOPE, LOSS, POSITIVE, REFERENCE, weight,
-                Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """SUMS[0] of the rows of program x beside their total, SUMS[1]; then LSE or SLOPE and a share of LOSS."""
+def finish_sums_kernel(STATS, LSE, DLOSS_DLSE, LOSS, POSITIVE, BOUND, weight,
+                       Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Complete STATS, which already holds l, by m = r = BOUND. Then write the results.
+
+    The results are LSE; or, for a loss, DLOSS_DLSE, and in LOSS one partial sum of the loss per program.
+    Rows whose l underflowed are computed again, with a maximum of their own.
+    """
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
-    inside, reference, scale = rows < N, tl.load(REFERENCE), octaves(RULE)
-    total = tl.load(SUMS + N + rows, mask=inside, other=1.0)
-    top = tl.zeros((BLOCK_N,), tl.float32) + finite(reference)
-    lost = tl.log2(total) < tl.where(reference > 0.0, LEAST, float("-inf"))
-    if tl.max(lost.to(tl.int32), 0) > 0:                           # again, with a maximum of their own
-        own_top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-        own_total = tl.zeros((BLOCK_N,), tl.float32)
+    inside, bound, scale = rows < N, tl.load(BOUND), log2e_over_tau(MASK)
+    l_i = tl.load(STATS + N + rows, mask=inside, other=1.0)
+    m_i = tl.zeros((BLOCK_N,), tl.float32) + finite_max(bound)
+    underflowed = tl.log2(l_i) < tl.where(bound > 0.0, MIN_LOG2_SUM, float("-inf"))
+    if tl.max(underflowed.to(tl.int32), 0) > 0:
+        own_m = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        own_l = tl.zeros((BLOCK_N,), tl.float32)
         for column in range(0, M, BLOCK_M):
-            s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-            keep = kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M)
-            part_top, part_total = sums_of(tl.where(keep, s, float("-inf")), scale, 1)
-            own_top, own_total = added(own_top, own_total, part_top, part_total)
-        lost = lost & (own_total > 0.0)                            # a row without columns keeps the reference
-        top, total = tl.where(lost, finite(own_top), top), tl.where(lost, own_total, total)
-        tl.store(SUMS + N + rows, total, mask=inside)
-    tl.store(SUMS + rows, top, mask=inside)
+            qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+            keep = keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
+            tile_m, tile_l = max_and_sum_exp(tl.where(keep, qk, float("-inf")), scale, 1)
+            own_m, own_l = merge_max_sum(own_m, own_l, tile_m, tile_l)
+        underflowed = underflowed & (own_l > 0.0)                  # a row without columns keeps the shift
+        m_i, l_i = tl.where(underflowed, finite_max(own_m), m_i), tl.where(underflowed, own_l, l_i)
+        tl.store(STATS + N + rows, l_i, mask=inside)
+    tl.store(STATS + rows, m_i, mask=inside)
     if LOSS is None:
-        tl.store(LSE + rows, (top + tl.log2(total)) / LOG2E, mask=inside)
+        tl.store(LSE + rows, (m_i + tl.log2(l_i)) / LOG2E, mask=inside)
     else:
-        loss, slope = softplus(gap_of(top, total, tl.load(POSITIVE + rows, mask=inside, other=0.0), scale))
-        tl.store(SLOPE + rows, slope, mask=inside)
+        positive = tl.load(POSITIVE + rows, mask=inside, other=0.0)
+        loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, positive, scale))
+        tl.store(DLOSS_DLSE + rows, dloss_dlse, mask=inside)
         tl.store(LOSS + tl.program_id(0), tl.sum(tl.where(inside, loss, 0.0), 0) * weight)
 
 
 @kernel
-def merge_kernel(SUMS, LSE, SLOPE, LOSS, PARTS, POSITIVE, WEIGHTS, RULE, REFERENCE, weight, tiles, count,
-                 apart, SIDES: tl.constexpr, FRESH: tl.constexpr, HIGH: tl.constexpr, BLOCK: tl.constexpr):
-    """SUMS[side, :, i], tops and totals, take in PARTS[side, :, J, i]; then LSE, or SLOPE and a share of
-    LOSS, if they are there."""
+def merge_stats_kernel(STATS, LSE, DLOSS_DLSE, LOSS, TABLE, POSITIVE, WEIGHTS, MASK, BOUND, weight, tiles,
+                       count, l_offset, SIDES: tl.constexpr, OVERWRITE: tl.constexpr,
+                       TILES_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """Merge m and l of the tiles in TABLE (SIDES, 2, tiles, count) into STATS[side, :, i].
+
+    Then write those that are given: LSE, DLOSS_DLSE, and in LOSS one partial sum of the loss per program.
+    OVERWRITE  ignore what STATS holds
+    BOUND      the shift r: if it is 0, all m are 0 and TABLE holds only l; else, or if None, m and l
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
-    share, folded = 0.0, is_folded(REFERENCE)
+    loss_sum, no_maximum = 0.0, bound_is_zero(BOUND)
     for side in tl.static_range(SIDES):
-        top = tl.full((BLOCK,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        sums = SUMS + 2 * side * apart + rows
-        if not FRESH:
-            top = tl.load(sums, mask=inside, other=float("-inf"))
-            total = tl.where(top == float("-inf"), 0.0, tl.load(sums + apart, mask=inside, other=0.0))
-        for first in range(0, tiles, HIGH):
-            j = first + tl.arange(0, HIGH)
-            place = PARTS + (2 * side * tiles + j)[:, None] * count + rows[None, :]
+        m_i = tl.full((BLOCK,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK,), tl.float32)
+        stats = STATS + 2 * side * l_offset + rows
+        if not OVERWRITE:
+            m_i = tl.load(stats, mask=inside, other=float("-inf"))
+            l_i = tl.where(m_i == float("-inf"), 0.0, tl.load(stats + l_offset, mask=inside, other=0.0))
+        for first in range(0, tiles, TILES_AT_ONCE):
+            j = first + tl.arange(0, TILES_AT_ONCE)
+            place = TABLE + (2 * side * tiles + j)[:, None] * count + rows[None, :]
             mask = (j < tiles)[:, None] & inside[None, :]
-            if REFERENCE is None:
-                part = tl.load(place, mask=mask, other=float("-inf"))
+            if BOUND is None:
+                tile_m = tl.load(place, mask=mask, other=float("-inf"))
             else:
-                unread = tl.where(folded, 0.0, float("-inf"))
-                part = tl.load(place, mask=tl.where(folded, False, mask), other=unread)
-            new = tl.maximum(top, tl.max(part, 0))
-            of_part = tl.load(place + tiles * count, mask=mask, other=0.0)
-            of_part *= tl.exp2(part - finite(new)[None, :])
-            of_part = tl.where(part == float("-inf"), 0.0, of_part)    # a tile that no program has seen
-            total = total * tl.exp2(top - finite(new)) + tl.sum(of_part, 0)
-            top = new
-        if LSE is not None or LOSS is not None:                        # the last time
-            top = finite(top)
-        tl.store(sums, top, mask=inside)
-        tl.store(sums + apart, total, mask=inside)
+                default = tl.where(no_maximum, 0.0, float("-inf"))
+                tile_m = tl.load(place, mask=tl.where(no_maximum, False, mask), other=default)
+            m_new = tl.maximum(m_i, tl.max(tile_m, 0))
+            tile_l = tl.load(place + tiles * count, mask=mask, other=0.0)
+            tile_l *= tl.exp2(tile_m - finite_max(m_new)[None, :])
+            tile_l = tl.where(tile_m == float("-inf"), 0.0, tile_l)    # tiles that no program computed
+            l_i = l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(tile_l, 0)
+            m_i = m_new
+        if LSE is not None or LOSS is not None:                        # STATS is complete
+            m_i = finite_max(m_i)
+        tl.store(stats, m_i, mask=inside)
+        tl.store(stats + l_offset, l_i, mask=inside)
         if LSE is not None:
-            tl.store(LSE + rows, (top + tl.log2(total)) / LOG2E, mask=inside)
+            tl.store(LSE + rows, (m_i + tl.log2(l_i)) / LOG2E, mask=inside)
         if LOSS is not None:
             positive = tl.load(POSITIVE + rows, mask=inside, other=0.0)
-            loss, slope = softplus(gap_of(top, total, positive, octaves(RULE)))
-            tl.store(SLOPE + side * count + rows, slope, mask=inside)
+            loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, positive, log2e_over_tau(MASK)))
+            tl.store(DLOSS_DLSE + side * count + rows, dloss_dlse, mask=inside)
             if WEIGHTS is not None:
                 row_weight = tl.load(WEIGHTS + rows, mask=inside, other=0.0)
-                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # whatever an ignored row is
-            share += tl.sum(tl.where(inside, loss, 0.0), 0) * weight
+                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # the loss may be NaN
+            loss_sum += tl.sum(tl.where(inside, loss, 0.0), 0) * weight
     if LOSS is not None:
-        tl.store(LOSS + tl.program_id(0), share)
+        tl.store(LOSS + tl.program_id(0), loss_sum)
 
 
-class Sums(NamedTuple):
-    """What the forward pass leaves behind; all float32."""
-    sums: Any              # (sides, 2, N): top and total of rows, and of columns where both are asked for
-    lse: Any               # (N,) of the rows, or None where there is a loss
-    slope: Any             # (sides, N): dloss/dlse before weights, or None
-    loss: Any              # scalar, or None
+class ForwardResult(NamedTuple):
+    """Results of the forward pass, all float32."""
+    stats: Any             # (sides, 2, N): m and l of rows, and of columns if both were asked for
+    lse: Any               # (N,) of the rows; None if the loss was asked for
+    dloss_dlse: Any        # (sides, N), without row weights and the factor 1/N; or None
+    loss: Any              # scalar; or None
 
 
-def log_sums(q, k, temperature, rule, both=False, loss=False, weights=None):
-    """Sums over the columns of each row and, with both, over the rows of each column (N = M).
+def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
+    """Return the ForwardResult of the rows and, with both, of the columns (then N = M).
 
-    k        None: one set of rows under a symmetric rule
-    loss     also Σ_i w_i softplus(gap_i), with both the mean of two sides; w is 1/N, or weights (N,) float32
+    k        None: self-similarity, with a symmetric mask
+    loss     True: return Σ_i w_i softplus(gap_i) instead of lse; with both, the mean of the two sides
+    weights  (N,) float32 w; None: 1/N
     """
     check_device(q)
-    reference = reference_of(q, q if k is None else k, temperature) if both or k is None else None
-    if reference is not None:
-        return two_sided(q, k, temperature, rule, reference, loss)
-    k = q if k is None else k                                      # few rows: the square costs no more
+    bound = bound_of_norms(q, q if k is None else k, temperature) if both or k is None else None
+    if bound is not None:
+        return bounded_forward(q, k, temperature, mask, bound, loss)
+    # for few rows computing both triangles of a self-similarity costs nothing extra
+    return tile_max_forward(q, q if k is None else k, temperature, mask, both, loss, weights)
+
+
+def tile_max_forward(q, k, temperature, mask, both, loss, weights):
+    """Return the ForwardResult of forward(), computed with maxima per tile."""
     n, m = len(q), len(k)
-    sums = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
-    ends = dict(lse=sums.new_empty(n))
+    stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
+    outputs = dict(lse=stats.new_empty(n))
     if loss:
-        ends = dict(positive=sums.new_empty(n), slope=torch.empty_like(sums[:, 0]), weights=weights,
-                    rule=scale_of(temperature, q))
-    positive, slope, lse = (ends.get(name) for name in ("positive", "slope", "lse"))
-    blocks = block_sizes(q, rule, both) | (dict(maxnreg=255) if both else {})
-    assert not both or blocks["BLOCK_N"] == blocks["BLOCK_M"], "tables of rows and of columns are one"
-    operands, rest = arguments(q, k, temperature, rule, blocks)
-    of_groups = ranges(rule, blocks)
+        outputs = dict(positive=stats.new_empty(n), dloss_dlse=torch.empty_like(stats[:, 0]), weights=weights,
+                       mask=temperature_only_mask(temperature, q))
+    lse, dloss_dlse = outputs.get("lse"), outputs.get("dloss_dlse")
+    config = lse_config(q, mask, both) | (dict(maxnreg=255) if both else {})
+    assert not both or config["BLOCK_N"] == config["BLOCK_M"], "rows and columns need tables of one shape"
+    operands, rest = kernel_args(q, k, temperature, mask, config)
+    ranges = column_ranges(mask, config)
 
-    def parts(i, j, height, width):
-        """The tables of a block: of rows (2, T, height), and of columns (2, T', width) or nothing."""
-        tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
-        sizes_of = 2 * tiles_j * height, both * 2 * tiles_i * width
-        of_rows, of_columns = sums.new_empty(sum(sizes_of)).split(sizes_of)
-        if of_groups is not None:
-            of_rows.fill_(-torch.inf)  # tiles that no program will see
-        longest = 1 if of_groups is None and not blocks["RESIDENT"] else 16
-        walk = max(1, min(longest, tiles_i * tiles_j // (4 * PROGRAMS)))
-        parts_kernel[tiles_i * triton.cdiv(tiles_j, walk),](
-            of_rows, of_columns if both else None, positive, of_groups, i, j, height, width, walk,
-            *operands, **rest)
-        return of_rows.view(2, tiles_j, height), of_columns.view(2, -1, width)
+    def tile_stats(i, j, height, width):
+        """Return the tables of a block: (2, column tiles, height), (2, row tiles, width) or no entries."""
+        tiles_i, tiles_j = triton.cdiv(height, config["BLOCK_N"]), triton.cdiv(width, config["BLOCK_M"])
+        sizes = 2 * tiles_j * height, 2 * tiles_i * width if both else 0
+        row_table, column_table = stats.new_empty(sum(sizes)).split(sizes)
+        if ranges is not None:
+            row_table.fill_(-torch.inf)  # tiles outside the ranges are not computed
+        # a loop over several column tiles pays only if q is loaded once, or if ranges skip tiles
+        longest = 1 if ranges is None and not config["RESIDENT"] else 16
+        tiles_per_program = max(1, min(longest, tiles_i * tiles_j // (4 * TARGET_PROGRAMS)))
+        tile_stats_kernel[tiles_i * triton.cdiv(tiles_j, tiles_per_program),](
+            row_table, column_table if both else None, outputs.get("positive"), ranges, i, j, height, width,
+            tiles_per_program, *operands, **rest)
+        return row_table.view(2, tiles_j, height), column_table.view(2, -1, width)
 
-    height, width = sums_block(q, k, square=both)
+    height, width = stats_block_shape(q, k, square=both)
     if height >= n and width >= m:
-        return Sums(sums, lse, slope, merge(sums, parts(0, 0, n, m)[0], True, **ends))
-    sums.fill_(-torch.inf)
+        row_table, _ = tile_stats(0, 0, n, m)                      # with both, the column table follows it
+        return ForwardResult(stats, lse, dloss_dlse, merge_stats(stats, row_table, True, **outputs))
+    stats.fill_(-torch.inf)
     for i in range(0, n, height):
         for j in range(0, m, width):
-            of_rows, of_columns = parts(i, j, min(height, n - i), min(width, m - j))
-            merge(sums[:1, :, i:i + height], of_rows)
+            row_table, column_table = tile_stats(i, j, min(height, n - i), min(width, m - j))
+            merge_stats(stats[:1, :, i:i + height], row_table)
             if both:
-                merge(sums[1:, :, j:j + width], of_columns)
-    return Sums(sums, lse, slope, merge(sums, sums[0, :, None, :][:, :0], **ends))
+                merge_stats(stats[1:, :, j:j + width], column_table)
+    no_tiles = stats[0, :, None, :][:, :0]
+    return ForwardResult(stats, lse, dloss_dlse, merge_stats(stats, no_tiles, **outputs))
 
 
-def two_sided(q, k, temperature, rule, reference, loss):
-    """log_sums of many rows over both of their sides, with one reference for all logits."""
-    triangle = k is None
-    k, n = q if triangle else k, len(q)
-    sums = torch.zeros(1 if triangle else 2, 2, n, dtype=torch.float32, device=q.device)
-    # without a loss nobody reads them; but a branch that stores nothing is no branch, and spills
-    totals, positive = sums[:, 1], sums.new_empty(n) if loss or rule.exclude != "none" else None
-    blocks = sums_sizes(q, rule)
-    assert not triangle or blocks["BLOCK_M"] % blocks["BLOCK_N"] == 0, "columns end on the diagonal"
-    operands, rest = arguments(q, k, temperature, rule, blocks)
-    side, _ = sums_block(q, k, square=True)
+def bounded_forward(q, k, temperature, mask, bound, loss):
+    """Return the ForwardResult of forward() for many rows and both sides, computed with one shift."""
+    self_similarity = k is None
+    k, n = q if self_similarity else k, len(q)
+    stats = torch.zeros(1 if self_similarity else 2, 2, n, dtype=torch.float32, device=q.device)
+    # positives are stored even if no loss reads them: without a store, the branch for masked tiles is not
+    # compiled as a branch, and registers spill
+    l_sums, positive = stats[:, 1], stats.new_empty(n) if loss or mask.exclude != "none" else None
+    config = bounded_config(q, mask)
+    assert not self_similarity or config["BLOCK_M"] % config["BLOCK_N"] == 0, "tiles must end on the diagonal"
+    operands, rest = kernel_args(q, k, temperature, mask, config)
+    side, _ = stats_block_shape(q, k, square=True)
     for i in range(0, n, side):
-        for j in range(i if triangle else 0, n, side):
-            height, width, on_diagonal = min(side, n - i), min(side, n - j), triangle and i == j
-            tiles_i, tiles_j = triton.cdiv(height, blocks["BLOCK_N"]), triton.cdiv(width, blocks["BLOCK_M"])
-            walk = max(1, min(WALK // blocks["BLOCK_N"], tiles_i * tiles_j // (4 * PROGRAMS)))
-            walks = triton.cdiv(tiles_i, walk)
-            table = totals.new_zeros if on_diagonal else totals.new_empty  # a triangle fills half of it
-            parts = table(tiles_j * height + walks * width)
-            of_rows, of_columns = parts.split([tiles_j * height, walks * width])
-            sums_kernel[tiles_j * walks,](
-                of_rows, of_columns, positive, reference, i, j, height, width, walk, *operands,
+        for j in range(i if self_similarity else 0, n, side):
+            height, width, on_diagonal = min(side, n - i), min(side, n - j), self_similarity and i == j
+            tiles_i, tiles_j = triton.cdiv(height, config["BLOCK_N"]), triton.cdiv(width, config["BLOCK_M"])
+            tiles_per_program = max(1, min(ROWS_PER_PROGRAM // config["BLOCK_N"],
+                                           tiles_i * tiles_j // (4 * TARGET_PROGRAMS)))
+            programs_per_column = triton.cdiv(tiles_i, tiles_per_program)
+            new = l_sums.new_zeros if on_diagonal else l_sums.new_empty  # a triangle fills only half of it
+            table = new(tiles_j * height + programs_per_column * width)
+            row_sums, column_sums = table.split([tiles_j * height, programs_per_column * width])
+            bounded_sums_kernel[tiles_j * programs_per_column,](
+                row_sums, column_sums, positive, bound, i, j, height, width, tiles_per_program, *operands,
                 TRIANGLE=on_diagonal, **rest)
             if on_diagonal:
-                add(totals[0, i:i + height], parts)
+                # the table holds row sums, then column sums, `height` numbers in each row of it; by symmetry
+                # the column sums too belong to l of these rows
+                add_sums(l_sums[0, i:i + height], table)
             else:
-                add(totals[0, i:i + height], of_rows)
-                add(totals[-1, j:j + width], of_columns)
-    blocks = tile(q, rule)
-    blocks |= dict(BLOCK_M=min(64, blocks["BLOCK_M"]))            # registers for sums of their own
-    programs = triton.cdiv(n, blocks["BLOCK_N"])
-    lse, slope = None if loss else sums.new_empty(n), None
+                add_sums(l_sums[0, i:i + height], row_sums)
+                add_sums(l_sums[-1, j:j + width], column_sums)
+    return finish_sums(stats, positive, q, k, temperature, mask, bound, loss)
+
+
+def finish_sums(stats, positive, q, k, temperature, mask, bound, loss):
+    """Return the ForwardResult of bounded_forward, whose stats (sides, 2, N) already hold l."""
+    n, sides = len(q), len(stats)
+    config = tile_config(q, mask)
+    # a smaller tile leaves registers for own_m and own_l of finish_sums_kernel
+    config |= dict(BLOCK_M=min(64, config["BLOCK_M"]))
+    programs = triton.cdiv(n, config["BLOCK_N"])
+    lse, dloss_dlse = None if loss else stats.new_empty(n), None
     if loss:
-        slope, shares = sums.new_empty(len(sums), n), sums.new_empty(len(sums), programs)
-    for at, (x, y, of_side) in enumerate([(q, k, rule), (k, q, swapped(rule))][:len(sums)]):
-        operands, rest = arguments(x, y, temperature, of_side, blocks)
-        of_loss = (slope[at], shares[at]) if loss else (None, None)
-        ends_kernel[programs,](sums[at], lse, *of_loss, positive, reference, 1 / (n * len(sums)),
-                               *operands, **rest)
-    return Sums(sums, lse, slope, shares.sum() if loss else None)
+        dloss_dlse, loss_sums = stats.new_empty(sides, n), stats.new_empty(sides, programs)
+    for side, (x, y, side_mask) in enumerate([(q, k, mask), (k, q, transposed(mask))][:sides]):
+        operands, rest = kernel_args(x, y, temperature, side_mask, config)
+        outputs = (dloss_dlse[side], loss_sums[side]) if loss else (None, None)
+        finish_sums_kernel[programs,](stats[side], lse, *outputs, positive, bound, 1 / (n * sides),
+                                      *operands, **rest)
+    return ForwardResult(stats, lse, dloss_dlse, loss_sums.sum() if loss else None)
 
 
-def add(total, parts):
-    """total (N,) takes in the sums of parts (T · N,)."""
+def add_sums(total, table):
+    """Add a table (tiles · N,) of sums to total (N,), in place."""
     n = len(total)
-    add_kernel[triton.cdiv(n, 64),](total, parts, len(parts) // n, n, BLOCK=64, enable_fp_fusion=True)
+    add_sums_kernel[triton.cdiv(n, 64),](total, table, len(table) // n, n, BLOCK=64, enable_fp_fusion=True)
 
 
-def merge(sums, parts, fresh=False, lse=None, positive=None, slope=None, weights=None, rule=None, of=None,
-          reference=None):
-    """sums (sides, 2, N) take in parts (2, T, N), of two sides twice that, in place of what they were if
-    fresh, and lse (N,) is filled if given; with positives slope is filled, under a rule's temperature, and
-    the loss returned, the mean over N rows, or as many as they are of. reference: 0 where all tops are."""
-    sides, _, n = sums.shape
-    tiles = parts.shape[1]
-    block, high = (1024, 8) if tiles <= 8 else (32, 64)            # few rows: all in one program
+def merge_stats(stats, table, overwrite=False, lse=None, positive=None, dloss_dlse=None, weights=None,
+                mask=None, mean_over=None, bound=None):
+    """Merge the m and l of tiles into stats, in place, and fill lse or dloss_dlse if they are given.
+
+    stats      (sides, 2, N)
+    table      (2, tiles, N) m and l of the rows. For two sides the kernel reads past this view: the table of
+               the columns, of the same shape, must follow it in the same memory
+    overwrite  True: ignore what stats holds
+    positive   (N,) dot products of the positives, for a loss
+    weights    (N,) row weights of the loss; None: 1 / mean_over, whose default is N
+    mask       KernelMask with the temperature, for a loss
+    bound      the shift r, a 0-dim tensor: if it is 0, all m are 0 and the table holds only l; else, or if
+               None, m and l
+    returns    the loss, a scalar; None without positive
+    """
+    sides, _, n = stats.shape
+    tiles = table.shape[1]
+    # with few tiles a program takes 1024 rows, so that a small batch needs one program and no final sum
+    block, tiles_at_once = (1024, 8) if tiles <= 8 else (32, 64)
     programs = triton.cdiv(n, block)
-    shares = None if positive is None else sums.new_empty(programs)
-    weight = 1 if weights is not None else 1 / (of or n)
-    merge_kernel[programs,](sums, lse, slope, shares, parts, positive, weights, rule, reference,
-                            weight / sides, tiles, n, sums.stride(1), SIDES=sides, FRESH=fresh, HIGH=high,
-                            BLOCK=block, num_warps=8, enable_fp_fusion=True)
-    return None if shares is None else shares[0] if programs == 1 else shares.sum()
+    loss_sums = None if positive is None else stats.new_empty(programs)
+    weight = 1 if weights is not None else 1 / (mean_over or n)
+    merge_stats_kernel[programs,](stats, lse, dloss_dlse, loss_sums, table, positive, weights, mask, bound,
+                                  weight / sides, tiles, n, stats.stride(1), SIDES=sides,
+                                  OVERWRITE=overwrite, TILES_AT_ONCE=tiles_at_once, BLOCK=block, num_warps=8,
+                                  enable_fp_fusion=True)
+    if loss_sums is None:
+        return None
+    return loss_sums[0] if programs == 1 else loss_sums.sum()
 
 
-def sums_block(q, k, square):
-    """(rows, columns) of a block: rows stay in cache, a table of parts has PARTS entries at most."""
-    height = max(1024, min(SIDE, 2 ** 24 // q.shape[1] // 1024 * 1024))
-    return height, height if square else PARTS * 64 // height // 1024 * 1024
+def stats_block_shape(q, k, square):
+    """Return (rows, columns) of a block.
+
+    Its rows of q have at most 2²⁴ numbers, 32 MiB in half types, which fit the L2 cache. Its table has at
+    most MAX_TABLE_ENTRIES entries if a tile has 64 columns or more.
+    """
+    height = max(1024, min(MAX_BLOCK_ROWS, 2 ** 24 // q.shape[1] // 1024 * 1024))
+    return height, height if square else MAX_TABLE_ENTRIES * 64 // height // 1024 * 1024
 
 
-def block_sizes(x, rule, two_sided=False):
-    """As tile(); narrow rows stay in shared memory while those of the other side pass."""
-    blocks, width = tile(x, rule, two_sided), max(16, triton.next_power_of_2(x.shape[1]))
-    resident = x.element_size() == 2 and width <= 128
+def lse_config(x, mask, two_sided=False):
+    """Return tile_config() plus RESIDENT: whether a program loads its own rows once (half types, D ≤ 128)."""
+    config, features = tile_config(x, mask, two_sided), max(16, triton.next_power_of_2(x.shape[1]))
+    resident = x.element_size() == 2 and features <= 128
     if resident:
-        blocks |= dict(BLOCK_D=width, num_stages=2)
-    return blocks | dict(RESIDENT=resident)
+        config |= dict(BLOCK_D=features, num_stages=2)
+    return config | dict(RESIDENT=resident)
 
 
-def sums_sizes(x, rule):
-    """As block_sizes(); half a tile leaves registers for the sums of columns: three programs at a time."""
-    blocks = block_sizes(x, rule, two_sided=True)
-    if blocks["RESIDENT"] and capability(x) == 9:
-        blocks |= dict(BLOCK_N=64, num_warps=4, maxnreg=168)
-    return blocks
+def bounded_config(x, mask):
+    """Return lse_config() for bounded_sums_kernel.
+
+    On sm_90, 64 rows per tile leave registers for the column sums, so that three programs fit on an SM.
+    """
+    config = lse_config(x, mask, two_sided=True)
+    if config["RESIDENT"] and capability(x) == 9:
+        config |= dict(BLOCK_N=64, num_warps=4, maxnreg=168)
+    return config

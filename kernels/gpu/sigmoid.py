@@ -1,89 +1,110 @@
-"""Loss and gradient of pairs that are judged each for itself, in one pass: blocks of weights, used twice.
+"""Sigmoid loss of all pairs and its gradient in one pass: blocks of weights, computed once and used twice.
 
 Eager                                              bytes moved       here
     s = q @ k.T / τ + b                            write 4 N·M       tiles stay in registers
-    loss = -logsigmoid(±s).sum() / N               read 4 N·M        Σ softplus(s), Σ σ(s): two numbers a tile
+    loss = -logsigmoid(±s).sum() / N               read 4 N·M        Σ softplus(s) and Σ σ(s) of a tile
     dloss/ds = ±σ(±s) / N                          write 4 N·M       W, a block at a time, in q's dtype
 
-With W_ij = σ(s_ij), but 0 for positives p_i, which come in at the end, where nothing cancels,
+s is in nats in this file. Let k⁺_i be the key of row i's positive and s⁺_i its logit. Let W_ij be σ(s_ij),
+but 0 where j is row i's positive. Then
 
-    N·dq_i = (1/τ) (Σ_j W_ij k_j − σ(−s_ip) k_p)        dτ = −⟨q, dq⟩ / τ        N·db = Σ W − Σ_i σ(−s_ip)
+    N·dq_i = (1/τ) (Σ_j W_ij k_j − σ(−s⁺_i) k⁺_i)        dτ = −⟨q, dq⟩ / τ        N·db = Σ W − Σ_i σ(−s⁺_i)
 
-A weight is its own logit's: no row has to be summed first, so a block is computed once, 6 N·M·D operations in
-all, no more than eager. Blocks, and the library's products with them, are those of gradient_blocks.py.
+The mask excludes the positives from W; their terms are added at the end, where nothing cancels.
+
+A weight depends on its own logit only, and on no sum over a row. So each block of W is computed once: 6 N·M·D
+operations in all, no more than eager. The loop over blocks and their products with k and q are those of
+gradient_large_d.py.
 """
 import torch
 import torch.nn.functional as F
 import triton.language as tl
 
-from ..paths import gradient_dtype
-from .gradient_blocks import add_blocks, finished, zeros
-from .launch import Ending, arguments, check_device, is_number, multiplicands, rows_in_place, tile
-from .lse_forward import keep_positives
-from .reference import Side
+from ..heuristics import gradient_dtype
+from .bound import SoftmaxSide
+from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
+from .launch import (
+    GradientScaling,
+    check_device,
+    contiguous_rows,
+    is_host_scalar,
+    kernel_args,
+    matmul_operands,
+    tile_config,
+)
+from .lse_forward import save_positives
 from .tiles import (
     LOG2E,
     WEIGHT_SCALE,
-    grouped,
-    kept,
+    cast_for_matmul,
+    keep_mask,
     kernel,
-    octaves,
-    product,
-    stored,
-    sum_of_softplus,
-    touched,
+    log2e_over_tau,
+    needs_mask,
+    qk_tile,
+    softplus_sum,
+    swizzle_program_id,
 )
 
 
 @kernel
-def sigmoid_kernel(W, PARTS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x, tiles_y, w_row,
-                   Q, K, RULE, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x, tiles_y, w_row_stride,
+                   Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """W[i, j] = WEIGHT_SCALE σ(s_ij) of a block whose first tile is (first_x, first_y); PARTS[:, program] =
-    Σ softplus(s), Σ σ(s) of a tile; POSITIVE[i], a product, of rows whose positive is there."""
-    tile_i, tile_j = grouped(tl.program_id(0), tiles_x, tiles_y)
+    """Write W[i, j] = WEIGHT_SCALE · σ(s_ij) for the block that starts at tile (first_x, first_y).
+
+    TILE_SUMS  (2, programs): Σ softplus(s) and Σ σ(s) of each tile
+    POSITIVE   (N,) dot products of the positives that lie in the block
+    BIAS       0-dim tensor; None: the number bias is used
+    """
+    tile_i, tile_j = swizzle_program_id(tl.program_id(0), tiles_x, tiles_y)
     row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
     rows = row + tl.arange(0, BLOCK_N)
-    s = product(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-    if touched(row, column, N, M, RULE, EXCLUDE, BLOCK_N, BLOCK_M):
-        keep_positives(POSITIVE, s, rows, column, 0, N, M, RULE, EXCLUDE, BLOCK_M, False)
-        s = tl.where(kept(rows, column, 0, N, M, RULE, EXCLUDE, PRECISION, BLOCK_M), s, float("-inf"))
+    qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+    if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+        save_positives(POSITIVE, qk, rows, column, 0, N, M, MASK, EXCLUDE, BLOCK_M, False)
+        qk = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk, float("-inf"))
     if BIAS is not None:
         bias = tl.load(BIAS)
-    loss, w = sum_of_softplus(tl.fma(s, octaves(RULE) / LOG2E, bias))
-    tl.store(PARTS + tl.program_id(0), loss)
-    tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(w, 1), 0))
+    loss, w = softplus_sum(tl.fma(qk, log2e_over_tau(MASK) / LOG2E, bias))
+    tl.store(TILE_SUMS + tl.program_id(0), loss)
+    tl.store(TILE_SUMS + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(w, 1), 0))
     if W is not None:
         i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
-        w = stored(w * WEIGHT_SCALE, W, PRECISION)
-        tl.store(W + i.to(tl.int64)[:, None] * w_row + j[None, :], w)
+        w = cast_for_matmul(w * WEIGHT_SCALE, W, PRECISION)
+        tl.store(W + i.to(tl.int64)[:, None] * w_row_stride + j[None, :], w)
 
 
-def sigmoid_loss(q, k, temperature, bias, rule, needs_q, needs_k, needs_temperature, needs_bias, dtype):
-    """(loss, dq (N, D), dk (M, D), dτ, db, or empty) of rows that were given in dtype; see
-    operations.sigmoid_loss."""
+def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
+    """Return (loss, dq (N, D), dk (M, D), dτ, db); a gradient that is not needed has no elements.
+
+    dtype  dtype of the caller's rows, before autocast: bfloat16 rows get bfloat16 gradients, others float32
+    """
     check_device(q)
-    given = rows_in_place(q), rows_in_place(k)
-    q, k = multiplicands(q, k)
-    gradients = zeros(q, k, needs_q, needs_k, needs_temperature)
-    n, positive, blocks = len(q), q.new_empty(len(q), dtype=torch.float32), tile(q, rule)
-    sums = torch.zeros(2, dtype=torch.float64, device=q.device)
-    operands, rest = arguments(q, k, temperature, rule, blocks)
-    biased = (None, bias.item()) if is_number(bias, q) else (bias, 0.0)
+    unpadded = contiguous_rows(q), contiguous_rows(k)
+    q, k = matmul_operands(q, k)
+    sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
+    n, positive, config = len(q), q.new_empty(len(q), dtype=torch.float32), tile_config(q, mask)
+    pair_sums = torch.zeros(2, dtype=torch.float64, device=q.device)   # Σ softplus(s), Σ σ(s) over all pairs
+    operands, rest = kernel_args(q, k, temperature, mask, config)
+    bias_arguments = (None, bias.item()) if is_host_scalar(bias, q) else (bias, 0.0)
 
-    def weigh(w, w_row, x, y, tiles_x, tiles_y):
-        parts = positive.new_empty(2, tiles_x * tiles_y)
-        sigmoid_kernel[tiles_x * tiles_y,](w, parts, positive, *biased, x, y, tiles_x, tiles_y, w_row,
-                                           *operands, **rest)
-        sums.add_(parts.sum(1, dtype=torch.float64))
+    def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
+        tile_sums = positive.new_empty(2, tiles_x * tiles_y)
+        sigmoid_kernel[tiles_x * tiles_y,](w, tile_sums, positive, *bias_arguments, first_x, first_y, tiles_x,
+                                           tiles_y, w_row_stride, *operands, **rest)
+        pair_sums.add_(tile_sums.sum(1, dtype=torch.float64))
 
-    add_blocks(*gradients, q, k, blocks, weigh)
+    add_blocks(*sums, q, k, config, fill_weights)
     logit = positive / temperature + bias
-    side = Side(slope=(-logit).sigmoid())
-    loss = ((sums[0] - F.logsigmoid(logit).sum(dtype=torch.float64)) / n).float()
-    ending = Ending(loss.new_ones(()), 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
-    dq, dk, dot = finished(gradients, *given, operands[2], rule.exclude, side, Side(), ending,
-                           needs_temperature)
+    # not a softmax: dloss_dlse holds σ(−s⁺_i), the coefficient of the positive's term, for finish_gradients
+    side = SoftmaxSide(dloss_dlse=(-logit).sigmoid())
+    loss = ((pair_sums[0] - F.logsigmoid(logit).sum(dtype=torch.float64)) / n).float()
+    scaling = GradientScaling(loss.new_ones(()), 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
+    dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude, side, SoftmaxSide(), scaling,
+                                   needs_temperature)
     dt = -dot.sum() / temperature if needs_temperature else loss.new_empty(0)
-    db = ((sums[1] - side.slope.sum(dtype=torch.float64)) / n).float() if needs_bias else loss.new_empty(0)
+    db = loss.new_empty(0)
+    if needs_bias:
+        db = ((pair_sums[1] - side.dloss_dlse.sum(dtype=torch.float64)) / n).float()
     return loss, dq, dk, dt, db

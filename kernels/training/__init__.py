@@ -1,26 +1,26 @@
-"""Everything around a paper that is not the paper. A script imports from the modules by name.
+"""Training code that does not belong to one paper. Scripts import names from the modules.
 
-This folder has what every run needs, whatever it trains:
+This folder is the core, which every run needs:
 
-cli         the command line: flags that are checked, one line for each error, what is printed
-run         a run: progress, resume, signals, metrics
-ranks       its processes: torchrun's variables, and how they meet
-output_dir  its --out: checked, locked, its code kept, files replaced whole; checksums of its inputs
-state       its state.pt, which --resume continues from
-loop        the order of batches, learning rates, gradients summed over ranks
-progress    bars and log lines, the time that is left
-trackers    --log tensorboard or wandb
-recipes     flags that belong together, under one name
-pretrained  model folders and hub names, opened without running their code
-files       a user's files: text in lines, none changes unnoticed
-tables      rows of text from data files or memory; every fault with its place
-rows        the rows of each format: .txt .csv .tsv .json .jsonl .parquet
-columns     column names: which is anchor, positive, hard negative
-looks       columns without names that hold no texts: numbers, ids, labels, single words
-in_memory   rows that a program hands over: lists, columns, arrays, DataFrames, Datasets
+cli         the command line: checked flags, one-line errors, printed lines, signals
+run         a training run: progress, resume, signals, metrics
+ranks       processes of a run: torchrun's environment variables, joining the process group
+output_dir  the folder --out: checks, lock, atomic writes; checksums of inputs
+state       state.pt, from which --resume continues
+loop        batch order, learning-rate schedules, gradient all-reduce
+progress    progress bars, log lines, remaining time
+trackers    --log: TensorBoard and Weights & Biases
+recipes     presets of several flags
+pretrained  opens model folders and hub names without running their code
+files       opens and reads files of the user
+tables      rows of text from data files or memory; errors name the row
+rows        the file formats: .txt .csv .tsv .json .jsonl .parquet
+columns     column names and roles: anchor, positive, hard negative
+sniff       finds columns that do not look like texts, if columns have no names
+in_memory   rows that a program passes: lists, columns, arrays, DataFrames, Datasets
 parquet     rows of .parquet files
 
 text/       sentences: tokens, encoders, checkpoints, masked LM, classifiers, evaluation
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
-extras/     what only a flag or a command adds: views and losses of other papers, probes, mining, plots
+extras/     features that a flag or a command adds: views and losses of other papers, probes, mining, plots
 """

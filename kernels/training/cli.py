@@ -1,4 +1,4 @@
-"""The command line of a script: flags that are checked, one line for every fault, what is printed."""
+"""The command line of a script: checked flags, printed lines, one-line errors, signals."""
 import argparse
 import contextlib
 import functools
@@ -14,203 +14,263 @@ import warnings
 from pathlib import Path
 
 from .. import versions
-from ..printing import one_line, print_all, program
+from ..printing import escape_unencodable, one_line, program_name
 from . import ranks
 from .ranks import is_first_rank
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")    # one line means one
-for name in ("stdin", "stdout", "stderr"):                     # closed: the next file would get its number
+# An error of ours is one line on the screen: transformers must not print its own warnings around it.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+# Replace standard streams that are closed. Otherwise the next file opened would get their file descriptor.
+for name in ("stdin", "stdout", "stderr"):
     if getattr(sys, name) is None:
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
 
 
-class Fault(Exception):
-    """A mistake, or a failure of the machine, told in one line to the person who started the run.
+class UserError(Exception):
+    """A user's mistake, or a failure of the machine. Its message is one line, printed without a traceback.
 
-    every_rank   each rank that finds it prints it; else the first rank alone
+    every_rank   every rank that raises the error prints it; otherwise only rank 0 does
     """
 
     def __init__(self, message, every_rank=False):
+        # shorten words of 300 or more characters, such as long paths, in the middle
         super().__init__(re.sub(r"(\S{99})\S{102,}(\S{99})", r"\1...\2", one_line(message)))
         self.every_rank = every_rank
 
 
 def fail(message, every_rank=False):
-    """Ends the run with this line."""
-    raise Fault(message, every_rank)
+    """Raise UserError, which ends the run with this message."""
+    raise UserError(message, every_rank)
 
 
-def afford(what, needed):
-    """Fails early if something would need more bytes than this machine has."""
-    has = memory()
-    if needed > has:
-        fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has {has / 2**30:,.0f} GB")
+def check_memory(what, needed):
+    """Fail early if `what` would need more bytes of memory than this machine has."""
+    total = total_memory()
+    if needed > total:
+        fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has "
+             f"{total / 2**30:,.0f} GB")
 
 
-def memory():
-    """Bytes of this machine's memory; if the system does not tell, more than any machine has."""
+def total_memory():
+    """Return the bytes of this machine's memory, or 2^63 if the system does not report them."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):              # Windows
         return 2**63
 
 
-def say(label, text):
-    """Prints a line, on the first rank only."""
+def log(label, text):
+    """Print a line, on rank 0 only."""
     if is_first_rank():
-        show(label, text)
+        log_on_any_rank(label, text)
 
 
-def show(label, text):
-    """Prints a line, on any rank."""
-    put(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
+def log_on_any_rank(label, text):
+    """Print a line, whatever the rank of this process."""
+    write(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
 
 
-def put(text, end="\n"):
-    """Prints text. If nobody reads standard output any more, the run stops as by a signal, and is saved."""
+def write(text, end="\n"):
+    """Print text. If standard output is closed (a broken pipe), save and stop the run, as SIGTERM does."""
     try:
-        with written("standard output"):
+        with writing("standard output"):
             print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"{program()}: standard output is closed; stopping", file=sys.stderr)
-        if not in_main_thread():                               # the only one in which Python hears signals
+        print(f"{program_name()}: standard output is closed; stopping", file=sys.stderr)
+        if not in_main_thread():                               # only the main thread runs signal handlers
             interrupt()
         signal.raise_signal(signal.SIGTERM)
 
 
 def clear_bar(stream):
-    """Characters that clear the progress bar of a terminal, so that a message can take its place."""
+    """Return the characters that clear a terminal's progress bar, so that a message can replace it."""
     return "\r\x1b[K" if stream.isatty() else ""
 
 
 def at_least(least, kind=float, most=None):
-    """An argparse type: a finite number of at least `least`, and at most `most`."""
+    """Return an argparse type: a finite number of type `kind`, from `least` to `most` (None: below 2^63)."""
     def convert(text):
         value = kind(text)
-        if not least <= value < 2**63 or most is not None and value > most:    # no seed too long for PyTorch
-            wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
+        if not least <= value < 2**63 or most is not None and value > most:    # largest seed of PyTorch
+            expected = f"of at least {least}" if most is None else f"from {least} to {most}"
             if value >= 2**63 and most is None:
-                wanted += ", and below 2^63"
-            raise argparse.ArgumentTypeError(f"{text}: wanted a number {wanted}")
+                expected += ", and below 2^63"
+            raise argparse.ArgumentTypeError(f"{text}: expected a number {expected}")
         return value
-    convert.__name__ = kind.__name__                           # argparse names it where the text is no number
+    convert.__name__ = kind.__name__                           # argparse: "invalid int value"
     return convert
 
 
 ratio = at_least(0, most=1)
 
+POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")  # see text/encoders.py
 
-POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")       # of encoders.py
+# The sections of --help, in this order.
+GROUPS = "data", "model", "method", "other papers", "training", "evaluation", "run"
 
-# Flags that scripts share: arguments of Flags.add_argument. Defaults are each script's own.
-COMMON = {
-    "--form": dict(choices=("paper", "code"), help="as in the paper, or as in the released code: see above"),
-    "--evaluate": dict(action="store_true", help="score --model: nothing is trained or written"),
-    "--data": dict(reads="training data", help="training data; see above"),
-    "--columns": dict(nargs="+", help="of --data, in the order above: names of a header, or numbers from 1"),
-    "--dev": dict(reads="held-out data", help="held-out data to evaluate on; see above"),
-    "--test": dict(reads="held-out data", nargs="*", default=[],
-                   help="files, or a folder, of scored pairs for the best model"),
-    "--transfer": dict(reads="held-out data", nargs="*", default=[],
-                       help="the same of labelled texts (sentence, label; or sentence1, sentence2, label): "
-                            "accuracy of a logistic regression on embeddings, cross-validated, or of "
-                            "train.tsv,test.tsv"),
-    "--cluster": dict(reads="held-out data", nargs="*", default=[],
-                      help="the same for k-means: V-measure, and accuracy of the best matching"),
-    "--model": dict(reads="model", help="hub name, local folder, or from scratch"),
-    "--pooling": dict(choices=POOLINGS, help="what is a sentence's embedding"),
-    "--head": dict(nargs="+", choices=("keep", "train-only", "new", "pooler"),
-                   help="behind the pooling: in use after training, or in training alone; new: not the "
-                        "folder's; pooler: starts as the model's pooler"),
-    "--prompt": dict(nargs="+", help="put before each text: one for all columns, or one for each"),
-    "--size": dict(type=at_least(1, int), help="pixels of a view's sides"),
-    "--workers": dict(type=at_least(0, int), help="processes that decode picture files; 0: none but this"),
-    "--skip-damaged": dict(action="store_true", help="leave picture files out that cannot be read"),
-    "--out": dict(help="folder to write"),
-    "--batch-size": dict(type=at_least(1, int), help="rows a step, over all GPUs"),
-    "--chunk-size": dict(type=at_least(1, int), help="rows embedded at a time; gradients are the batch's"),
-    "--epochs": dict(type=at_least(1, int), help="times that all rows are seen"),
-    "--steps": dict(type=at_least(1, int), help="length of the training in steps"),
-    "--lr": dict(type=at_least(0), help="learning rate"),
-    "--warmup-steps": dict(type=at_least(0, int), help="in which the rate rises"),
-    "--adversarial": dict(type=at_least(0), help="length of noise on embedded tokens, along the gradient"),
-    "--weight-decay": dict(type=at_least(0), help="of the optimizer"),
-    "--temperature": dict(type=at_least(1e-4), help="τ"),
-    "--max-length": dict(type=at_least(3, int), help="tokens that a row's text keeps in training"),
-    "--seed": dict(type=at_least(0, int), help="of weights, order and dropout"),
-    "--eval-every": dict(type=at_least(1, int), help="steps between evaluations"),
-    "--resume": dict(action="store_true",
-                     help="continue the run in --out; flags that are not given are taken from its args.json"),
-    "--keep-state": dict(choices=("always", "running", "never"), default="running",
+# Flags that several scripts share: arguments of ScriptParser.add_argument. Each script gives its own default.
+SHARED_FLAGS = {
+    "--form": dict(choices=("paper", "code"),
+                   help="follow the paper, or the authors' released code where the two differ (see above)"),
+    "--data": dict(group="data", reads="training data", help="training data, in a format described above"),
+    "--columns": dict(group="data", nargs="+",
+                      help="columns of --data to read, in the order described above: header names, or "
+                           "numbers counted from 1"),
+    "--image-size": dict(group="data", type=at_least(1, int), help="height and width of a view in pixels"),
+    "--workers": dict(group="data", type=at_least(0, int),
+                      help="processes that decode image files; 0: decode in the main process"),
+    "--skip-damaged": dict(group="data", action="store_true",
+                           help="skip image files that cannot be read, instead of stopping"),
+    "--max-length": dict(group="data", type=at_least(3, int),
+                         help="truncate training texts to this many tokens"),
+    "--model": dict(group="model", reads="model",
+                    help="model to start from: a hub name, a local folder, or a name that stands for random "
+                         "weights (for texts: scratch)"),
+    "--pooling": dict(group="model", choices=POOLINGS,
+                      help="how token states are pooled into a sentence embedding. cls: first token, "
+                           "with a head where the paper has one; cls_before_pooler: first token alone; "
+                           "last: last token; avg, avg_top2, avg_first_last: mean over the "
+                           "tokens of the last layer, the last two layers, or the first and the last layer"),
+    "--head": dict(group="model", nargs="+", choices=("keep", "train-only", "new", "pooler"),
+                   help="projection head after pooling. keep: also used at inference; train-only: dropped "
+                        "after training. A second word, or this word alone, gives the initial weights. new: "
+                        "random; pooler: those of the model's pooler; if not given: those of the head saved "
+                        "with --model, else random"),
+    "--prompt": dict(group="model", nargs="+", metavar="TEXT",
+                     help="text to put before every input: one for all columns, or one per column"),
+    "--temperature": dict(type=at_least(1e-4), help="temperature τ, by which similarities are divided"),
+    "--adversarial": dict(type=at_least(0),
+                          help="L2 norm of an adversarial perturbation of the token embeddings; it points "
+                               "along the gradient of the loss"),
+    "--hard-negative-weight": dict(type=at_least(-100),
+                                   help="w = log α, added to the logits of an anchor's own hard negatives"),
+    "--batch-size": dict(group="training", type=at_least(1, int), help="rows per step, summed over all GPUs"),
+    "--chunk-size": dict(group="training", type=at_least(1, int),
+                         help="encode this many rows at a time to save memory (GradCache); gradients are "
+                              "those of the full batch"),
+    "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
+    "--steps": dict(group="training", type=at_least(1, int),
+                    help="number of training steps"),
+    "--lr": dict(group="training", type=at_least(0), help="learning rate"),
+    "--warmup-steps": dict(group="training", type=at_least(0, int), help="steps of learning-rate warm-up"),
+    "--weight-decay": dict(group="training", type=at_least(0), help="weight decay"),
+    "--seed": dict(group="training", type=at_least(0, int),
+                   help="random seed for initial weights, data order and dropout"),
+    "--precision": dict(group="training", choices=("bf16", "fp32"),
+                        help="bf16: run the encoder under bfloat16 autocast; default bf16 on a GPU, else "
+                             "fp32"),
+    "--impl": dict(group="training", choices=("auto", "triton", "blockwise", "eager"),
+                   help="implementation of the loss: Triton kernels, PyTorch block by block, or plain "
+                        "PyTorch; auto: triton on an NVIDIA GPU, else blockwise"),
+    "--evaluate": dict(group="evaluation", action="store_true",
+                       help="score --model and exit, without training or writing anything"),
+    "--dev": dict(group="evaluation", reads="held-out data",
+                  help="held-out data for evaluation during training, in a format described above"),
+    "--test": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
+                   help="scored sentence pairs for the final score: files or folders; default none"),
+    "--transfer": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
+                       help="labelled texts (sentence, label; or sentence1, sentence2, label), to measure "
+                            "the accuracy of a logistic regression on frozen embeddings. One file: "
+                            "cross-validation; two files joined by a comma (TRAIN,TEST): train on the first, "
+                            "test on the second; default none"),
+    "--cluster": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
+                      help="labelled texts whose embeddings are clustered by k-means, to measure V-measure "
+                           "and accuracy (under the best matching of clusters to labels); default none"),
+    "--eval-every": dict(group="evaluation", type=at_least(1, int), help="steps between two evaluations"),
+    "--out": dict(group="run", metavar="PATH", help="output folder"),
+    "--resume": dict(group="run", action="store_true",
+                     help="continue the run in --out; flags that are not given are read from its args.json"),
+    "--keep-state": dict(group="run", choices=("always", "running", "never"), default="running",
                          help="when to keep state.pt (about 3x the model's size), which --resume needs; "
-                              "default running: until the run is done"),
-    "--log": dict(choices=("tensorboard", "wandb"),
-                  help="send the numbers of metrics.jsonl there too; needs the package of that name"),
-    "--impl": dict(choices=("auto", "triton", "blockwise", "eager"), help="kernels"),
-    "--precision": dict(choices=("bf16", "fp32"), help="encoder and loss; default bf16 on a GPU, else fp32"),
+                              "running: until training ends; default running"),
+    "--log": dict(group="run", choices=("tensorboard", "wandb"),
+                  help="also send the metrics to this tracker, whose package must be installed"),
 }
+METAVARS = {"int": "N", "float": "X"}                          # {type of a flag's value: its name in --help}
 
 
-class Flags(argparse.ArgumentParser):
-    """The flags of a script: its own by add_argument, shared ones by common. A mistake raises Fault.
+class ScriptParser(argparse.ArgumentParser):
+    """The argument parser of a script. It raises UserError for wrong flags, instead of exiting.
 
-    inputs   {name: what it reads} of each flag that names something to read, in the order they were added
+    recipes   {name: Recipe}, the presets of --recipe and of the flags in `implied`
+    implied   {flag: Recipe}, the presets that are applied if this flag is given
+    inputs    {flag: kind of input} for flags that name something to read, in the order they were added
+    groups    {section of --help: argparse group}
     """
 
     def __init__(self, doc):
-        self.recipes, self.implied, self.inputs = {}, {}, {}
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.recipes, self.implied, self.inputs, self.groups = {}, {}, {}, {}
+        formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
+        super().__init__(usage="%(prog)s [flags]", description=doc, formatter_class=formatter)
+        self.groups = {name: self.add_argument_group(name) for name in GROUPS}
 
-    def add_argument(self, *names, reads=None, **settings):
-        """Adds a flag, as argparse does.
+    def add_argument(self, *names, group="method", reads=None, **settings):
+        """Add a flag, as argparse does.
 
-        reads   "training data" or "held-out data" if the flag names such; a word for anything else that a
-                run reads: "model", "vectors". --resume compares the contents of all of them. Training data
-                of another flag than --data takes the place of --data.
+        group   section of --help: one of GROUPS
+        reads   kind of input that the flag names: "training data", "held-out data", or another word such as
+                "model". --resume checks that no input has changed. If a script has a second flag for
+                training data, it can be given instead of --data.
         """
-        flag = super().add_argument(*names, **settings)
+        if "action" not in settings and not settings.keys() & {"choices", "metavar"}:
+            kind = getattr(settings.get("type"), "__name__", None)
+            settings["metavar"] = "PATH" if reads else METAVARS.get(kind, "NAME")
+        # the groups do not exist yet when argparse adds --help
+        flag = (self.groups[group] if self.groups else super()).add_argument(*names, **settings)
         if reads:
             self.inputs[flag.dest] = reads
         return flag
 
     def add_recipes(self, recipes, implied=()):
-        """Adds --recipe. implied: recipes that apply when the flag of the same name is given."""
+        """Add --recipe. implied: {flag: Recipe}, which is applied if this flag is given."""
         self.recipes, self.implied = recipes | dict(implied), implied
-        self.add_argument("--recipe", choices=[*recipes], help="flags that belong together")
+        presets = ", ".join(f"{name} ({recipe.source})" for name, recipe in recipes.items())
+        self.add_argument("--recipe", choices=[*recipes], group="training",
+                          help="preset values for several flags; a flag that is given keeps its own value; "
+                               f"default none. The presets: {presets}".replace("%", "%%"))
 
-    def common(self, name, default=None, said=None):
-        """Adds a flag of COMMON with this script's default. said: how --help describes the default, if its
-        value alone does not."""
-        told = default if said is None else said
-        text = COMMON[name]["help"] + ("" if told is None else f"; default {told}")
-        kept = {} if default is None else {"default": default}
-        self.add_argument(name, **COMMON[name] | {"help": text} | kept)
+    def add_shared(self, name, default=None, shown=None, **changes):
+        """Add a flag of SHARED_FLAGS; `changes` replace its settings.
 
-    def plain(self, *names):
-        """Adds flags of COMMON that have no default of this script's."""
+        shown   text that --help prints as the default, instead of its value
+        """
+        settings = SHARED_FLAGS[name] | changes
+        shown = default if shown is None else shown
+        if shown is not None:
+            settings["help"] += f"; default {shown}"
+        if default is not None:
+            settings["default"] = default
+        self.add_argument(name, **settings)
+
+    def add_shared_flags(self, *names):
+        """Add flags of SHARED_FLAGS for which this script has no default of its own."""
         for name in names:
-            self.common(name)
+            self.add_shared(name)
 
     def parse_args(self, args=None, namespace=None, data=None):
-        """The flags; --resume adds those that the run was started with, a recipe changes defaults.
+        """Parse the flags. --resume adds the flags of the saved run; a recipe changes the defaults.
 
-        data   what main was given instead of --data: a path, or rows in memory, as a Table reads them
+        data   the data argument of main, used instead of --data: a path, or rows in memory (see tables.Table)
         """
         given = sys.argv[1:] if args is None else [*map(str, args)]
         path = [f"--data={os.fsdecode(data)}"] if isinstance(data, (str, os.PathLike)) else []
-        if named := [text for text in (*given, *path) if "\0" in text]:
-            fail(f"{named[0]}: holds a NUL character, which no path or number does")
+        if bad := [text for text in (*given, *path) if "\0" in text]:
+            fail(f"{bad[0]}: contains a NUL character; remove it")
         parsed = super().parse_args(given, namespace)
         if data is not None and parsed.data is not None:
-            fail(f"--data {parsed.data}: data is handed over, too; leave one of them out")
-        args = given = [*given, *path]
+            fail(f"--data {parsed.data}: main got its data argument, too; give only one of the two")
+        given = [*given, *path]
+        args = given
         if getattr(parsed, "resume", False):
-            given = [*saved_command(parsed.out), *given]       # a flag that is given again wins
-            args = [*given, "--out", parsed.out]               # a folder may have moved since
-            parsed = super().parse_args(args, namespace)
+            given = [*saved_command(parsed.out), *given]       # of a flag given twice, the last value counts
+            args = [*given, "--out", parsed.out]               # the folder may have been moved
+            try:
+                parsed = super().parse_args(args, namespace)
+            except UserError as error:                         # a flag of an earlier version
+                fail(f"--resume: the command of the run in {parsed.out}: {error}; start a new run")
         implied = (name for name in self.implied if getattr(parsed, name))
-        if name := getattr(parsed, "recipe", None) or next(implied, None):     # its values are the defaults
+        if name := getattr(parsed, "recipe", None) or next(implied, None):
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
         parsed = super().parse_args(args, namespace)
         parsed.command, parsed.inputs = given, [*self.inputs]
@@ -221,80 +281,85 @@ class Flags(argparse.ArgumentParser):
         return parsed
 
     def check_inputs(self, parsed):
-        """Refuses data that are missing, named twice or by an empty name. Fills --data from a flag that
-        takes its place."""
+        """Fail if data are missing, given twice or given as an empty string. Set --data from a flag that
+        replaces it."""
         for name in (name for name, kind in self.inputs.items() if kind == "training data"):
             value = getattr(parsed, name)
             if value and parsed.data not in (None, value):
-                fail(f"--{name} names the data; leave --data out")
+                fail(f"--{name} gives the training data; leave out --data")
             parsed.data = parsed.data or value
         if parsed.data is None and not parsed.evaluate:
             fail("the following arguments are required: --data")
         for name in (*self.inputs, "out"):
             value = getattr(parsed, name, None)
             if value == "" or isinstance(value, list) and "" in value:
-                fail(f"--{name.replace('_', '-')}: an empty name, which would be this folder")
+                fail(f"--{name.replace('_', '-')}: empty; expected a name")
         data = (getattr(parsed, name) for name, kind in self.inputs.items() if kind.endswith("data"))
         if parsed.evaluate and not any(data):
-            fail("--evaluate: nothing to evaluate; name it by --dev, --test or --data, see --help")
+            fail("--evaluate: nothing to evaluate; give --dev, --test or --data, see --help")
 
     def error(self, message):
         fail(message)
 
 
 def saved_command(out):
-    """The flags that the run in --out was started with, as typed; [] if there is no such run."""
+    """Return the command line, as a list of words, that started the run in --out; [] if there is no run."""
     path = Path(out) / "args.json"
     if not path.is_file():
         return []
     try:
         command = json.loads(path.read_text(encoding="utf-8")).get("command", [])
         if not all(type(word) is str and "\0" not in word for word in command):
-            raise TypeError("a flag is not a text")
+            raise TypeError("a flag is not a string")
         return command
     except (OSError, ValueError, AttributeError, TypeError) as error:
         fail(f"--resume: {path} is damaged ({type(error).__name__}); start a new run in another folder")
 
 
-def answer_early(make_parser):
-    """Answers --help, wrong flags and old packages before a script imports torch, which takes seconds; a
-    signal in those seconds ends in one line, too."""
-    def leave(*_):
-        say("stopped", NOTHING)
-        os._exit(STOPPED)                                      # an exception would be an import's
+def parse_early(make_parser):
+    """Handle --help, wrong flags and old packages before the script imports torch, which takes seconds.
 
-    handle_signals(leave)
-    print_all()
+    From here on a signal ends the process with one line, also during those imports.
+    """
+    def exit_now(*_):
+        log("stopped", NOTHING_SAVED)
+        os._exit(EXIT_STOPPED)                                 # an import could catch an exception
+
+    handle_signals(exit_now)
+    escape_unencodable()
     try:
-        if problem := versions.problem(*versions.OLDEST):
+        if problem := versions.version_problem(*versions.OLDEST):
             fail(problem)
         if sys.flags.optimize > 1:
-            fail("python -OO, or PYTHONOPTIMIZE=2, drops docstrings, which transformers reads; leave it out")
+            fail("python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers needs; run without it")
         make_parser().parse_args()
         check_ranks()
-    except Fault as fault:
-        if fault.every_rank or is_first_rank():
-            print(f"{program()}: {fault}", file=sys.stderr)
+    except UserError as error:
+        if error.every_rank or is_first_rank():
+            print(f"{program_name()}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 def check_ranks():
-    """Refuses environment variables of torchrun that cannot be."""
-    if problem := ranks.problem():
+    """Fail if the environment variables that torchrun sets are invalid."""
+    if problem := ranks.env_error():
         fail(problem, every_rank=True)
 
 
-STOPPED, NOTHING = 130, "before anything was saved"            # exit code after a signal; what is told
+EXIT_STOPPED = 130                                             # exit code after a signal
+NOTHING_SAVED = "before anything was saved"
 
 
 def in_main_thread():
-    """Whether Python lets this thread handle signals."""
+    """Return whether this is the main thread, the only one in which Python handles signals."""
     return threading.current_thread() is threading.main_thread()
 
 
 def handle_signals(handler):
-    """Sets one handler for Ctrl-C, SIGTERM and a closed terminal, unless nohup ignores that. Only the main
-    thread may do so in Python: in another one the handlers stay as they are."""
+    """Set one handler for Ctrl-C, SIGTERM and SIGHUP (a closed terminal), except those that nohup ignores.
+
+    Python allows this in the main thread only; in other threads nothing changes.
+    """
     for kind in SIGNALS if in_main_thread() else ():
         if kind == signal.SIGINT or signal.getsignal(kind) is not signal.SIG_IGN:
             signal.signal(kind, handler)
@@ -303,44 +368,47 @@ def handle_signals(handler):
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-def fill(args, defaults):
-    """Sets flags that were not given to these defaults."""
+def fill_defaults(args, defaults):
+    """Set the flags that were not given to these defaults."""
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
 
 
 def command(main):
-    """Makes main a shell command: a Fault, or a failure of the machine, is one line on stderr and exit code
-    2; a signal is one line on stdout and 130."""
+    """Decorate a script's main as a shell command.
+
+    A UserError or a failure of the machine becomes one line on stderr and exit code 2; a signal becomes one
+    line on stdout and exit code 130. Any other exception is a bug and keeps its traceback.
+    """
     script = one_line(Path(inspect.getfile(main)).name)
 
     @functools.wraps(main)
     def run(*args, **more):
         import torch.distributed as dist
 
-        print_all()
+        escape_unencodable()
         handlers = {kind: signal.getsignal(kind) for kind in SIGNALS}
         handle_signals(interrupt)
-        has_checkpoint(False)
+        set_checkpoint_note(False)
         try:
             with warnings.catch_warnings():
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 check_ranks()
-                with second_signal_ends():
+                with exit_on_second_signal():
                     main(*args, **more)
-        except KeyboardInterrupt:                              # Run takes it while it is at work
+        except KeyboardInterrupt:                              # before training: in it, Run handles signals
             handle_signals(signal.SIG_IGN)
-            say("stopped", NOTHING)
-            leave(STOPPED)
+            log("stopped", NOTHING_SAVED)
+            exit_process(EXIT_STOPPED)
         except BaseException as error:                         # tokenizers' PanicException is no Exception
-            fault = as_fault(error, main)
-            if fault is None:
+            shown = to_user_error(error, main)
+            if shown is None:
                 raise
-            if fault.every_rank or is_first_rank():
-                print(clear_bar(sys.stderr) + f"{script}: {fault}", file=sys.stderr, flush=True)
-            leave(2)
+            if shown.every_rank or is_first_rank():
+                print(clear_bar(sys.stderr) + f"{script}: {shown}", file=sys.stderr, flush=True)
+            exit_process(2)
         finally:
             if in_main_thread():
                 for kind, handler in handlers.items():
@@ -350,107 +418,118 @@ def command(main):
     return run
 
 
-def leave(code):
-    """Ends the process; at once if it belongs to a group, whose dead ranks may hang an ordinary exit."""
+def exit_process(code):
+    """End the process. If other ranks exist, skip Python's cleanup, which hangs if one of them is dead."""
     import torch.distributed as dist
 
-    if dist.is_initialized() or ranks.waits():
+    if dist.is_initialized() or ranks.is_joining():
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def interrupt(*_):
-    """A signal handler that does what Ctrl-C does."""
+    """Signal handler: raise KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def second_signal_ends():
-    """Python handles no signal while a process waits in C++ for another one that hangs. So with several
-    processes a thread counts signals, and the second one ends this process."""
-    if ranks.world() == 1 or not in_main_thread():
+def exit_on_second_signal():
+    """Context manager: with several processes, the second signal ends this process.
+
+    While a process waits in C++ for another one that hangs, Python runs no signal handler. So a thread counts
+    the signals.
+    """
+    if ranks.world_size() == 1 or not in_main_thread():
         yield
         return
-    (ours, signals), done = socket.socketpair(), threading.Event()
-    signals.setblocking(False)
-    threading.Thread(target=count_signals, args=(ours, done), daemon=True).start()
-    before = signal.set_wakeup_fd(signals.fileno(), warn_on_full_buffer=False)
+    receiver, sender = socket.socketpair()
+    done = threading.Event()
+    sender.setblocking(False)
+    threading.Thread(target=count_signals, args=(receiver, done), daemon=True).start()
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
         done.set()
-        signals.close()
+        sender.close()
 
 
-def count_signals(ours, done):
-    """Reads signal numbers from a socket; the second one ends this process, unless `done` is set first."""
-    heard = 0
-    while heard < 2 and (number := ours.recv(1)):
-        heard += number[0] in SIGNALS
-    if not done.wait(1):                                       # else Python came to handle it
+def count_signals(receiver, done):
+    """Read signal numbers from a socket; end the process after the second one, unless `done` gets set."""
+    count = 0
+    while count < 2 and (number := receiver.recv(1)):
+        count += number[0] in SIGNALS
+    if not done.wait(1):                                       # Python has not handled the signal in a second
         try:
             if is_first_rank():
-                text = f"stopped  while it waited for another process{checkpoint_note}\n"
-                os.write(1, b"\n" * sys.stdout.isatty() + text.encode())
+                text = f"stopped  while waiting for another process{checkpoint_note}\n"
+                write_from_handler(text.encode())
         finally:
-            os._exit(STOPPED)
+            os._exit(EXIT_STOPPED)
 
 
-checkpoint_note = ""                                           # what messages say of the folder of this run
+def write_from_handler(text):
+    """Write bytes to standard output from a signal handler or a thread: print is not reentrant."""
+    if sys.stdout.isatty():                                    # the progress bar ends without a newline
+        text = b"\n" + text
+    os.write(1, text)
 
 
-def has_checkpoint(there):
-    """Run says whether --out holds a checkpoint: messages of errors then tell so."""
+checkpoint_note = ""                                           # appended to messages of errors
+
+
+def set_checkpoint_note(exists):
+    """Set the text that error messages end with: whether --out contains a complete checkpoint."""
     global checkpoint_note
-    note = "; a checkpoint that --out holds is whole, and --resume continues from it"
-    checkpoint_note = note if there else ""
+    note = "; the checkpoint in --out is complete, and --resume continues from it"
+    checkpoint_note = note if exists else ""
 
 
 @contextlib.contextmanager
-def written(path):
-    """Notes on an exception of the block which file or folder was being written, for as_fault's message."""
+def writing(path):
+    """Context manager: if the block raises, add `path` to the exception, so that to_user_error can name the
+    file that was being written."""
     try:
         yield
     except Exception as error:
-        error.written = getattr(error, "written", path)
+        error.writing = getattr(error, "writing", path)
         raise
 
 
-# What PyTorch, oneDNN and tokenizers tell by their texts alone.
+# PyTorch, oneDNN and tokenizers have no exception type for these: they can be recognised by their texts only.
 OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a primitive", "threadpoolbuild"
 
 
 def is_out_of_memory(error):
-    """Whether an exception says that the memory of the machine, or of the GPU, is full."""
+    """Return whether an exception means that the memory of the machine, or of the GPU, is full."""
     import torch
 
     text = str(error).lower()
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(x in text for x in OUT_OF_MEMORY)
 
 
-def as_fault(error, main):
-    """The Fault that tells a user what to do about an exception. None: it is a bug, which needs its
-    traceback."""
-    if isinstance(error, Fault):
+def to_user_error(error, main):
+    """Return a UserError that explains an exception to the user, or None if the exception is a bug."""
+    if isinstance(error, UserError):
         return error
-    message = describe(error, main)
-    return Fault(message + checkpoint_note, every_rank=True) if message else None
+    message = describe_error(error, main)
+    return UserError(message + checkpoint_note, every_rank=True) if message else None
 
 
-def describe(error, main):
-    """What went wrong on this machine, or in another process, and what to do about it. None: a bug."""
+def describe_error(error, main):
+    """Return what failed on this machine or in another process, and what to do about it; None for a bug."""
     import torch.distributed as dist
     from safetensors import SafetensorError
 
-    text, path = str(error), getattr(error, "written", None)
+    text, path = str(error), getattr(error, "writing", None)
     if is_out_of_memory(error):
-        return describe_full_memory(error, main)
-    # torch.save hides what the disk said; tokenizers and safetensors have exceptions of their own for it
+        return describe_out_of_memory(error, main)
+    # torch.save raises a RuntimeError with the OSError as context; tokenizers and safetensors raise their own
     disk = error if isinstance(error, OSError) else error.__context__
     if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
-        path = disk.filename2 or disk.filename or path         # of two, it is the second that is written
+        path = disk.filename2 or disk.filename or path         # filename2: the target of a rename
         text = disk.strerror or str(disk)
         return f"{path}: {text}" if path else text
     if isinstance(error, SafetensorError) or "(os error " in text:
@@ -459,19 +538,19 @@ def describe(error, main):
         return None
     if "DataLoader worker (pid" in text or "shared memory" in text:
         full = "; /dev/shm is full" if "shared memory" in text else ""
-        return ("a process that decoded pictures was killed, perhaps for want of memory"
+        return ("a process that decoded images was killed, perhaps by lack of memory"
                 f"{full}; try fewer --workers")
     if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in text):
         return f"another process of this run has died or hangs ({text.splitlines()[0][:80]})"
     return None
 
 
-def describe_full_memory(error, main):
-    """Which memory is full, and which flags of the script need less."""
+def describe_out_of_memory(error, main):
+    """Return which memory is full, and which flags of the script to lower."""
     import torch
 
-    known = main.__globals__["make_parser"]().format_usage()
-    lower = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if f"{flag} " in known]
-    mend = f"lower {' or '.join(lower)}" if lower else "end other programs, or take a machine with more"
+    known = main.__globals__["make_parser"]()._option_string_actions
+    lower = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in known]
+    advice = f"lower {' or '.join(lower)}" if lower else "close other programs, or use a larger machine"
     whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
-    return f"the {whose} memory is full; {mend}"
+    return f"the {whose} memory is full; {advice}"

@@ -1,173 +1,185 @@
-"""Columns: whether a first row names them, and which is anchor, positive or hard negative."""
+"""The columns of a table: whether the first row is a header, and which role each column has."""
 import re
 from collections import Counter
 from typing import NamedTuple
 
-from .looks import no_texts
+from .sniff import find_non_text_columns
 
-# Names as plain leaves them. A number may follow those of a role that REPEATED has.
-SENTENCES = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
-             "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
-             "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
-RANKING = {"text": SENTENCES["anchor"] + "document source article".split(),
-           "reference": SENTENCES["positive"] + "reference summary target".split(),
-           "candidate": SENTENCES["negative"] + "candidate candidates cand".split()}
-REPEATED = "negative", "candidate"
-OTHERS = """hypothesis score similarity label goldlabel id idx index genre subset
-            entity positiveentity negativeentity entitytype page article originentity
-            original synonym antonym synonymwords antonymwords""".split()
-# One to three words of letters and digits; a name as programs write it.
+# {role: its usual column names}, as normalise_name returns them. For REPEATABLE_ROLES a number may follow.
+SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
+                    "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
+                    "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
+RANKING_COLUMNS = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
+                   "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
+                   "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
+REPEATABLE_ROLES = "negative", "candidate"
+OTHER_COLUMNS = """hypothesis score similarity label goldlabel id idx index genre subset
+                   entity positiveentity negativeentity entitytype page article originentity
+                   original synonym antonym synonymwords antonymwords""".split()
+# A column name: one to three words of letters and digits, at most 30 characters.
 NAME = re.compile(r"(?=.{1,30}$)\s*[^\W\d_]\w*([ ./-]\w+){0,2}\s*")
-IDENTIFIER = re.compile("[a-z][a-z0-9_]*")
+IDENTIFIER = re.compile("[a-z][a-z0-9_]*")                     # snake_case
 
 
 class Header(NamedTuple):
-    """What the first rows of a table say of its columns.
+    """The columns of a table, found from its first rows.
 
-    headed   whether the first row of a .csv or .tsv names them
-    said     what a person is told: their names, or what each is taken for; None: there are no names
-    places   of those that are read, in this order; None: all
-    fault    why they cannot be read, or None
-    guessed  whether the first row only looks like names, and has none that is known
-    texts    places that must look like texts, for no name says that they are
+    has_header     whether the first row of a .csv or .tsv is a header
+    display_names  column names for messages, with their roles if any; None: the columns have no names
+    indices        indices of the columns to read, in this order; None: all columns
+    error          why the columns cannot be read, or None
+    is_guess       whether the first row only looks like a header, without a well-known column name
+    must_be_text   indices of columns to check, because no name shows that these columns contain texts
     """
-    headed: bool
-    said: list | None = None
-    places: list | None = None
-    fault: str | None = None
-    guessed: bool = False
-    texts: list | tuple = ()
+    has_header: bool
+    display_names: list | None = None
+    indices: list | None = None
+    error: str | None = None
+    is_guess: bool = False
+    must_be_text: list | tuple = ()
 
 
 def find_header(rows, keys, width, roles=None, columns=None, names=()):
-    """The Header of a table.
+    """Return the Header of a table.
 
-    rows     the first of them
-    keys     names of the columns, [] where there are none; None: the first row may have them
-    width    how many columns there are
-    roles    {role: [names]}: columns come in this order; None: all of them as they stand
-    columns  those that are read instead, by name or number (--columns)
-    names    a first row that has all of them is a header
+    rows     the first rows
+    keys     column names, or [] if the columns have none; None: the first row may be a header
+    width    number of columns
+    roles    {role: usual column names}: read the columns in the order of the roles; None: read all columns
+    columns  --columns: names or numbers of the columns to read instead
+    names    the first row is a header if it has all of these names
     """
-    headed, known = False, True
+    has_header, is_known = False, True
     if keys is None:
-        names = {plain(name) for name in names or columns or () if not name.isdecimal()}
-        known = bool(names) and {*map(plain, rows[0])} >= names or is_known(rows[0], roles or SENTENCES)
-        headed = known or looks_like_names(rows, not roles)
-        keys = [name.strip() for name in rows[0]] if headed else []
-    header = Header(headed, keys or None, guessed=not known and headed)
+        names = {normalise_name(name) for name in names or columns or () if not name.isdecimal()}
+        has_all = bool(names) and {*map(normalise_name, rows[0])} >= names
+        is_known = has_all or has_known_names(rows[0], roles or SENTENCE_COLUMNS)
+        has_header = is_known or looks_like_header(rows, not roles)
+        keys = [name.strip() for name in rows[0]] if has_header else []
+    header = Header(has_header, keys or None, is_guess=not is_known and has_header)
     if columns:
-        return choose(header, columns, width, roles)
+        return select_columns(header, columns, width, roles)
     if not roles:
-        doubled = twice(map(plain, keys))
-        return header._replace(fault=doubled and f"two columns of one name, {doubled}, in {listed(keys)}")
+        doubled = first_duplicate(map(normalise_name, keys))
+        return header._replace(error=doubled and f"two columns are called {doubled}, in {join_names(keys)}")
     if not keys:
-        texts = [i for i in range(width) if not role_at(i, roles).endswith("_words")]
-        return header._replace(texts=texts)
-    return arrange(header, roles)
+        texts = [i for i in range(width) if not role_by_position(i, roles).endswith("_words")]
+        return header._replace(must_be_text=texts)
+    return order_by_role(header, roles)
 
 
-def choose(header, columns, width, roles):
-    """The Header with the places of --columns."""
-    names, at = [plain(name) for name in header.said or ()], {str(i + 1): i for i in range(width)}
-    at |= {name: i for i, name in enumerate(names) if names.count(name) == 1}
-    places = [at.get(plain(column)) for column in columns]
-    if None in places:
-        wanted = f"one of {', '.join(header.said)}"[:150] + ", or " if names else ""
-        fault = f"--columns {columns[places.index(None)][:40]}: wanted {wanted}a number from 1 to {width}"
-        return header._replace(said=None, fault=fault)
-    called = header.said or [f"column {i + 1}" for i in range(width)]
-    said = [f"{role_at(i, roles)} {called[place]}" for i, place in enumerate(places)]
-    return header._replace(said=said, places=places)
+def select_columns(header, columns, width, roles):
+    """Return the Header with the indices of --columns."""
+    names = [normalise_name(name) for name in header.display_names or ()]
+    index_of = {str(i + 1): i for i in range(width)}
+    index_of |= {name: i for i, name in enumerate(names) if names.count(name) == 1}
+    indices = [index_of.get(normalise_name(column)) for column in columns]
+    if None in indices:
+        expected = f"one of {', '.join(header.display_names)}"[:150] + ", or " if names else ""
+        unknown = columns[indices.index(None)][:40]
+        error = f"--columns {unknown}: expected {expected}a number from 1 to {width}"
+        return header._replace(display_names=None, error=error)
+    all_names = header.display_names or [f"column {i + 1}" for i in range(width)]
+    shown = [f"{role_by_position(i, roles)} {all_names[index]}" for i, index in enumerate(indices)]
+    return header._replace(display_names=shown, indices=indices)
 
 
-def arrange(header, roles):
-    """The Header with its columns in the order of their roles, or with a fault."""
-    names, order = header.said, list(roles)
+def order_by_role(header, roles):
+    """Return the Header with its columns in the order of their roles, or with an error."""
+    names, order = header.display_names, list(roles)
     found = [role_of(name, roles) for name in names]
-    places = sorted((i for i, role in enumerate(found) if role), key=lambda i: order.index(found[i]))
+    indices = sorted((i for i, role in enumerate(found) if role), key=lambda i: order.index(found[i]))
     unknown = [name or "(no name)" for name, role in zip(names, found) if role is None]
-    double = [role for role in order if role not in REPEATED and found.count(role) > 1]
+    doubled = [role for role in order if role not in REPEATABLE_ROLES and found.count(role) > 1]
     missing = [role for role in order[: len(set(found))] if role not in found]
-    fault = None
+    error = None
     if unknown:
-        fault = f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {listed(unknown)}"
-    elif double:
-        same = [name for name, role in zip(names, found) if role == double[0]]
-        fault = f"{len(same)} columns are {double[0]}: {listed(same)}"
+        error = f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {join_names(unknown)}"
+    elif doubled:
+        same = [name for name, role in zip(names, found) if role == doubled[0]]
+        error = f"{len(same)} columns are {doubled[0]}: {join_names(same)}"
     elif missing:
-        fault = f"no {missing[0]} among columns {listed(names)}"
-    if fault:
-        fault += f"; name or number those to read by --columns, in the order {', '.join(order)}"
-    if fault and header.guessed:
-        fault += "; if that row is data, write a header above it"
-    return header._replace(said=[f"{found[i]} {names[i]}" for i in places], places=places, fault=fault)
+        error = f"no {missing[0]} among columns {join_names(names)}"
+    if error:
+        error += f"; choose columns by --columns, by name or number, in the order {', '.join(order)}"
+    if error and header.is_guess:
+        error += "; if that row is data, write a header above it"
+    shown = [f"{found[i]} {names[i]}" for i in indices]
+    return header._replace(display_names=shown, indices=indices, error=error)
 
 
-def unlike_texts(sample, places):
-    """Why the columns at these places are not all texts, and which --columns to give instead; or None.
+def non_text_error(sample, indices):
+    """Return an error message if one of these columns does not contain texts, else None. The message suggests
+    which --columns to give.
 
-    sample      a Table's
+    sample   rows, as Table.sample has them
     """
-    found = no_texts(sample)
-    told = ", ".join(f"column {i + 1} holds {found[i]}" for i in places if i in found)
-    if not told:
+    found = find_non_text_columns(sample)
+    shown = ", ".join(f"column {i + 1} holds {found[i]}" for i in indices if i in found)
+    if not shown:
         return None
-    every = [str(i + 1) for i in places]
-    texts = " ".join([str(i + 1) for i in places if i not in found][:9])
-    how = f"number those to read: --columns {texts} ({' '.join(every[:9])}, if all are texts)"
-    return f"{told[:300]}; {how if texts else 'wanted texts'}"
+    every = [str(i + 1) for i in indices]
+    texts = " ".join([str(i + 1) for i in indices if i not in found][:9])
+    how = f"choose the columns to read: --columns {texts} (or {' '.join(every[:9])}, if all are texts)"
+    return f"{shown[:300]}; {how if texts else 'expected texts'}"
 
 
-def listed(names):
-    """As many of the names as a line has room for."""
+def join_names(names):
+    """Return the names joined by commas, shortened to about 200 characters."""
     text = ", ".join(names)
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
-def twice(names):
-    """The name that stands there more than once, as Python spells it; or None."""
+def first_duplicate(names):
+    """Return the repr() of the first name that occurs more than once, or None."""
     doubled = [name for name, times in Counter(names).items() if times > 1]
     return repr(doubled[0][:40]) if doubled else None
 
 
-def plain(name):
-    """The name in small letters, without spaces, dashes and underscores."""
+def normalise_name(name):
+    """Return the name in lower case, without spaces, dashes and underscores."""
     return re.sub(r"[\s_-]+", "", name.casefold())
 
 
 def role_of(name, roles):
-    """The role of a column of this name, or None."""
-    name = plain(name)
+    """Return the role of a column with this name, or None."""
+    name = normalise_name(name)
     return next((role for role, names in roles.items()
-                 if name in names or role in REPEATED and name.rstrip("0123456789") in names), None)
+                 if name in names or role in REPEATABLE_ROLES and name.rstrip("0123456789") in names), None)
 
 
-def role_at(place, roles):
-    """The role of the column at this place where no name says it: past the last one it is that again."""
-    return list(roles)[min(place, len(roles) - 1)]
+def role_by_position(index, roles):
+    """Return the role of a column without a name. Columns after the last role have that role, too."""
+    return list(roles)[min(index, len(roles) - 1)]
 
 
 def without_index(row):
-    """Without the empty first cell that pandas writes over its index."""
+    """Return the row without an empty first cell, which pandas writes as the name of its index."""
     return row[1:] if row and not row[0].strip() else row
 
 
-def is_known(row, roles):
-    """Whether a row has two names that everyone uses for columns, or has one cell and that is one."""
+def has_known_names(row, roles):
+    """Return whether at least two cells of a row, or its only cell, are well-known column names."""
     row = without_index(row)
-    known = sum(plain(cell) in OTHERS or role_of(cell, roles) is not None for cell in row)
+    known = sum(normalise_name(cell) in OTHER_COLUMNS or role_of(cell, roles) is not None for cell in row)
     return known >= min(2, len(row)) > 0
 
 
-def looks_like_names(rows, may_be_words):
-    """Whether the first row is different names, of a kind that hardly any row below is, and none there again.
-    Where the rows may be words, names as programs write them are enough."""
+def looks_like_header(rows, may_be_words):
+    """Return whether the first row looks like a header.
+
+    Its cells are distinct and look like column names, few rows below look like that, and no cell occurs again
+    in its column.
+
+    may_be_words   the data may be single words; then the rows below do not count if the first row has only
+                   snake_case names
+    """
     first, below = without_index(rows[0]), rows[1:]
-    if not first or twice(map(plain, first)) or not all(map(NAME.fullmatch, first)):
+    if not first or first_duplicate(map(normalise_name, first)) or not all(map(NAME.fullmatch, first)):
         return False
     if may_be_words and all(map(IDENTIFIER.fullmatch, rows[0])):
         return True
-    alike = sum(bool(row) and all(map(NAME.fullmatch, row)) for row in below)
-    again = any(a == b for row in below for a, b in zip(first[::-1], row[::-1]))   # from the end: the index
-    return 4 * alike < len(below) and not again
+    similar = sum(bool(row) and all(map(NAME.fullmatch, row)) for row in below)
+    # compared from the right, because `first` may lack the cell of an index on the left
+    repeated = any(a == b for row in below for a, b in zip(first[::-1], row[::-1]))
+    return 4 * similar < len(below) and not repeated

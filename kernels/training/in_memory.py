@@ -1,23 +1,24 @@
-"""Rows that a program hands over in the place of a file: lists, columns, arrays, DataFrames, Datasets.
+"""Rows that a program passes instead of a file: lists, columns, arrays, DataFrames, Datasets.
 
-pandas, datasets and pyarrow are not imported: what comes from them is known by what its type can do. What an
-instance has says nothing, for a column of a DataFrame is an attribute of it.
+pandas, datasets and pyarrow are not imported: their objects are recognised by the attributes of their types.
+Attributes of the objects themselves would mislead, because a DataFrame has its columns as attributes.
 """
 import itertools
 from collections.abc import Mapping, Set
 
 from .cli import fail
-from .columns import twice
+from .columns import first_duplicate
 
-WANTED = "wanted texts or rows in a list or array, a dict of columns, a DataFrame, a Dataset, or a path"
+EXPECTED = "expected texts or rows in a list or array, a dict of columns, a DataFrame, a Dataset, or a path"
 
 
 class MemoryRows:
-    """Rows that can be gone through again and again: lists of cells, dicts of them by column; what is no row
-    is left as it is, for a message that names its place.
+    """Rows that can be iterated several times: lists of cells, or dicts {column: cell}.
 
-    length  how many they are
-    make    a function that gives an iterator over them all
+    An item that is not a row is passed through unchanged, so that the caller can report its position.
+
+    length  number of rows
+    make    function that returns a new iterator over all rows
     """
 
     def __init__(self, length, make):
@@ -27,106 +28,107 @@ class MemoryRows:
         return self.length
 
     def __iter__(self):
-        return map(row_of, self.make())
+        return map(to_row, self.make())
 
 
 def rows_of(data):
-    """The MemoryRows of what was handed over; a Fault says why it cannot be read, and what to hand over.
+    """Return the MemoryRows of `data`. Fail if it cannot be read, and suggest what to pass instead.
 
-    data    a sequence of texts or of rows, as a list, a tuple, an array (N,), a Series, a Dataset; an array
-            (N, columns) of texts; a dict of columns, each such a sequence; a DataFrame
+    data    a sequence of texts or of rows (list, tuple, array (N,), Series, Dataset), an array (N, columns)
+            of texts, a dict of columns, or a DataFrame
     """
     kind = type(data)
     if isinstance(data, Mapping):
         return rows_of_columns(data, data)
     if hasattr(kind, "dtype") and hasattr(kind, "shape"):
-        sort = getattr(data.dtype, "kind", "O")                # U: texts, O: anything, T: NumPy's StringDType
-        if sort not in "UOT" or len(data.shape) not in (1, 2):
-            how = ", such as numpy.char.decode(data)" if sort == "S" else ""
-            wanted = f"wanted texts of shape (rows,) or (rows, columns){how}"
-            refuse(data, f"{data.dtype} of shape {tuple(data.shape)}; {wanted}")
-    if fault := unreadable(data):
-        refuse(data, fault)
-    if not is_table(data) or hasattr(kind, "features"):        # a Dataset gives rows
-        return MemoryRows(len(data), lambda: items(data))
+        dtype_kind = getattr(data.dtype, "kind", "O")          # U: texts, O: objects, T: NumPy's StringDType
+        if dtype_kind not in "UOT" or len(data.shape) not in (1, 2):
+            how = ", such as numpy.char.decode(data)" if dtype_kind == "S" else ""
+            expected = f"expected texts of shape (rows,) or (rows, columns){how}"
+            fail_with_type(data, f"{data.dtype} of shape {tuple(data.shape)}; {expected}")
+    if error := unreadable_reason(data):
+        fail_with_type(data, error)
+    if not is_table(data) or hasattr(kind, "features"):        # iterating over a Dataset yields rows
+        return MemoryRows(len(data), lambda: iterate(data))
     names = getattr(data, "column_names", None) or [*data.columns]
-    if doubled := twice(map(str, names)):
-        refuse(data, f"two columns are called {doubled}; rename one")
+    if doubled := first_duplicate(map(str, names)):
+        fail_with_type(data, f"two columns are called {doubled}; rename one of them")
     return rows_of_columns({name: data[name] for name in names}, data)
 
 
 def rows_of_columns(columns, data):
-    """The MemoryRows of a dict of columns, which data was or has."""
+    """Return the MemoryRows of a dict of columns. data: the object that was passed, for messages."""
     for name, column in columns.items():
         if is_table(column):
-            refuse(data, f"it holds several tables; name one of them, such as data[{name!r}]")
+            fail_with_type(data, f"contains several tables; pass one of them, such as data[{name!r}]")
         is_one = isinstance(column, (str, Mapping))
-        fault = f"it is a {type(column).__name__}" if is_one else unreadable(column)
-        if fault:
-            what = fault.split("; ")[0]
-            refuse(data, f"column {str(name)[:40]!r}: {what}; wanted lists of texts, all of one length")
+        error = f"it is a {type(column).__name__}" if is_one else unreadable_reason(column)
+        if error:
+            found = error.split("; ")[0]
+            name = str(name)[:40]
+            fail_with_type(data, f"column {name!r}: {found}; expected lists of texts, all of one length")
     lengths = {str(name): len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length:,}" for name, length in lengths.items())[:200]
-        refuse(data, f"columns of different lengths: {found}; wanted as many texts in each")
-    named = not all(isinstance(name, int) for name in columns)            # pandas numbers what has no names
+        fail_with_type(data, f"columns of different lengths: {found}; expected columns of equal length")
+    has_names = not all(isinstance(name, int) for name in columns)        # pandas: 0, 1, ... without names
 
     def make():
-        rows = zip(*map(items, columns.values()))
-        return (dict(zip(lengths, cells)) for cells in rows) if named else rows
+        rows = zip(*map(iterate, columns.values()))
+        return (dict(zip(lengths, cells)) for cells in rows) if has_names else rows
 
     return MemoryRows(max(lengths.values(), default=0), make)
 
 
-def unreadable(data):
-    """Why this cannot be gone through again and again in one order, and what to do; or None."""
+def unreadable_reason(data):
+    """Return why `data` cannot be iterated several times in a fixed order, and what to pass; or None."""
     kind = type(data)
     if isinstance(data, (bytes, bytearray, memoryview)):
-        return "bytes are no text; hand over data.decode(), if that is a path, or a list of texts"
+        return "bytes are not text; pass data.decode() if it is a path, or a list of texts"
     if hasattr(kind, "read"):
-        return "an open file is read only once; hand over its path"
+        return "an open file can be read only once; pass its path"
     if isinstance(data, Set):
-        return "a set has no order; hand over sorted(data)"
-    if any(one.__name__ == "DataLoader" for one in kind.__mro__):
-        return "it gives batches instead of rows; hand over data.dataset"
+        return "a set has no order; pass sorted(data)"
+    if any(base.__name__ == "DataLoader" for base in kind.__mro__):
+        return "it yields batches instead of rows; pass data.dataset"
     if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
-        return f"it holds no rows; {WANTED}"
+        return f"it contains no rows; {EXPECTED}"
     try:
         len(data)
     except (TypeError, NotImplementedError):
-        return "it can be read only once; hand over list(data)"
+        return "it can be read only once; pass list(data)"
     return None
 
 
-def refuse(data, fault):
-    """Fails with the type of what was handed over."""
-    fail(f"data of type {type(data).__name__}: {fault}")
+def fail_with_type(data, error):
+    """Fail with a message that begins with the type of `data`."""
+    fail(f"data of type {type(data).__name__}: {error}")
 
 
 def is_table(data):
-    """Whether this is a DataFrame, a Dataset, or an Arrow table."""
+    """Return whether `data` is a DataFrame, a Dataset or an Arrow table."""
     return hasattr(type(data), "columns") or hasattr(type(data), "column_names")
 
 
-def items(data):
-    """Those of a sequence, which may have no end of its own."""
+def iterate(data):
+    """Return an iterator over len(data) items. The iterator of `data` itself may not end."""
     return itertools.islice(data, len(data))
 
 
-def row_of(row):
-    """The row as a list or a dict of plain cells; what is no row, as it is."""
+def to_row(row):
+    """Return the row as a list or dict of Python values; an item that is not a row is returned unchanged."""
     if hasattr(type(row), "_asdict"):                          # a namedtuple
         row = row._asdict()
     if isinstance(row, Mapping):
-        return {str(name): cell_of(row[name]) for name in row}
-    row = cell_of(row)
+        return {str(name): to_python(row[name]) for name in row}
+    row = to_python(row)
     if isinstance(row, str):
         return [row]
-    return [cell_of(cell) for cell in row] if isinstance(row, list) else row
+    return [to_python(cell) for cell in row] if isinstance(row, list) else row
 
 
-def cell_of(cell):
-    """As plain Python: the texts, numbers and lists of NumPy, pandas and pyarrow."""
+def to_python(cell):
+    """Convert a cell of NumPy, pandas or pyarrow to a Python string, number or list."""
     if hasattr(type(cell), "as_py"):
         return cell.as_py()
     if hasattr(type(cell), "tolist"):

@@ -1,16 +1,21 @@
-"""What the loop of a script is made of: order of batches, learning rates, products, gradients over ranks."""
+"""Building blocks of a training loop: batch order, learning-rate schedules, autocast, gradient all-reduce."""
 import math
 
 import torch
 import torch.distributed as dist
 
 
-def batches(rows, size, seed, step=0, least=1):
-    """The row numbers of the global batch of each step after `step`, endlessly, in an order that depends on
-    the seed and the epoch alone. An epoch's last batch is short, and left out where it has fewer than `least`
-    rows. rows: how many, or their numbers."""
+def batches(rows, size, seed, step=0, min_rows=1):
+    """Yield the row indices of the global batch of each step after `step`, without end.
+
+    The order depends on the seed and the epoch only.
+
+    rows       number of rows, or their indices
+    min_rows   an epoch's last batch may be short; it is skipped if it has fewer rows than this
+    """
     rows = range(rows) if isinstance(rows, int) else rows
-    epoch, done = divmod(step, steps := epoch_steps(len(rows), size, least))
+    steps = steps_per_epoch(len(rows), size, min_rows)
+    epoch, done = divmod(step, steps)
     while True:
         generator = torch.Generator().manual_seed(seed + 1_000_003 * epoch)
         order = torch.randperm(len(rows), generator=generator)
@@ -19,49 +24,50 @@ def batches(rows, size, seed, step=0, least=1):
         epoch, done = epoch + 1, 0
 
 
-def epoch_steps(rows, size, least=1):
-    """Steps of an epoch; see batches."""
-    return rows // size + (rows % size >= least)
+def steps_per_epoch(rows, size, min_rows=1):
+    """Return the number of steps of an epoch; the arguments are those of batches."""
+    return rows // size + (rows % size >= min_rows)
 
 
 def warmup_linear(step, total, warmup, lr):
-    """From 0 up to lr in `warmup` steps, then straight down to 0 at `total`; step counts from 0."""
+    """Return the rate of step 0, 1, ...: linear from 0 to lr in `warmup` steps, then linear to 0 at total."""
     return lr * min(step / warmup if warmup else 1.0, (total - step) / max(1, total - warmup))
 
 
 def warmup_cosine(step, total, warmup, lr):
-    """From 0 up to lr in `warmup` steps, then half a cosine down to 0 at `total`; step counts from 0."""
+    """Return the rate of step 0, 1, ...: linear from 0 to lr in `warmup` steps, then cosine to 0 at total."""
     if step < warmup:
         return lr * step / warmup
     return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
 def set_lr(optimizer, lr):
-    """Sets the learning rate of all groups of weights."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-HALF = torch.float16  # of unit rows: an eighth of bfloat16's error, and a range that they do not leave
+# Losses multiply rows of unit length: float16 has enough range, and 1/8 of bfloat16's rounding error.
+LOSS_DTYPE = torch.float16
 
 
-def half_products(x, args):
-    """A context for losses on x's device: with --precision bf16 kernels multiply in HALF, and the gradients
-    that they return stay float32.
+def loss_autocast(x, args):
+    """Return the torch.autocast context for a loss on x's device, which --precision bf16 turns on.
 
-    It is torch.autocast: layers, products that are written out and rows of any length belong outside.
+    Kernels then multiply in LOSS_DTYPE and return float32 gradients. Do not run layers, matrix products in
+    PyTorch or rows that are not normalised inside: they would overflow or lose precision.
     """
-    return torch.autocast(x.device.type, HALF, enabled=args.precision == "bf16")
+    return torch.autocast(x.device.type, LOSS_DTYPE, enabled=args.precision == "bf16")
 
 
-BUCKET = 32 * 2**20                                            # bytes of gradients that travel as one
+BUCKET_BYTES = 32 * 2**20                                      # gradients that one all-reduce sums
 
 
-def sum_gradients(model):
-    """The sum over ranks of each weight's gradient: that of the global loss. A weight without one counts as
-    zeros.
+def all_reduce_gradients(model):
+    """Sum each weight's gradient over the ranks, which gives the gradient of the global loss.
 
-    In a few large buckets, all under way at once: for hundreds of small tensors it is the calls that cost.
+    A missing gradient counts as zeros. Gradients are concatenated into a few large buckets, which are reduced
+    concurrently: with hundreds of small tensors the calls would dominate the time.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -69,12 +75,12 @@ def sum_gradients(model):
     for weight in (weight for weight in model.parameters() if weight.requires_grad):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        kind = weight.grad.dtype
-        size[kind] = size.get(kind, 0) + weight.grad.nbytes
-        buckets.setdefault((kind, size[kind] // BUCKET), []).append(weight.grad)
+        dtype = weight.grad.dtype
+        size[dtype] = size.get(dtype, 0) + weight.grad.nbytes
+        buckets.setdefault((dtype, size[dtype] // BUCKET_BYTES), []).append(weight.grad)
     flat = [torch.cat([gradient.flatten() for gradient in bucket]) for bucket in buckets.values()]
     for work in [dist.all_reduce(bucket, async_op=True) for bucket in flat]:
         work.wait()
-    for whole, bucket in zip(flat, buckets.values()):
-        parts = whole.split([gradient.numel() for gradient in bucket])
+    for summed, bucket in zip(flat, buckets.values()):
+        parts = summed.split([gradient.numel() for gradient in bucket])
         torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket)])

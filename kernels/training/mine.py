@@ -1,4 +1,4 @@
-"""python -m kernels.training.mine: hard negatives for pairs of texts; extras/mine.py has the code."""
+"""python -m kernels.training.mine: mine hard negatives for pairs of texts. The code is in extras/mine.py."""
 if __name__ == "__main__":
     import runpy
 

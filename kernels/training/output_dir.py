@@ -1,4 +1,4 @@
-"""The folder of a run: --out checked, its code kept, files in it replaced whole; and whether data changed."""
+"""The output folder of a run: checks of --out, the lock, atomic writes; and checksums of a run's inputs."""
 import contextlib
 import hashlib
 import json
@@ -8,190 +8,205 @@ from pathlib import Path
 
 from transformers.utils import cached_file
 
-from .cli import Fault, fail, written
-from .recipes import text_of
+from .cli import UserError, fail, writing
+from .recipes import format_value
 
-RUNNING = ".running"  # in --out from the start of a run to its end; locked while its process lives
+LOCK_FILE = ".running"                                         # exists in --out until the run ends
 
 
 def check_out(out, resume, data):
-    """Refuses an --out that cannot be, or must not be, written."""
+    """Fail if --out cannot be written, is inside --data, or has contents that must not be overwritten."""
     path = out.absolute()
-    if any("\ud800" <= letter <= "\udfff" for letter in str(out)):
-        fail(f"--out {out}: not UTF-8, which tokenizers want of a path; take another name")
+    if any("\ud800" <= character <= "\udfff" for character in str(out)):
+        fail(f"--out {out}: not UTF-8, which the tokenizers library needs; choose another name")
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        fail(f"--out {out}: {existing} is no folder that can be written")
+        fail(f"--out {out}: {existing} is not a writable folder")
     if isinstance(data, (str, Path)) and path.resolve().is_relative_to(Path(data).resolve()):
-        fail(f"--out {out}: lies in --data {data}, where it would be taken for data; name another folder")
+        fail(f"--out {out}: inside --data {data}, where it would be read as data; choose another folder")
     if existing != path or not any(path.iterdir()):
         return
-    begun = next((name for name in ("state.pt", RUNNING) if (path / name).is_file()), None)
-    if not begun and (path / "args.json").is_file():
-        other = "" if resume else "name another folder, or "
-        fail(f"--out {out} holds a finished run: {other}to train its model further, start a new run with "
+    started = next((name for name in ("state.pt", LOCK_FILE) if (path / name).is_file()), None)
+    if not started and (path / "args.json").is_file():
+        other = "" if resume else "choose another folder, or "
+        fail(f"--out {out} contains a finished run; {other}to train its model further, start a new run with "
              f"--model {out} --out NEW")
-    if resume and not begun:
+    if resume and not started:
         fail(f"--out {out}: no state.pt to resume from")
     if resume:
         return check_links(out)
-    kept = {"state.pt": "another run: continue it with --resume",
-            RUNNING: "a run that has no checkpoint yet: begin it again with --resume",
-            None: "files but no checkpoint: empty it"}[begun]
-    fail(f"--out {out} holds {kept}, or name another folder")
+    content = {"state.pt": "another run; continue it with --resume",
+               LOCK_FILE: "a run without a checkpoint; start it again with --resume",
+               None: "files but no checkpoint; empty it"}[started]
+    fail(f"--out {out} contains {content}, or choose another folder")
 
 
 def check_links(out):
-    """Refuses a folder to write with links in it: what is written would land elsewhere."""
+    """Fail if the folder contains links: a run would write through them to another folder."""
     for inside, folders, files in os.walk(out):
         for name in (*folders, *files):
-            if os.path.islink(path := os.path.join(inside, name)):
-                fail(f"--out {out}: {os.path.relpath(path, out)} is a link, through which a run would write "
-                     "elsewhere; replace it by what it points to, or delete it")
+            path = os.path.join(inside, name)
+            if os.path.islink(path):
+                fail(f"--out {out}: {os.path.relpath(path, out)} is a link, through which the run would "
+                     "write elsewhere; replace it by its target, or delete it")
 
 
-def new_file(path, mode="w"):
-    """An open new file, in the place of an old one and never in what a link there points to."""
+def create_file(path, mode="w"):
+    """Open a new file for writing. It replaces an old file or link of this name; a link is never followed."""
     path = Path(path)
     path.unlink(missing_ok=True)
-    text = {} if "b" in mode else dict(encoding="utf-8", newline="")
+    options = {} if "b" in mode else dict(encoding="utf-8", newline="")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    return open(os.open(path, flags, 0o666), mode, **text)
+    return open(os.open(path, flags, 0o666), mode, **options)
 
 
-def check_files(folder, named):
-    """Refuses a folder with a pipe or a device in it, which would be read for ever."""
+def check_files(folder, label):
+    """Fail if the folder contains a pipe or a device, since reading it could block forever."""
     for path in Path(folder).rglob("*"):
         if path.exists() and not path.is_file() and not path.is_dir():
-            fail(f"{named}: {path.name} is a pipe or a device; wanted a file")
+            fail(f"{label}: {path.name} is a pipe or a device; expected a file")
 
 
 @contextlib.contextmanager
 def locked(out, resume, rank=0):
-    """The first rank locks the folder, before what is in it is read; a Fault within leaves it as it was.
-    Without resume a folder is refused in which another run was begun since check_out."""
+    """Context manager: rank 0 locks the folder before the block reads it. Yield the lock file, or None.
+
+    Fails without `resume` if another run was started in the folder since check_out. After a UserError in the
+    block the folder is as before.
+    """
     file = lock(out) if rank == 0 else None
     try:
         if file and has_run(out) and not resume:
-            fail(f"--out {out}: another run was begun in it while this one was starting; name another folder")
+            fail(f"--out {out}: another run was started in it at the same time; choose another folder")
         yield file
-    except Fault:
-        if file and file.mode == "x":                          # which this process has made
-            (out / RUNNING).unlink()
+    except UserError:
+        if file and file.mode == "x":                          # this process created the lock file
+            (out / LOCK_FILE).unlink()
         raise
 
 
 def has_run(out):
-    """Whether a run was begun in this folder."""
+    """Return whether a run was started in this folder."""
     return any((out / name).is_file() for name in ("state.pt", "args.json"))
 
 
 def lock(out):
-    """The open file that shows the run at work in a folder. No second process can lock it, and a dead one
-    does not hold it."""
+    """Lock a folder and return the open lock file. The system removes the lock when the process ends."""
     out.mkdir(parents=True, exist_ok=True)
     try:
-        file = open(out / RUNNING, "x")
-    except FileExistsError:                                    # its content stays: it may be another's, too
-        file = open(os.open(out / RUNNING, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+")
+        file = open(out / LOCK_FILE, "x")
+    except FileExistsError:                                    # open it without changing its content
+        file = open(os.open(out / LOCK_FILE, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+")
     try:
         import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:                                        # Windows
         pass
     except (BlockingIOError, PermissionError):
-        fail(f"--out {out}: another process is at work in it; let it end, or name another folder")
+        fail(f"--out {out}: another process is writing it; wait until it ends, or choose another folder")
     return file
 
 
 def check_lock(out, file):
-    """Refuses to write into a folder that was removed, or replaced, since it was locked."""
+    """Fail if the folder was removed or replaced since it was locked."""
     try:
-        ours = os.path.samestat(os.stat(out / RUNNING), os.fstat(file.fileno()))
+        is_same = os.path.samestat(os.stat(out / LOCK_FILE), os.fstat(file.fileno()))
     except FileNotFoundError:
-        ours = False
-    if not ours:
-        fail(f"--out {out} was removed while this run was writing it; what was in it is lost, run it again")
+        is_same = False
+    if not is_same:
+        fail(f"--out {out} was removed while this run was writing it; its content is lost, start again")
 
 
 def write_code(out, script, flags):
-    """The flags and the code that runs, so that a result knows what it came from."""
-    with written(out / script.name), new_file(out / script.name, "wb") as file:
+    """Write args.json and copies of the script and of kernels/training, so that the run can be reproduced."""
+    with writing(out / script.name), create_file(out / script.name, "wb") as file:
         file.write(script.read_bytes())
     shutil.rmtree(out / "training", ignore_errors=True)
     shutil.copytree(Path(__file__).parent, out / "training", ignore=shutil.ignore_patterns("__pycache__"))
-    write_whole(out / "args.json", json.dumps(flags, indent=1))
+    write_atomically(out / "args.json", json.dumps(flags, indent=1))
 
 
-def refuse_changes(was, now, out):
-    """Fails if a flag, or the content of an input, is not what it was when the run in --out was begun."""
-    if "inputs" not in was:
-        fail("--resume: the run was begun by an older version; go on with that, or start a new one")
-    for name in was:
-        if name in ("data", "command", "inputs") or spelt(now.get(name)) == spelt(was[name]):
-            continue                                           # checksums stand for the data
+def refuse_changes(saved, now, out):
+    """Fail if a flag, or the content of an input, differs from that of the run in --out.
+
+    saved   the dict in args.json
+    now     Run.flags() of this run
+    """
+    if "inputs" not in saved:
+        fail("--resume: the run was started by an older version; continue with that version, or start a new "
+             "run")
+    for name in saved:
+        if name in ("data", "command", "inputs"):              # --data is compared by its checksum, below
+            continue
+        if normalise_paths(now.get(name)) == normalise_paths(saved[name]):
+            continue
         hint = ""
-        if name in ("steps", "epochs"):                        # the learning rates depend on it from step 1
+        if name in ("steps", "epochs"):                        # all learning rates depend on them
             hint = f"; to train a model further, start a new run with --model {out} --out NEW"
-        fail(f"--resume: {name} was {was.get(name)} in {out}, now it is {now.get(name)}{hint}")
-    for name in was["inputs"] | now["inputs"]:
-        if was["inputs"].get(name) != now["inputs"].get(name):
-            words = text_of(now.get(name))
-            fail(f"--resume: the content of --{name.replace('_', '-')} {words} is not what it was when the "
-                 f"run in {out} was begun; put that back, or start a new run in another folder")
+        fail(f"--resume: {name} was {saved.get(name)} in {out}, now it is {now.get(name)}{hint}")
+    for name in saved["inputs"] | now["inputs"]:
+        if saved["inputs"].get(name) != now["inputs"].get(name):
+            value = format_value(now.get(name))
+            fail(f"--resume: the content of --{name.replace('_', '-')} {value} has changed since the run in "
+                 f"{out} was started; restore it, or start a new run in another folder")
 
 
-def spelt(flag):
-    """A flag's value such that two spellings of a path are one."""
+def normalise_paths(flag):
+    """Return a flag's value with absolute paths, so that two spellings of a path compare equal."""
     if isinstance(flag, list):
-        return [spelt(value) for value in flag]
+        return [normalise_paths(value) for value in flag]
     return os.path.realpath(flag) if isinstance(flag, str) and os.path.exists(flag) else flag
 
 
-def write_whole(path, text):
-    """Written aside, then renamed: whoever reads it, after a kill too, finds the old text or the new one."""
-    aside = path.with_name(path.name + ".tmp")
-    with written(path), new_file(aside) as file:
+def write_atomically(path, text):
+    """Write a temporary file and rename it: even after a kill, a reader finds the old text or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path), create_file(temporary) as file:
         file.write(text)
-        sync(file)
-    os.replace(aside, path)
+        flush_to_disk(file)
+    os.replace(temporary, path)
 
 
-def sync(file):
-    """Whole on the disk before it takes the old one's place."""
+def flush_to_disk(file):
+    """Wait until the file is on the disk. Call this before renaming the file to its final name."""
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
-def new_files(run):
-    """A folder to write into; when the block ends its files are renamed into --out, each at once whole."""
+def atomic_output(run):
+    """Context manager: yield a temporary folder, whose files are renamed into --out when the block ends."""
     check_lock(run.out, run.lock)
-    aside = run.out / ".saving"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    with written(run.out):
-        yield aside
-    for path in [path for path in aside.rglob("*") if path.is_file()]:
+    temporary = run.out / ".saving"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    with writing(run.out):
+        yield temporary
+    for path in [path for path in temporary.rglob("*") if path.is_file()]:
         with open(path, "rb+") as file:
-            with written(run.out):
-                sync(file)
-        target = run.out / path.relative_to(aside)
+            with writing(run.out):
+                flush_to_disk(file)
+        target = run.out / path.relative_to(temporary)
         target.parent.mkdir(exist_ok=True)
         os.replace(path, target)
-    shutil.rmtree(aside)
+    shutil.rmtree(temporary)
 
 
 def save_tokenizer(tokenizer, folder):
-    """Writes a tokenizer, without the truncation that tokenise has set."""
-    tokenizer.backend_tokenizer.no_truncation()                # tokenise's, which would be saved
+    """Save a tokenizer, without the truncation that text.tokens.tokenise has set."""
+    tokenizer.backend_tokenizer.no_truncation()
     tokenizer.save_pretrained(folder)
 
 
-def model_card(run, kind, tags, text, load):
-    """README.md of a folder. kind: of the hub's pipelines; tags: the libraries that read it, the first above
-    all."""
-    best = run.progress["saved"].items()
+def model_card(run, kind, tags, description, load_code):
+    """Return the text of README.md for a saved model.
+
+    kind          pipeline_tag of the Hugging Face hub
+    tags          names of libraries that can load the folder; the first one is the card's library_name
+    description   description of the model
+    load_code     line of Python that loads it
+    """
+    best = run.extra_state["saved"].items()
     scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
     card = f"""---
 library_name: {tags[0]}
@@ -200,36 +215,39 @@ tags: [{", ".join(tags)}]
 ---
 # {run.out.name}
 
-{text}
+{description}
 Trained by {run.script.name} from {run.args.model} on {Path(str(run.args.data)).name}: {scores}.
-Every setting is in args.json, the course of the training in metrics.jsonl.
+All settings are in args.json, the training metrics in metrics.jsonl.
 
-    {load}
+    {load_code}
 """
-    return card.encode("utf-8", "backslashreplace").decode()   # names of files may be no UTF-8
+    return card.encode("utf-8", "backslashreplace").decode()   # names of files may not be UTF-8
 
 
 MODEL_FILES = ".json", ".txt", ".model", ".safetensors", ".bin"
-WHOLE = 2**28                                                  # bytes of a file that is read whole
+MAX_FULL_HASH_BYTES = 2**28                                    # larger files are hashed by samples only
 
 
 def fingerprints(args, known):
-    """{flag: checksum of the content} of the flags that name what a run reads (args.inputs).
+    """Return {flag: checksum of the content} for the flags that name an input of the run (args.inputs).
 
-    known   {flag: checksum} of those that were read whole already
+    known   {flag: checksum} of inputs that were already read in full
     """
-    found = {}
+    checksums = {}
     for name in args.inputs:
         values = getattr(args, name)
         if values := [value for value in (values if isinstance(values, list) else [values]) if value]:
-            found[name] = known.get(name) or " ".join(map(fingerprint, values))
-    return found
+            checksums[name] = known.get(name) or " ".join(map(fingerprint, values))
+    return checksums
 
 
 def fingerprint(value):
-    """Tells whether an input of a run has changed since: a checksum of a file, or of all names and files of a
-    folder, links followed; of a model's folder the settings and weights alone; of a hub name the commit; of
-    rows in memory what is in their name (tables.Table)."""
+    """Return a text that changes if the input changes.
+
+    For a file: its checksum. For a folder: the checksum of all names and files in it, following links; for a
+    model folder, of the settings and weights only. For a hub name: the commit. For rows in memory: their
+    description, which has a checksum (see tables.Table).
+    """
     names = [str(value)]
     if isinstance(value, str) and not os.path.exists(value):
         names = value.split(",")                               # train.tsv,test.tsv
@@ -237,37 +255,38 @@ def fingerprint(value):
     for name in names:
         if os.path.isdir(name):
             is_model = os.path.isfile(os.path.join(name, "config.json"))
-            for file in files_of(name, {}):
+            for file in list_files(name, {}):
                 if os.path.isfile(file) and (not is_model or file.endswith(MODEL_FILES)):
                     digest.update(os.fsencode(os.path.relpath(file, name)) + b"\n")
-                    add_file(digest, file)
+                    hash_file(digest, file)
         elif os.path.isfile(name):
-            add_file(digest, name)
+            hash_file(digest, name)
         else:
-            return commit_of(str(value))
+            return hub_commit(str(value))
     return digest.hexdigest()
 
 
-def files_of(folder, seen):
-    """Paths of all files below a folder, in order, links followed, each folder once."""
-    place = os.stat(folder)
-    if seen.setdefault((place.st_dev, place.st_ino), folder) is folder:
+def list_files(folder, seen):
+    """Yield the paths of all files below a folder, sorted, following links, but visiting each folder once."""
+    status = os.stat(folder)
+    if seen.setdefault((status.st_dev, status.st_ino), folder) is folder:
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            yield from files_of(entry.path, seen) if entry.is_dir() else [entry.path]
+            yield from list_files(entry.path, seen) if entry.is_dir() else [entry.path]
 
 
-def add_file(digest, path):
-    """Adds the size and content of a file; of one over WHOLE bytes, so many in 4,096 places."""
+def hash_file(digest, path):
+    """Add the size and content of a file to the digest; of a large file, about 4,096 samples of 64 KB."""
     size = os.path.getsize(path)
     digest.update(f"{size}\n".encode())
+    stride = max(2**16, size // 4096) if size > MAX_FULL_HASH_BYTES else 2**16
     with open(path, "rb") as file:
-        for place in range(0, size, max(2**16, size // 4096) if size > WHOLE else 2**16):
-            file.seek(place)
+        for offset in range(0, size, stride):
+            file.seek(offset)
             digest.update(file.read(2**16))
 
 
-def commit_of(name):
-    """The commit of a model of the hub, as its place in the cache has it; of anything else its name."""
+def hub_commit(name):
+    """Return the commit of a hub model, which is the name of its folder in the cache; otherwise `name`."""
     try:
         return Path(cached_file(name, "config.json", local_files_only=True)).parent.name
     except (OSError, ValueError):                              # scratch, resnet-18, rows in memory

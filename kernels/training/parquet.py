@@ -1,78 +1,87 @@
-"""Rows of .parquet files, few at a time: packed, gigabytes of text may be a file of kilobytes."""
-from .cli import Fault, afford, fail
-from .columns import twice
-from .files import LONGEST, opened
+"""Rows of .parquet files, read in small batches: a file of kilobytes may decompress to gigabytes of text."""
+from .cli import UserError, check_memory, fail
+from .columns import first_duplicate
+from .files import MAX_TEXT_BYTES, open_file
 
-BATCH, BYTES = 10_000, 2**28                                   # rows and bytes that are read at once
+MAX_BATCH_ROWS, MAX_BATCH_BYTES = 10_000, 2**28                # read at a time
 
 
 def read_parquet(path):
-    """Yields (place, row) of a .parquet, rows as dicts."""
+    """Yield (location, row) for each row of a .parquet file, as rows.py describes; rows are dicts."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        fail(f"{path}: a .parquet wants the package pyarrow; pip install pyarrow, or write it as .jsonl")
-    with opened(path) as file:
+        fail(f"{path}: a .parquet file needs the package pyarrow; pip install pyarrow, or write it as .jsonl")
+    with open_file(path) as file:
         try:
             done = 0
             for batch in read_batches(ParquetFile, file, path):
                 names = batch.schema.names
                 columns = [cells_of(column, path, name, done) for column, name in zip(batch.columns, names)]
-                for cells in zip(*columns):                    # a row at a time becomes Python's
+                for cells in zip(*columns):                    # converts one row at a time to Python
                     done += 1
                     yield f"row {done}", dict(zip(names, cells))
-        except Fault:
+        except UserError:
             raise
-        except Exception as error:                             # whatever pyarrow makes of a damaged file
-            found = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            fail(f"{path}: {found}; write it anew, or as .jsonl")
+        except Exception as error:                             # pyarrow has many errors for damaged files
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            fail(f"{path}: {reason}; write the file again, or write it as .jsonl")
 
 
 def read_batches(ParquetFile, file, path):
-    """Yields pyarrow's batches of an open file. Each different text is read only once, where pyarrow can: one
-    of a megabyte may stand in thousands of rows, and take a few bytes in each."""
+    """Yield pyarrow's record batches of an open file.
+
+    Where pyarrow can, it reads text columns as dictionaries, with each distinct text only once: a text of a
+    megabyte may occur in thousands of rows.
+    """
     about = ParquetFile(file)
-    if doubled := twice(about.schema_arrow.names):
+    if doubled := first_duplicate(about.schema_arrow.names):
         fail(f"{path}: two columns are called {doubled}")
     groups = [about.metadata.row_group(i) for i in range(about.num_row_groups)]
-    texts, coded = [], set()
+    texts, delta_encoded = [], set()
     for group in groups:
         columns = [group.column(i) for i in range(group.num_columns)]
+        delta = [column for column in columns if "DELTA_BYTE_ARRAY" in column.encodings]
         texts.append([column for column in columns if "BYTE_ARRAY" in column.physical_type])
-        coded.update(column.path_in_schema for column in columns if "DELTA_BYTE_ARRAY" in column.encodings)
-    once = {column.path_in_schema for columns in texts for column in columns} - coded
-    table = ParquetFile(file, read_dictionary=[*once])
+        delta_encoded.update(column.path_in_schema for column in delta)
+    as_dictionary = {column.path_in_schema for columns in texts for column in columns} - delta_encoded
+    table = ParquetFile(file, read_dictionary=[*as_dictionary])
     for i, (group, columns) in enumerate(zip(groups, texts)):
-        for column in columns:                                 # a cell may be as long as its column
-            afford(f"{path}: column {column.path_in_schema}", 4 * column.total_uncompressed_size)
+        for column in columns:                                 # one cell may be as large as its column
+            check_memory(f"{path}: column {column.path_in_schema}", 4 * column.total_uncompressed_size)
         size = sum(column.total_uncompressed_size for column in columns) // max(1, group.num_rows)
-        most = 256 if coded else BATCH                         # rows: pyarrow unpacks coded ones
-        yield from table.iter_batches(max(1, min(most, BYTES // max(1, size))), row_groups=[i])
+        # delta-encoded texts are decompressed in full, so that a batch of them may need much memory
+        most = 256 if delta_encoded else MAX_BATCH_ROWS
+        yield from table.iter_batches(max(1, min(most, MAX_BATCH_BYTES // max(1, size))), row_groups=[i])
 
 
 def cells_of(column, path, name, done):
-    """Yields the cells of a pyarrow Array, the column of this name behind so many rows, as plain Python."""
+    """Yield the cells of a column in a batch as Python values.
+
+    column   pyarrow Array
+    done     number of rows before this batch, for messages
+    """
     size = None
     if hasattr(column, "dictionary"):
         import pyarrow.compute as pc
         size = pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
-    if size is not None and size <= LONGEST:                   # in all cells together
+    if size is not None and size <= MAX_TEXT_BYTES:            # all cells together: none can be too long
         yield from column.dictionary_decode().to_pylist()
     else:
         for number, scalar in enumerate(column, done + 1):
             yield unpack(scalar, f"{path} row {number}: column {name}")
 
 
-def unpack(scalar, place):
-    """The cell of a pyarrow Scalar as plain Python; a text or a list of over LONGEST bytes is a Fault."""
+def unpack(scalar, location):
+    """Return a pyarrow Scalar as a Python value. Fail if a text or a list is over MAX_TEXT_BYTES long."""
     is_list = type(scalar).__name__.endswith("ListScalar") and scalar.is_valid
     found, size = [], 0
     for part in scalar.values if is_list else [scalar]:
-        if hasattr(part, "dictionary") and part.is_valid:      # where pyarrow has each different text once
+        if hasattr(part, "dictionary") and part.is_valid:      # a column that was read as a dictionary
             size += part.dictionary.slice(part.index.as_py(), 1).nbytes
         elif hasattr(part, "as_buffer") and part.is_valid:
             size += part.as_buffer().size
-        if size > LONGEST:                                     # before it is copied
-            fail(f"{place}: over {LONGEST >> 20} MB; shorten the cell, or delete the row")
+        if size > MAX_TEXT_BYTES:                              # before as_py copies it
+            fail(f"{location}: over {MAX_TEXT_BYTES >> 20} MB; shorten the cell, or delete the row")
         found.append(part.as_py())
     return found if is_list else found[0]

@@ -1,4 +1,4 @@
-"""python -m kernels.training.plot: draws the metrics of runs; extras/plot.py has the code."""
+"""python -m kernels.training.plot: plot the metrics of runs. The code is in extras/plot.py."""
 from .extras.plot import main
 
 if __name__ == "__main__":

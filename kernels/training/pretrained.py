@@ -1,5 +1,8 @@
-"""Model folders and hub names, opened with care: no code that lies in one is run, no size that its config
-claims is believed before it was compared with its weight files, and every fault is one line."""
+"""Open pretrained models, from folders or hub names, without trusting them.
+
+Code in a model folder is never run. The sizes in its config are compared with its weight files before memory
+is allocated. Every error is one line.
+"""
 import contextlib
 import math
 import re
@@ -12,45 +15,50 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers import dynamic_module_utils as remote_code
 from transformers.utils import cached_file
 
-from .cli import Fault, afford, fail, is_out_of_memory, say
-from .files import read_settings
+from .cli import UserError, check_memory, fail, is_out_of_memory, log
+from .files import read_json_config
 from .output_dir import check_files
 
 
 @contextlib.contextmanager
-def blaming(named):
-    """Whatever a foreign or damaged model makes of the block becomes one line that begins with its name."""
+def one_line_errors(label):
+    """Context manager: turn any exception that a third-party or damaged model causes into a UserError.
+
+    label   name of the model, at the start of the message
+    """
     try:
         yield
-    except (Fault, KeyboardInterrupt, SystemExit):
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:                             # tokenizers' PanicException is no Exception
         text = str(error).strip()
-        if is_out_of_memory(error):                            # cli.as_fault says what to do
+        if is_out_of_memory(error):                            # cli.to_user_error handles it
             raise
         if "custom code" in text or "This code is timed out" in text:
-            fail(f"{named}: wants to run Python that lies in it, which is never done; "
-                 "wanted an architecture of transformers")
+            fail(f"{label}: needs to run its own Python code, which is never done; expected an architecture "
+                 "of the transformers library")
         if unknown := re.search(r"Unrecognized configuration class [\s\S]* kind of AutoModel: (\w+)", text):
-            fail(f"{named}: transformers has no {unknown[1]} of its kind; take another model")
-        fail(f"{named}: {type(error).__name__}: {' '.join(text.split())[:300]}")
+            fail(f"{label}: transformers has no {unknown[1]} for its model type; choose another model")
+        fail(f"{label}: {type(error).__name__}: {' '.join(text.split())[:300]}")
 
 
 def first_not_finite(model):
-    """The name of the first weight or statistic that holds NaN or infinity, or None."""
-    weights = model.state_dict()
-    return next((name for name, weight in weights.items() if not weight.isfinite().all()), None)
+    """Return the name of the first weight or buffer that contains NaN or infinity, or None."""
+    tensors = model.state_dict()
+    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
 
 
-def refuse_nan(named, model):
-    """Refuses a model with a weight that is not finite."""
+def refuse_nonfinite(label, model):
+    """Fail if a weight of the model is not finite."""
     if bad := first_not_finite(model):
-        fail(f"{named}: {bad} holds NaN or infinity; wanted a checkpoint of a training that went well")
+        fail(f"{label}: {bad} contains NaN or infinity; choose a checkpoint from before training diverged")
 
 
-def own_memory(model):
-    """Gives each weight memory of its own, as far as an optimizer needs it: tensors of a .bin may lie in each
-    other's, or have one number in many places."""
+def unshare_storage(model):
+    """Copy weights that share memory with others, or are not contiguous: optimizers update weights in place.
+
+    The tensors of a .bin file may be views of each other, or expanded.
+    """
     seen = set()
     for weight in model.parameters():
         memory = weight.untyped_storage()
@@ -61,54 +69,62 @@ def own_memory(model):
 
 # ── config.json ─────────────────────────────────────────────────────────────────────────────────────────────
 
-COUNTS = r"(^|_)(num|n|layers?|depths?|blocks?|groups?|experts?|labels)(_|$)"      # names of what is counted
-MOST = 10**6                                                   # of them
+# Settings in a config.json that are counts, by their names; and their largest value.
+COUNT_NAMES = r"(^|_)(num|n|layers?|depths?|blocks?|groups?|experts?|labels)(_|$)"
+MAX_COUNT = 10**6
 
 
-def read_config(named, name, subfolder="", more=(), otherwise=""):
-    """transformers' config of a folder or hub name, with `more` of its settings, and without those that name
-    code to run. otherwise: what else a message offers where there is no such name."""
+def read_config(label, name, subfolder="", overrides=(), hint=""):
+    """Return the transformers config of a folder or hub name, without settings that name code to run.
+
+    label      how messages name the model, such as "--model NAME"
+    subfolder  folder inside the model's folder that has config.json
+    overrides  settings that replace those of the config
+    hint       text that the message about an unknown name ends with, such as another way to get a model
+    """
     if local := Path(name).is_dir():
         if not Path(name, subfolder, "config.json").is_file():
-            fail(f"{named}: no config.json in this folder, so it is no transformers model")
-        check_files(name, named)
-        with blaming(named):
-            check_counts(named, read_settings(Path(name, subfolder, "config.json")))
+            fail(f"{label}: no config.json in this folder; expected a model of the transformers library")
+        check_files(name, label)
+        with one_line_errors(label):
+            check_counts(label, read_json_config(Path(name, subfolder, "config.json")))
     else:
-        say("hub", f"{name} is fetched, unless it is in the cache")
+        log("hub", f"{name} is downloaded, unless it is in the cache")
     try:
-        with no_code():
+        with forbid_remote_code():
             source = dict(subfolder=subfolder, trust_remote_code=False)
-            config = AutoConfig.from_pretrained(name, **source, **dict(more))
+            config = AutoConfig.from_pretrained(name, **source, **dict(overrides))
     except Exception as error:
-        if not local and "custom code" not in str(error):      # whatever the network makes of it
-            fail(f"{named}: no such folder, and the hub does not give it; name a local folder{otherwise}")
-        with blaming(named):
+        if not local and "custom code" not in str(error):      # the network fails in many ways
+            fail(f"{label}: no such folder, and the hub download failed; give a local folder{hint}")
+        with one_line_errors(label):
             raise
-    with blaming(named):
-        make_plain(config)
+    with one_line_errors(label):
+        sanitise_config(config)
         if not all(isinstance(kind, str) for kind in config.architectures or []):
-            fail(f"{named}: architectures of its config.json are no names; wanted a list of texts, or none")
+            fail(f"{label}: architectures in its config.json must be a list of strings")
         std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))
         if not 0 <= std < 100:
-            fail(f"{named}: initializer_range of its config.json is {std}; wanted a deviation such as 0.02")
+            fail(f"{label}: initializer_range in its config.json is {std}; expected a number such as 0.02")
     return config
 
 
 @contextlib.contextmanager
-def no_code():
-    """Within, transformers never asks whether code of a model may be run, and never runs any. Most of its
-    functions take trust_remote_code=False, but models within models are made without it."""
-    seconds, remote_code.TIME_OUT_REMOTE_CODE = remote_code.TIME_OUT_REMOTE_CODE, 0        # to answer in
+def forbid_remote_code():
+    """Context manager: transformers neither runs code of a model nor asks the user whether it may.
+
+    Passing trust_remote_code=False is not enough: models inside models are built without this argument.
+    """
+    before = remote_code.TIME_OUT_REMOTE_CODE
+    remote_code.TIME_OUT_REMOTE_CODE = 0                       # seconds to wait for the user's answer
     try:
         yield
     finally:
-        remote_code.TIME_OUT_REMOTE_CODE = seconds
+        remote_code.TIME_OUT_REMOTE_CODE = before
 
 
-def make_plain(config):
-    """Takes out of a config, and the configs in it, what names code, what adds outputs, and what computes the
-    same outputs in another way."""
+def sanitise_config(config):
+    """Remove settings that name code, add outputs or choose implementations, in inner configs as well."""
     vars(config).pop("auto_map", None)
     for setting, plain in {"_attn_implementation": None, "_experts_implementation": None,
                            "output_attentions": False, "output_hidden_states": False,
@@ -118,52 +134,56 @@ def make_plain(config):
     for part in list(vars(config).values()):
         for inner in part if isinstance(part, (list, tuple)) else [part]:
             if isinstance(inner, PreTrainedConfig):
-                make_plain(inner)
+                sanitise_config(inner)
 
 
-def check_counts(named, settings):
-    """Refuses numbers of layers, labels and the like, in settings within settings too, that would take the
-    config itself minutes to make."""
+def check_counts(label, settings):
+    """Fail if a count in a config (layers, labels, ...), also in inner settings, exceeds MAX_COUNT.
+
+    transformers would take minutes to build such a config.
+    """
     for name, values in settings.items():
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, dict):
-                check_counts(named, value)
-            elif isinstance(value, (int, float)) and value > MOST and re.search(COUNTS, name):
-                fail(f"{named}: config.json has {name} {value}; wanted at most {MOST:,}")
+                check_counts(label, value)
+            elif isinstance(value, (int, float)) and value > MAX_COUNT and re.search(COUNT_NAMES, name):
+                fail(f"{label}: config.json has {name} {value}; expected at most {MAX_COUNT:,}")
 
 
-def check_size(named, config, build, folder):
-    """Refuses a config whose model is larger than the weight files beside it, or than the memory of this
-    machine. build() makes the model; it is made on the meta device, which holds shapes alone, and no further
-    than to where it is too large.
+def check_size(label, config, build, folder):
+    """Fail if a config describes a model that is larger than its weight files, or than this machine's memory.
 
-    folder   with the weight files; None: they are on the hub, whose sizes are not known yet
+    build    builds the model; called on the meta device, which allocates no memory, and stopped as soon as
+             the model is too large
+    folder   folder with the weight files; None: they are on the hub, and their sizes are not known yet
     """
     files = [path.stat().st_size for path in folder.iterdir()
              if path.suffix in (".safetensors", ".bin")] if folder else []
-    # of half-precision weights, one tied to another counts twice; a head may be new
-    most = 2 * sum(files) + 2**22 if folder else math.inf
-    parts_most = 20_000 + sum(files) // 1000 if folder else MOST
+    # a half-precision weight has 2 bytes; tied weights are stored once but counted twice; a head may be new
+    max_weights = 2 * sum(files) + 2**22 if folder else math.inf
+    max_parts = 20_000 + sum(files) // 1000 if folder else MAX_COUNT
     found = Counter()
 
     def count(_, __, part):
-        """Called by PyTorch for each parameter, buffer and module that joins another."""
+        """PyTorch calls this for each parameter, buffer and module that is added to a module."""
         found["parts"] += 1
         kind = "weights" if isinstance(part, torch.nn.Parameter) else "buffers"
         found[kind] += part.numel() if isinstance(part, torch.Tensor) else 0
-        if found["parts"] > parts_most or found["weights"] > most:
+        if found["parts"] > max_parts or found["weights"] > max_weights:
             size = f"{found['weights']:,} weights in {found['parts']:,} parts"
-            fail(f"{named}: its config.json describes a model of more than {size}, its weight files have "
-                 f"{sum(files):,} bytes; wanted the config.json of these weights" if folder else
-                 f"{named}: its config.json describes a model of more than {size}")
-        afford(f"{named}: its config.json with {found['weights']:,} weights",
-               4 * found["weights"] + found["buffers"])
+            message = f"{label}: its config.json describes a model of more than {size}"
+            if folder:
+                message += (f", but its weight files have {sum(files):,} bytes; expected the config.json of "
+                            "these weights")
+            fail(message)
+        check_memory(f"{label}: its config.json with {found['weights']:,} weights",
+                     4 * found["weights"] + found["buffers"])
 
     hooks = [register(count) for register in (registration.register_module_parameter_registration_hook,
                                               registration.register_module_buffer_registration_hook,
                                               registration.register_module_module_registration_hook)]
     try:
-        with torch.device("meta"), no_code():
+        with torch.device("meta"), forbid_remote_code():
             build()
     finally:
         for hook in hooks:
@@ -174,9 +194,10 @@ def check_size(named, config, build, folder):
 
 
 def find_file(name, file):
-    """Path of a file in a folder or of a hub name; None: there is none."""
+    """Return the path of a file in a model folder or of a hub name, or None if the model has no such file."""
     if Path(name).is_dir():
-        return path if (path := Path(name, file)).is_file() else None
+        path = Path(name, file)
+        return path if path.is_file() else None
     try:
         return Path(cached_file(name, file))
     except OSError:
@@ -184,6 +205,6 @@ def find_file(name, file):
 
 
 def read_json(name, file):
-    """The settings in a .json file of a folder or hub name; {} if there is no such file."""
+    """Return the content of a .json file of a model folder or hub name, or {} if there is no such file."""
     path = find_file(name, file)
-    return read_settings(path) if path else {}
+    return read_json_config(path) if path else {}

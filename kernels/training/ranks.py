@@ -1,11 +1,11 @@
-"""The processes of a run: what torchrun's environment variables say of them, and how they meet.
+"""The processes (ranks) of a run: torchrun's environment variables, and joining the process group.
 
-    RANK, WORLD_SIZE             which of how many processes this is; without both it is alone
-    LOCAL_RANK                   its GPU
-    LOCAL_WORLD_SIZE             how many of them this machine has
-    MASTER_ADDR, MASTER_PORT     where they meet; one that is alone wants none
+    RANK, WORLD_SIZE             index of this process, and number of all processes; without both: one process
+    LOCAL_RANK                   GPU of this process
+    LOCAL_WORLD_SIZE             number of processes on this machine
+    MASTER_ADDR, MASTER_PORT     where the processes connect; a single process does not need them
 
-Without torch, until they meet: cli.py answers wrong variables before the seconds that it takes to load.
+torch is imported inside functions only, so that cli.py reports wrong variables before that slow import.
 """
 import datetime
 import os
@@ -14,114 +14,118 @@ import socket
 import threading
 import time
 
-LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
-QUIET, PATIENCE = 10, 300                                      # seconds of waiting: without a word, at most
-COLLECTIVE = datetime.timedelta(minutes=30)                    # how long one may take
+ENV_MINIMUM = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+QUIET_SECONDS = 10                                             # of waiting before a message
+RENDEZVOUS_TIMEOUT = 300                                       # seconds of waiting before an error
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)            # longest all_reduce
 
-meeting = None                                                 # the thread that meets the others
+joining_thread = None                                          # connects to the other processes
 
 
-def problem():
-    """Return one line about a variable that cannot be, or None."""
+def env_error():
+    """Return an error message if torchrun's environment variables are invalid, else None."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if name in os.environ and number(name) is None:
-            return (f"{name} is {os.environ[name]!r}; wanted a whole number from {LEAST[name]} on: start "
-                    "with torchrun, which sets it, or unset it")
+        if name in os.environ and int_env(name) is None:
+            return (f"{name} is {os.environ[name]!r}; expected a whole number, at least {ENV_MINIMUM[name]}; "
+                    f"start with torchrun, which sets {name}, or unset it")
     for one, other in ("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"):
-        if one in os.environ and other not in os.environ and (one == "RANK" or world() > 1):
-            return f"{one} is set and {other} is not: start with torchrun, which sets both, or unset {one}"
-    if rank() >= world():
-        return f"RANK is {rank()} of WORLD_SIZE {world()}; wanted at most {world() - 1}: ranks count from 0"
-    if world() > 1:
+        if one in os.environ and other not in os.environ and (one == "RANK" or world_size() > 1):
+            return f"{one} is set and {other} is not; start with torchrun, which sets both, or unset {one}"
+    if rank() >= world_size():
+        return (f"RANK is {rank()} and WORLD_SIZE is {world_size()}; expected a RANK from 0 to "
+                f"{world_size() - 1}")
+    if world_size() > 1:
         if not os.environ.get("MASTER_ADDR"):
-            return no_place("MASTER_ADDR", "the machine of rank 0")
-        if not 0 < (number("MASTER_PORT") or 0) < 2**16:
-            return no_place("MASTER_PORT", "a free port of that machine, from 1 to 65535")
+            return rendezvous_error("MASTER_ADDR", "the address of the machine of rank 0")
+        if not 0 < (int_env("MASTER_PORT") or 0) < 2**16:
+            return rendezvous_error("MASTER_PORT", "a free port of the machine of rank 0, from 1 to 65535")
     return None
 
 
-def no_place(name, wanted):
-    """A line about a variable that does not say where processes meet."""
+def rendezvous_error(name, expected):
+    """Return an error message for a missing or invalid MASTER_ADDR or MASTER_PORT."""
     found = f"is {os.environ[name]!r}" if name in os.environ else "is not set"
-    return (f"{name} {found}; wanted {wanted}, where {world()} processes (WORLD_SIZE) meet: start with "
-            "torchrun, which sets it, or unset WORLD_SIZE and RANK for one process")
+    return (f"{name} {found}; expected {expected}, where {world_size()} processes (WORLD_SIZE) connect; "
+            f"start with torchrun, which sets {name}, or unset WORLD_SIZE and RANK to run one process")
 
 
-def number(name, usual=None):
-    """What a variable of LEAST says, or `usual` where it says nothing, or what cannot be."""
+def int_env(name, default=None):
+    """Return a variable of ENV_MINIMUM as an integer, or `default` if it is unset or invalid."""
     text = os.environ.get(name, "")
-    return int(text) if re.fullmatch("[0-9]{1,18}", text) and int(text) >= LEAST[name] else usual
+    if re.fullmatch("[0-9]{1,18}", text) and int(text) >= ENV_MINIMUM[name]:
+        return int(text)
+    return default
 
 
 def rank():
-    """The number of this process, from 0."""
-    return number("RANK", 0)
+    """Return the number of this process, from 0."""
+    return int_env("RANK", 0)
 
 
-def world():
-    """How many processes the run has."""
-    return number("WORLD_SIZE", 1)
+def world_size():
+    """Return the number of processes of the run."""
+    return int_env("WORLD_SIZE", 1)
 
 
 def is_first_rank():
-    """Whether this process is the one that speaks: also one whose RANK is wrong, which has to be told."""
+    """Return whether this process prints messages: on rank 0, or if its RANK is invalid, to report that."""
     return rank() == 0
 
 
-def own_device():
-    """The torch.device of this process; where a variable chose its GPU, that becomes the current one."""
+def local_device():
+    """Return the torch.device of this process. Under torchrun its GPU becomes the current one."""
     import torch
 
-    from .cli import fail  # which imports this module
+    from .cli import fail  # not at the top, because cli imports this module
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    own, there = number("LOCAL_RANK", 0), torch.cuda.device_count()
-    if own >= there:
-        fail(f"LOCAL_RANK is {own}, and this machine has {there} GPUs; wanted at most {there - 1}: start as "
-             f"many processes as GPUs, torchrun --nproc-per-node {there}", every_rank=True)
-    device = torch.device(f"cuda:{own}")
+    index, count = int_env("LOCAL_RANK", 0), torch.cuda.device_count()
+    if index >= count:
+        fail(f"LOCAL_RANK is {index}, but this machine has {count} GPUs; expected at most {count - 1}; start "
+             f"one process per GPU: torchrun --nproc-per-node {count}", every_rank=True)
+    device = torch.device(f"cuda:{index}")
     if {"RANK", "LOCAL_RANK"} & os.environ.keys():
         torch.cuda.set_device(device)
     return device
 
 
-def join(device):
-    """Meets the other processes of the run, if there are any; torch.distributed is ready then.
+def join_group(device):
+    """Initialise torch.distributed with the other processes of the run, if there are any.
 
-    What waits there is C++, in which Python hears no signal: so a thread waits, and this one looks after it.
+    Connecting waits in C++, where Python handles no signals: a second thread connects, this one waits for it.
     """
-    global meeting
+    global joining_thread
     import torch.distributed as dist
 
-    from .cli import fail, show  # which imports this module
+    from .cli import fail, log_on_any_rank  # not at the top, because cli imports this module
 
-    if world() == 1:
+    if world_size() == 1:
         return
-    if dist.is_initialized():                                  # a second run of these processes
+    if dist.is_initialized():                                  # the second run of these processes
         dist.barrier()
         return
-    failed, began, told = [], time.monotonic(), False
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    alone = "TORCHELASTIC_RUN_ID" not in os.environ            # nobody sees to it that the others live
-    meeting = threading.Thread(target=meet, args=(device, failed), daemon=True)
-    meeting.start()
-    while meeting.is_alive():
-        meeting.join(0.2)
+    errors, began, has_logged = [], time.monotonic(), False
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    no_torchrun = "TORCHELASTIC_RUN_ID" not in os.environ      # which would notice that a process died
+    joining_thread = threading.Thread(target=init_group, args=(device, errors), daemon=True)
+    joining_thread.start()
+    while joining_thread.is_alive():
+        joining_thread.join(0.2)
         waited = time.monotonic() - began
-        if waited > QUIET and not told and (alone or is_first_rank()):
-            show("waiting", f"for the others of {world()} processes (WORLD_SIZE) at {place}")
-            told = True
-        if waited > PATIENCE and alone:
-            fail(f"not all of {world()} processes (WORLD_SIZE) came to {place} (MASTER_ADDR, MASTER_PORT) in "
-                 f"{PATIENCE // 60} minutes; start them with torchrun, or unset WORLD_SIZE and RANK for one "
-                 "process", every_rank=True)
-    if failed:
-        fail(failed[0], every_rank=True)
+        if waited > QUIET_SECONDS and not has_logged and (no_torchrun or is_first_rank()):
+            log_on_any_rank("waiting", f"until {world_size()} processes (WORLD_SIZE) connect to {address}")
+            has_logged = True
+        if waited > RENDEZVOUS_TIMEOUT and no_torchrun:
+            fail(f"not all {world_size()} processes (WORLD_SIZE) connected to {address} (MASTER_ADDR, "
+                 f"MASTER_PORT) within {RENDEZVOUS_TIMEOUT // 60} minutes; start them with torchrun, or "
+                 "unset WORLD_SIZE and RANK to run one process", every_rank=True)
+    if errors:
+        fail(errors[0], every_rank=True)
 
 
-def meet(device, failed):
-    """Joins the group; what hinders it is a line in `failed`."""
+def init_group(device, errors):
+    """Initialise the process group (body of the thread); append a message to `errors` if that fails."""
     import torch
     import torch.distributed as dist
 
@@ -129,19 +133,19 @@ def meet(device, failed):
     try:
         socket.getaddrinfo(host, port)
         if device.type == "cuda":
-            torch.cuda.set_device(device)                      # each thread has its own
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE)
+            torch.cuda.set_device(device)                      # the current GPU is a setting of each thread
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     except (socket.gaierror, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "no name of a host"
-        failed.append(f"MASTER_ADDR is {host!r}: {why}; wanted the name or address of the machine of rank 0")
+        reason = getattr(error, "strerror", None) or "not a host name"
+        errors.append(f"MASTER_ADDR is {host!r}: {reason}; expected the address of the machine of rank 0")
     except Exception as error:
-        text = f"MASTER_PORT is {port}: another process has this port; name a free one"
+        message = f"MASTER_PORT is {port}: another process uses this port; choose a free one"
         if "EADDRINUSE" not in str(error):
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            text = f"{world()} processes (WORLD_SIZE) cannot meet at {host}:{port} ({reason})"
-        failed.append(text)
+            message = f"{world_size()} processes (WORLD_SIZE) cannot connect to {host}:{port} ({reason})"
+        errors.append(message)
 
 
-def waits():
-    """Whether the thread that meets the others is still at it: it would hang an ordinary exit."""
-    return meeting is not None and meeting.is_alive()
+def is_joining():
+    """Return whether the joining thread still runs: it would block a normal exit."""
+    return joining_thread is not None and joining_thread.is_alive()

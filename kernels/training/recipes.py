@@ -1,28 +1,32 @@
-"""Recipes: flags that belong together, under one name."""
+"""Recipes: named presets of several flags."""
 from typing import NamedTuple
 
-from .cli import say
+from .cli import log
 
 
 class Recipe(NamedTuple):
-    """source: what the flags, {name: value}, are known from."""
+    """Preset values of flags.
+
+    source   the paper or released code that the values come from
+    flags    {name of a flag: value}
+    """
     source: str
     flags: dict
 
 
-def say_recipe(args, recipes):
-    """Prints the flags of args.recipe with their values in this run, and which of them the user changed."""
+def log_recipe(args, recipes):
+    """Print the flags of args.recipe with their values in this run, and which of them the user changed."""
     if not args.recipe:
         return
     source, flags = recipes[args.recipe]
     words = []
     for name, value in flags.items():
-        found = getattr(args, name)
-        changed = "" if found == value else f" (not {text_of(value)})"
-        words.append(f"--{name.replace('_', '-')} {text_of(found)}{changed}")
-    say("recipe", f"{args.recipe}, {source}: {', '.join(words)}")
+        actual = getattr(args, name)
+        changed = "" if actual == value else f" (not {format_value(value)})"
+        words.append(f"--{name.replace('_', '-')} {format_value(actual)}{changed}")
+    log("recipe", f"{args.recipe}, {source}: {', '.join(words)}")
 
 
-def text_of(value):
-    """A flag's value as it is typed."""
+def format_value(value):
+    """Return a flag's value as it is typed in a shell."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

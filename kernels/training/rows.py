@@ -1,70 +1,71 @@
-"""Rows of each kind of data file: READERS has a function for each, which yields (place, row).
+"""Read the rows of data files. READERS has a function per file format, which yields (location, row).
 
-place   what messages call the row: "line 7", "item 7", "row 7"
-row     a list of cells, a dict of cells by column, another JSON value; or a ValueError: why it cannot be read
+location   name of the row in messages: "line 7", "item 7" or "row 7"
+row        a list of cells, a dict {column: cell}, another JSON value; or a ValueError with the reason why the
+           row cannot be read
 """
 import csv
 import functools
 import json
 
-from .columns import twice
-from .files import LONGEST, read_lines, read_whole
+from .columns import first_duplicate
+from .files import MAX_TEXT_BYTES, read_lines, read_whole
 from .parquet import read_parquet
 
-csv.field_size_limit(LONGEST)                                  # its own, 131,072, is a long article's
+csv.field_size_limit(MAX_TEXT_BYTES)                           # Python's limit is 131,072 characters
 
 
 def read_txt(path):
-    """A text a line."""
+    """Yield one text per line."""
     for number, line in enumerate(read_lines(path), 1):
         yield f"line {number}", [line.rstrip("\r\n")]
 
 
-def read_csv(path, **rules):
-    """Cells between commas, or as the rules of csv.reader say."""
-    reader, line = csv.reader(read_lines(path), **rules), 1
+def read_csv(path, **options):
+    """Yield the cells of comma-separated rows. options: arguments of csv.reader."""
+    reader, line = csv.reader(read_lines(path), **options), 1
     try:
         for cells in reader:
             yield f"line {line}", cells
-            line = reader.line_num + 1                         # a quoted cell may hold newlines
+            line = reader.line_num + 1                         # a quoted cell may contain newlines
     except csv.Error as error:
-        fault = f'{error}; close every ", and write "" for one inside a cell'
+        message = f'{error}; close every ", and write "" for a " inside a cell'
         if "new-line" in str(error):
-            fault = "a carriage return in a cell without quotes; delete it"
-        yield f"line {line}", ValueError(fault)
+            message = "a carriage return in a cell without quotes; delete it"
+        yield f"line {line}", ValueError(message)
 
 
 def read_jsonl(path):
-    """A JSON value a line."""
+    """Yield one JSON value per line."""
     for number, line in enumerate(read_lines(path), 1):
-        yield f"line {number}", parse(line)
+        yield f"line {number}", parse_json(line)
 
 
 def read_json(path):
-    """One JSON list of rows."""
-    whole = parse(read_whole(path))
-    if isinstance(whole, list):
-        yield from ((f"item {number}", row) for number, row in enumerate(whole, 1))
+    """Yield the items of one JSON list."""
+    content = parse_json(read_whole(path))
+    if isinstance(content, list):
+        yield from ((f"item {number}", row) for number, row in enumerate(content, 1))
     else:
-        what, line = "not JSON: no list", 1
-        if isinstance(whole, ValueError):
-            what, line = whole.args
-        yield f"line {line}", ValueError(f"{what}; a row a line is .jsonl")
+        message, line = "expected a JSON list of rows", 1
+        if isinstance(content, ValueError):
+            message, line = content.args
+        yield f"line {line}", ValueError(f"{message}; for one row per line, name the file .jsonl")
 
 
-def parse(text):
-    """What the JSON says; or ValueError(why it is none, in which line)."""
+def parse_json(text):
+    """Return the JSON value, or ValueError(message, line number) if the text is not valid JSON."""
     try:
-        return json.loads(text, object_pairs_hook=as_row)
+        return json.loads(text, object_pairs_hook=to_dict)
     except (ValueError, RecursionError) as error:
         return ValueError(f"not JSON: {getattr(error, 'msg', error)}", getattr(error, "lineno", 1))
 
 
-def as_row(pairs):
-    """The dict of a JSON object; a ValueError where a name has a second value, which would be lost."""
+def to_dict(pairs):
+    """Return the dict of a JSON object, or a ValueError (as parse_json) if a name occurs twice in it."""
     row = dict(pairs)
-    doubled = twice(name for name, _ in pairs)
-    return ValueError(f"not JSON: {doubled} stands twice in a row") if doubled else row
+    doubled = first_duplicate(name for name, _ in pairs)
+    return ValueError(f"the name {doubled} occurs twice in this row", 1) if doubled else row
 
 
 READERS = {".txt": read_txt, ".csv": functools.partial(read_csv, strict=True),

@@ -1,16 +1,17 @@
-"""A run: ranks, --out, progress, resume, signals, metrics.
+"""A training run: ranks, --out, progress, resume, signals, metrics.
 
-    run = Run(args, __file__)                        rank, world, device; an --out that cannot be is refused
-    run.begin(model, optimizer, total)               a new folder, or --resume
+    run = Run(args, __file__)                            check --out, set up rank, world_size, device
+    run.begin(model, optimizer, total)                   start a new folder, or continue with --resume
     for step, rows in run.steps(total, len(data)):
-        ...                                          forward, backward, sum_gradients, clip, optimizer.step()
-        run.note(values)                             the numbers of the step
-        if run.due and run.keeps(scores): ...        evaluate, and save the model
-    run.done(text)
+        ...                                              forward, backward, all_reduce_gradients, clip, step
+        run.log_metrics(values)                          the numbers of this step, "loss" among them
+        if run.eval_due and run.should_save(scores):     after an evaluation
+            ...                                          save the model
+    run.finish(text)
 
-A rank's loss is its part of the global loss, so that the gradient, and every number that is noted, is a sum
-over ranks. Ranks evaluate alike; the first one writes and speaks. torchrun starts them; without it nothing
-distributed happens.
+Each rank computes its share of the global loss, so that gradients and logged numbers are sums over ranks. All
+ranks evaluate; only rank 0 prints and writes files. Without torchrun there is one process and no
+torch.distributed.
 """
 import itertools
 import json
@@ -26,268 +27,303 @@ import transformers
 from kernels import choose_impl, similarity_lse
 
 from . import output_dir, ranks, state
-from .cli import STOPPED, Fault, clear_bar, fail, handle_signals, has_checkpoint, put, say, written
-from .files import stamp
+from .cli import (
+    EXIT_STOPPED,
+    UserError,
+    clear_bar,
+    fail,
+    handle_signals,
+    log,
+    set_checkpoint_note,
+    write,
+    write_from_handler,
+    writing,
+)
+from .files import file_signature
 from .loop import batches
 from .pretrained import first_not_finite
 from .progress import Clock, peak_gb, step_line
 from .trackers import open_tracker
 
+# Run.signals, the list of received signals, is set to this after the last step: then a signal ends the run.
+AFTER_LAST_STEP = [None]
+
 
 class Run:
-    """One training of one script. What is public: rank, world, device, out, script, bf16, step, due,
-    progress.
+    """One training run of a script.
 
-    device     where the models of this rank live
-    out        Path of --out
-    bf16       whether encoders run under autocast to bfloat16, and losses multiply unit rows in float16
-    step       the step at work, from 1; before the first the one that --resume goes on from, else 0
-    due        whether an evaluation is due at this step
-    progress   what state.pt keeps beside weights and optimizer; a script may put more into it
-    known      {flag: checksum} of inputs that a script has read whole; others are read for it by begin
-    clock      times training and evaluations; a script may say how long other work to come will take
+    rank, world_size   index of this process, and number of processes
+    device             torch.device of this rank's models
+    out                Path of --out
+    bf16               whether encoders run under bfloat16 autocast, and losses multiply unit rows in float16
+    impl               --impl, the implementation of the loss
+    step               current step, counted from 1; before the loop: 0, or the last step of the resumed run
+    eval_due           whether to evaluate at this step
+    extra_state        dict saved in state.pt in addition to weights and optimizer; scripts may add entries
+    known_checksums    {flag: checksum} of inputs that the script has read in full; begin computes the others
+    clock              progress.Clock, which times training and evaluations
     """
 
     def __init__(self, args, script):
         self.args, self.script, self.out = args, Path(script), Path(args.out)
-        self.rank, self.world, self.device = ranks.rank(), ranks.world(), ranks.own_device()
+        self.rank, self.world_size, self.device = ranks.rank(), ranks.world_size(), ranks.local_device()
         gpu = self.device.type == "cuda"
         args.precision = args.precision or ("bf16" if gpu else "fp32")
-        self.bf16, self.step, self.due = args.precision == "bf16", 0, False
+        self.bf16, self.step, self.eval_due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
-        self.known = {}
-        self.progress = {"step": 0, "before": None, "saved": None}
+        self.known_checksums = {}
+        self.extra_state = {"step": 0, "before": None, "saved": None}
         self.clock, self.tracker = Clock(), open_tracker(args)
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         if not args.evaluate:
-            self.prepare(args)
-        if gpu and self.bf16:  # tensor cores also for what autocast leaves in float32
+            self.set_up_training(args)
+        if gpu and self.bf16:                                  # TF32 for what autocast leaves in float32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
-        try:                                                   # before anything is read or written
+        try:                                                   # an --impl that cannot run here fails at once
             similarity_lse(torch.zeros(1, 16, device=self.device), impl=self.impl)
         except ValueError as error:
             fail(f"--{error}")
 
-    def prepare(self, args):
-        """What training wants and --evaluate does not: an --out that can be, and the other ranks."""
-        self.was = stamp(str(args.data))
-        if args.batch_size < self.world:
-            fail(f"--batch-size {args.batch_size} is less than a row for each of {self.world} processes")
+    def set_up_training(self, args):
+        """Do what --evaluate does not need: check --out and connect to the other ranks."""
+        self.data_signature = file_signature(str(args.data))
+        if args.batch_size < self.world_size:
+            fail(f"--batch-size {args.batch_size}: expected at least {self.world_size}, one row per process")
         output_dir.check_out(self.out, args.resume, args.data)
-        ranks.join(self.device)
+        ranks.join_group(self.device)
 
     def begin(self, model, optimizer, total, warmup=0):
-        """Starts a folder with the flags and the code that runs, or continues the run that is there.
+        """Start a run in --out, with a copy of its flags and code, or continue the run that is in --out.
 
-        total, warmup   steps of the run, and how many of them the learning rate rises for
+        total    number of training steps
+        warmup   number of steps of learning-rate warm-up
         """
         self.model, self.optimizer, self.total, args = model, optimizer, total, self.args
-        if os.path.isfile(str(args.data)) and stamp(str(args.data)) != self.was:
-            fail(f"{args.data}: changed while it was read; leave it as it is, and start again")
-        self.inputs = output_dir.fingerprints(args, self.known)
+        if os.path.isfile(str(args.data)) and file_signature(str(args.data)) != self.data_signature:
+            fail(f"{args.data}: changed while it was read; start again, and do not change it during the run")
+        self.inputs = output_dir.fingerprints(args, self.known_checksums)
         kernels = ""
-        if hasattr(args, "impl"):                              # not every loss compares rows with each other
+        if hasattr(args, "impl"):                              # scripts without kernels have no --impl
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
-        say("run", f"seed {args.seed}, {self.world} × {self.device.type}, {args.precision}, "
+        log("run", f"seed {args.seed}, {self.world_size} × {self.device.type}, {args.precision}, "
                    f"{kernels}{total:,} steps of {args.batch_size}, writing {args.out}")
         if warmup >= total:
-            say("note", f"the learning rate rises for {warmup:,} steps, but the run has {total:,}: it never "
-                        "reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
-        torch.manual_seed(args.seed + self.rank)  # ranks have equal weights and different dropout
+            log("note", f"the warm-up has {warmup:,} steps, but the run has only {total:,}: the learning "
+                        "rate never reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
+        torch.manual_seed(args.seed + self.rank)               # dropout differs between ranks, weights do not
         with output_dir.locked(self.out, args.resume, self.rank) as self.lock:
             rows = self.load_state() if args.resume and output_dir.has_run(self.out) else []
         if args.resume and not self.step:
-            say("resume", f"no checkpoint in {args.out} yet: from the beginning")
+            log("resume", f"no checkpoint in {args.out} yet: starting from the beginning")
         if self.rank == 0:
-            output_dir.write_whole(self.out / "metrics.jsonl", "".join(rows))
+            output_dir.write_atomically(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
                 output_dir.write_code(self.out, self.script, self.flags())
             if self.tracker:
-                self.tracker.begin(self.out, self.flags(), self.progress)
+                self.tracker.begin(self.out, self.flags(), self.extra_state)
 
     def flags(self):
-        """What --resume wants to be as it was, and the command, from which --resume takes flags."""
-        free = "resume", "out", "keep_state", "workers", "log"
-        kept = {name: value for name, value in vars(self.args).items() if name not in free}
-        return kept | dict(data=str(self.args.data), world=self.world, inputs=self.inputs)
+        """Return the dict saved in args.json.
 
-    def steps(self, total, rows=None, least=None):
-        """Yields (step, row numbers of the global batch) for each step that is left; between two of them it
-        writes metrics and state, and stops where it was asked to.
+        It has the flags and input checksums, which must not change on --resume, and the command line, from
+        which --resume takes the flags that are not given.
+        """
+        may_change = "resume", "out", "keep_state", "workers", "log"
+        fixed = {name: value for name, value in vars(self.args).items() if name not in may_change}
+        return fixed | dict(data=str(self.args.data), world=self.world_size, inputs=self.inputs)
 
-        rows    how many there are to draw from, or their numbers; None: the script draws its own
-        least   an epoch's last batch is left out where it has fewer rows; default one for each rank
+    def steps(self, total, rows=None, min_rows=None):
+        """Yield (step, row indices of the global batch) for each remaining step.
+
+        After each step, write metrics and state if they are due, and stop if a signal came.
+
+        rows       number of rows to sample from, or their indices; None: the script has its own order
+        min_rows   skip an epoch's last batch if it has fewer rows; default one row per rank
         """
         args = self.args
-        self.order = lambda step: itertools.repeat(None)
-        if rows is not None:
-            self.order = lambda step: batches(rows, args.batch_size, args.seed, step, least or self.world)
-        self.signals = []
-        handle_signals(self.hear)
+
+        def order(step):
+            if rows is None:
+                return itertools.repeat(None)
+            return batches(rows, args.batch_size, args.seed, step, min_rows or self.world_size)
+
+        self.order, self.signals = order, []
+        handle_signals(self.on_signal)
         self.clock.start(self.step)
-        self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)  # the step of such a loss
+        # the first step whose loss is not finite, or 0; on the device, to avoid a sync in each step
+        self.first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
-            self.step, self.values, self.shown = step, None, ""
-            self.due = step % args.eval_every == 0 or step == total
+            self.step, self.values, self.shown_score = step, None, ""
+            self.eval_due = step % args.eval_every == 0 or step == total
             yield step, batch
-            if self.due and self.values:
-                self.clock.evaluated(self.clock.seconds() - self.noted)
+            if self.eval_due and self.values:
+                self.clock.evaluated(self.clock.seconds() - self.logged_at)
             stop = self.asked_to_stop()
-            if self.values and (self.due or stop or step % (1 + total // 40) == 0):
-                if not self.due:                               # else note has looked
-                    self.refuse_nan()
+            if self.values and (self.eval_due or stop or step % (1 + total // 40) == 0):
+                if not self.eval_due:                          # else log_metrics has checked it
+                    self.check_finite()
                 self.report()
-            if self.due or stop:
-                self.progress["step"], began = step, self.clock.seconds()
-                with written(self.out / "state.pt"):
+            if self.eval_due or stop:
+                self.extra_state["step"], began = step, self.clock.seconds()
+                with writing(self.out / "state.pt"):
                     self.save_state()
                 self.clock.evaluated(self.clock.seconds() - began, count=0)
             if stop:
                 kept = "saved; --resume continues" if args.keep_state != "never" else "--keep-state never"
-                say("stopped", f"at step {step}, {kept}")
-                sys.exit(STOPPED)
-        heard, self.signals = self.signals, [None]             # what is still to come stops at once
-        if heard:
-            self.hear(heard[0], None)
+                log("stopped", f"at step {step}, {kept}")
+                sys.exit(EXIT_STOPPED)
+        received, self.signals = self.signals, AFTER_LAST_STEP
+        if received:
+            self.on_signal(received[0], None)
 
-    def note_before(self, scores):
-        """Take the scores before the first step: row 0 of metrics.jsonl."""
-        self.progress["before"] = scores
+    def log_initial_scores(self, scores):
+        """Record the scores before the first step: row 0 of metrics.jsonl."""
+        self.extra_state["before"] = scores
         if self.rank == 0:
             self.write_metrics({"step": 0, **{f"dev_{name}": value for name, value in scores.items()}})
 
-    def note(self, values, **more):
-        """Takes the numbers of this step, "loss" among them. Tensors are this rank's parts of sums over
-        ranks."""
+    def log_metrics(self, values, **more):
+        """Record the numbers of this step.
+
+        values   {name: number or tensor}, with "loss". A tensor is this rank's share, and the shares of all
+                 ranks are summed. A number is equal on all ranks
+        more     further values, such as lr=...
+        """
         self.values = values | more
         if torch.is_tensor(values["loss"]):
-            bad = (self.first_bad == 0) & ~values["loss"].isfinite()
-            self.first_bad = torch.where(bad, self.step, self.first_bad)
-        if self.due:
-            self.refuse_nan()
-        self.noted = self.clock.seconds()
+            is_first = (self.first_bad_step == 0) & ~values["loss"].isfinite()
+            self.first_bad_step = torch.where(is_first, self.step, self.first_bad_step)
+        if self.eval_due:
+            self.check_finite()
+        self.logged_at = self.clock.seconds()
 
-    def keeps(self, scores, by=None, shown=""):
-        """Takes the scores of an evaluation; returns whether to save the model: if scores[by] is the best so
-        far, and without `by` always, so that the last checkpoint is kept.
+    def should_save(self, scores, by=None, shown=""):
+        """Record the scores of an evaluation, and return whether to save the model now.
 
-        scores   {name: number}, which metrics.jsonl gets as dev_name
-        shown    the score that the progress line shows, as a text
+        scores    {name: number}, written to metrics.jsonl as dev_NAME
+        by        save if scores[by] is the best so far; None: always save, which keeps the last checkpoint
+        shown     text of the score in the progress line
         """
-        saved = self.progress["saved"]
+        saved = self.extra_state["saved"]
         better = not scores or by is None or saved is None or scores[by] > saved[by]
-        word, self.shown = "saved" if by is None else "best", shown
+        self.shown_score = shown
+        word = "saved" if by is None else "best"
         self.values |= {f"dev_{name}": value for name, value in scores.items()} | {word: better}
         if better:
-            self.progress["saved"] = {"step": self.step, **scores}
+            self.extra_state["saved"] = {"step": self.step, **scores}
         return better
 
-    def done(self, text):
-        """Ends a run: removes what only an unfinished one needs, and says how long it took."""
+    def finish(self, text):
+        """End the run: remove the files that only an unfinished run needs. Print `text`, such as the
+        final score, and how long the run took."""
         if self.rank == 0:
-            (self.out / output_dir.RUNNING).unlink(missing_ok=True)
+            (self.out / output_dir.LOCK_FILE).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
             (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(self.clock.seconds()), 60)
-        say("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
+        log("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
-    def hear(self, number, _):
-        """A signal waits for the end of a step; a second one, and one behind the last step, does not."""
-        text = b"stopping when this step is done and saved; once more, and at once\n"
-        if self.signals == [None]:
-            text = b"stopped  behind the last step; the checkpoint is whole\n"
+    def on_signal(self, number, _):
+        """Signal handler: the first signal stops the run after the current step; a second signal, or any
+        signal after the last step, ends the process at once."""
+        text = b"stopping after this step is saved; press Ctrl-C again to stop now\n"
+        if self.signals == AFTER_LAST_STEP:
+            text = b"stopped  after the last step; the checkpoint is complete\n"
         elif self.signals:
             text = b""
-        if self.rank == 0:                                     # print is not reentrant
-            os.write(1, b"\n" * sys.stdout.isatty() + text)
+        if self.rank == 0:
+            write_from_handler(text)
         if self.signals:
-            sys.exit(STOPPED)
+            sys.exit(EXIT_STOPPED)
         self.signals.append(number)
 
     def asked_to_stop(self):
-        """Whether a signal came on any rank; ranks agree every tenth step."""
-        if self.world == 1 or self.step % 10:
-            return bool(self.signals) and self.world == 1
+        """Return whether any rank received a signal. Several ranks exchange this at every tenth step only."""
+        if self.world_size == 1 or self.step % 10:
+            return bool(self.signals) and self.world_size == 1
         asked = torch.tensor(float(bool(self.signals)), device=self.device)
         dist.all_reduce(asked)
         return asked.item() > 0
 
-    def where(self, step):
-        """What a message calls the data of a step; a script with an order of its own replaces it."""
+    def describe_batch(self, step):
+        """Return how error messages name a step's batch. Scripts with their own order replace this method."""
         return f"rows {', '.join(str(row + 1) for row in next(self.order(step - 1))[:20])}, ..."
 
-    def refuse_nan(self):
-        """Ends the run if a loss was not finite, or a weight is not now: at which step, in which data, and
-        what is left."""
-        if self.world > 1:
-            dist.all_reduce(self.first_bad, dist.ReduceOp.MAX)
-        step, what = int(self.first_bad), "the loss is not finite"
+    def check_finite(self):
+        """Fail if a loss was NaN or infinite, or if a weight is. Name the step, its batch, the checkpoint."""
+        if self.world_size > 1:
+            dist.all_reduce(self.first_bad_step, dist.ReduceOp.MAX)
+        step, problem = int(self.first_bad_step), "the loss is not finite"
         if not step:
             name = first_not_finite(self.model)
-            what = name and f"{name} holds NaN or infinity"
-        if what:
-            left, saved = "there is no checkpoint", self.progress["step"]
+            problem = name and f"{name} contains NaN or infinity"
+        if problem:
+            checkpoint, saved = "there is no checkpoint", self.extra_state["step"]
             if saved and self.args.keep_state != "never":
-                left = f"the checkpoint of step {saved} in {self.args.out} is whole"
+                checkpoint = f"the checkpoint of step {saved} in {self.args.out} is complete"
             step = step or self.step
-            fail(f"step {step}: {what}; {self.where(step)} of --data; {left}; try a lower --lr")
+            batch = self.describe_batch(step)
+            fail(f"step {step}: {problem}; {batch} of --data; {checkpoint}; try a lower --lr")
 
     def report(self):
-        """A row of metrics.jsonl, and a bar on a terminal or a line in a log."""
+        """Write a row of metrics.jsonl, and print a progress bar on a terminal or a line in a log."""
         values, step, total = self.values, self.step, self.total
         for name in values:
             if torch.is_tensor(values[name]):
-                if self.world > 1:
+                if self.world_size > 1:
                     dist.all_reduce(values[name])
                 values[name] = values[name].item()
         if self.rank == 0:
             row = {"step": step, **values, "seconds": round(self.clock.seconds(), 3)}
             self.write_metrics(row)
-            line = step_line(self.clock, row, total, self.args, self.shown)
+            line = step_line(self.clock, row, total, self.args, self.shown_score)
             evaluated = {"best", "saved"} & values.keys()
-            put(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
+            write(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
 
     def write_metrics(self, row):
-        """Appends a row to metrics.jsonl and sends it to --log."""
+        """Append a row to metrics.jsonl and send it to the tracker of --log."""
         output_dir.check_lock(self.out, self.lock)
-        with written(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
+        with writing(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-            output_dir.sync(file)
+            output_dir.flush_to_disk(file)
         if self.tracker:
-            with written(self.out):
+            with writing(self.out):
                 self.tracker.log(row)
 
     def save_state(self):
-        """state.pt: see module state."""
-        cuda = self.device.type == "cuda"
-        self.random = [[torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None]] * self.world
-        if self.world > 1:
-            dist.all_gather_object(self.random, self.random[0])
+        """Write state.pt (see state.py), with the states of the random generators of all ranks."""
+        on_gpu = self.device.type == "cuda"
+        own = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None]
+        self.rng_states = [own] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(self.rng_states, own)
         if self.rank == 0 and self.args.keep_state != "never":
             output_dir.check_lock(self.out, self.lock)
             state.write_state(self.out / "state.pt", self)
-            has_checkpoint(True)
+            set_checkpoint_note(True)
 
     def load_state(self):
-        """Continues from state.pt, where it is there; other flags than it had are refused. Returns the rows
-        of metrics.jsonl up to its step."""
-        there, rows = (self.out / "state.pt").is_file(), []
+        """Load state.pt if it exists, and return the rows of metrics.jsonl up to its step.
+
+        Fails if a flag or an input differs from that of the saved run.
+        """
+        exists, rows = (self.out / "state.pt").is_file(), []
         output_dir.check_files(self.out, f"--out {self.out}")
         try:
-            was = json.loads((self.out / "args.json").read_text())
-            output_dir.refuse_changes(was, self.flags(), self.out)
-            if there:
+            saved = json.loads((self.out / "args.json").read_text())
+            output_dir.refuse_changes(saved, self.flags(), self.out)
+            if exists:
                 state.read_state(self.out / "state.pt", self)
-                self.step = self.progress["step"]
-                rows = state.read_rows(self.out / "metrics.jsonl", self.step)
-        except Fault:
+                self.step = self.extra_state["step"]
+                rows = state.read_metrics(self.out / "metrics.jsonl", self.step)
+        except UserError:
             raise
-        except Exception as error:                             # a damaged file has many ways to fail
-            what = f": {error}".splitlines()[0] if type(error) is ValueError else ""
-            fail(f"--resume: {self.out} holds a damaged state.pt, model, args.json or metrics.jsonl "
-                 f"({type(error).__name__}{what}); start a new run in another folder")
-        has_checkpoint(there)
+        except Exception as error:                             # damaged files raise errors of many types
+            details = f": {error}".splitlines()[0] if type(error) is ValueError else ""
+            fail(f"--resume: {self.out} contains a damaged state.pt, model, args.json or metrics.jsonl "
+                 f"({type(error).__name__}{details}); start a new run in another folder")
+        set_checkpoint_note(exists)
         return rows

@@ -1,49 +1,49 @@
-"""--log: send the rows of metrics.jsonl to TensorBoard or Weights & Biases as well."""
+"""--log: also send the rows of metrics.jsonl to TensorBoard or Weights & Biases."""
 import uuid
 
 from .cli import fail
 
 
 class TensorBoard:
-    """Writes event files to OUT/tensorboard. `begin` is called once, by the first rank, then `log` for each
-    row of metrics.jsonl."""
+    """Write event files to OUT/tensorboard. Rank 0 calls begin once, where `progress` is Run.extra_state, and
+    then log for each row of metrics.jsonl."""
 
     def __init__(self):
         from torch.utils.tensorboard import SummaryWriter
         self.writer_type = SummaryWriter
 
     def begin(self, out, flags, progress):
-        # rows after the checkpoint are logged again by --resume
+        # --resume logs the rows after the checkpoint again: purge the old ones
         self.writer = self.writer_type(out / "tensorboard", purge_step=progress["step"] + 1)
 
     def log(self, row):
-        for name, value in numbers(row).items():
+        for name, value in numeric_values(row).items():
             self.writer.add_scalar(name, value, row["step"])
         self.writer.flush()
 
 
 class WandB:
-    """Sends the run to Weights & Biases, as TensorBoard."""
+    """Send the run to Weights & Biases, with the same methods as TensorBoard."""
 
     def __init__(self):
         import wandb
         self.wandb = wandb
 
     def begin(self, out, flags, progress):
-        if earlier := getattr(self.wandb, "run", None):        # of another trial in this process
+        if earlier := getattr(self.wandb, "run", None):        # an earlier run in this process
             earlier.finish()
-        run_id = progress.setdefault("wandb", uuid.uuid4().hex)    # --resume continues this run
+        run_id = progress.setdefault("wandb", uuid.uuid4().hex)    # --resume continues this W&B run
         try:
             self.run = self.wandb.init(name=out.name, id=run_id, config=flags, resume="allow")
         except Exception as error:                             # not logged in, no network
             fail(f"--log wandb: {type(error).__name__}: {error}".splitlines()[0])
 
     def log(self, row):
-        self.run.log(numbers(row), step=row["step"])
+        self.run.log(numeric_values(row), step=row["step"])
 
 
-def numbers(row):
-    """The numbers of a row of metrics, without its step."""
+def numeric_values(row):
+    """Return the numbers in a row of metrics.jsonl, without its step."""
     return {name: value for name, value in row.items() if type(value) in (int, float) and name != "step"}
 
 
@@ -51,7 +51,7 @@ TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def open_tracker(args):
-    """What --log names, or None; a missing package is one clear line."""
+    """Return the tracker that --log names, or None without --log. Fail if its package is not installed."""
     name = getattr(args, "log", None)
     try:
         return TRACKERS[name]() if name else None

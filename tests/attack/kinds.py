@@ -1,5 +1,5 @@
-"""Kinds of encoders: what transformers knows of text, small and random. A script trains it, or refuses it
-before anything is written."""
+"""Small random models of the text encoders in transformers. A script must train with such a model, or refuse
+it before it writes any file."""
 from functools import partial
 
 import torch
@@ -7,7 +7,7 @@ from cases import Case
 from transformers import AutoConfig, AutoModel
 from transformers.utils.logging import disable_progress_bar
 
-from families import LETTERS, small_tokenizer
+from families import VOCABULARY, small_tokenizer
 
 SIZES = {32: "hidden_size d_model n_embd emb_dim dim embedding_size word_embed_proj_dim",
          64: "intermediate_size hidden_dim d_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_dim "
@@ -22,26 +22,28 @@ KINDS = """albert bart bert big_bird camembert canine convbert cpmant deberta de
     mamba mbart megatron-bert mixtral mobilebert modernbert mpnet mra mt5 nomic_bert opt qwen2
     qwen3 qwen3_moe rembert roberta roberta-prelayernorm roformer squeezebert t5 xglm xlm xlm-roberta
     xlm-roberta-xl xmod yoso""".split()
-USES = {"simcse": ["", "--pooling avg --data few.txt --views token_cutoff shuffle",
-                   "--pooling avg --mlm-weight 0.1"],
-        "childtuning": ["", "--ood-epochs 1 --supcon 0.5"], "selfguided": [""], "cline": [""], "tacl": [""],
-        "ease": ["--pooling avg"], "vascl": ["--pooling avg"], "dclr": ["--pooling avg"]}
+FLAGS = {"simcse": ["", "--pooling avg --data few.txt --views token_cutoff shuffle",
+                    "--pooling avg --mlm-weight 0.1"],
+         "childtuning": ["", "--ood-epochs 1 --supcon-weight 0.5"],
+         "selfguided": [""], "cline": [""], "tacl": [""],
+         "ease": ["--pooling avg"], "vascl": ["--pooling avg"], "dclr": ["--pooling avg"]}
 
 
-def small(kind, here):
-    """A folder with such a model, one token a letter."""
-    usual, sizes = AutoConfig.for_model(kind), {name: size for size in SIZES for name in SIZES[size].split()}
-    sizes = {name: size for name, size in sizes.items() if hasattr(usual, name) or name.endswith("_id")}
+def save_small_model(kind, here):
+    """Write a small random model of this kind, with one token per character, to here/small."""
+    default = AutoConfig.for_model(kind)
+    sizes = {name: size for size in SIZES for name in SIZES[size].split()}
+    sizes = {name: size for name, size in sizes.items() if hasattr(default, name) or name.endswith("_id")}
     disable_progress_bar()
     torch.manual_seed(0)
-    model = AutoModel.from_config(AutoConfig.for_model(kind, vocab_size=len(LETTERS), **sizes))
+    model = AutoModel.from_config(AutoConfig.for_model(kind, vocab_size=len(VOCABULARY), **sizes))
     model.save_pretrained(here / "small")
     small_tokenizer().save_pretrained(here / "small")
 
 
 def cases():
     for kind in KINDS:
-        for script, ways in USES.items():
+        for script, ways in FLAGS.items():
             for way in ways:
                 flags = ["--model", "small", "--max-length", "24", *way.split()]
-                yield Case("kinds", f"{kind} {way}".strip(), script, flags, partial(small, kind))
+                yield Case("kinds", f"{kind} {way}".strip(), script, flags, partial(save_small_model, kind))

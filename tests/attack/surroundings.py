@@ -1,47 +1,49 @@
-"""The surroundings of a run: variables of torchrun's and of others, letters that steer a terminal."""
+"""The environment of a run: torchrun's variables, others, and control characters in names and data."""
 import itertools
 import socket
 from functools import partial
 
-from cases import DATA, SCRIPTS, Case, both, put
-from pictures import photos
+from cases import DATA, SCRIPTS, Case, all_of, write_file
+from images import write_photos
 
 case = partial(Case, "surroundings")
 
-GROUP = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
-NO_NUMBERS = ["", "x", "-1", " 0", "0 ", "0\n", "+1", "1.0", "1e3", "0x1", "1_0", "٣", "９", "\udcff",
-              "\u202e1", "9" * 5000]
-BUSY = socket.create_server(("", 0))                          # for as long as this process lives
+TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+NOT_NUMBERS = ["", "x", "-1", " 0", "0 ", "0\n", "+1", "1.0", "1e3", "0x1", "1_0", "٣", "９", "\udcff",
+               "\u202e1", "9" * 5000]
+BUSY_SOCKET = socket.create_server(("", 0))                   # busy while this process lives
 RANKS = {
     "RANK alone": dict(RANK="0"), "RANK 1 alone": dict(RANK="1"), "WORLD_SIZE alone": dict(WORLD_SIZE="2"),
-    "RANK is WORLD_SIZE": GROUP | dict(RANK="2"), "a large RANK": GROUP | dict(RANK="9" * 18),
-    "WORLD_SIZE 0": GROUP | dict(WORLD_SIZE="0"), "WORLD_SIZE 10^9": GROUP | dict(WORLD_SIZE="1000000000"),
-    "WORLD_SIZE 2^31": GROUP | dict(WORLD_SIZE=str(2**31)), "LOCAL_RANK 99 alone": dict(LOCAL_RANK="99"),
+    "RANK is WORLD_SIZE": TORCHRUN | dict(RANK="2"), "a large RANK": TORCHRUN | dict(RANK="9" * 18),
+    "WORLD_SIZE 0": TORCHRUN | dict(WORLD_SIZE="0"),
+    "WORLD_SIZE 10^9": TORCHRUN | dict(WORLD_SIZE="1000000000"),
+    "WORLD_SIZE 2^31": TORCHRUN | dict(WORLD_SIZE=str(2**31)), "LOCAL_RANK 99 alone": dict(LOCAL_RANK="99"),
     "LOCAL_WORLD_SIZE 0": dict(LOCAL_WORLD_SIZE="0"),
-    "no MASTER_ADDR": GROUP | dict(MASTER_ADDR=None), "no MASTER_PORT": GROUP | dict(MASTER_PORT=None),
-    "MASTER_PORT 0": GROUP | dict(MASTER_PORT="0"), "MASTER_PORT 65536": GROUP | dict(MASTER_PORT="65536"),
-    "a busy port": GROUP | dict(MASTER_PORT=str(BUSY.getsockname()[1])),
+    "no MASTER_ADDR": TORCHRUN | dict(MASTER_ADDR=None), "no MASTER_PORT": TORCHRUN | dict(MASTER_PORT=None),
+    "MASTER_PORT 0": TORCHRUN | dict(MASTER_PORT="0"),
+    "MASTER_PORT 65536": TORCHRUN | dict(MASTER_PORT="65536"),
+    "a busy port": TORCHRUN | dict(MASTER_PORT=str(BUSY_SOCKET.getsockname()[1])),
     "one process": dict(RANK="0", WORLD_SIZE="1"), "00 of 01": dict(RANK="00", WORLD_SIZE="01"),
-    "one process, bad master": GROUP | dict(WORLD_SIZE="1", MASTER_ADDR="no..host", MASTER_PORT="-1")}
+    "one process, bad master": TORCHRUN | dict(WORLD_SIZE="1", MASTER_ADDR="no..host", MASTER_PORT="-1")}
 HOSTS = ["", " ", "no..host", "no.such.invalid", "256.256.256.256", "\udcff", "\u202ehost", "a" * 300,
          "http://127.0.0.1"]
 
 
-def of_ranks():
-    """Variables of torchrun's that cannot be: before --out is touched."""
+def rank_cases():
+    """Yield cases with bad torchrun variables; a script must refuse them before it touches --out."""
     scripts = itertools.cycle(SCRIPTS)
     for name, env in RANKS.items():
-        fine = "alone" in name and "LOCAL" in name or "one process" in name or name.startswith("00")
-        yield case(f"ranks: {name}", next(scripts), env=env, wanted="accepted" if fine else "one line")
+        good = "alone" in name and "LOCAL" in name or "one process" in name or name.startswith("00")
+        yield case(f"ranks: {name}", next(scripts), env=env, expected="accepted" if good else "one line")
     numbers = itertools.cycle(["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE"])
-    for text, variable in zip(NO_NUMBERS * 2, numbers):
-        yield case(f"ranks: {variable} {text[:9]!a}", next(scripts), env=GROUP | {variable: text},
-                   wanted="one line")
+    for text, variable in zip(NOT_NUMBERS * 2, numbers):
+        yield case(f"ranks: {variable} {text[:9]!a}", next(scripts), env=TORCHRUN | {variable: text},
+                   expected="one line")
     for host in HOSTS:
-        yield case(f"ranks: MASTER_ADDR {host[:20]!a}", next(scripts), env=GROUP | dict(MASTER_ADDR=host),
-                   wanted="one line")
-    for env in (GROUP | dict(RANK="x"), dict(WORLD_SIZE="2"), GROUP | dict(MASTER_PORT="")):
-        yield case(f"ranks: {env}, in a shell", next(scripts), env=env, wanted="one line", shell="")
+        yield case(f"ranks: MASTER_ADDR {host[:20]!a}", next(scripts), env=TORCHRUN | dict(MASTER_ADDR=host),
+                   expected="one line")
+    for env in (TORCHRUN | dict(RANK="x"), dict(WORLD_SIZE="2"), TORCHRUN | dict(MASTER_PORT="")):
+        yield case(f"ranks: {env}, in a shell", next(scripts), env=env, expected="one line", shell="")
 
 
 ENVIRONMENTS = [
@@ -54,38 +56,40 @@ ENVIRONMENTS = [
     dict(PYTHONOPTIMIZE="1"), dict(PYTHONOPTIMIZE="2")]
 
 
-def of_environments():
+def environment_cases():
     for env, script in zip(ENVIRONMENTS, itertools.cycle(SCRIPTS)):
         yield case(f"environment: {env}", script, env=env, shell="",
-                   wanted="one line" if "2" in env.values() else "accepted")
+                   expected="one line" if "2" in env.values() else "accepted")
 
 
-TURNED = "a\u202eb\u2066c\u061cd\ufeffe\U000e0041f\xadg\x9bh"                 # bidi controls, a tag, others
+HIDDEN = "a\u202eb\u2066c\u061cd\ufeffe\U000e0041f\xadg\x9bh"   # bidi controls, a tag character, others
 
 
-def of_letters():
-    """What would turn or hide letters on a terminal; joiners, which Persian wants, stay."""
-    few, out, sts = (DATA / "nli.csv").read_text("utf-8"), f"{TURNED}.csv", f"1\t{TURNED}\tb\n2\tc\td\n"
-    for script, argv, make, wanted in [
+def letter_cases():
+    """Yield cases with characters that reorder or hide text on a terminal. Joiners are kept (Persian)."""
+    few, out, sts = (DATA / "nli.csv").read_text("utf-8"), f"{HIDDEN}.csv", f"1\t{HIDDEN}\tb\n2\tc\td\n"
+    for script, argv, make, expected in [
             ("simcse", ["--data", out], None, "one line"),
-            ("simcse", ["--data", out], put(out, few), "accepted"),
-            ("vascl", ["--out", TURNED], None, "accepted"), ("ease", ["--model", TURNED], None, "one line"),
-            ("dclr", ["--guide", TURNED], None, "one line"),
-            ("selfguided", [f"--{TURNED}"], None, "one line"),
-            ("simcse", ["--columns", TURNED], None, "one line"), ("tacl", ["--lr", TURNED], None, "one line"),
-            ("simcse", ["--data", "a.csv"], put("a.csv", few.replace("sent0", TURNED)), "either"),
-            ("simcse", ["--data", "a.csv"], put("a.csv", few + f"{TURNED}\n"), "one line"),
-            ("vascl", ["--dev", "a.tsv"], put("a.tsv", sts + f"{TURNED}\ta\tb\n"), "one line"),
+            ("simcse", ["--data", out], write_file(out, few), "accepted"),
+            ("vascl", ["--out", HIDDEN], None, "accepted"), ("ease", ["--model", HIDDEN], None, "one line"),
+            ("dclr", ["--guide", HIDDEN], None, "one line"),
+            ("selfguided", [f"--{HIDDEN}"], None, "one line"),
+            ("simcse", ["--columns", HIDDEN], None, "one line"), ("tacl", ["--lr", HIDDEN], None, "one line"),
+            ("simcse", ["--data", "a.csv"], write_file("a.csv", few.replace("sent0", HIDDEN)), "either"),
+            ("simcse", ["--data", "a.csv"], write_file("a.csv", few + f"{HIDDEN}\n"), "one line"),
+            ("vascl", ["--dev", "a.tsv"], write_file("a.tsv", sts + f"{HIDDEN}\ta\tb\n"), "one line"),
             ("childtuning", ["--data", "a.tsv"],
-             put("a.tsv", "".join(f"text {i}\t{'xy'[i % 2]}{TURNED}\n" for i in range(24))), "accepted"),
-            ("simclr", ["--data", "photos"], both(photos(), put(f"photos/{TURNED}.png", "none")), "one line"),
-            ("moco", ["--data", f"{TURNED}.npz"], put(f"{TURNED}.npz", "none"), "one line"),
-            ("cline", ["--wordnet", TURNED], None, "one line"), ("tacl", ["--dev", TURNED], None, "one line"),
-            ("simcse", ["--prompt", TURNED], None, "accepted"),
-            ("simcse", ["--data", "a\u200c\u200db.csv"], put("a\u200c\u200db.csv", few), "accepted")]:
-        yield case(f"letters: {' '.join(argv)!a}, {wanted}", script, argv, make, wanted)
+             write_file("a.tsv", "".join(f"text {i}\t{'xy'[i % 2]}{HIDDEN}\n" for i in range(24))),
+             "accepted"),
+            ("simclr", ["--data", "photos"],
+             all_of(write_photos(), write_file(f"photos/{HIDDEN}.png", "none")), "one line"),
+            ("moco", ["--data", f"{HIDDEN}.npz"], write_file(f"{HIDDEN}.npz", "none"), "one line"),
+            ("cline", ["--wordnet", HIDDEN], None, "one line"), ("tacl", ["--dev", HIDDEN], None, "one line"),
+            ("simcse", ["--prompt", HIDDEN], None, "accepted"),
+            ("simcse", ["--data", "a\u200c\u200db.csv"], write_file("a\u200c\u200db.csv", few), "accepted")]:
+        yield case(f"letters: {' '.join(argv)!a}, {expected}", script, argv, make, expected)
 
 
 def cases():
-    for part in (of_ranks, of_environments, of_letters):
+    for part in (rank_cases, environment_cases, letter_cases):
         yield from part()

@@ -1,9 +1,10 @@
-"""Bad input of every kind, to every script: one clear line and exit code 2, or a right result; nothing else.
+"""Give every script bad input of every kind. Each run must end with one clear line and exit code 2, or with a
+correct result.
 
-    python tests/attack/test_attack.py [part of a name ...]    all cases, or those, and a table
-    TENCL_ATTACK=all python -m pytest tests/attack             the same without it, and all kills
+    python tests/attack/test_attack.py [part of a name ...]    run all or the named cases, print a table
+    TENCL_ATTACK=all python -m pytest tests/attack             run all cases as tests
 
-Without TENCL_ATTACK a test run draws 18 cases, always the same.
+Without TENCL_ATTACK=all, a test run tries a fixed sample of the cases.
 """
 import os
 import random
@@ -14,27 +15,31 @@ from concurrent.futures import ThreadPoolExecutor
 import faults
 import flags
 import folders
+import images
 import kinds
 import models
-import pictures
 import pytest
 import resumed
 import surroundings
 import texts
-from cases import outcome
+from cases import run_case
 
-PARTS = texts, pictures, flags, folders, models, resumed, kinds, surroundings, faults
+PARTS = texts, images, flags, folders, models, resumed, kinds, surroundings, faults
 CASES = [case for part in PARTS for case in part.cases()]
 CATEGORIES = list(dict.fromkeys(case.category for case in CASES))
 
 
-def usual(category):
-    """The cases of every test run: those that say so, or two that are drawn, none that takes seconds."""
+def select_cases(category):
+    """Return the cases of a category that this test run tries.
+
+    With TENCL_ATTACK=all: all cases. Otherwise those with in_every_run, or else two sampled with a fixed
+    seed; cases with `shell` are left out, because they take seconds.
+    """
     cases = [case for case in CASES if case.category == category]
     if os.environ.get("TENCL_ATTACK") == "all":
         return cases
     quick = [case for case in cases if case.shell is None]
-    return [case for case in quick if case.usual] or random.Random(19).sample(quick, 2)
+    return [case for case in quick if case.in_every_run] or random.Random(19).sample(quick, 2)
 
 
 def name(case):
@@ -45,20 +50,20 @@ def test_every_name_is_one_case():
     assert [case for case, times in Counter(map(name, CASES)).items() if times > 1] == []
 
 
-@pytest.mark.parametrize("case", sum(map(usual, CATEGORIES), []), ids=lambda case: name(case)[:90])
+@pytest.mark.parametrize("case", sum(map(select_cases, CATEGORIES), []), ids=lambda case: name(case)[:90])
 def test_one_line_or_a_right_result(case):
-    verdict, said = outcome(case)
-    assert verdict != "failed", said
+    verdict, description = run_case(case)
+    assert verdict != "failed", description
 
 
 def main():
     chosen = [case for case in CASES if all(part in name(case) for part in sys.argv[1:])]
     outcomes = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for case, (verdict, said) in zip(chosen, pool.map(outcome, chosen)):
-            outcomes.append((verdict, said))
+        for case, (verdict, description) in zip(chosen, pool.map(run_case, chosen)):
+            outcomes.append((verdict, description))
             if verdict == "failed" or len(chosen) < 30:
-                print(f"{verdict:8}  {name(case)!a}\n          {said!a}", flush=True)
+                print(f"{verdict:8}  {name(case)!a}\n          {description!a}", flush=True)
             if len(outcomes) % 100 == 0:
                 print(f"{len(outcomes):,} of {len(chosen):,} cases", file=sys.stderr, flush=True)
     print("\n| category | tried | one line | accepted | failed |\n|---|---:|---:|---:|---:|")

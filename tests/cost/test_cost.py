@@ -1,4 +1,4 @@
-"""python -m kernels.cost: instructions a tile under their limits, arithmetic, one line for bad flags."""
+"""python -m kernels.cost: instructions per tile under limits, counting and arithmetic, one-line errors."""
 import importlib
 import json
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# instructions of a warp and tile on sm_90 by the features of a row: what Triton 3.7 has, and 5 %
-LIMITS = {"sums_kernel": {128: 386, 768: 1480}, "rows_kernel": {128: 461}, "weights_kernel": {768: 2400},
-          "strip_kernel": {768: 1775}, "fixed_keys_kernel": {128: 361}, "sigmoid_kernel": {768: 3346}}
-# 16 divides the rows, and does not
+# {kernel: {features D: most instructions per warp and tile on sm_90}}: those with Triton 3.7, plus 5 %
+LIMITS = {"bounded_sums_kernel": {128: 386, 768: 1480}, "small_d_kernel": {128: 461},
+          "weights_kernel": {768: 2400}, "strip_kernel": {768: 1775},
+          "frozen_keys_kernel": {128: 361}, "sigmoid_kernel": {768: 3346}}
+# each loss once with numbers of rows that are multiples of 16, and once with others
 CASES = [("nt_xent", [32768, 32768, 128]), ("nt_xent", [32772, 32772, 128]), ("nt_xent", [16384, 16384, 768]),
          ("nt_xent", [16388, 16388, 768]), ("info_nce", [8192, 8192, 768]), ("info_nce", [8201, 8201, 768]),
          ("queue_loss", [4096, 65536, 128]), ("queue_loss", [4099, 65539, 128]),
@@ -24,27 +25,30 @@ CASES = [("nt_xent", [32768, 32768, 128]), ("nt_xent", [32772, 32772, 128]), ("n
 
 @pytest.fixture
 def cost(monkeypatch):
-    for module in ("gradient", "lse_fixed_keys", "lse_forward", "one_pass", "sigmoid", "topk"):
-        importlib.import_module(f"kernels.gpu.{module}")  # as the interpreter has them: other tests run them
+    """Return kernels.cost.predict, imported without TRITON_INTERPRET."""
+    # Other tests run the kernels in the interpreter, so they must be imported while it is still selected.
+    for module in ("gradient", "lse_frozen_keys", "lse_forward", "fused_forward_backward", "sigmoid", "topk"):
+        importlib.import_module(f"kernels.gpu.{module}")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from kernels.cost import predict
     return predict
 
 
-def test_instructions_of_tiles():
-    """In a process of its own: here Triton is the interpreter."""
+def test_instructions_per_tile_stay_under_limits():
+    """This file is run as a script in a new process, because Triton's interpreter is active in this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, __file__], env=environment, stdout=subprocess.PIPE, text=True)
     seen, slack = Counter(), 1 if version("triton").startswith("3.7") else 1.2
     for loss, size, kernel, instructions in map(json.loads, done.stdout.splitlines()):
-        if limit := LIMITS.get(kernel, {}).get(size[2]):
+        limit = LIMITS.get(kernel, {}).get(size[2])
+        if limit:
             seen[kernel, size[2], size[0] % 16 == 0] += 1
             assert 100 < instructions <= slack * limit, (loss, size, kernel)
-    assert set(seen) == {(*tile, even) for tile in [(kernel, d) for kernel, limits in LIMITS.items()
-                                                    for d in limits] for even in (True, False)}
+    tiles = [(kernel, d) for kernel, limits in LIMITS.items() for d in limits]
+    assert set(seen) == {(*tile, True) for tile in tiles} | {(*tile, False) for tile in tiles}
 
 
-LISTING = """
+SASS = """
  /*0000*/                   S2R R0, SR_TID.X ;                 /* 0x0 */
  /*0010*/              @!P0 BRA 0x00f0 ;                       /* 0x0 */
  /*0020*/                   MUFU.EX2 R1, R1 ;                  /* 0x0 */
@@ -67,90 +71,102 @@ LISTING = """
 """
 
 
-def test_way_through_a_listing():
-    """Round the loop, past the mask and the wait; neither the early end nor the shortest."""
-    from kernels.cost import listing
-    blocks, follow = listing.flow(listing.LINE.findall(LISTING))
-    loops = listing.loops_of(blocks, follow)
-    does = {at: listing.work(block) for at, block in blocks.items()}
-    way = listing.best_way(blocks, follow, loops, does, "mma")
-    assert way == [0x00, 0x20, 0x90, 0xb0, 0xc0, 0xd0] and list(loops) == [0x20]
+def test_counted_code_path():
+    """The path goes through the loop, and skips the masked block and the wait. It does not take the early
+    exit, which would be the shortest path."""
+    from kernels.cost import sass
+    blocks, successors = sass.control_flow(sass.LINE.findall(SASS))
+    loops = sass.find_loops(blocks, successors)
+    counts = {at: sass.count_block(block) for at, block in blocks.items()}
+    path = sass.best_path(blocks, successors, loops, counts, "mma")
+    assert path == [0x00, 0x20, 0x90, 0xb0, 0xc0, 0xd0] and list(loops) == [0x20]
     assert loops[0x20] == {0x20, 0x60, 0x90, 0xb0, 0xe0, 0xec}
-    assert does[0x20] == Counter(instructions=4, mma=2, mufu=32, tensor=2 * 64 * 192 * 16 // 4,
+    assert counts[0x20] == Counter(instructions=4, mma=2, mufu=32, tensor=2 * 64 * 192 * 16 // 4,
                                  shared=(64 + 128 + 64) * 32 // 4)
-    assert does[0x60] == Counter(instructions=3, shared=2 * 512, written=256) and does[0x90]["shared"] == 512
-    assert listing.best_way(blocks, follow, loops, does, "") == [0x00, 0xf0]
+    assert counts[0x60] == Counter(instructions=3, shared=2 * 512, written=256)
+    assert counts[0x90]["shared"] == 512
+    assert sass.best_path(blocks, successors, loops, counts, "") == [0x00, 0xf0]
 
 
-def test_the_busiest_multiprocessor(cost):
-    from kernels.cost.kernel_costs import busiest, walked
-    assert busiest((7,) * 512, 132) == (4, 28) and busiest((6, 1, 1, 1, 1, 1), 2) == (1, 6)
-    assert walked(4, 4, 2, 1, True) == (1, 2, 2, 2, 0, 0, 1, 2)                 # columns 0 to 3, twice
-    assert walked(2, 5, 4, 1, False) == (4, 4, 1, 1)
-    of = lambda rows: cost.product_cost(rows, 768, 8192, 2 ** 37, 0, cost.CHIPS["sm_90"])["cycles"]["tensor"]
-    assert of(8192) == pytest.approx(2 ** 37 / (132 * 4096 * cost.LIBRARY))      # 192 tiles in 11 pieces
-    assert of(128) == pytest.approx(of(8192) * 132 / 48)                         # 3 tiles in 16
+def test_load_of_the_multiprocessors(cost):
+    from kernels.cost.kernel_costs import busiest_sm, tiles_of_programs
+    assert busiest_sm((7,) * 512, 132) == (4, 28) and busiest_sm((6, 1, 1, 1, 1, 1), 2) == (1, 6)
+    assert tiles_of_programs(4, 4, 2, 1, True) == (1, 2, 2, 2, 0, 0, 1, 2)      # columns 0 to 3, twice
+    assert tiles_of_programs(2, 5, 4, 1, False) == (4, 4, 1, 1)
+
+    def tensor_cycles(rows):
+        return cost.product_cost(rows, 768, 8192, 2 ** 37, 0, cost.CHIPS["sm_90"])["cycles"]["tensor"]
+
+    full_speed = 132 * 4096 * cost.CUBLAS_EFFICIENCY
+    assert tensor_cycles(8192) == pytest.approx(2 ** 37 / full_speed)           # 192 tiles, 11 pieces each
+    assert tensor_cycles(128) == pytest.approx(2 ** 37 / full_speed * 132 / 48)  # 3 tiles, 16 pieces each
 
 
-def test_a_step_of_many_ranks(cost):
-    """By hand: 8 ranks, 64 rows of 16 bf16 features, 2 sides."""
-    from kernels.cost import scale
+def test_step_of_many_ranks(cost):
+    """Compared with numbers computed by hand for 8 ranks, 64 rows of 16 bf16 features, and 2 gathered
+    sides."""
+    from kernels.cost import multi_gpu
     case = dict(d=16, size=2, sides=2, link=1e3, tflop=1e-9, peak=1e6, library=0.5)
-    at = scale.step(64, 8, **case)
-    assert at[:3] == (8, 2 * 56 * 16 * 2, 2 * 56 * 16 * 4) and at.memory == 2 * (64 + 8) * 16 * 6
-    assert at.gather == pytest.approx(2 * 56 * 16 * 6 / 1e3)
-    assert at.loss == pytest.approx(2 * 8 * 64 * 16 * 8 / 5e5) and at.encoder == pytest.approx(8e3 / 4e5)
-    assert at.ring == pytest.approx(2 * 56 * 16 * 8 / 1e3 - at.loss) and at.ring_memory == 3 * 2 * 8 * 16 * 6
-    alone = scale.step(64, 1, **case)
-    assert alone.gather == alone.ring == 0 and alone.memory == 2 * 64 * 16 * 6
+    step = multi_gpu.step_costs(64, 8, **case)
+    assert step[:3] == (8, 2 * 56 * 16 * 2, 2 * 56 * 16 * 4) and step.memory_bytes == 2 * (64 + 8) * 16 * 6
+    assert step.gather_seconds == pytest.approx(2 * 56 * 16 * 6 / 1e3)
+    assert step.loss_seconds == pytest.approx(2 * 8 * 64 * 16 * 8 / 5e5)
+    assert step.encoder_seconds == pytest.approx(8e3 / 4e5)
+    assert step.ring_extra_seconds == pytest.approx(2 * 56 * 16 * 8 / 1e3 - step.loss_seconds)
+    assert step.ring_memory_bytes == 3 * 2 * 8 * 16 * 6
+    alone = multi_gpu.step_costs(64, 1, **case)
+    assert alone.gather_seconds == alone.ring_extra_seconds == 0 and alone.memory_bytes == 2 * 64 * 16 * 6
     chip = cost.CHIPS["sm_90"]
-    steps = at, alone, at._replace(own=0.5), at._replace(memory=71e9)
-    many, one, *rest = (scale.verdict(x, chip) for x in steps)
+    steps = step, alone, step._replace(local_rows=0.5), step._replace(memory_bytes=71e9)
+    many, one, *rest = (multi_gpu.format_shares(x, chip) for x in steps)
     assert many.endswith("!") and one.startswith("0.0+") and rest == ["-", "full"]
-    assert [scale.named(x) for x in (2 ** 24, 2 ** 12, 65)] == ["16M", "4k", "65"]
+    assert [multi_gpu.format_count(x) for x in (2 ** 24, 2 ** 12, 65)] == ["16M", "4k", "65"]
 
 
 def test_every_line_says_predicted(cost, tmp_path, monkeypatch, capsys):
-    row = dict(kernel="rows_kernel", launches=2, registers=128, waves=1.5, ms=3.0, bytes=1e9,
+    row = dict(kernel="small_d_kernel", launches=2, registers=128, waves=1.5, ms=3.0, bytes=1e9,
                cycles={"tensor": 5, "HBM": 9}, binds="HBM")
     result = dict(loss="info_nce", size=[64, 64, 8], dtype="bfloat16", chip="sm_90", ms=3.0, kernels=[row])
     monkeypatch.setattr(cost, "predict", lambda *case: result)
     path = tmp_path / "cost.json"
     cost.main(["--loss", "info_nce", "--size", "64x64x8", "--ranks", "64", "--json", str(path)])
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) > 20 and all(line.startswith("predicted ") for line in said)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 20 and all(line.startswith("predicted ") for line in lines)
     assert json.loads(path.read_text())["targets"] == [result]
 
 
-def test_what_is_shipped(cost):
-    """The predictions in docs/scale.md are those of the file."""
-    from kernels.cost.scale import short
+def test_predictions_in_the_docs_are_those_of_the_file(cost):
+    """docs/scale.md and kernels/results/cost.json."""
+    from kernels.cost.multi_gpu import three_digits
     shipped = json.loads((ROOT / "kernels/results/cost.json").read_text())
     targets = shipped["targets"]
-    assert shipped["predicted"] and [(x["loss"], x["size"]) for x in targets] == cost.TARGETS
+    assert shipped["predicted"] and [(x["loss"], x["size"]) for x in targets] == cost.DEFAULT_CASES
     table = re.findall(r"^\| (\w+) \| .* \| ([\d.]+) \| .*\|$", (ROOT / "docs/scale.md").read_text(), re.M)
-    assert table == [(x["loss"], short(x["ms"])) for x in targets]
+    assert table == [(x["loss"], three_digits(x["ms"])) for x in targets]
 
 
-@pytest.mark.parametrize("flags, wanted", [
-    ("--size 4x4", "argument --size: 4x4: wanted N x M x D, as 4096x4096x128"),
-    ("--ranks 0", "argument --ranks: 0: wanted a number of at least 1"),
-    ("--link -1", "argument --link: -1: wanted a number above 0"),
+BOTH = "--loss, --size: expected both, or neither for six default cases; --ranks needs both"
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("--size 4x4", "argument --size: 4x4: expected N x M x D, for example 4096x4096x128"),
+    ("--ranks 0", "argument --ranks: 0: expected a number of at least 1"),
+    ("--link -1", "argument --link: -1: expected a number above 0"),
     ("--encoder-tflop x", "argument --encoder-tflop: invalid number value: 'x'"),
-    ("--size 64x64x8", "--loss, --size: wanted both, or none for the six targets; --ranks wants them"),
-    ("--ranks 8", "--loss, --size: wanted both, or none for the six targets; --ranks wants them"),
+    ("--size 64x64x8", BOTH),
+    ("--ranks 8", BOTH),
     ("--loss queue_loss --size 64x64x8 --ranks 8",
-     "--ranks: wanted --loss info_nce, nt_xent, clip_loss, whose keys are gathered"),
+     "--ranks: expected a --loss that gathers keys: info_nce, nt_xent, clip_loss"),
     ("--loss info_nce --size 64x32x8",
-     "--size 64x32x8: k: 32 rows, wanted at least 64 + offset 0: one positive for each row of q"),
-    ("--json none/x.json", "none/x.json: its folder is not there, or cannot be written")])
-def test_flags_are_refused(flags, wanted, cost, capsys):
+     "--size 64x32x8: k: 32 rows, expected at least 64 + offset 0: one positive for each row of q"),
+    ("--json none/x.json", "none/x.json: its folder does not exist or is not writable")])
+def test_bad_flags_are_rejected(flags, expected, cost, capsys):
     with pytest.raises(SystemExit) as end:
         cost.main(flags.split())
-    assert end.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(wanted)
+    assert end.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(expected)
 
 
-def test_the_interpreter_compiles_nothing(cost, monkeypatch, capsys):
+def test_interpreter_is_rejected(cost, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(SystemExit) as end:
         cost.main([])

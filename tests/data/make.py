@@ -1,16 +1,22 @@
-"""Writes the small data beside this file. Every sentence grows from the tables below and every picture is drawn here; nothing is
-copied from a data set.
+"""Write the small data sets in this folder. All sentences are generated from the tables below and all images
+are drawn by this file; nothing is copied from a data set. The output is the same, byte for byte, every time:
 
-nli.csv        600 triples sent0,sent1,hard_neg: a premise, a sentence it entails, a sentence it contradicts
-sentences.txt  600 plain sentences of 6 to 25 words, one a line
-sts.tsv        300 pairs sentence1, sentence2, score from 0 (nothing shared) to 5 (same meaning), subset indoors or outdoors
-entities.tsv   320 sentences, each with an entity that it speaks of, three others of its type from other pages, its type and page
-wordnet        a database in Princeton's format of words in sentences.txt: data.* (synsets) and *.exc (irregular forms)
-topics.tsv     320 sentences and their topics, one of eight: sentence, label; topics_dev.tsv 120 others
-shapes.npz     600 pictures and 300 test pictures of 16 px, labelled: discs, rings, squares, triangles, crosses, stripes
+    python tests/data/make.py [folder]
 
-A meaning is four choices (who, act, where, time), and each choice has several wordings: equal meanings may share few words
-and unequal ones many, so counting words is not enough.    python tests/data/make.py [folder]    same bytes every time
+nli.csv        600 triplets sent0,sent1,hard_neg: a premise, a sentence it entails, a sentence it contradicts
+sentences.txt  600 plain sentences of 6 to 25 words, one per line
+sts.tsv        300 pairs sentence1, sentence2, score from 0 (nothing in common) to 5 (same meaning), and a
+               subset, indoors or outdoors
+entities.tsv   320 sentences, each with an entity that it mentions, three other entities of its type from other
+               pages, the type and the page
+wordnet        the words of sentences.txt in the format of Princeton's database: data.* (synsets) and *.exc
+               (irregular forms)
+topics.tsv     320 sentences with one of eight topics: sentence, label; topics_dev.tsv has 120 others
+shapes.npz     600 training and 300 test images of 16 px: discs, rings, squares, triangles, crosses, stripes
+
+A meaning consists of four choices (who, act, where, time), and each choice has several wordings. Sentences with
+the same meaning may share few words, and sentences with different meanings many, so that counting words is not
+enough.
 """
 import csv
 import itertools
@@ -21,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Six lines a domain: who, where, four times an act # its opposite. ";" parts choices, "/" wordings. The first four are indoors.
+# Six lines per domain: who, where, and four acts, each # its opposite. ";" separates choices, "/" wordings. The first four domains are indoors.
 WORLD = """
 kitchen: the chef / the head cook; the baker / the bread maker; two waiters / a pair of waiters; the apprentice / the kitchen boy
 in the hotel kitchen / behind the hotel restaurant; in the café / at the coffee house; on board the ferry / aboard the ship
@@ -106,7 +112,7 @@ def change(domain, meaning, *slots):
 
 
 def say(domain, meaning, words, reword=0.0, drop=None, lead="", front=None):
-    words = [(w + pick((1, 5))) % 6 if rng.random() < reword else w for w in words]  # another of two or three
+    words = [(w + pick((1, 5))) % 6 if rng.random() < reword else w for w in words]  # another wording
     who, act, where, when = (choices[m][w % len(choices[m])] for choices, m, w in zip(domain, meaning, words))
     text = lead + (act.replace("WHO", who) if "WHO" in act else f"{who} {act}")
     front = pick((WHO, WHERE, TIME)) if front is None else front
@@ -144,7 +150,7 @@ def topic(i):
     return say(domain, meaning, words, drop=pick((None, WHERE, TIME))), TOPICS[i]
 
 
-def fresh(make, *args):  # no sentence comes twice, neither in one file nor in two
+def fresh(make, *args):  # no sentence occurs twice, in one file or in two
     while True:
         row = make(*args)
         if len({*row} - seen) == len(row) and all(6 <= len(text.split()) <= 25 for text in row):
@@ -153,14 +159,18 @@ def fresh(make, *args):  # no sentence comes twice, neither in one file nor in t
 
 
 def linked(domains):
-    """A sentence, whom, what or where it tells of as an entity, others of its type from other pages, the type, the page."""
+    """Return a sentence, an entity that it mentions, other entities of its type from other pages, the type, and the page."""
     while True:
         case = domain, meaning, _ = draw(domains)
         text, slot = say(*case), pick((WHO, ACT, WHERE))
         if text not in seen and 6 <= len(text.split()) <= 25:
             break
     seen.add(text)
-    title = lambda domain, choice: domain[slot][choice][0][0].upper() + domain[slot][choice][0][1:]
+
+    def title(domain, choice):
+        name = domain[slot][choice][0]
+        return name[0].upper() + name[1:]
+
     others, negatives = [other for other in DOMAINS if other is not domain], []
     for _ in range(3):
         negatives.append(title(other := pick(others), pick(range(len(other[slot])))))
@@ -169,7 +179,7 @@ def linked(domains):
     return text, title(domain, meaning[slot]), "|".join(negatives), ("person", "deed", "place")[slot], page
 
 
-# A synset: its words, "<" words whose synsets are its hypernyms, "!" the antonym of its first word.
+# A synset: its words, then "<" a word of its hypernym's synset, and "!" the antonym of its first word.
 SYNSETS = dict(noun="""thing; person individual < thing; worker < person; cook chef < worker; head_cook < chef; baker bread_maker < worker
 waiter < worker; apprentice learner < person; boy male_child < person ! girl; girl < person; manager team_head < worker; clerk < worker
 accountant bookkeeper < worker; intern trainee < worker; helper assistant < person; musician < person; pianist keyboard_player < musician
@@ -211,7 +221,7 @@ broken break, kept keep, held hold, cancelled cancel, stopped stop, stopping sto
 
 
 def synset_lines(pos, entries, places):
-    """The lines of data.<pos>; places are the offsets of the entries, in bytes."""
+    """Yield the lines of data.<pos>. places: byte offsets of the entries."""
     words_of = [re.findall(r"\S+", re.split("[<!]", entry)[0]) for entry in entries]
     first = {word: (i, n) for i, words in reversed([*enumerate(words_of)]) for n, word in enumerate(words, 1)}
     letter = dict(noun="n", verb="v", adj="a", adv="r")[pos]
@@ -219,7 +229,7 @@ def synset_lines(pos, entries, places):
     for entry, words, place in zip(entries, words_of, places):
         targets = [(symbol, *first[word]) for symbol, word in re.findall(r"([<!]) (\S+)", entry)]
         pointers = [f"@ {places[i]:08} {letter} 0000 " if symbol == "<" else f"! {places[i]:08} {letter} 01{n:02x} " for symbol, i, n in targets]
-        pairs, frames = "".join(f"{word} 0 " for word in words), "00 " * (pos == "verb")
+        pairs, frames = "".join(f"{word} 0 " for word in words), "00 " if pos == "verb" else ""
         yield f"{place:08} 00 {letter} {len(words):02x} {pairs}{len(pointers):03} {''.join(pointers)}{frames}| {' or '.join(words)}  \n"
 
 
@@ -241,8 +251,8 @@ SHAPES = [lambda x, y: np.hypot(x, y) - 0.9, lambda x, y: abs(np.hypot(x, y) - 0
           lambda x, y: np.maximum(abs((x * 1.8) % 1 - 0.5) / 1.8 - 0.14, np.hypot(x, y) - 1.1)]  # distances from the edge
 
 
-def picture(shape):
-    """A shape of any place, size, angle and colour before another colour; neither colour says which shape it is."""
+def draw_shape(shape):
+    """Return an image (16, 16, 3): the shape at a random position, size, angle and colour on a background of another colour."""
     turn, size = 6.283 * rng.random(), 0.45 + 0.3 * rng.random()
     x, y = ((GRID - (rng.random() - 0.5) * (1 - size)) / size for _ in range(2))
     x, y = x[None] * np.cos(turn) - y[:, None] * np.sin(turn), x[None] * np.sin(turn) + y[:, None] * np.cos(turn)
@@ -250,7 +260,7 @@ def picture(shape):
     front, back = ([rng.random() for _ in range(3)] for _ in range(2))
     while sum(abs(a - b) for a, b in zip(front, back)) < 0.8:
         front = [rng.random() for _ in range(3)]
-    return np.round(8 * (cover * front + (1 - cover) * back)) * 31  # few colours make a small file
+    return np.round(8 * (cover * front + (1 - cover) * back)) * 31  # few colours keep the file small
 
 
 def main(folder=Path(__file__).parent):
@@ -263,9 +273,9 @@ def main(folder=Path(__file__).parent):
         Path(folder, name).write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
     write_wordnet(Path(folder, "wordnet"))
     labels = np.arange(900, dtype=np.uint8) % len(SHAPES)
-    images = np.stack([picture(label) for label in labels]).astype(np.uint8)
+    images = np.stack([draw_shape(label) for label in labels]).astype(np.uint8)
     np.savez_compressed(Path(folder, "shapes.npz"), images=images[:600], labels=labels[:600], test_images=images[600:], test_labels=labels[600:])
-    rng.seed(11)                                               # what comes before may grow
+    rng.seed(11)                                               # so that the files above can change without changing this one
     entities = [("text", "positive_entity", "negative_entity", "entity_type", "page")] + [linked(DOMAINS) for _ in range(320)]
     Path(folder, "entities.tsv").write_text("".join("\t".join(row) + "\n" for row in entities), encoding="utf-8", newline="\n")
     rng.seed(11)

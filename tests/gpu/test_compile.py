@@ -1,12 +1,12 @@
-"""Every Triton kernel compiled for sm_80, sm_90 and sm_100 as a real launch would compile it: no GPU needed.
+"""Compile every Triton kernel for sm_80, sm_90 and sm_100 exactly as a launch would, without a GPU.
 
     python -m pytest tests/gpu/test_compile.py                      the kernels that are nearest to a limit
     TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 1,500, ten minutes
-    python tests/gpu/test_compile.py [90]                        their table: registers, spills, shared memory
+    python tests/gpu/test_compile.py [90]                           print registers, spills and shared memory
 
-The host functions are called as users call them, on a driver that compiles for the chip and runs nothing.
-What must hold: nothing spills but a word of predicates (other versions of Triton spill a little more), shared
-memory is within the chip's limit, and half types run on the chip's own tensor core instruction.
+The host functions are called as in use, with a driver that compiles for the GPU and runs nothing. The tests
+check three things: no kernel spills registers, except a word of predicates (other versions of Triton spill a
+little more); shared memory is within the GPU's limit; half types use the GPU's own tensor core instruction.
 """
 import importlib
 import itertools
@@ -20,98 +20,110 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TUNED = "3.6", "3.7"           # the versions of Triton that the kernels' tiles were chosen with
-PRODUCT = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # a chip's own instruction
+TUNED = "3.6", "3.7"           # the tile sizes of the kernels were chosen with these versions of Triton
+TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # instruction of each GPU generation
 DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest"),
           ("float16", "high")]
-# what fills registers or shared memory on some chip, and each kernel on each tensor core
+# titles of launches that fill the registers or shared memory of some GPU, and each kernel on each tensor core
 TIGHT = {
-    ("bfloat16", "high"): ["sums 128 one set", "rows 256 within", "rows 128 one set", "rows 768 one side",
-                           "keys 128 within", "blocks 256 two sides", "one pass 256 one side", "sigmoid 256",
-                           "sums 256 lse diagonal"],
-    ("bfloat16", "highest"): ["rows 256 all", "keys 128 all", "top 64 of 256 all"],
-    ("float32", "high"): ["sums 256 one side", "one pass 256 one side", "one pass 256 targets",
-                          "sigmoid 256"],
-    ("float32", "highest"): ["sums 128 one set", "blocks 256 all", "top 64 of 256 within", "sigmoid 256"],
-    ("float16", "high"): ["sums 256 two sides", "sigmoid 256"]}
+    ("bfloat16", "high"): ["forward 128 self-similarity", "small d 256 within", "small d 128 self-similarity",
+                           "small d 768 one side", "frozen keys 128 within", "large d 256 two sides",
+                           "fused 256 one side", "sigmoid 256", "forward 256 lse diagonal"],
+    ("bfloat16", "highest"): ["small d 256 all", "frozen keys 128 all", "top 64 of 256 all"],
+    ("float32", "high"): ["forward 256 one side", "fused 256 one side", "fused 256 targets", "sigmoid 256"],
+    ("float32", "highest"): ["forward 128 self-similarity", "large d 256 all", "top 64 of 256 within",
+                             "sigmoid 256"],
+    ("float16", "high"): ["forward 256 two sides", "sigmoid 256"]}
 
 
 def launches(name, precision):
-    """(what is launched, function that does): everything that can be launched on rows of a dtype."""
+    """Yield (title, function): all launches for rows of the dtype `name`; the function makes one.
+
+    precision  the float32 matmul precision, which is set here
+    """
     import torch
 
-    from kernels import paths
-    from kernels.gpu import gradient, lse_fixed_keys, lse_forward, one_pass, reference, sigmoid, topk
-    from kernels.rules import make_rule
+    from kernels import heuristics
+    from kernels.gpu import (
+        bound,
+        fused_forward_backward,
+        gradient,
+        lse_forward,
+        lse_frozen_keys,
+        sigmoid,
+        topk,
+    )
+    from kernels.masks import make_mask
 
-    def gradients(narrow, *arguments):
-        gradient.is_narrow = lambda *x: narrow
+    def gradients(small_d, *arguments):
+        gradient.is_small_d = lambda *x: small_d
         gradient.gradients(*arguments)
 
-    def with_few(few, f):
-        """Few rows are not looked at for a bound."""
-        reference.FEW = few
+    def without_bound(f):
+        """Call f as for few rows, which use no bound."""
+        bound.FEW_ROWS = 1024
         f()
-        reference.FEW = 0
+        bound.FEW_ROWS = 0
 
     torch.set_float32_matmul_precision(precision)
-    half, full_features_alone = name != "float32", (name, precision) == ("bfloat16", "highest")
-    like_bfloat16 = name == "float16"  # to the last register
+    half = name != "float32"
+    only_features = (name, precision) == ("bfloat16", "highest")  # differs from "high" for features
+    like_bfloat16 = name == "float16"                             # uses exactly as many registers
     t, needs, rows = torch.ones(()), (True, True, True), (torch.ones(300),) * 2
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
-    rules = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
+    masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
              "within": dict(within=ids),
              "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
     for d in (64, 128, 256, 768):
         q, k, square = (torch.zeros(n, d, dtype=getattr(torch, name)) for n in (300, 500, 300))
-        for title, rule in rules.items():
-            if full_features_alone and "similar" not in rule:
+        for title, mask in masks.items():
+            if only_features and "similar" not in mask:
                 continue
-            rule = make_rule(q, k, False, **rule)
-            one_sided = q, k, t, rule, rows, None, t, 1.0, *needs, q.dtype
-            if d in (128, 256):  # one stays in shared memory and one does not
-                yield f"sums {d} {title}", lambda: lse_forward.log_sums(q, k, t, rule)
+            mask = make_mask(q, k, False, **mask)
+            one_sided = q, k, t, mask, rows, None, t, 1.0, *needs, q.dtype
+            if d in (128, 256):  # with 128 features rows stay in shared memory, with 256 they do not
+                yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
             if d == 256:
-                yield f"blocks {d} {title}", lambda: gradients(False, *one_sided)
+                yield f"large d {d} {title}", lambda: gradients(False, *one_sided)
             if half and not like_bfloat16:
-                yield f"rows {d} {title}", lambda: gradients(True, *one_sided)
-            if half and not like_bfloat16 and d <= paths.WIDEST:
-                yield f"keys {d} {title}", lambda: lse_fixed_keys.similarity_lse(q, k, t, rule)
+                yield f"small d {d} {title}", lambda: gradients(True, *one_sided)
+            if half and not like_bfloat16 and d <= heuristics.MAX_SMALL_D:
+                yield f"frozen keys {d} {title}", lambda: lse_frozen_keys.similarity_lse(q, k, t, mask)
             for n in (2, 16, 64) if d == 256 and not like_bfloat16 else ():
-                yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, rule)
-        if full_features_alone:
+                yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
+        if only_features:
             continue
-        diagonal, pair = make_rule(q, square, False, "diagonal"), make_rule(q, q, True, "pair")
-        targets = make_rule(q, square, False)._replace(exclude="target", row_ids=ids[0])
+        diagonal, pair = make_mask(q, square, False, "diagonal"), make_mask(q, q, True, "pair")
+        targets = make_mask(q, square, False)._replace(exclude="target", row_ids=ids[0])
         for title in ("none", "diagonal", "pair") if d != 64 or half else ():
-            of_one_set = make_rule(q, q, True, None if title == "none" else title)
-            yield f"sums {d} lse {title}", lambda: lse_forward.log_sums(q, None, t, of_one_set)
+            symmetric = make_mask(q, q, True, None if title == "none" else title)
+            yield f"forward {d} lse {title}", lambda: lse_forward.forward(q, None, t, symmetric)
         for title, needed in (("", True), (", no gradient", False)) if d == 256 else ():
             pairs = q, square, t, t, diagonal, *[needed] * 4, q.dtype
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
-        for title, other, rule, both, columns in (
+        for title, other, mask, both, columns in (
                 ("one side", square, diagonal, False, None), ("targets", square, targets, False, None),
-                ("two sides", square, diagonal, True, rows), ("one set", None, pair, False, rows)):
+                ("two sides", square, diagonal, True, rows), ("self-similarity", None, pair, False, rows)):
             if d != 64 or half:
                 weights = t if title == "targets" else None
-                forward = lambda: lse_forward.log_sums(q, other, t, rule, both, True, weights)
-                yield f"sums {d} {title}", forward
+                forward = lambda: lse_forward.forward(q, other, t, mask, both, True, weights)
+                yield f"forward {d} {title}", forward
                 if columns:
-                    yield f"sums {d} {title}, few", lambda: with_few(1024, forward)
+                    yield f"forward {d} {title}, few", lambda: without_bound(forward)
             if d == 256 and columns is None:
-                one = q, other, t, rule, None, *needs, q.dtype
-                yield f"one pass {d} {title}", lambda: one_pass.softmax_loss(*one)
-            sides = q, other, t, rule, rows, columns, t, 1.0, *needs, q.dtype, True
+                one = q, other, t, mask, None, *needs, q.dtype
+                yield f"fused {d} {title}", lambda: fused_forward_backward.softmax_loss(*one)
+            sides = q, other, t, mask, rows, columns, t, 1.0, *needs, q.dtype, True
             if d == 256:
-                yield f"blocks {d} {title}", lambda: gradients(False, *sides)
+                yield f"large d {d} {title}", lambda: gradients(False, *sides)
             if half and title != "targets":
-                yield f"rows {d} {title}", lambda: gradients(True, *sides)
+                yield f"small d {d} {title}", lambda: gradients(True, *sides)
                 if columns:
-                    yield f"rows {d} {title}, few", lambda: with_few(1024, lambda: gradients(True, *sides))
+                    yield f"small d {d} {title}, few", lambda: without_bound(lambda: gradients(True, *sides))
 
 
 def all_kernels():
-    """Every kernel of the package, by whatever module it is found in."""
+    """Return every kernel that a module of kernels.gpu defines or imports."""
     files = (ROOT / "kernels/gpu").glob("[a-z]*.py")
     modules = [importlib.import_module(f"kernels.gpu.{file.stem}") for file in files]
     found = (x for module in modules for x in vars(module).values() if hasattr(x, "device_caches"))
@@ -119,72 +131,81 @@ def all_kernels():
 
 
 def table(chip, only=None):
-    """A row for every kernel that the launches, or only some, compile for a chip; what is wrong with it."""
+    """Yield (line, problems) of every kernel that the launches compile for a GPU, such as 90 for sm_90.
+
+    only  launches by dtype and precision, such as TIGHT; None: all
+    """
     from triton.runtime import driver
 
-    from kernels.cost.launches import absent
-    from kernels.gpu import launch, reference
-    launch.INTERPRETED = True  # CPU tensors will do: nothing runs
-    launch.PLAYED = chip // 10
-    launch.FEW = reference.FEW = 0  # rows are looked at for a bound
-    driver.set_active(absent(f"sm_{chip}"))
+    from kernels.cost.launches import recording_driver
+    from kernels.gpu import bound, launch
+    launch.INTERPRETED = True  # accept CPU tensors, because nothing runs
+    launch.EMULATED_CAPABILITY = chip // 10
+    launch.FEW_ROWS = bound.FEW_ROWS = 0  # 300 rows compile the kernels for many rows
+    driver.set_active(recording_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
     for name, precision in DTYPES:
-        for title, do in launches(name, precision):
+        for title, run in launches(name, precision):
             if only and title not in only[name, precision]:
                 continue
-            do()
+            run()
             missing.discard(((name, precision), title))
             for kernel in kernels:
-                for key, made in kernel.device_caches[chip][0].items():
+                for key, compiled in kernel.device_caches[chip][0].items():
                     if (kernel, key) not in known:
                         known.add((kernel, key))
-                        row, wrong = judge(chip, made, name != "float32")
-                        yield f"sm_{chip:<4}{kernel.__name__:18}{name:9} {precision:8}{title:22}{row}", wrong
+                        row, problems = check_compiled(chip, compiled, name != "float32")
+                        line = f"sm_{chip:<4}{kernel.__name__:23}{name:9} {precision:8}{title:31}{row}"
+                        yield line, problems
     assert not missing, missing
 
 
-def judge(chip, made, half):
-    """(registers, stack, shared memory, programs a multiprocessor; what is wrong) of a compiled kernel."""
+def check_compiled(chip, compiled, half):
+    """Return (registers, stack, shared memory and programs per SM as text, list of problems) of a kernel."""
     import triton
 
     from kernels.cost.launches import CHIPS, REGISTERS
-    registers, stack = resources(made.asm["cubin"])
-    shared, threads = made.metadata.shared, 32 * made.metadata.num_warps
-    about, instruction = CHIPS[f"sm_{chip}"], PRODUCT[chip]
+    registers, stack = resources(compiled.asm["cubin"])
+    shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
+    about, instruction = CHIPS[f"sm_{chip}"], TENSOR_CORE[chip]
     programs = min(REGISTERS // (registers * threads), about.shared // (shared + 1024))
-    multiplies = re.search(r"_dot|\.dot", made.asm["ttgir"])
-    most = 8 if triton.__version__.startswith(TUNED) else 256     # others keep a few registers in memory
-    wrong = ["spills"] * (stack > most) + ["too much shared memory"] * (shared > about.most_shared)
-    wrong += [f"no {instruction}"] * bool(half and multiplies and instruction not in made.asm["ptx"])
-    return f"{registers:9}{stack:6}{shared:8}{programs:6}", wrong
+    has_product = re.search(r"_dot|\.dot", compiled.asm["ttgir"])
+    most_stack = 8 if triton.__version__.startswith(TUNED) else 256     # other versions spill a few registers
+    problems = []
+    if stack > most_stack:
+        problems.append("spills")
+    if shared > about.most_shared:
+        problems.append("too much shared memory")
+    if half and has_product and instruction not in compiled.asm["ptx"]:
+        problems.append(f"no {instruction}")
+    return f"{registers:9}{stack:6}{shared:8}{programs:6}", problems
 
 
 def resources(cubin):
-    """(registers a thread, bytes of stack a thread: spills) that the assembler reports for a kernel."""
+    """Return (registers per thread, bytes of stack per thread: spills) of a kernel, from the assembler."""
     import triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [tool, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", said)[1]), int(re.search(r"STACK:(\d+)", said)[1])
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", printed)[1]), int(re.search(r"STACK:(\d+)", printed)[1])
 
 
-def variants():
-    """[(loss, kernel, how many)] of a kernel that a run with batches of many sizes would compile."""
+def count_variants():
+    """Yield (loss, kernel, count): how often a kernel is compiled in a run with batches of many sizes."""
     import torch
     import triton.compiler
     from triton.runtime import driver
 
-    class Made:
-        """A compiled kernel that is none: only how many there would be is looked at."""
+    class Compiled:
+        """Stands for a compiled kernel; nothing is compiled, because only their number matters."""
         packed_metadata = function = None
         launch_metadata, run = (staticmethod(lambda *arguments: None) for _ in range(2))
 
-    triton.compiler.compile = lambda *arguments, **options: Made()
+    triton.compiler.compile = lambda *arguments, **options: Compiled()
     from kernels import (
         clip_loss,
         info_nce,
@@ -194,11 +215,11 @@ def variants():
         sigmoid_loss,
         similarity_lse,
     )
-    from kernels.cost.launches import absent
+    from kernels.cost.launches import recording_driver
     from kernels.gpu import launch
-    launch.INTERPRETED, on = True, dict(impl="triton")
-    driver.set_active(absent("sm_90"))
-    ids = lambda x: torch.arange(len(x))
+    launch.INTERPRETED = True
+    driver.set_active(recording_driver("sm_90"))
+    ids, on = lambda x: torch.arange(len(x)), dict(impl="triton")
     losses = {
         "info_nce": lambda q, k: info_nce(q[: len(q) // 3], k, offset=len(q) // 3, **on),
         "clip_loss": lambda q, k: clip_loss(q, k, **on), "nt_xent": lambda q, k: nt_xent(q, k, **on),
@@ -217,27 +238,28 @@ def variants():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
-def test_batches_of_other_sizes_need_few_other_kernels():
-    """Forward and backward, of rows and of columns, are different code; the size of a batch is not."""
+def test_other_batch_sizes_compile_few_kernels():
+    """Forward and backward, rows and columns may compile different code; batch sizes must not."""
     command = [sys.executable, __file__, "--variants"]
-    done = subprocess.run(command, env=compiling(), capture_output=True, text=True)
+    done = subprocess.run(command, env=compiling_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines()]
     assert len({kernel for _, kernel, count in found if int(count)}) > 12
     assert [line for line in found if int(line[2]) > 3] == []
 
 
-def compiling():
-    """The environment of a process that compiles: here Triton is the interpreter."""
+def compiling_environment():
+    """Return the environment of a process that compiles; in this process Triton is the interpreter."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
-@pytest.mark.parametrize("chip", PRODUCT)
+@pytest.mark.parametrize("chip", TENSOR_CORE)
 def test_no_spills_within_shared_memory_on_tensor_cores(chip):
     flags = [] if os.environ.get("TENCL_COMPILE") == "all" else ["--tight"]
-    done = subprocess.run([sys.executable, __file__, str(chip), *flags], env=compiling(), text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [sys.executable, __file__, str(chip), *flags]
+    done = subprocess.run(command, env=compiling_environment(), text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
     lines = done.stdout.splitlines()
     wrong = [line for line in lines if "WRONG" in line]
     assert done.returncode == 0 and not wrong and len(lines) > (25 if flags else 300), done.stdout[-3000:]
@@ -246,9 +268,11 @@ def test_no_spills_within_shared_memory_on_tensor_cores(chip):
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     if "--variants" in sys.argv:
-        sys.exit(print(*(" ".join(map(str, found)) for found in variants()), sep="\n"))
-    print(f"chip   {'kernel':18}{'dtype':9} {'float32':8}{'launch':22}registers stack  shared programs/SM")
-    tight = "--tight" in sys.argv and TIGHT
-    for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or PRODUCT):
-        for line, wrong in table(chip, tight):
-            print(line + (f"   WRONG: {', '.join(wrong)}" if wrong else ""), flush=True)
+        for found in count_variants():
+            print(*found)
+        sys.exit()
+    print(f"chip   {'kernel':23}{'dtype':9} {'float32':8}{'launch':31}registers stack  shared programs/SM")
+    tight = TIGHT if "--tight" in sys.argv else None
+    for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or TENSOR_CORE):
+        for line, problems in table(chip, tight):
+            print(line + (f"   WRONG: {', '.join(problems)}" if problems else ""), flush=True)

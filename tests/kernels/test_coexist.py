@@ -1,4 +1,4 @@
-"""With another package called `kernels` installed, as Hugging Face's is. Here it is a made-up one."""
+"""Our package works next to another installed package called `kernels`: here a made-up one."""
 import os
 import subprocess
 import sys
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kernels import benchmark, hf_kernels
+from kernels.benchmark import measure
 from running import ROOT
 
 INSTALLED = {
@@ -17,12 +18,12 @@ INSTALLED = {
         import kernels.device
         if os.environ.pop("BROKEN", None):
             import missing_dependency
-        from kernels.rules import RULE
-        from . import rules, device
+        from kernels.masks import RULE
+        from . import masks, device
         from .layer import layer, Layer
         """,
     "kernels/device.py": "class Device: pass",
-    "kernels/rules.py": "RULE = 'theirs'",                     # ours has a module of this name
+    "kernels/masks.py": "RULE = 'other package'",              # our package has a module of this name
     "kernels/layer/__init__.py": "from .mode import Mode\nfrom .layer import Layer\nlayer = 'a function'",
     "kernels/layer/mode.py": "from kernels.device import Device\nclass Mode(Device): pass",
     "kernels/layer/layer.py": "from ..device import Device\nclass Layer(Device): pass",
@@ -30,7 +31,7 @@ INSTALLED = {
 
 
 @pytest.fixture
-def site(tmp_path):
+def installed(tmp_path):
     for name, text in INSTALLED.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,18 +39,18 @@ def site(tmp_path):
     return tmp_path
 
 
-def run(code, site, **variables):
-    """Run the code in a process whose sys.path has our folder first, and then `site`."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{site}", **variables}
-    command = [sys.executable, "-S", "-c", code]               # -S: nothing else that is installed is seen
+def run(code, folder, **variables):
+    """Run the code in a new process whose sys.path has our folder first and then this folder."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **variables}
+    command = [sys.executable, "-S", "-c", code]               # -S: no other installed packages
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_names_and_submodules(site):
+def test_names_and_submodules_of_both_are_found(installed):
     run("""if True:
         import sys, pickle, inspect, types, kernels, kernels.training.recipes
-        sys.modules["kernels.rules"] = kernels.rules = types.ModuleType("kernels.rules")      # ours, loaded
+        sys.modules["kernels.masks"] = kernels.masks = types.ModuleType("kernels.masks")      # our module
         before = {name: module for name, module in sys.modules.items() if name.startswith("kernels")}
         assert not hasattr(kernels, "__wrapped__") and inspect.unwrap(kernels) is kernels and dir(kernels)
         assert kernels.__version__ == "9.1" and not hasattr(sys, "loads")      # nothing is loaded so far
@@ -62,7 +63,7 @@ def test_names_and_submodules(site):
         assert pickle.loads(pickle.dumps(Layer())).__class__ is Layer
         assert kernels.layer == "a function" and sys.modules["kernels.layer"].Mode is Mode
 
-        assert kernels.RULE == "theirs" and kernels.rules is before["kernels.rules"]
+        assert kernels.RULE == "other package" and kernels.masks is before["kernels.masks"]
         assert all(sys.modules[name] is module for name, module in before.items())
         files = [getattr(module, "__file__", None) for module in sys.modules.values()]
         files = [file for file in files if file and "kernels" in file]
@@ -74,10 +75,10 @@ def test_names_and_submodules(site):
                 exec(f"from kernels import {name}")
             except ImportError as error:
                 assert "cannot import name" in str(error)
-        """, site=site)
+        """, folder=installed)
 
 
-def test_a_package_that_cannot_be_loaded(site):
+def test_a_package_that_fails_to_load_can_be_loaded_again(installed):
     run("""if True:
         import sys, kernels
         for _ in range(2):
@@ -87,12 +88,12 @@ def test_a_package_that_cannot_be_loaded(site):
                 assert error.name == "missing_dependency" and "kernels.device" not in sys.modules
         assert sys.loads == 2 and kernels.device.Device is Device and kernels.Layer.__mro__[1] is Device
         assert type(kernels.device.__spec__.loader).__name__ == "SourceFileLoader"
-        assert "kernels.rules" not in sys.modules                              # the next import finds ours
-        """, site=site, BROKEN="once")
+        assert "kernels.masks" not in sys.modules                  # so the next import finds our module
+        """, folder=installed, BROKEN="once")
 
 
 def test_nothing_installed(tmp_path):
-    """A second copy of our folder on sys.path, or another folder of this name, is no installed package."""
+    """A second copy of our folder on sys.path, or another folder of this name, is not the installed one."""
     (tmp_path / "kernels").symlink_to(ROOT / "kernels")
     run("""if True:
         import sys, kernels
@@ -105,12 +106,12 @@ def test_nothing_installed(tmp_path):
                 assert "kernels" in str(error)
             else:
                 raise AssertionError(line)
-        """, site=tmp_path)
+        """, folder=tmp_path)
 
 
 def test_benchmark_has_names_of_both(monkeypatch):
-    """kernels.benchmark is the one submodule of 0.17 that ours has too. Its other files import from it."""
-    theirs = SimpleNamespace(benchmark=SimpleNamespace(Benchmark="a class", measure="theirs"))
-    monkeypatch.setattr(hf_kernels, "package", theirs)
-    assert benchmark.Benchmark == "a class" and benchmark.measure != "theirs"
+    """kernels.benchmark is in both packages (Hugging Face's 0.17), whose other files import names from it."""
+    other_package = SimpleNamespace(benchmark=SimpleNamespace(Benchmark="a class", measure="not ours"))
+    monkeypatch.setattr(hf_kernels, "package", other_package)
+    assert benchmark.Benchmark == "a class" and benchmark.measure is measure
     assert not hasattr(benchmark, "nothing")

@@ -1,9 +1,10 @@
-"""Every implementation against float64 eager: shapes, strides, rules, dtypes, every way through the kernels.
+"""Compare every implementation with float64 eager: shapes, strides, masks, dtypes, all code paths.
 
-Tolerances calibrate themselves: an implementation may err three times as much as eager does in the same
-dtype, plus a few units of rounding where eager happens to be exact. Triton runs on the GPU where there is
-one, else in its interpreter, whose bfloat16 products are wrong: there that dtype waits for a GPU. Cases are
-pairs of parameters, not all products, except where three meet in a kernel: rule, dtype, more than one tile.
+Tolerances calibrate themselves: an implementation may have three times the error of eager in the same dtype,
+plus a few units of rounding, because eager may happen to be exact. Triton runs on a GPU if there is one,
+else in its interpreter. The interpreter's bfloat16 products are wrong, so bfloat16 is tested on a GPU only.
+Most tests cover pairs of parameters, not all combinations; a kernel's tests combine mask, dtype and more
+than one tile.
 """
 import itertools
 
@@ -15,21 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import (
     blockwise,
     clip_loss,
+    heuristics,
     info_nce,
     linear_cross_entropy,
     nt_xent,
-    paths,
     queue_loss,
     sigmoid_loss,
     sup_con_loss,
 )
-from kernels.rules import make_rule
+from kernels.masks import make_mask
 from kernels.similarity import similarity_lse, similarity_topk
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-RULES = ["all", "diagonal", "shifted", "ids", "within", "ids within", "similar", "diagonal similar within"]
-HALF = [torch.float16] + [torch.bfloat16] * GPU
+MASKS = ["all", "diagonal", "shifted", "ids", "within", "ids within", "similar", "diagonal similar within"]
+HALF = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
 TRITON = [torch.float32, *HALF]
 IMPLS = [("blockwise", torch.float64), ("blockwise", torch.float32), ("blockwise", torch.bfloat16),
          *(("triton", dtype) for dtype in TRITON)]
@@ -37,10 +38,11 @@ both_impls = pytest.mark.parametrize("impl", ["blockwise", "triton"])
 all_triton = pytest.mark.parametrize("dtype", TRITON, ids=str)
 
 
-def rule(name, n, m):
-    """Keyword arguments of similarity_lse for a rule, with repeated, missing and negative ids."""
+def mask_arguments(name, n, m):
+    """Return keyword arguments of similarity_lse for a mask, with repeated, missing and negative ids."""
     rows, columns, e = (torch.arange(count, device=DEVICE) for count in (n, m, 20))
-    # features of whole numbers have exact products in every dtype, also on the threshold
+    # features of whole numbers have exact products in every dtype, so that none is rounded across the
+    # threshold
     f_q, f_k = (rows[:, None] * 5 + e) % 7 - 3, (columns[:, None] * 3 + e) % 5 - 2
     return {"all": {}, "diagonal": dict(exclude="diagonal"), "shifted": dict(exclude="diagonal", offset=2),
             "ids": dict(exclude=(rows % 5 - 2, (columns * 7) % 9 - 2)),
@@ -51,20 +53,21 @@ def rule(name, n, m):
                                             within=(rows // 9, columns // 9))}[name]
 
 
-def rows(n, d, dtype, seed, strided=False):
-    """Unit rows; strided: every second row of a larger matrix laid out by columns."""
+def unit_rows(n, d, dtype, seed, strided=False):
+    """Return random unit rows; strided: every second row of a larger matrix stored by columns."""
     x = torch.randn(d, 2 * n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).T[::2]
     x = F.normalize(x, dim=1).to(DEVICE, dtype)
     return x if strided else x.contiguous()
 
 
-def pairs(n, d, dtype):
-    q = rows(n, d, dtype, 17)
-    return q, F.normalize(q.double() + 0.3 * rows(n, d, torch.float64, 18), dim=1).to(dtype)
+def positive_pairs(n, d, dtype):
+    """Return unit rows q, k (n, d) in which k_i is near q_i."""
+    q = unit_rows(n, d, dtype, 17)
+    return q, F.normalize(q.double() + 0.3 * unit_rows(n, d, torch.float64, 18), dim=1).to(dtype)
 
 
 def differentiate(f, *inputs):
-    """[value, gradients...] of the weighted sum of f's finite entries, as float64."""
+    """Return [value, gradients...] in float64, with gradients of a weighted sum of the finite values."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     value = f(*inputs)
     finite = value.where(value.isfinite(), torch.zeros_like(value))
@@ -73,26 +76,27 @@ def differentiate(f, *inputs):
     return [value.detach().double(), *(gradient.double() for gradient in gradients)]
 
 
-def assert_close(ours, exact, eager, dtype, steepness, units, floor=0.0):
-    """Each of ours as close to exact as three times eager's own error, plus a few units of rounding.
+def assert_close(ours, exact, eager, dtype, largest_logit, units, floor=0.0):
+    """Check that each error of ours is at most three times that of eager, plus a few units of rounding.
 
-    The exponential multiplies the rounding of a logit, done in float32, by the logit: steepness is the
-    largest one, 1/τ. floor is the size of what cancels where a gradient vanishes.
+    largest_logit  1/τ for unit rows: exp turns the float32 rounding error of a logit, which grows with the
+                   logit, into a relative error of its result
+    floor          size of the terms that cancel in a gradient that vanishes
     """
     summed = dtype if dtype == torch.float64 else torch.float32
-    unit = units * (torch.finfo(dtype).eps + steepness * torch.finfo(summed).eps)
+    unit = units * (torch.finfo(dtype).eps + largest_logit * torch.finfo(summed).eps)
     for name, a, b, c in zip(("value", "dq", "dk", "dtemperature"), ours, exact, eager):
-        assert torch.equal(a.isneginf(), b.isneginf()) and not a.isnan().any(), f"{name}: not finite"
+        assert torch.equal(a.isneginf(), b.isneginf()) and not a.isnan().any(), f"{name}: infinite or NaN"
         a, b, c = (x.nan_to_num(neginf=0.0) for x in (a, b, c))
         scale = b.abs().max().clamp(min=floor)
-        if name == "dtemperature":  # a sum that may cancel
-            scale = exact[1].abs().sum().clamp(min=floor * len(exact[1])) * steepness
+        if name == "dtemperature":  # its terms may cancel
+            scale = exact[1].abs().sum().clamp(min=floor * len(exact[1])) * largest_logit
         error, allowed = (a - b).abs().max().item(), (3 * (c - b).abs().max() + unit * scale).item()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
 def compare(f, q, k, temperature=0.07, impl="triton", units=16, floor=0.0):
-    """f(q, k, temperature, impl) against itself in float64 eager, from the same rounded rows."""
+    """Compare f(q, k, temperature, impl) with itself in float64 eager on the same rounded rows."""
     t = torch.tensor(temperature, dtype=torch.float32, device=DEVICE)
     exact = differentiate(lambda *x: f(*x, "eager"), q.double(), k.double(), t.double())
     t = t.double() if q.dtype == torch.float64 else t
@@ -101,7 +105,8 @@ def compare(f, q, k, temperature=0.07, impl="triton", units=16, floor=0.0):
     assert_close(ours, exact, eager, q.dtype, 1 / temperature, units, floor)
 
 
-def set_in(monkeypatch, settings):
+def patch_kernels(monkeypatch, settings):
+    """Set {name inside the package kernels: value} for this test."""
     for name, value in settings.items():
         monkeypatch.setattr(f"kernels.{name}", value)
 
@@ -109,45 +114,50 @@ def set_in(monkeypatch, settings):
 # ── the log-sum-exp ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def in_turns(shapes):
-    """(impl, dtype, shape, rule): every pair of two of them."""
-    for (i, name), (j, shape) in itertools.product(enumerate(RULES), enumerate(shapes)):
+def pairwise_cases(shapes):
+    """Yield (impl, dtype, shape, mask) so that every shape occurs with every mask."""
+    for (i, name), (j, shape) in itertools.product(enumerate(MASKS), enumerate(shapes)):
         yield *IMPLS[(i + j) % len(IMPLS)], shape, name
 
 
-def across_tiles(shape):
-    """Triton's tiles have 128, 64 or 32 rows or columns, and 16 features or more."""
-    return (("triton", dtype, shape, name) for dtype, name in itertools.product(TRITON, RULES))
+def cases_across_tiles(shape):
+    """Return all dtypes and masks for a shape of several Triton tiles (of 32, 64 or 128 rows and columns)."""
+    return (("triton", dtype, shape, name) for dtype, name in itertools.product(TRITON, MASKS))
 
 
 @pytest.mark.parametrize("impl, dtype, shape, name", [
-    *in_turns([(1, 1, 1), (1, 7, 3), (6, 1, 8), (37, 53, 20)]), *across_tiles((130, 140, 24))], ids=str)
-def test_rules_and_shapes(impl, dtype, shape, name):
+    *pairwise_cases([(1, 1, 1), (1, 7, 3), (6, 1, 8), (37, 53, 20)]),
+    *cases_across_tiles((130, 140, 24))], ids=str)
+def test_masks_and_shapes(impl, dtype, shape, name):
     n, m, d = shape
-    q, k = rows(n, d, dtype, 0), rows(m, d, dtype, 1)
-    compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, n, m)), q, k, impl=impl)
+    q, k = unit_rows(n, d, dtype, 0), unit_rows(m, d, dtype, 1)
+    arguments = mask_arguments(name, n, m)
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **arguments), q, k, impl=impl)
 
 
 @pytest.mark.parametrize("impl, dtype, shape, name", [
-    *in_turns([(1, 1, 1), (37, 53, 20), (10, 200, 130), (5, 40, 300)]),
-    *across_tiles((70, 140, 24))], ids=str)
+    *pairwise_cases([(1, 1, 1), (37, 53, 20), (10, 200, 130), (5, 40, 300)]),
+    *cases_across_tiles((70, 140, 24))], ids=str)
 def test_keys_without_gradient(impl, dtype, shape, name, monkeypatch):
     n, m, d = shape
-    q, k = rows(n, d, dtype, 40), rows(m, d, dtype, 41)
-    lse = lambda q, k, t, impl: similarity_lse(q, k.detach(), t, impl=impl, **rule(name, n, m)) + 0 * k.sum()
+    q, k = unit_rows(n, d, dtype, 40), unit_rows(m, d, dtype, 41)
+
+    def lse(q, k, t, impl):
+        return similarity_lse(q, k.detach(), t, impl=impl, **mask_arguments(name, n, m)) + 0 * k.sum()
+
     compare(lse, q, k, impl=impl)
-    if impl == "triton" and dtype in HALF and m == 140:  # a program had a tile of columns, now one has all
-        set_in(monkeypatch, {"gpu.lse_fixed_keys.MULTIPROCESSORS": 0})
+    if impl == "triton" and dtype in HALF and m == 140:  # one program per column tile above, now one for all
+        patch_kernels(monkeypatch, {"gpu.lse_frozen_keys.MULTIPROCESSORS": 0})
         compare(lse, q, k)
 
 
 @both_impls
 @all_triton
 def test_strides(impl, dtype):
-    q, k = rows(40, 20, dtype, 3, strided=True), rows(50, 20, dtype, 4, strided=True)
+    q, k = unit_rows(40, 20, dtype, 3, strided=True), unit_rows(50, 20, dtype, 4, strided=True)
     assert not q.is_contiguous()
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", impl=impl), q, k, impl=impl)
-    expanded = rows(1, 20, dtype, 5).expand(50, 20)  # a row stride of zero
+    expanded = unit_rows(1, 20, dtype, 5).expand(50, 20)  # a row stride of zero
     ours, exact = (similarity_lse(q, expanded, 0.1, impl=i) for i in (impl, "eager"))
     tolerance = dict(atol=2e-2, rtol=1e-3) if dtype in HALF else dict(atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours, exact, **tolerance)
@@ -156,14 +166,15 @@ def test_strides(impl, dtype):
 @pytest.mark.parametrize("impl, dtype, d", [
     ("blockwise", torch.float32, 1024), ("triton", torch.float32, 16), ("triton", torch.float32, 257),
     ("triton", torch.float32, 4096), ("triton", torch.float16, 64), ("triton", torch.float16, 257)], ids=str)
-def test_every_width(impl, dtype, d):
-    q, k = rows(9, d, dtype, 6), rows(11, d, dtype, 7)
+def test_numbers_of_features(impl, dtype, d):
+    q, k = unit_rows(9, d, dtype, 6), unit_rows(11, d, dtype, 7)
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, exclude="diagonal", impl=impl), q, k, impl=impl)
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_row_without_columns(impl):
-    q, ids = rows(5, 8, torch.float32, 9).requires_grad_(), torch.tensor([0, 0, 1, 0, 0], device=DEVICE)
+    """Its lse is −∞, with gradient 0."""
+    q, ids = unit_rows(5, 8, torch.float32, 9).requires_grad_(), torch.tensor([0, 0, 1, 0, 0], device=DEVICE)
     lse = similarity_lse(q, q.detach(), 0.1, exclude=(ids, torch.ones_like(ids)), impl=impl)
     assert lse[2] == -torch.inf and lse[[0, 1, 3, 4]].isfinite().all()
     lse.sum().backward()
@@ -172,54 +183,57 @@ def test_row_without_columns(impl):
 
 @both_impls
 def test_same_input_same_bits(impl):
-    q, k = rows(130, 40, torch.float32, 10), rows(140, 40, torch.float32, 11)
-    lse, t = lambda *x: similarity_lse(*x, exclude="diagonal", impl=impl), torch.tensor(0.05, device=DEVICE)
-    assert all(torch.equal(a, b) for a, b in zip(differentiate(lse, q, k, t), differentiate(lse, q, k, t)))
+    q, k = unit_rows(130, 40, torch.float32, 10), unit_rows(140, 40, torch.float32, 11)
+    t = torch.tensor(0.05, device=DEVICE)
+    first, second = (differentiate(lambda *x: similarity_lse(*x, exclude="diagonal", impl=impl), q, k, t)
+                     for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 # ── losses ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ignoring(q, k, t, impl):
-    """20 classes, repeated; every fourth row does not count."""
+    """Return linear_cross_entropy with 20 repeated classes; every fourth row is ignored."""
     row = torch.arange(len(q), device=DEVICE)
     targets = (row % 20).masked_fill(row % 4 == 0, -1)
     return linear_cross_entropy(q, k[:20], targets, -1, temperature=t, impl=impl)
 
 
 LOSSES = {
-    "info_nce": lambda q, k, t, impl, **how: info_nce(q, k, t, impl=impl, **how),
-    "offset": lambda q, k, t, impl, **how: info_nce(q[:-7], k, t, offset=5, impl=impl, **how),
-    "clip_loss": lambda q, k, t, impl, **how: clip_loss(q, k, t, impl=impl, **how),
-    "nt_xent": lambda q, k, t, impl, **how: nt_xent(q, k, t, impl=impl, **how),
-    "queue_loss": lambda q, k, t, impl, **how: queue_loss(
-        q, k, k.detach().roll(3, 0)[:-6].flip(1), t, impl=impl, **how),
+    "info_nce": lambda q, k, t, impl, **options: info_nce(q, k, t, impl=impl, **options),
+    "offset": lambda q, k, t, impl, **options: info_nce(q[:-7], k, t, offset=5, impl=impl, **options),
+    "clip_loss": lambda q, k, t, impl, **options: clip_loss(q, k, t, impl=impl, **options),
+    "nt_xent": lambda q, k, t, impl, **options: nt_xent(q, k, t, impl=impl, **options),
+    "queue_loss": lambda q, k, t, impl, **options: queue_loss(
+        q, k, k.detach().roll(3, 0)[:-6].flip(1), t, impl=impl, **options),
     "linear": lambda q, k, t, impl: linear_cross_entropy(
         q, k, torch.arange(len(q), device=DEVICE) * 3 % len(k), temperature=t, impl=impl),
     "ignoring": ignoring,
-    "sigmoid_loss": lambda q, k, t, impl, **how: sigmoid_loss(
-        q[:-7], k, t, -4.0, offset=5, impl=impl, **how),
-    "sup_con_loss": lambda q, k, t, impl, **how: sup_con_loss(
-        torch.stack([q, k], 1), torch.arange(len(q), device=DEVICE) // 3, t, impl=impl, **how)}
-SUMS = {
-    "lse": lambda q, k, t, impl, **how: similarity_lse(
-        q, k, t, exclude="diagonal", offset=7, impl=impl, **how),
-    "one_set": lambda q, k, t, impl, **how: similarity_lse(
-        q, None, t, exclude="diagonal", impl=impl, **how) + 0 * k.sum(),
-    "pair": lambda q, k, t, impl, **how: similarity_lse(
-        q, None, t, exclude="pair", impl=impl, **how) + 0 * k.sum()}
-NORMALIZES = [name for name in LOSSES | SUMS if name not in ("linear", "ignoring")]
+    "sigmoid_loss": lambda q, k, t, impl, **options: sigmoid_loss(
+        q[:-7], k, t, -4.0, offset=5, impl=impl, **options),
+    "sup_con_loss": lambda q, k, t, impl, **options: sup_con_loss(
+        torch.stack([q, k], 1), torch.arange(len(q), device=DEVICE) // 3, t, impl=impl, **options)}
+LSE_CALLS = {
+    "lse": lambda q, k, t, impl, **options: similarity_lse(
+        q, k, t, exclude="diagonal", offset=7, impl=impl, **options),
+    "self_similarity": lambda q, k, t, impl, **options: similarity_lse(
+        q, None, t, exclude="diagonal", impl=impl, **options) + 0 * k.sum(),
+    "pair": lambda q, k, t, impl, **options: similarity_lse(
+        q, None, t, exclude="pair", impl=impl, **options) + 0 * k.sum()}
+NORMALIZING = [name for name in LOSSES | LSE_CALLS if name not in ("linear", "ignoring")]
 
 
-@pytest.mark.parametrize("loss", LOSSES | SUMS)
+@pytest.mark.parametrize("loss", LOSSES | LSE_CALLS)
 @pytest.mark.parametrize("impl, dtype", IMPLS[:2] + IMPLS[3:], ids=str)
 def test_losses(loss, impl, dtype):
-    compare((LOSSES | SUMS)[loss], *pairs(38 if impl == "blockwise" else 150, 24, dtype), impl=impl, units=32)
+    q, k = positive_pairs(38 if impl == "blockwise" else 150, 24, dtype)
+    compare((LOSSES | LSE_CALLS)[loss], q, k, impl=impl, units=32)
 
 
 @both_impls
 def test_clip_loss_is_the_symmetric_info_nce(impl):
-    q, k = pairs(9, 8, torch.float32)
+    q, k = positive_pairs(9, 8, torch.float32)
     assert clip_loss(q, k, 0.1, impl=impl) == info_nce(q, k, 0.1, symmetric=True, impl=impl)
 
 
@@ -227,43 +241,48 @@ def test_clip_loss_is_the_symmetric_info_nce(impl):
 
 
 def raw_rows(dtype):
-    """20 pairs of rows, of lengths from 0.02 to 50."""
+    """Return 20 pairs of rows with lengths from 0.02 to 50."""
     lengths = torch.logspace(-1.7, 1.7, 20, dtype=torch.float64, device=DEVICE)[:, None]
-    q, k = pairs(20, 24, torch.float64)
+    q, k = positive_pairs(20, 24, torch.float64)
     return (q * lengths).to(dtype), (k * lengths.roll(7, 0)).to(dtype)
 
 
 def unit(x):
+    """Return the rows of x divided by their lengths, computed in float32 or float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.normalize(x.to(wide), dim=1).to(x.dtype)
 
 
-@pytest.mark.parametrize("loss", NORMALIZES)
+@pytest.mark.parametrize("loss", NORMALIZING)
 @pytest.mark.parametrize("impl, dtype", [
     ("eager", torch.float64), ("eager", torch.float16), ("blockwise", torch.float32),
     ("blockwise", torch.bfloat16), ("triton", HALF[-1])], ids=str)
 def test_normalize(loss, impl, dtype):
-    """Value and gradients are those of F.normalize's rows in float64."""
-    f, (q, k) = (LOSSES | SUMS)[loss], raw_rows(dtype)
+    """normalize=True has the value and gradients of unit rows from F.normalize in float64."""
+    f = (LOSSES | LSE_CALLS)[loss]
+    q, k = raw_rows(dtype)
     t = torch.tensor(0.07, dtype=torch.promote_types(dtype, torch.float32), device=DEVICE)
-    on_unit_rows = lambda q, k, t: f(unit(q), unit(k), t, "eager")
+
+    def on_unit_rows(q, k, t):
+        return f(unit(q), unit(k), t, "eager")
+
     exact = differentiate(on_unit_rows, q.double(), k.double(), t.double())
     ours = differentiate(lambda q, k, t: f(q, k, t, impl, normalize=True), q, k, t)
     assert_close(ours, exact, differentiate(on_unit_rows, q, k, t), dtype, 1 / 0.07, 32, 1 / 0.07 / 20)
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
-def test_normalize_of_neighbours(impl):
+def test_topk_with_normalize(impl):
     q, k = raw_rows(torch.float32)
     for keys in (k, None):
         values, columns = similarity_topk(q, keys, 3, normalize=True, impl=impl)
-        wanted, nearest = similarity_topk(unit(q), None if keys is None else unit(k), 3, impl=impl)
-        assert torch.equal(values, wanted) and torch.equal(columns, nearest)
+        expected, nearest = similarity_topk(unit(q), None if keys is None else unit(k), 3, impl=impl)
+        assert torch.equal(values, expected) and torch.equal(columns, nearest)
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
-def test_normalize_takes_any_length(impl):
-    """Rows of zeros have cosine 0, and F.normalize's gradient. float16 has no room for the squares."""
+def test_normalize_accepts_any_length(impl):
+    """A zero row has cosine 0 and F.normalize's gradient. Squares of float16 must not overflow or vanish."""
     q, k = raw_rows(torch.float32)
     q[3], k[5] = 0, 0
     assert not similarity_topk(q[3:4], k, 2, normalize=True, impl=impl)[0].any()
@@ -272,17 +291,19 @@ def test_normalize_takes_any_length(impl):
     for a, b in zip(differentiate(f, q, k), exact):
         assert b.isfinite().all() and b.abs().max() < 1e13
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    for length in (1e5, 1e-4):                                 # of 24 numbers up to 65504, and from 6e-8
-        x, y = ((length * unit(x)).half() for x in pairs(20, 24, torch.float64))
+    for length in (1e5, 1e-4):                                 # float16 ranges from 6e-8 to 65504
+        x, y = ((length * unit(x)).half() for x in positive_pairs(20, 24, torch.float64))
         exact = info_nce(unit(x.double()), unit(y.double()), 0.07).item()
         assert f(x, y).item() == pytest.approx(exact, rel=0.01)
 
 
 @both_impls
 def test_normalize_divides_a_float32_gradient_by_the_lengths(impl):
-    """Those of the unit rows, about 1e-8, would be 0 in float16; of rows of length 1e-3 they are 1e-5."""
-    f = lambda q, k, impl: 1e-6 * info_nce(q, k, 0.3, normalize=True, impl=impl)
-    q, k = ((1e-3 * unit(x)).half() for x in pairs(20, 24, torch.float64))
+    """Gradients of unit rows, here about 1e-8, underflow in float16; divided by a length of 1e-3 they fit."""
+    def f(q, k, impl):
+        return 1e-6 * info_nce(q, k, 0.3, normalize=True, impl=impl)
+
+    q, k = ((1e-3 * unit(x)).half() for x in positive_pairs(20, 24, torch.float64))
     found = differentiate(lambda q, k: f(q, k, impl), q, k)
     exact = differentiate(lambda q, k: f(q, k, "eager"), q.double(), k.double())
     for a, b in zip(found[1:], exact[1:]):
@@ -292,78 +313,89 @@ def test_normalize_divides_a_float32_gradient_by_the_lengths(impl):
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_normalize_gives_a_queue_no_gradient(impl):
     q, k = (x.requires_grad_() for x in raw_rows(torch.float32))
-    queue = (2 * rows(30, 24, torch.float32, 90)).requires_grad_()
+    queue = (2 * unit_rows(30, 24, torch.float32, 90)).requires_grad_()
     queue_loss(q, k, queue, normalize=True, impl=impl).backward()
     assert queue.grad is None and q.grad.any() and k.grad.any()
 
 
 @pytest.mark.parametrize("impl, loss", [
-    *itertools.product(["eager", "blockwise"], NORMALIZES), ("triton", "info_nce"), ("triton", "queue_loss")])
+    *itertools.product(["eager", "blockwise"], NORMALIZING),
+    ("triton", "info_nce"), ("triton", "queue_loss")])
 def test_normalize_under_autocast(impl, loss):
-    """As of rows that F.normalize made in float32, to the bit; one side may have autocast's dtype."""
-    f, (q, k) = (LOSSES | SUMS)[loss], raw_rows(torch.float32)
-    half = lambda x: x.half().float()
+    """Same bits as for rows normalised in float32; one of q and k may already have autocast's dtype."""
+    f = (LOSSES | LSE_CALLS)[loss]
+    q, k = raw_rows(torch.float32)
+    half_q, half_k = (x.half().float() for x in (q, k))
     with torch.autocast(DEVICE, torch.float16):
         ours = differentiate(lambda q, k: f(q, k, 0.07, impl, normalize=True), q, k)
-        wanted = differentiate(lambda q, k: f(unit(q), unit(k), 0.07, impl), q, k)
+        expected = differentiate(lambda q, k: f(unit(q), unit(k), 0.07, impl), q, k)
         mixed = f(q, k.half(), 0.07, impl, normalize=True)
         both = f(q.half(), k.half(), 0.07, impl, normalize=True)
-        assert torch.equal(mixed, f(unit(q), unit(half(k)), 0.07, impl))
-        assert torch.equal(both, f(unit(half(q)), unit(half(k)), 0.07, impl))
-    assert all(torch.equal(a, b) for a, b in zip(ours, wanted))
+        assert torch.equal(mixed, f(unit(q), unit(half_k), 0.07, impl))
+        assert torch.equal(both, f(unit(half_q), unit(half_k), 0.07, impl))
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected))
 
 
-# ── every way through the kernels ───────────────────────────────────────────────────────────────────────────
+# ── every code path of the kernels ──────────────────────────────────────────────────────────────────────────
 
-WIDE = {"paths.WIDEST": 0, "paths.FEW": 0}
-TWO_PASSES = WIDE | {"operations.in_one_pass": lambda *x: False}
-BOUNDED = {"gpu.launch.FEW": 0, "gpu.reference.FEW": 0}  # rows are looked at for a bound
-SUMS_IN_BLOCKS = {"gpu.lse_forward.sums_block": lambda q, k, square: (128, 128)}
-IN_BLOCKS = SUMS_IN_BLOCKS | {
-    "gpu.gradient_blocks.weight_block": lambda q, k, square: (128, 128)}
-# each way that a shape or a chip may choose, for 150 rows, which are two tiles or more: what makes it so, and
-# which losses it changes in float32, where all rows are wide, and in half types
-WAYS = {
-    "sums without maximum": (BOUNDED, "clip_loss nt_xent", "clip_loss nt_xent"),
-    "pointers": ({"gpu.launch.PLAYED": 8},
+LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
+SEPARATE_BACKWARD = LARGE_D | {"ops.fuses_backward": lambda *x: False}
+WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.bound.FEW_ROWS": 0}  # as for many rows: no row maxima
+LSE_IN_BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128)}
+STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda q, k: 128}
+ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
+    "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128)}
+# for 150 rows, which are at least two tiles, each path that a shape or a GPU can select: the settings that
+# force it, and the losses that it affects in float32, where every D is large, and in half types
+CODE_PATHS = {
+    "lse with bound": (WITH_BOUND, "clip_loss nt_xent", "clip_loss nt_xent"),
+    "pointers": ({"gpu.launch.EMULATED_CAPABILITY": 8},
                  "info_nce clip_loss queue_loss linear sigmoid_loss", "info_nce clip_loss queue_loss"),
-    "pointers, wide": ({"gpu.launch.PLAYED": 8} | WIDE, "", "clip_loss queue_loss sigmoid_loss"),
-    "tiles of a B200": ({"gpu.launch.PLAYED": 10} | BOUNDED, "clip_loss nt_xent", "clip_loss nt_xent"),
-    "a number": ({f"gpu.{module}.is_number": lambda number, x: True for module in ("launch", "sigmoid")},
-                 "info_nce clip_loss queue_loss sigmoid_loss", "info_nce clip_loss queue_loss sigmoid_loss"),
-    "sums in blocks": (SUMS_IN_BLOCKS, "clip_loss nt_xent lse", "info_nce clip_loss nt_xent one_set"),
-    "sums in blocks without maximum": (SUMS_IN_BLOCKS | BOUNDED, "clip_loss nt_xent", "clip_loss one_set"),
-    "one pass": (WIDE, "", "info_nce offset clip_loss nt_xent lse one_set"),
-    "strips": (WIDE | {"gpu.one_pass.strip_height": lambda q, k: 128},
-               "info_nce linear ignoring", "info_nce offset linear"),
-    "strips without maximum": (BOUNDED | {"gpu.one_pass.strip_height": lambda q, k: 128},
-                               "info_nce offset linear ignoring", ""),
-    "two passes": (TWO_PASSES | BOUNDED, "info_nce offset linear ignoring", "info_nce linear ignoring"),
-    "two passes in blocks": (TWO_PASSES | IN_BLOCKS,
-                             "info_nce clip_loss nt_xent linear lse one_set sigmoid_loss",
-                             "offset clip_loss nt_xent sigmoid_loss"),
-    "the same without maximum": (TWO_PASSES | IN_BLOCKS | BOUNDED, "clip_loss nt_xent linear one_set",
-                                 "clip_loss nt_xent")}
+    "pointers, large D": ({"gpu.launch.EMULATED_CAPABILITY": 8} | LARGE_D,
+                          "", "clip_loss queue_loss sigmoid_loss"),
+    "tiles of a B200": ({"gpu.launch.EMULATED_CAPABILITY": 10} | WITH_BOUND,
+                        "clip_loss nt_xent", "clip_loss nt_xent"),
+    "temperature as a number": (
+        {f"gpu.{module}.is_host_scalar": lambda number, x: True for module in ("launch", "sigmoid")},
+        "info_nce clip_loss queue_loss sigmoid_loss", "info_nce clip_loss queue_loss sigmoid_loss"),
+    "lse in blocks": (LSE_IN_BLOCKS,
+                      "clip_loss nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
+    "lse in blocks with bound": (LSE_IN_BLOCKS | WITH_BOUND,
+                                 "clip_loss nt_xent", "clip_loss self_similarity"),
+    "large D": (LARGE_D, "", "info_nce offset clip_loss nt_xent lse self_similarity"),
+    "strips": (LARGE_D | STRIPS_OF_128, "info_nce linear ignoring", "info_nce offset linear"),
+    "strips with bound": (WITH_BOUND | STRIPS_OF_128, "info_nce offset linear ignoring", ""),
+    "separate backward": (SEPARATE_BACKWARD | WITH_BOUND,
+                          "info_nce offset linear ignoring", "info_nce linear ignoring"),
+    "separate backward in blocks": (SEPARATE_BACKWARD | ALL_IN_BLOCKS,
+                                    "info_nce clip_loss nt_xent linear lse self_similarity sigmoid_loss",
+                                    "offset clip_loss nt_xent sigmoid_loss"),
+    "separate backward in blocks with bound": (SEPARATE_BACKWARD | ALL_IN_BLOCKS | WITH_BOUND,
+                                               "clip_loss nt_xent linear self_similarity",
+                                               "clip_loss nt_xent")}
 
 
-@pytest.mark.parametrize("way, dtype, loss", [
-    (way, dtype, loss) for way, (_, full, half) in WAYS.items() for dtype in TRITON
+@pytest.mark.parametrize("path, dtype, loss", [
+    (path, dtype, loss) for path, (_, full, half) in CODE_PATHS.items() for dtype in TRITON
     for loss in (full if dtype == torch.float32 else half).split()], ids=str)
-def test_every_way_through_the_kernels(way, dtype, loss, monkeypatch):
-    set_in(monkeypatch, WAYS[way][0])
-    compare((LOSSES | SUMS)[loss], *pairs(150, 40, dtype), units=32 if loss in LOSSES else 16)
+def test_every_code_path(path, dtype, loss, monkeypatch):
+    patch_kernels(monkeypatch, CODE_PATHS[path][0])
+    compare((LOSSES | LSE_CALLS)[loss], *positive_pairs(150, 40, dtype), units=32 if loss in LOSSES else 16)
 
 
-@pytest.mark.parametrize("impl, dtype, wide", [
+@pytest.mark.parametrize("impl, dtype, large_d", [
     ("blockwise", torch.float32, True), ("triton", torch.float32, True),
     *itertools.product(["triton"], HALF, [False, True])], ids=str)
 @pytest.mark.parametrize("loss", ["clip_loss", "nt_xent", "info_nce"])
 @pytest.mark.parametrize("temperature", [0.02, 0.01, 0.003])
-def test_sums_beyond_the_range_of_float32_have_a_maximum(temperature, loss, impl, dtype, wide, monkeypatch):
-    """At 0.01 exp2(s) of unit rows overflows, which a common shift prevents; at 0.003 most rows' sums vanish
-    then, and those rows need a maximum of their own."""
-    set_in(monkeypatch, BOUNDED | (WIDE if wide else {}))
-    q, k = pairs(40, 24, dtype)
+def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype, large_d, monkeypatch):
+    """Subtracting a common bound works as long as sums do not underflow.
+
+    At τ = 0.01, exp2(s) of unit rows would overflow without the bound. At 0.003, most rows' sums underflow
+    with the bound, and these rows must be computed again with their own maximum.
+    """
+    patch_kernels(monkeypatch, WITH_BOUND | (LARGE_D if large_d else {}))
+    q, k = positive_pairs(40, 24, dtype)
     k = torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k)
     compare(LOSSES[loss], q, k, temperature, impl, units=64)
 
@@ -371,82 +403,97 @@ def test_sums_beyond_the_range_of_float32_have_a_maximum(temperature, loss, impl
 @pytest.mark.parametrize("order, keys, dtype", [
     *itertools.product(["sorted", "only columns sorted", "not sorted"], ["with gradient"], TRITON),
     *itertools.product(["sorted", "not sorted"], ["without"], HALF)], ids=str)
-def test_groups_by_ranges(order, keys, dtype, monkeypatch):
-    """Sorted column groups let a program skip the columns of other groups; the result must not know."""
-    from kernels.gpu.launch import ranges
-    set_in(monkeypatch, BOUNDED | {"gpu.lse_forward.PROGRAMS": 1})  # a program walks several tiles
-    q, k = rows(200, 24, dtype, 47), rows(270, 24, dtype, 48)
+def test_group_ranges(order, keys, dtype, monkeypatch):
+    """Sorted column groups let a program skip the columns of other groups; the results stay the same."""
+    from kernels.gpu.launch import column_ranges
+    # TARGET_PROGRAMS = 1: a program processes several tiles
+    patch_kernels(monkeypatch, WITH_BOUND | {"gpu.lse_forward.TARGET_PROGRAMS": 1})
+    q, k = unit_rows(200, 24, dtype, 47), unit_rows(270, 24, dtype, 48)
     groups = [torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(n)) for n in (200, 270)]
-    if order == "sorted":  # groups that end one column into a tile
+    if order == "sorted":  # groups end one column after the start of a tile
         groups = [(torch.arange(200) - 78).clamp(min=0) // 50, torch.arange(270) // 65]
     groups[1] = groups[1] if order == "not sorted" else groups[1].sort()[0]
-    groups[0][:64] = 30  # rows that have no column: a whole tile of none
+    groups[0][:64] = 30  # a whole tile of rows without columns
     groups = [groups[0].to(DEVICE), groups[1].int().to(DEVICE)]
-    seen = ranges(make_rule(q, k, False, within=groups), dict(BLOCK_N=64)).diff().clamp(min=0)
-    assert len(seen) == 4 and ((seen == 270).all() if order == "not sorted" else seen[0] < 270)
-    own = (lambda k: k) if keys == "with gradient" else torch.Tensor.detach
-    lse = lambda q, k, t, impl: similarity_lse(q, own(k), t, within=groups, impl=impl) + 0 * k.sum()
+    columns = column_ranges(make_mask(q, k, False, within=groups), dict(BLOCK_N=64)).diff().clamp(min=0)
+    assert len(columns) == 4 and ((columns == 270).all() if order == "not sorted" else columns[0] < 270)
+
+    def lse(q, k, t, impl):
+        keys_used = k if keys == "with gradient" else k.detach()
+        return similarity_lse(q, keys_used, t, within=groups, impl=impl) + 0 * k.sum()
+
     compare(lse, q, k)
 
 
 # ── blockwise ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", RULES)
+STRIPS_OF_3 = {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.MAX_STRIP_LOGITS": 1,
+               "blockwise.SINGLE_STRIP_LOGITS": 0}
+
+
+@pytest.mark.parametrize("name", MASKS)
 def test_many_strips(name, monkeypatch):
-    """Strips of 3 rows instead of all rows at once, the last one short."""
-    set_in(monkeypatch, {"blockwise.ROWS": 3, "blockwise.STRIP_LOGITS": 1, "blockwise.SMALL": 0})
-    q, k = rows(37, 12, torch.float64, 12), rows(53, 12, torch.float64, 13)
-    lse = lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, 37, 53))
-    compare(lse, q, k, impl="blockwise")
+    """Strips of 3 rows instead of one strip; the last strip is shorter."""
+    patch_kernels(monkeypatch, STRIPS_OF_3)
+    q, k = unit_rows(37, 12, torch.float64, 12), unit_rows(53, 12, torch.float64, 13)
+    arguments = mask_arguments(name, 37, 53)
+    compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **arguments), q, k, impl="blockwise")
     if name == "all":
         for loss in ("info_nce", "offset", "clip_loss", "nt_xent", "linear", "sigmoid_loss", "sup_con_loss"):
             compare(LOSSES[loss], q, k[:37], impl="blockwise", units=32)
 
 
-@pytest.mark.parametrize("sums", ["one_set", "pair"])
+@pytest.mark.parametrize("name", ["self_similarity", "pair"])
 @pytest.mark.parametrize("temperature", [0.07, 0.01])
-def test_strips_of_one_set_start_on_the_diagonal(sums, temperature, monkeypatch):
-    """Half of the products, with one exponential for a pair where nothing overflows, and else with two."""
-    set_in(monkeypatch, {"blockwise.ROWS": 3, "blockwise.STRIP_LOGITS": 1, "blockwise.SMALL": 0})
-    q = rows(38, 12, torch.float64, 12)
-    compare(SUMS[sums], q, q, temperature, impl="blockwise", units=32)
-    found = blockwise.strips(q, q, torch.tensor(1.0), make_rule(q, q, True, "pair"), upper=True)
+def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monkeypatch):
+    """Only the upper triangle is computed. exp(s_ij) serves (i, j) and (j, i), unless it could overflow."""
+    patch_kernels(monkeypatch, STRIPS_OF_3)
+    q = unit_rows(38, 12, torch.float64, 12)
+    compare(LSE_CALLS[name], q, q, temperature, impl="blockwise", units=32)
+    found = blockwise.logit_strips(q, q, torch.tensor(1.0), make_mask(q, q, True, "pair"), upper=True)
     assert sum(s.numel() for _, _, s in found) == sum((38 - i) * min(3, 38 - i) for i in range(0, 38, 3))
 
 
 @pytest.mark.parametrize("keys", ["with gradient", "without"])
 @pytest.mark.parametrize("order", ["sorted", "only columns sorted", "only rows sorted"])
-def test_sorted_groups_cost_the_pairs_that_they_keep(order, keys, monkeypatch):
-    """Groups of 1 to 90 rows, some without columns, some columns without rows; the result must not know."""
-    set_in(monkeypatch, {"blockwise.SMALL": 0, "blockwise.STRIP_LOGITS": 32 * 150})
-    draw = torch.Generator().manual_seed(7)
-    sizes, widths = torch.randint(1, 30, (40,), generator=draw), torch.randint(0, 60, (40,), generator=draw)
+def test_sorted_groups_skip_other_groups(order, keys, monkeypatch):
+    """For sorted groups the work is proportional to the pairs that are kept, and results stay the same.
+
+    Groups have 1 to 90 rows; some have no columns, and some columns have no rows.
+    """
+    patch_kernels(monkeypatch, {"blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 32 * 150})
+    generator = torch.Generator().manual_seed(7)
+    sizes = torch.randint(1, 30, (40,), generator=generator)   # rows and columns of each group
+    widths = torch.randint(0, 60, (40,), generator=generator)
     sizes[[0, 3, 20]], widths[[0, 3, 12, 20, 39]] = 90, torch.tensor([0, 160, 0, 0, 0])  # 90 × 160: 3 strips
     groups = [torch.arange(40).repeat_interleave(counts) - 7 for counts in (sizes, widths)]
     shuffled = {"only columns sorted": 0, "only rows sorted": 1}.get(order)
     if shuffled is not None:
-        groups[shuffled] = groups[shuffled][torch.randperm(len(groups[shuffled]), generator=draw)]
+        groups[shuffled] = groups[shuffled][torch.randperm(len(groups[shuffled]), generator=generator)]
     groups = [groups[0].int().to(DEVICE), groups[1].to(DEVICE)]
     n, m = map(len, groups)
-    q, k = rows(n, 12, torch.float64, 49), rows(m, 12, torch.float64, 50)
-    own = (lambda k: k) if keys == "with gradient" else torch.Tensor.detach
-    lse = lambda q, k, t, impl: similarity_lse(q, own(k), t, within=groups, impl=impl) + 0 * k.sum()
+    q, k = unit_rows(n, 12, torch.float64, 49), unit_rows(m, 12, torch.float64, 50)
+
+    def lse(q, k, t, impl):
+        keys_used = k if keys == "with gradient" else k.detach()
+        return similarity_lse(q, keys_used, t, within=groups, impl=impl) + 0 * k.sum()
+
     compare(lse, q, k, impl="blockwise")
-    topk = lambda impl: similarity_topk(q, k, 5, within=groups, impl=impl)
-    (values, columns), wanted = topk("blockwise"), topk("eager")
-    torch.testing.assert_close(values, wanted[0], atol=1e-12, rtol=0)
-    assert torch.equal(columns, wanted[1]) and (columns[:, 4] == -1).any()
-    selected = make_rule(q, k, False, within=groups)
-    computed = [s.shape for _, _, s in blockwise.strips(q, k, torch.tensor(1.0), selected)]
+    values, columns = similarity_topk(q, k, 5, within=groups, impl="blockwise")
+    expected_values, expected_columns = similarity_topk(q, k, 5, within=groups, impl="eager")
+    torch.testing.assert_close(values, expected_values, atol=1e-12, rtol=0)
+    assert torch.equal(columns, expected_columns) and (columns[:, 4] == -1).any()
+    selected = make_mask(q, k, False, within=groups)
+    computed = [s.shape for _, _, s in blockwise.logit_strips(q, k, torch.tensor(1.0), selected)]
     kept, total = (sizes * widths).sum(), sum(height * width for height, width in computed)
     assert sum(height for height, _ in computed) == n
-    assert all(height * width <= max(blockwise.STRIP_LOGITS, 32 * width) for height, width in computed)
+    assert all(height * width <= max(blockwise.MAX_STRIP_LOGITS, 32 * width) for height, width in computed)
     assert kept <= total < 2.5 * kept if order == "sorted" and not GPU else total == n * m
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation returns."""
+class LargestTensor(TorchDispatchMode):
+    """Record the size of the largest tensor that any operation returns."""
     entries = 0
 
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
@@ -457,12 +504,12 @@ class Largest(TorchDispatchMode):
 
 
 def test_blockwise_never_holds_the_matrix(monkeypatch):
-    set_in(monkeypatch, {"blockwise.SMALL": 0, "blockwise.STRIP_LOGITS": 2 ** 16})
-    q, t = rows(400, 8, torch.float32, 16), torch.tensor(0.1, device=DEVICE)
+    patch_kernels(monkeypatch, {"blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 2 ** 16})
+    q, t = unit_rows(400, 8, torch.float32, 16), torch.tensor(0.1, device=DEVICE)
     ids = torch.arange(400, device=DEVICE) // 3
     for exclude in ("diagonal", (ids, ids)):
-        selected = make_rule(q, q, False, exclude)
-        with Largest() as seen:
+        selected = make_mask(q, q, False, exclude)
+        with LargestTensor() as largest:
             lse, sums = blockwise.similarity_lse(q, q, t, selected)
             one = torch.ones_like(lse)
             blockwise.similarity_lse_backward(q, q, t, selected, one, sums, True, True, True)
@@ -472,51 +519,60 @@ def test_blockwise_never_holds_the_matrix(monkeypatch):
                 blockwise.sigmoid_loss(q, q, t, t, selected, True, True, True, True)
             for k, both in ((q, False), (q, True), (None, False)) if exclude == "diagonal" else ():
                 blockwise.softmax_loss(q, k, t, selected, None, both, True, True, True)
-        assert seen.entries <= blockwise.STRIP_LOGITS < 400 * 400
+        assert largest.entries <= blockwise.MAX_STRIP_LOGITS < 400 * 400
 
 
-# ── numbers that are hard to keep ───────────────────────────────────────────────────────────────────────────
+# ── limits, precision, autocast ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("n, m, size", [
     (1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
 def test_blocks_fit_their_buffers(n, m, size):
-    from kernels.gpu import gradient_blocks, lse_forward
-    q, k = (torch.empty(rows, 1, dtype=torch.float32 if size == 4 else torch.float16) for rows in (n, m))
+    from kernels.gpu import gradient_large_d, lse_forward
+
+    def whole_tiles(count):
+        return -(-count // 128) * 128
+
+    q, k = (torch.empty(count, 1, dtype=torch.float32 if size == 4 else torch.float16) for count in (n, m))
     for square in (False, True):
-        height, width = gradient_blocks.weight_block(q, q if square else k, square)
-        whole = lambda count: -(-count // 128) * 128
-        fits = whole(height) * whole(width) * size
-        assert 1 <= height <= n and 1 <= width <= max(n, m) and fits <= paths.BUFFER
+        height, width = gradient_large_d.weight_block_shape(q, q if square else k, square)
+        bytes_used = whole_tiles(height) * whole_tiles(width) * size
+        assert 1 <= height <= n and 1 <= width <= max(n, m) and bytes_used <= heuristics.WEIGHT_BUFFER_BYTES
         # a block starts with a tile
-        assert height in (n, whole(height)) and width in (n if square else m, whole(width))
-        assert square or height * width == n * m or fits > paths.BUFFER // 4
-    assert whole(paths.strip_height(q, k)) * whole(m) * size <= paths.STRIP
+        assert height in (n, whole_tiles(height)) and width in (n if square else m, whole_tiles(width))
+        assert square or height * width == n * m or bytes_used > heuristics.WEIGHT_BUFFER_BYTES // 4
+    assert whole_tiles(heuristics.strip_height(q, k)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
     for d, square in itertools.product((1, 768, 4096), (False, True)):
-        height, width = lse_forward.sums_block(torch.empty(1, d), k, square)
-        assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.PARTS
+        height, width = lse_forward.stats_block_shape(torch.empty(1, d), k, square)
+        assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.MAX_TABLE_ENTRIES
 
 
 def test_limits_may_be_set_lower(monkeypatch):
-    """Strips of few rows are not worth their passes over the columns' gradient: then there are two passes."""
-    from kernels.gpu import gradient_blocks
-    q, k = (torch.empty(rows, 8, device="meta") for rows in (5000, 6000))
-    one_pass = lambda q: paths.in_one_pass(q, k, False, make_rule(q, k, False), "triton", [True, True, False])
-    assert one_pass(q) and one_pass(q[:100])
-    set_in(monkeypatch, {"paths.STRIP": 2 ** 24, "paths.BUFFER": 2 ** 20})
-    height, width = gradient_blocks.weight_block(q, k, False)
-    assert not one_pass(q) and one_pass(q[:100]) and height * width * 4 <= 2 ** 20
+    """If STRIP_BYTES allows only strips of few rows, the backward is not fused into the forward."""
+    from kernels.gpu import gradient_large_d
+    q, k = (torch.empty(count, 8, device="meta") for count in (5000, 6000))
+
+    def is_fused(q):
+        needs = [True, True, False]
+        return heuristics.fuses_backward(q, k, False, make_mask(q, k, False), "triton", needs)
+
+    assert is_fused(q) and is_fused(q[:100])
+    patch_kernels(monkeypatch, {"heuristics.STRIP_BYTES": 2 ** 24, "heuristics.WEIGHT_BUFFER_BYTES": 2 ** 20})
+    height, width = gradient_large_d.weight_block_shape(q, k, False)
+    assert not is_fused(q) and is_fused(q[:100]) and height * width * 4 <= 2 ** 20
 
 
 @both_impls
 @all_triton
-def test_gradient_survives_success(impl, dtype):
-    """Mean loss about 5e-3: a positive's coefficient is 1 − 0.995, which eager rounds away."""
-    q = rows(256, 64, torch.float64, 19)
-    k = F.normalize(q + 0.5 * rows(256, 64, torch.float64, 20), dim=1).to(dtype)
+def test_gradient_is_accurate_for_small_losses(impl, dtype):
+    """At a mean loss of about 5e-3 a positive's coefficient is 1 − 0.995, a difference that eager rounds."""
+    q = unit_rows(256, 64, torch.float64, 19)
+    k = F.normalize(q + 0.5 * unit_rows(256, 64, torch.float64, 20), dim=1).to(dtype)
     q = q.to(dtype)
-    # scaled, or float16 has no such small gradient
-    f = lambda impl, *x: differentiate(lambda q, k: 1000 * info_nce(q, k, 0.07, impl=impl), *x)
+
+    def f(impl, *x):  # times 1000, because float16 cannot hold such small gradients
+        return differentiate(lambda q, k: 1000 * info_nce(q, k, 0.07, impl=impl), *x)
+
     exact, ours, eager = f("eager", q.double(), k.double()), f(impl, q, k), f("eager", q, k)
     assert 1 < exact[0] < 10
     error, eager = (((x[1] - exact[1]).norm() / exact[1].norm()).item() for x in (ours, eager))
@@ -525,8 +581,9 @@ def test_gradient_survives_success(impl, dtype):
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
-def test_all_targets_ignored_and_one_class(impl):
-    h, w = rows(4, 8, torch.float32, 21).requires_grad_(), rows(6, 8, torch.float32, 22)
+def test_all_targets_ignored_or_one_class(impl):
+    """Both losses are 0, with gradient 0."""
+    h, w = unit_rows(4, 8, torch.float32, 21).requires_grad_(), unit_rows(6, 8, torch.float32, 22)
     targets = torch.zeros(4, dtype=torch.long, device=DEVICE)
     for classes, ignore_index in ((w, 0), (w[:1], -100)):
         loss = linear_cross_entropy(h, classes, targets, ignore_index, impl=impl)
@@ -536,74 +593,79 @@ def test_all_targets_ignored_and_one_class(impl):
 
 @both_impls
 def test_repeated_targets_of_half_rows(impl):
-    """A frequent word's gradient is a sum of thousands of rows: in float16 steps it would stand still."""
-    h, w = rows(1500, 16, torch.float16, 45), rows(40, 16, torch.float16, 46)
+    """The gradient of a frequent word sums over a thousand rows; summed in float16 it would stop growing."""
+    h, w = unit_rows(1500, 16, torch.float16, 45), unit_rows(40, 16, torch.float16, 46)
     targets = torch.zeros(1500, dtype=torch.long, device=DEVICE)
-    loss = lambda impl: lambda *x: 1000 * linear_cross_entropy(*x, targets, temperature=0.2, impl=impl)
-    exact, ours = differentiate(loss("eager"), h.double(), w.double())[2], differentiate(loss(impl), h, w)[2]
+
+    def weight_gradient(impl, *x):
+        return differentiate(
+            lambda *x: 1000 * linear_cross_entropy(*x, targets, temperature=0.2, impl=impl), *x)[2]
+
+    exact, ours = weight_gradient("eager", h.double(), w.double()), weight_gradient(impl, h, w)
     assert (ours - exact).norm() < 1e-3 * exact.norm()
 
 
 def as_tf32(x, half_a_step=0):
-    """float32 cut to TF32's 10 digits, as tensor cores read it; rounded, if half a step was added."""
+    """Truncate float32 to TF32's 10 bits, as tensor cores do; half_a_step = 2 ** 12 rounds instead."""
     return ((x.contiguous().view(torch.int32) + half_a_step) & -2 ** 13).view(torch.float32)
 
 
-@pytest.mark.skipif(GPU, reason="a model of what a GPU does")
+@pytest.mark.skipif(GPU, reason="simulates a GPU")
 @pytest.mark.parametrize("loss, changes", [
-    ("info_nce", {}), ("info_nce", {"operations.in_one_pass": lambda *x: False}), ("clip_loss", BOUNDED)])
-def test_tf32_is_rounded_and_not_cut(loss, changes, monkeypatch):
-    """On tensor cores that cut, our products are as good as if they rounded, which cuBLAS's do."""
+    ("info_nce", {}), ("info_nce", {"ops.fuses_backward": lambda *x: False}), ("clip_loss", WITH_BOUND)])
+def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
+    """Tensor cores truncate float32 operands to TF32. Our operands are rounded first, as in cuBLAS."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from kernels.gpu import gradient_blocks
-    multiply, add_product = InterpreterBuilder.create_dot, gradient_blocks.add_product
+    from kernels.gpu import gradient_large_d
+    multiply, add_product = InterpreterBuilder.create_dot, gradient_large_d.add_product
 
-    def cut(x):
+    def truncated(x):
         return TensorHandle(as_tf32(torch.from_numpy(x.data.copy())).numpy(), x.dtype)
 
-    def in_tf32(total, a, b):
+    def add_product_in_tf32(total, a, b):
         assert torch.equal(as_tf32(a), a) and torch.equal(as_tf32(b), b)
         add_product(total, a, b)
 
-    products = {f"gpu.{module}.add_product": in_tf32 for module in ("gradient_blocks", "one_pass")}
-    set_in(monkeypatch, changes | products)
+    modules = "gradient_large_d", "fused_forward_backward"
+    patch_kernels(monkeypatch, changes | {f"gpu.{name}.add_product": add_product_in_tf32 for name in modules})
     monkeypatch.setattr(InterpreterBuilder, "create_dot",
-                        lambda self, a, b, *rest: multiply(self, cut(a), cut(b), *rest))
+                        lambda self, a, b, *rest: multiply(self, truncated(a), truncated(b), *rest))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    q, k = pairs(150, 40, torch.float32)
+    q, k = positive_pairs(150, 40, torch.float32)
     rounded = [as_tf32(x, 2 ** 12).double() for x in (q, k)]
     f, t = LOSSES[loss], torch.tensor(0.05)
     exact = differentiate(lambda *x: f(*x, t.double(), "eager"), q.double(), k.double())
-    best = differentiate(lambda *x: f(*x, t.double(), "eager"), *rounded)
+    of_rounded = differentiate(lambda *x: f(*x, t.double(), "eager"), *rounded)
     ours = differentiate(lambda *x: f(*x, t, "triton"), q, k)
-    cut_off = differentiate(lambda *x: f(*x, t.double(), "eager"), *(as_tf32(x).double() for x in (q, k)))
-    for a, b, c, d in zip(ours, best, cut_off, exact):
+    truncated_rows = (as_tf32(x).double() for x in (q, k))
+    of_truncated = differentiate(lambda *x: f(*x, t.double(), "eager"), *truncated_rows)
+    for a, b, c, d in zip(ours, of_rounded, of_truncated, exact):
         assert (a - d).norm() < 1.5 * (b - d).norm() < (c - d).norm()
 
 
 @both_impls
 @pytest.mark.parametrize("n, programs", [(1, 264), (5, 1), (64, 264), (65, 264)])
 def test_topk(impl, n, programs, monkeypatch):
-    """Also beyond the slots of the Triton kernel. A split of the columns has one tile, or all of them."""
-    set_in(monkeypatch, {"gpu.topk.PROGRAMS": programs})
-    q, k = rows(30, 16, torch.float32, 42), rows(230, 16, torch.float32, 43)
+    """n may exceed the slots of the Triton kernel. A program has one tile of columns, or all tiles."""
+    patch_kernels(monkeypatch, {"gpu.topk.TARGET_PROGRAMS": programs})
+    q, k = unit_rows(30, 16, torch.float32, 42), unit_rows(230, 16, torch.float32, 43)
     values, columns = similarity_topk(q, k, n, exclude="diagonal", offset=3, impl=impl)
-    exact, wanted = similarity_topk(q.double(), k.double(), n, exclude="diagonal", offset=3, impl="eager")
-    assert torch.equal(columns, wanted) and values.dtype == torch.float32 and columns.dtype == torch.int64
+    exact, expected = similarity_topk(q.double(), k.double(), n, exclude="diagonal", offset=3, impl="eager")
+    assert torch.equal(columns, expected) and values.dtype == torch.float32 and columns.dtype == torch.int64
     torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-6)
-    if n == 1:  # unit rows are their own neighbours
+    if n == 1:  # a unit row is its own nearest neighbour
         assert torch.equal(similarity_topk(k, None, 1, impl=impl)[1][:, 0], torch.arange(230, device=DEVICE))
 
 
-@pytest.mark.parametrize("loss", LOSSES | SUMS)
-@pytest.mark.parametrize("impl, dtype, wide", [
+@pytest.mark.parametrize("loss", LOSSES | LSE_CALLS)
+@pytest.mark.parametrize("impl, dtype, large_d", [
     ("blockwise", torch.float16, False), ("blockwise", torch.bfloat16, False),
     *itertools.product(["triton"], HALF, [False, True])], ids=str)
-def test_autocast_multiplies_in_its_dtype_and_sums_in_float32(loss, impl, dtype, wide, monkeypatch):
-    """Gradients too, all the way: float16 has none of this size. Rows may have autocast's dtype already."""
-    set_in(monkeypatch, WIDE if wide else {})
-    f, inputs = (LOSSES | SUMS)[loss], pairs(38, 24, torch.float32)
+def test_autocast_multiplies_in_half_and_sums_in_float32(loss, impl, dtype, large_d, monkeypatch):
+    """Gradients stay in float32, as float16 could not hold them. Rows may have autocast's dtype already."""
+    patch_kernels(monkeypatch, LARGE_D if large_d else {})
+    f, inputs = (LOSSES | LSE_CALLS)[loss], positive_pairs(38, 24, torch.float32)
     with torch.autocast(DEVICE, dtype=dtype):
         value, *ours = differentiate(lambda q, k: 1e-7 * f(q, k, 0.07, impl), *inputs)
         mixed = f(inputs[0], inputs[1].to(dtype), 0.07, impl)
@@ -621,10 +683,13 @@ on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
 
 @on_a_gpu
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss"])
-def test_gpu_graph(loss):
-    """A CUDA graph has forward and backward: nothing waits for the device. A replay reads the rows anew."""
-    q, k = (rows(1024, 128, torch.bfloat16, seed).requires_grad_() for seed in (51, 52))
-    step = lambda: torch.autograd.grad(LOSSES[loss](q, k, 0.07, "triton"), q)[0]
+def test_cuda_graph(loss):
+    """A CUDA graph captures forward and backward, so nothing synchronises; a replay reads the rows again."""
+    q, k = (unit_rows(1024, 128, torch.bfloat16, seed).requires_grad_() for seed in (51, 52))
+
+    def step():
+        return torch.autograd.grad(LOSSES[loss](q, k, 0.07, "triton"), q)[0]
+
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()
@@ -633,7 +698,7 @@ def test_gpu_graph(loss):
     with torch.cuda.graph(graph):
         captured = step()
     with torch.no_grad():
-        q.copy_(rows(1024, 128, torch.bfloat16, 53))
+        q.copy_(unit_rows(1024, 128, torch.bfloat16, 53))
     graph.replay()
     assert torch.equal(captured, step())
 
@@ -643,20 +708,21 @@ def test_gpu_graph(loss):
 @pytest.mark.parametrize("dtype, precision", [
     (torch.float32, "highest"), (torch.float32, "high"), *((dtype, "highest") for dtype in HALF)], ids=str)
 def test_gpu_at_size(dtype, precision, d):
-    """Thousands of rows on a real GPU, all precisions, memory far below the matrix."""
-    q, k = rows(4099, d, dtype, 29), rows(8201, d, dtype, 30)
+    """Thousands of rows on a GPU, in all dtypes and precisions."""
+    q, k = unit_rows(4099, d, dtype, 29), unit_rows(8201, d, dtype, 30)
     torch.set_float32_matmul_precision(precision)
     try:
-        for name in RULES:
-            compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **rule(name, 4099, 8201)), q, k)
+        for name in MASKS:
+            arguments = mask_arguments(name, 4099, 8201)
+            compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **arguments), q, k)
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
 @on_a_gpu
 def test_gpu_memory():
-    """32,768 × 32,768: the bfloat16 matrix alone is 2 GiB."""
-    q, k = (rows(32768, 128, torch.bfloat16, s).requires_grad_() for s in (31, 32))
+    """For 32,768 × 32,768 rows less than 512 MiB is used; the bfloat16 matrix alone would be 2 GiB."""
+    q, k = (unit_rows(32768, 128, torch.bfloat16, seed).requires_grad_() for seed in (31, 32))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     info_nce(q, k, 0.07).backward()

@@ -1,4 +1,4 @@
-"""A package that is too old is named in one line, by the scripts and by `import kernels`."""
+"""Scripts and `import kernels` report a package that is too old in one line."""
 import importlib.metadata
 import subprocess
 import sys
@@ -9,8 +9,8 @@ from kernels import versions
 from running import ROOT
 
 
-def found(monkeypatch, installed):
-    """versions.problem on a machine with these packages."""
+def problem_with(monkeypatch, installed):
+    """Return versions.version_problem as on a machine with these versions {package: version}."""
     def version(package):
         if package in installed:
             return installed[package]
@@ -18,44 +18,44 @@ def found(monkeypatch, installed):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(versions, "OLDEST", versions.OLDEST | {"torch": "2.9", "triton": "3.4.0"})
-    versions.problem.cache_clear()
+    versions.version_problem.cache_clear()
     try:
-        return versions.problem("python", "torch", "triton")
+        return versions.version_problem("python", "torch", "triton")
     finally:
-        versions.problem.cache_clear()
+        versions.version_problem.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["2.9.0", "2.9", "2.10.0+cu128", "2.9.0a0+gitabc", "2.16.0.dev2026",
                                   "3.0.0rc1", "3", "unknown", None])
-def test_new_enough_or_unknown(monkeypatch, text):
-    assert found(monkeypatch, {"torch": text}) is None
+def test_new_or_unknown_versions_are_accepted(monkeypatch, text):
+    assert problem_with(monkeypatch, {"torch": text}) is None
 
 
 @pytest.mark.parametrize("text", ["2.8.1", "2.8.1+cpu", "2.0.0.dev20230101", "1.13", "2"])
-def test_too_old(monkeypatch, text):
-    wanted = f"torch {text} is installed, expected 2.9 or newer: pip install -U torch"
-    assert found(monkeypatch, {"torch": text}) == wanted
+def test_old_versions_are_reported(monkeypatch, text):
+    message = f"torch {text} is installed, expected 2.9 or newer: pip install -U torch"
+    assert problem_with(monkeypatch, {"torch": text}) == message
 
 
 def test_other_packages(monkeypatch):
-    assert found(monkeypatch, {}) is None                      # from source: without metadata, but importable
-    triton = found(monkeypatch, {"torch": "2.9", "triton": "3.3.1"})
+    assert problem_with(monkeypatch, {}) is None                      # importable, without metadata
+    triton = problem_with(monkeypatch, {"torch": "2.9", "triton": "3.3.1"})
     assert triton == "triton 3.3.1 is installed, expected 3.4.0 or newer: pip install -U triton"
-    assert found(monkeypatch, {"torch": "2.9", "triton": "3.4"}) is None
+    assert problem_with(monkeypatch, {"torch": "2.9", "triton": "3.4"}) is None
     monkeypatch.setitem(sys.modules, "torch", None)            # not importable
-    missing = found(monkeypatch, {})
+    missing = problem_with(monkeypatch, {})
     assert missing == "torch is not installed, expected 2.9 or newer: pip install -U torch"
     monkeypatch.setattr(versions.platform, "python_version", lambda: "3.9.2")
-    assert found(monkeypatch, {}) == "python 3.9.2 is installed, expected 3.10 or newer"
+    assert problem_with(monkeypatch, {}) == "python 3.9.2 is installed, expected 3.10 or newer"
 
 
 def run(folder, *command):
-    """Run Python, with the packages of this folder alone, in a process."""
+    """Run Python in a new process that finds only the packages in this folder, and our files."""
     return subprocess.run([sys.executable, "-S", *command], cwd=ROOT, env={"PYTHONPATH": f"{folder}:{ROOT}"},
                           capture_output=True, text=True)
 
 
-def test_scripts_and_library(tmp_path):
+def test_scripts_and_library_report_an_old_torch(tmp_path):
     for package, version in (versions.OLDEST | {"torch": "1.0"}).items():
         (tmp_path / f"{package}-1.dist-info").mkdir()
         (tmp_path / f"{package}-1.dist-info/METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
@@ -67,8 +67,8 @@ def test_scripts_and_library(tmp_path):
     assert done.returncode == 1 and done.stderr.endswith(f"\nImportError: kernels: {line}")
 
 
-def test_transformers_is_for_scripts_alone(tmp_path):
-    (tmp_path / "torch.py").write_text("")                     # too little for the file of the losses
+def test_only_scripts_need_transformers(tmp_path):
+    (tmp_path / "torch.py").write_text("")                     # found, but importing the losses will fail
     for package in ("torch", "numpy"):
         (tmp_path / f"{package}-1.dist-info").mkdir()
         (tmp_path / f"{package}-1.dist-info/METADATA").write_text(f"Name: {package}\nVersion: 99\n")

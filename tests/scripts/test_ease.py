@@ -1,4 +1,4 @@
-"""EASE: its loss against the formula written out, its table against a dense one, its files, its runs."""
+"""EASE: the loss compared with the paper's formula, sampling of hard negatives, data files, whole runs."""
 import gzip
 import itertools
 import math
@@ -11,108 +11,131 @@ import torch
 import torch.nn.functional as F
 
 import ease
-from ease import draw_entities, ease_loss, load_data
-from formulas import agree, by_way, cosine, every_way, points
+from ease import ease_loss, load_data, sample_entities
+from formulas import check_equal, cosine, every_path, loss_by_path, randn
 from kernels.training.loop import batches
 from kernels.training.text.tokens import tokenise
-from running import DATA, ONE_BATCH, SMALL, equal, one_by_one, refuse, run, saved_weights
+from running import DATA, ONE_BATCH, SMALL, embed_unbatched, equal, rejects, run, saved_weights
 
 HEAD, *ROWS = [line.split("\t") for line in (DATA / "entities.tsv").read_text(encoding="utf-8").splitlines()]
 
 
-def written_out(z, e, h, temperature, w, ids=None, hard_ids=None):
-    """The paper's objective, term by term; the denominator holds the positive once."""
-    total, power = 0, lambda a, b: torch.exp(cosine(a, b) / temperature)
+def reference_loss(z, e, h, temperature, w, ids=None, hard_ids=None):
+    """Compute the paper's objective term by term. The denominator has the positive once."""
+    def exp_cosine(a, b):
+        return torch.exp(cosine(a, b) / temperature)
+
+    total = 0
     ids = range(len(z)) if ids is None else ids
     for i in range(len(z)):
-        terms = [power(z[i], e[i])]
-        terms += [power(z[i], e[j]) for j in range(len(z)) if ids[j] != ids[i]]
+        terms = [exp_cosine(z[i], e[i])]
+        terms += [exp_cosine(z[i], e[j]) for j in range(len(z)) if ids[j] != ids[i]]
         for j, k in itertools.product(range(len(z)), range(h.shape[1])):
             if hard_ids is None or hard_ids[j, k] != ids[i]:
-                terms.append(power(z[i], h[j, k]) * math.exp(w) ** (i == j))
+                weight = math.exp(w) if i == j else 1
+                terms.append(weight * exp_cosine(z[i], h[j, k]))
         total = total - torch.log(terms[0] / sum(terms)) / len(z)
     return total
 
 
-@every_way
+@every_path
 @pytest.mark.parametrize("tau, w", [(100.0, 0.0), (10.0, -2.0), (0.1, 1.0)])
 @pytest.mark.parametrize("n, m", [(1, 0), (1, 3), (2, 0), (6, 0), (6, 1), (6, 3)])
-def test_loss(way, n, m, tau, w):
-    """Entities that repeat are no negatives: where there is one alone, as in one row, none is left."""
-    z, e, h = points(n, 5, 0), points(n, 5, 1), points(n * m, 5, 2).view(n, m, 5)
-    e[3:4] = h[2:3, :1] = 0                                    # an unknown entity's row
+def test_loss_matches_the_formula(path, n, m, tau, w):
+    """Entities with the same id as the sentence's own are not negatives. With n = 1, or with one id only, no
+    entity of the batch is a negative."""
+    z, e, h = randn(n, 5, 0), randn(n, 5, 1), randn(n * m, 5, 2).view(n, m, 5)
+    e[3:4] = 0                                                 # zero vectors
+    h[2:3, :1] = 0
     ids = torch.tensor([2, 2] if n == 2 else [7, 2, 7, 7, -1, 2][:n])
     hard_ids = torch.tensor([[2, 5, 6], [7, 8, 8], [4, 2, -1], [2, 2, 2], [7, 7, 5], [9, 7, 0]])[:n, :m]
     for masked in ((None, None), (ids, None), (ids, hard_ids)):
-        flags = dict(entity_ids=masked[0], hard_ids=masked[1])                 # gradients are tiny at τ = 100
-        ours = lambda z, e, h=None: tau * by_way(
-            way, n, lambda own, **how: ease_loss(z[own], e, h, tau, w, **flags, **how))
-        written = lambda z, e, h=h: written_out(z, e, h, tau, w, *masked) * tau
-        agree(ours, written, *(z, e, h)[: 3 if m else 2])
+        flags = dict(entity_ids=masked[0], hard_ids=masked[1])
+
+        def loss(z, e, h=None):                                # times τ: at 100, gradients are tiny
+            return tau * loss_by_path(
+                path, n, lambda own, **more: ease_loss(z[own], e, h, tau, w, **flags, **more))
+
+        def reference(z, e, h=h):
+            return tau * reference_loss(z, e, h, tau, w, *masked)
+
+        check_equal(loss, reference, *(z, e, h)[: 3 if m else 2])
 
 
-def write(path, rows):
+def write_tsv(path, rows):
     path.write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("page", [[], ["page"], ["article"], ["origin_entity"]])
 def test_hard_negatives_of_a_type_are_not_on_the_page(page, tmp_path):
-    """All others of the type are drawn, equally often, none twice; without a page it is the text."""
-    links = [(f"T{i % 9}", f"e{i % 12}", ("a", "b", "a|b")[i % 3], f"p{i % 4}" * (i % 2)) for i in range(36)]
+    """Hard negatives are entities of one type of the row that are not on its page. All are sampled about
+    equally often, and those of a row differ from each other. Without a column for the page, or with an empty
+    cell, the text is the page. The sample depends on seed, epoch and row only."""
+    pages = ["" if i % 2 == 0 else f"p{i % 4}" for i in range(36)]
+    links = [(f"T{i % 9}", f"e{i % 12}", ("a", "b", "a|b")[i % 3], pages[i]) for i in range(36)]
     header = "text", "entity", "entity_type", *page
-    path = write(tmp_path / "typed.tsv", [header, *(link[:len(header)] for link in links)])
+    path = write_tsv(tmp_path / "typed.tsv", [header, *(link[:len(header)] for link in links)])
     args = ease.make_parser().parse_args(["--data", str(path), "--batch-size", "2", "--hard-negatives", "2"])
-    (_, records, titles), chosen = load_data(path, args), set()
-    drawn = torch.stack([draw_entities(records, epoch, args) for epoch in range(200)])
-    page_of = lambda link: page and link[3] or link[0]
+    _, records, titles = load_data(path, args)
+    samples = torch.stack([sample_entities(records, epoch, args) for epoch in range(200)])
+
+    def page_of(link):
+        return link[3] if page and link[3] else link[0]
+
+    types_used = set()                                         # first or second of a row's types
     for i, link in enumerate(links):
-        times = Counter(titles[pick] for picks in drawn[:, i].tolist() for pick in set(picks))
+        times = Counter(titles[pick] for picks in samples[:, i].tolist() for pick in set(picks))
         linked = {other[1] for other in links if page_of(other) == page_of(link)}
         of_type = [{other[1] for other in links if kind in other[2]} - linked for kind in link[2].split("|")]
         assert times.pop(link[1]) == 200 and times.total() == 400
         assert min(times.values()) > 0.6 * 400 / len(times)
-        chosen.add(of_type.index(times.keys()))                # of several types one is drawn
-    parts = torch.cat([draw_entities(half, 3, args) for half in (records[:10], records[10:])])
+        types_used.add(of_type.index(times.keys()))
+    assert types_used == {0, 1}
+    parts = torch.cat([sample_entities(half, 3, args) for half in (records[:10], records[10:])])
     args.seed += 1
-    others = *drawn[3:5], draw_entities(records, 3, args)
-    assert [parts.equal(other) for other in others] == [True, False, False] and chosen == {0, 1}
+    others = *samples[3:5], sample_entities(records, 3, args)
+    assert [parts.equal(other) for other in others] == [True, False, False]
 
 
 @pytest.mark.parametrize("form, m, kind, tau, equals", [
     ("paper", 0, "none", 0.1, None), ("paper", 1, "tanh", 0.1, "keep"), ("paper", 3, "linear", 100, None),
-    ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100, its maps: the defaults
-def test_first_loss_is_the_papers(form, m, kind, tau, equals, tmp_path, bert, monkeypatch):
-    """On the folder's own embeddings; the released form in parts of 8 and 4 rows, no id masked but where it
-    is asked for, also where the 4 are a rank's own. Columns have the released names, or others in another
-    order."""
-    rows, paper = ROWS[:8] + ROWS[:4], form == "paper"         # four entities are there twice
+    ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100 tests the default flags
+def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, bert, monkeypatch):
+    """The first loss equals the formula on the embeddings of the model. --form code has groups of 8 and 4
+    rows, also if these 4 are all rows of a rank, and masks no entities by default. The columns have the
+    released names, or the other names in another order."""
+    rows, paper = ROWS[:8] + ROWS[:4], form == "paper"         # four entities occur twice
     renamed = [["language", "negative_entity", "entity", "sentence"]]
     renamed += [["de", row[2], row[1].replace(" ", "_"), row[0]] for row in rows]
-    path = write(tmp_path / "data.tsv", renamed if paper else [HEAD, *rows])
+    path = write_tsv(tmp_path / "data.tsv", renamed if paper else [HEAD, *rows])
     flags = ["--data", path, "--model", bert, "--form", form, "--hard-negatives", m, "--pooling", "avg"]
     flags += ["--entity-map", kind, "--entity-temperature", tau] if tau < 1 else []
     flags += ["--equal-entities", equals] if equals else []
     result = run("ease", tmp_path / "out", *flags, *ONE_BATCH, "--simcse-weight", 2, "--entity-weight", 0.5)
-    model, (_, records, titles) = result.model, load_data(path, result.args)
+    model = result.model
+    _, records, titles = load_data(path, result.args)
     order = next(batches(12, 12, 42))
-    ids = draw_entities([records[i] for i in order], 0, result.args)
-    for at, (own, *others) in zip(order, ids.tolist()):
-        assert titles[own] == rows[at][1] and {titles[i] for i in others} <= set(rows[at][2].split("|"))
-    z = one_by_one(model.encoder, model.tokenizer, [rows[i][0] for i in order], "avg").double()
+    ids = sample_entities([records[i] for i in order], 0, result.args)
+    for row, (own, *hard) in zip(order, ids.tolist()):
+        assert titles[own] == rows[row][1] and {titles[i] for i in hard} <= set(rows[row][2].split("|"))
+    z = embed_unbatched(model.encoder, model.tokenizer, [rows[i][0] for i in order], "avg").double()
     e, weights = model.entities.vectors[ids].double(), model.entity_map.state_dict()
     assert [*weights] == {"none": [], "linear": ["weight"], "tanh": ["0.weight", "0.bias"]}[kind]
     e = F.linear(e, *(weight.double() for weight in weights.values())) if weights else e
-    e, wanted = torch.tanh(e) if kind == "tanh" else e, 0
-    for part in [slice(12)] if paper else [slice(8), slice(8, 12)]:
-        known = ids[part, 0], ids[part, 1:]
-        n, masked = len(z[part]), known if equals == "mask" or paper and not equals else ()
-        logits = F.cosine_similarity(z[part, None], z[part], dim=2) / 0.05
-        entity = written_out(z[part], e[part, 0], e[part, 1:], tau, float(not paper), *masked)
-        wanted += torch.stack([F.cross_entropy(logits, torch.arange(n)), entity]) * n / 12
-    wanted = [*wanted.tolist(), (wanted @ torch.tensor([2, 0.5]).double()).item()]
+    e = torch.tanh(e) if kind == "tanh" else e
+    masks = equals == "mask" or paper and not equals
+    w = 0.0 if paper else 1.0
+    terms = 0
+    for group in [slice(12)] if paper else [slice(8), slice(8, 12)]:
+        masked_ids = (ids[group, 0], ids[group, 1:]) if masks else ()
+        n = len(z[group])
+        logits = F.cosine_similarity(z[group, None], z[group], dim=2) / 0.05
+        entity = reference_loss(z[group], e[group, 0], e[group, 1:], tau, w, *masked_ids)
+        terms += torch.stack([F.cross_entropy(logits, torch.arange(n)), entity]) * n / 12
+    expected = [*terms.tolist(), (terms @ torch.tensor([2, 0.5]).double()).item()]
     step = [result.steps[0][term] for term in ("simcse", "entity", "loss")]
-    assert step == pytest.approx(wanted, rel=1e-4)
+    assert step == pytest.approx(expected, rel=1e-4)
     if not paper:
         monkeypatch.setattr(ease, "own_rows", lambda _: slice(8, 12))
         monkeypatch.setattr(ease, "gather_rows", lambda *_: ids)
@@ -123,20 +146,22 @@ def test_first_loss_is_the_papers(form, m, kind, tau, equals, tmp_path, bert, mo
 
 @pytest.mark.parametrize("form, epochs", [("paper", [0, 0, 0, 1, 1, 1, 2]), ("code", [0] * 7)])
 def test_training(form, epochs, tmp_path, bert, monkeypatch):
-    """Hard negatives, of a type, are drawn in each epoch, or once; the table is trained, and not saved."""
-    path = write(tmp_path / "data.tsv", [row[:2] + row[3:] for row in [HEAD, *ROWS[:22]]])
-    titles, drawn = sorted({row[1] for row in ROWS[:22]}), Mock(wraps=draw_entities)
-    vectors = write(tmp_path / "vectors", [[f"ENTITY/{title}", "0.5 -0.5 0.25"] for title in titles])
-    monkeypatch.setattr(ease, "draw_entities", drawn)
+    """Hard negatives are sampled in each epoch, or with --form code once. Training changes the vectors of the
+    entities that it uses, and they are not saved with the encoder."""
+    path = write_tsv(tmp_path / "data.tsv", [row[:2] + row[3:] for row in [HEAD, *ROWS[:22]]])
+    titles, sampled = sorted({row[1] for row in ROWS[:22]}), Mock(wraps=sample_entities)
+    vectors = write_tsv(tmp_path / "vectors", [[f"ENTITY/{title}", "0.5 -0.5 0.25"] for title in titles])
+    monkeypatch.setattr(ease, "sample_entities", sampled)
     flags = ["--data", path, "--model", bert, "--form", form, "--entity-vectors", vectors, "--steps", 7]
     result = run("ease", tmp_path / "out", *flags, "--batch-size", 8, "--lr", 1e-2, "--warmup-steps", 1)
     table, encoder = result.model.entities, result.model.encoder
-    assert [call.args[1] for call in drawn.call_args_list] == epochs
+    assert [call.args[1] for call in sampled.call_args_list] == epochs
     assert f"{len(titles)} vectors of 3, {len(titles)} of them from " in result.said["entities"]
     assert [600 * step["lr"] for step in result.steps] == pytest.approx([0, 6, 5, 4, 3, 2, 1])
     moved = (table.vectors - torch.tensor([0.5, -0.5, 0.25])).abs().amax(1) > 1e-4
     assert table.last.max() == 7 and moved[table.last > 2].all() and not moved[table.last == 0].any()
     assert equal(saved_weights(tmp_path / "out"), dict(encoder.state_dict()))
+
 
 GOOD = "text,entity,negative_entity\nA cat,Cat,Dog|Sun\nA dog,Dog,Cat|Sun\nThe sun,Sun,Cat|Dog\n"
 FILE = "ENTITY/Cat\t1 2 3\nENTITY/Dog\t4 5 6\n"
@@ -144,30 +169,31 @@ JSON = '{"text": "A", "positive_entity": "a", "negative_entity": ["b"]}\n'
 A, V, SUN = "--data a.csv", "--entity-vectors v", FILE + "ENTITY/Sun\t1 2 "
 
 
-@pytest.mark.parametrize("flags, content, wanted", [
-    (A, "sent0,sent1\nA,b\n", "a.csv: columns sent0, sent1; wanted text .*"),
-    (A, "A cat,Cat\nA dog,Dog\n", "a.csv: no names of columns; wanted text .*"),
+@pytest.mark.parametrize("flags, content, message", [
+    (A, "sent0,sent1\nA,b\n", "a.csv: columns sent0, sent1; expected the columns text .*"),
+    (A, "A cat,Cat\nA dog,Dog\n", "a.csv: no header; expected the columns text .*"),
     (A, GOOD + ",Cat,Dog\n", "a.csv line 5: no text; fill the cell or delete the row"),
     ("--data a.jsonl", JSON + '{"text": "B"}', "a.jsonl line 2: no positive_entity; .*"),
-    ("--data a.jsonl", JSON.replace('"b"', "1"), "a.jsonl line 1: wanted texts alone, found .*"),
-    (A, GOOD + "Pigs,Pig,Pig\n", "a.csv line 5: 0 hard negatives, wanted .* is 1"),
-    (f"{A} --hard-negatives 2", GOOD + "Pigs,Pig,Cat\n", "a.csv line 5: 1 hard .* is 2"),
-    (f"{A} --hard-negatives 1", "text,entity\nA,a\nB,b\n", ".* 1: a.csv has neither .*"),
+    ("--data a.jsonl", JSON.replace('"b"', "1"), "a.jsonl line 1: expected only texts, found .*"),
+    (A, GOOD + "Pigs,Pig,Pig\n", r"a.csv line 5: 0 hard negatives, expected at least --hard-negatives \(1\)"),
+    (f"{A} --hard-negatives 2", GOOD + "Pigs,Pig,Cat\n", r"a.csv line 5: 1 hard .* \(2\)"),
+    (f"{A} --hard-negatives 1", "text,entity\nA,a\nB,b\n", ".* 1: a.csv has no column negative_entity or .*"),
     (A, "text,entity,entity_type\nA,b,|\nB,c,d\n", "a.csv line 2: no entity_type; .*"),
     (A, "text,entity,entity_type,page\nA,a,t,p\nB,b,t,p\n", "a.csv line 2: 0 entities of type 't' that .*"),
-    ("--batch-size 4", None, "good.csv: 3 rows, .* is 4; .*"), ("--batch-size 1", None, ".* is 1; .*"),
-    (V, "2 3\nENTITY/Cat 1 2 3\nENTITY/Dog 4 5\n", "v line 3: 2 numbers, wanted 3 as before"),
+    ("--batch-size 4", None, r"good.csv: 3 rows, .* \(4\).*"), ("--batch-size 1", None, r".* \(1\), .* 2"),
+    (V, "2 3\nENTITY/Cat 1 2 3\nENTITY/Dog 4 5\n", "v line 3: 2 numbers, expected 3 as before"),
     (V, FILE + "\n", "v line 3: 0 numbers, .*"), (V, FILE + "the\t1 2 3 4\n", "v line 3: 4 numbers, .*"),
     (V, SUN + "x\n", "v line 3: could not convert .*"), (V, SUN + "nan\n", "v: not all numbers are finite"),
     (V, b"ENTITY/\xff\t1 2 3\n", "v line 1: 'utf-8' codec can't decode .*"),
-    (V, "Cat\t1 2 3\n", "v: none of the 3 entities; wanted lines like .*"), (V, "", "v: none of .*"),
+    (V, "Cat\t1 2 3\n", "v: none of the 3 entities; expected lines like .*"), (V, "", "v: none of .*"),
     (V + ".gz", gzip.compress(FILE.encode(), mtime=0)[:-9], "v.gz: Compressed file ended before .*"),
     (V + ".bz2", FILE, "v.bz2: Invalid data .*"), ("--entity-vectors none", None, "none: No such file .*"),
-    (f"{V} --entity-map none", FILE, "--entity-map none: v has 3 .*, embeddings have 128; .*"),
-    ("--entity-temperature 0", None, "argument .* 0: wanted a number of at least 0.0001"),
-    ("--hard-logit -6", None, "argument .* at least -5"), ("--micro-batch 0", None, ".* at least 1")])
-def test_bad_input(flags, content, wanted, here, capfd):
+    (f"{V} --entity-map none", FILE, "--entity-map none: v has .* 3 .*, but embeddings have 128; .*"),
+    ("--entity-temperature 0", None, "argument .* 0: expected a number of at least 0.0001"),
+    ("--hard-negative-weight -6", None, "argument .* at least -5"),
+    ("--negative-group-size 0", None, ".* at least 1")])
+def test_bad_input(flags, content, message, cwd, capfd):
     Path("good.csv").write_text(GOOD)
     if content is not None:
         Path(flags.split()[1]).write_bytes(content if isinstance(content, bytes) else content.encode())
-    refuse("ease", capfd, wanted, *SMALL, *flags.split())
+    rejects("ease", capfd, message, *SMALL, *flags.split())

@@ -1,4 +1,4 @@
-"""--evaluate of every script: the score of the run that wrote the folder, and nothing written."""
+"""--evaluate of every script prints the score that the training run printed, and writes nothing."""
 import csv
 import importlib
 import re
@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 import simcse
-from running import DATA, SENTENCES, refuse, run
+from running import DATA, SENTENCES, rejects, run
 
 PICTURES = np.load(DATA / "shapes.npz")
 SCORED = ["simcse", "ease", "vascl", "dclr", "selfguided"]
 
 
 def evaluate(name, capsys, *flags):
-    """The last line that the script says; every file of the working folder is as it was."""
+    """Run --evaluate and return the last line of its output. Check that no file of the working folder
+    changes."""
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
     capsys.readouterr()
     importlib.import_module(name).main(["--evaluate", *map(str, flags)])
@@ -24,8 +25,9 @@ def evaluate(name, capsys, *flags):
 
 
 @pytest.mark.parametrize("name", SCORED)
-def test_scored_pairs(name, here, bert, capsys):
-    """Files one by one, and their mean. A folder says its pooling; where there is none a flag does."""
+def test_scored_pairs(name, cwd, bert, capsys):
+    """With several --test files, the last line has the mean of their scores. This folder has no saved
+    pooling, so --pooling gives it."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
     flags = ["--test", "one.tsv", DATA / "sts.tsv"]
     last = evaluate(name, capsys, "--model", bert, "--pooling", "avg", *flags)
@@ -35,8 +37,8 @@ def test_scored_pairs(name, here, bert, capsys):
     assert last.startswith("test ") and float(last.split()[1]) == pytest.approx(mean, abs=0.006)
 
 
-def test_dev_is_no_test_set(here, bert, capsys):
-    """It has a line of its own, and the mean is that of the test sets."""
+def test_dev_does_not_count_as_a_test_set(cwd, bert, capsys):
+    """--dev has a line of its own, and the mean is over the test sets only."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
     simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--dev", "one.tsv", "--test",
                  str(DATA / "sts.tsv")])
@@ -46,8 +48,8 @@ def test_dev_is_no_test_set(here, bert, capsys):
 
 
 @pytest.mark.parametrize("name, flags", [
-    ("simclr", []), ("simclr", ["--supervised"]), ("moco", ["--queue", 32, "--bn-splits", 2])])
-def test_pictures(name, flags, here, capsys):
+    ("simclr", []), ("simclr", ["--supervised"]), ("moco", ["--queue-size", 32, "--bn-splits", 2])])
+def test_images(name, flags, cwd, capsys):
     few = {key: PICTURES[key][:150] for key in PICTURES.files}
     np.savez("few.npz", **few)
     flags = ["--data", "few.npz", "--batch-size", 16, "--probe-epochs", 5, *flags]
@@ -57,21 +59,22 @@ def test_pictures(name, flags, here, capsys):
     assert line == f"test     kNN {knn} %, linear {linear} %  out"
 
 
-def test_cline(here, capsys):
-    """The last rows of a file were held out; as a file of their own they score alike."""
+def test_cline(cwd, capsys):
+    """Training held out the last rows of its file. --evaluate on a file of these rows gives the same
+    scores."""
     rows = [(a, a.replace(" ", " so "), b) for (a,), (b,) in zip(SENTENCES[:60], SENTENCES[60:120])]
     for name, part in ("all.csv", rows), ("last.csv", rows[40:]):
         with open(name, "w", newline="") as file:
             csv.writer(file).writerows([("original", "synonym", "antonym"), *part])
-    flags = ["--model", "scratch", "--batch-size", 8, "--steps", 4, "--held-out", 20]
+    flags = ["--model", "scratch", "--batch-size", 8, "--steps", 4, "--held-out-rows", 20]
     result = run("cline", Path("out"), "--data", "all.csv", *flags)
     found = re.search(r"(hits .*), RTD [\d.]+(, CTS [\d.]+)", result.said["held"])
     line = evaluate("cline", capsys, "--model", "out", "--data", "last.csv")
     assert line == f"test     {found[1]}{found[2]}, 20 triples of last.csv"
 
 
-def test_tacl(here, capsys):
-    """The student has no heads any more: what they gave is not told."""
+def test_tacl(cwd, capsys):
+    """The saved student has no MLM and NSP heads, so --evaluate does not print their losses."""
     texts = [row[0] for row in SENTENCES[:40]]
     Path("texts.txt").write_text("\n\n".join("\n".join(texts[i : i + 8]) for i in range(0, 40, 8)))
     flags = ["--dev", "texts.txt", "--max-length", 64]
@@ -82,8 +85,8 @@ def test_tacl(here, capsys):
 
 
 @pytest.mark.parametrize("regression", [False, True])
-def test_childtuning(regression, here, capsys):
-    """With its own labels, in their order, or numbers."""
+def test_childtuning(regression, cwd, capsys):
+    """--evaluate uses the saved labels in their saved order, or scores a regression."""
     if regression:
         Path("few.tsv").write_text("".join(f"{row[0]}\t{i % 5}.5\n" for i, row in enumerate(SENTENCES[:40])))
     else:
@@ -94,28 +97,28 @@ def test_childtuning(regression, here, capsys):
     assert line == f"test     {result.said['dev'].split(': ')[1]}  few.tsv"
 
 
-def test_cline_without_a_replaced_word(here, capfd):
+def test_cline_without_replaced_words(cwd, capfd):
     Path("same.csv").write_text("original,synonym,antonym\nHe eats.,He eats.,He sleeps.\n")
     run("cline", Path("out"), "--data", DATA / "sentences.txt", "--wordnet", DATA / "wordnet", "--model",
         "scratch", "--batch-size", 8, "--steps", 1, "--tagger", "lexicon")
     capfd.readouterr()
     flags = ["--evaluate", "--model", "out", "--data", "same.csv"]
-    refuse("cline", capfd, "same.csv: no row has replaced words on both sides", *flags)
+    rejects("cline", capfd, "same.csv: no row has a replaced word in both copies; expected .*", *flags)
 
 
 STS = ["--test", str(DATA / "sts.tsv")]
-NOTHING = "--evaluate: nothing to evaluate; name .*"
+NOTHING = "--evaluate: nothing to evaluate; give .*"
 
 
 @pytest.mark.parametrize("name, flags, wanted", [
     ("simcse", [], NOTHING), ("tacl", [], NOTHING), ("simclr", [], NOTHING),
     ("simcse", ["--data", "good.csv"], "--evaluate: nothing to evaluate; name files of scored pairs .*"),
-    ("simcse", [*STS, "--model", "scratch"], "--model scratch: a new model has learnt nothing; .*"),
-    ("moco", ["--dev", "good.csv"], "--evaluate: --model resnet-50 has no classifier: .*, by --data"),
+    ("simcse", [*STS, "--model", "scratch"], "--model scratch: a new model is untrained; .*"),
+    ("moco", ["--dev", "good.csv"], "--evaluate: --model resnet-50 has no classifier; .*, by --data"),
     ("moco", ["--data", "x.npy"], "--model resnet-50: a new model has learnt nothing; .*"),
-    ("simclr", ["--data", "x.npy", "--model", "y"], "--evaluate: wanted labels on both sides.*"),
-    ("childtuning", ["--dev", "good.csv", "--model", "encoder"], "--model encoder: no classifier, .*")])
-def test_what_cannot_be_evaluated(name, flags, wanted, here, bert, capfd):
+    ("simclr", ["--data", "x.npy", "--model", "y"], "--evaluate: no labelled test set; .*"),
+    ("childtuning", ["--dev", "good.csv", "--model", "encoder"], "--model encoder: .* a classifier.*")])
+def test_what_cannot_be_evaluated(name, flags, wanted, cwd, bert, capfd):
     np.save("x.npy", PICTURES["images"][:4])
     Path("encoder").symlink_to(bert)
-    refuse(name, capfd, wanted, "--evaluate", *flags)
+    rejects(name, capfd, wanted, "--evaluate", *flags)

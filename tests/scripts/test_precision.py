@@ -1,6 +1,6 @@
-"""--precision: what reaches the kernels of each script, and what the type costs in which unit rows meet.
+"""--precision: the dtypes in which each script's kernels multiply, and the errors that these dtypes cause.
 
-    python tests/scripts/test_precision.py        the errors in docs/results.md, in two minutes
+    python tests/scripts/test_precision.py        prints the errors in docs/results.md, in two minutes
 """
 import math
 import sys
@@ -21,55 +21,55 @@ import selfguided  # noqa: E402
 import simclr  # noqa: E402
 import simcse  # noqa: E402
 import tacl  # noqa: E402
-from kernels.training.loop import HALF  # noqa: E402
+from kernels.training.loop import LOSS_DTYPE  # noqa: E402
 from running import DATA, SENTENCES, run  # noqa: E402
 
 # ── what reaches the kernels ────────────────────────────────────────────────────────────────────────────────
 
 TEXT = ["--model", "scratch", "--batch-size", 8, "--data"]
 PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 8, "--probe-epochs", 0]
-UNIT, ANY = torch.float16, torch.bfloat16                      # of rows of length 1, of any length
-# script and flags: each operation in training and what it multiplies in with --precision bf16
+UNIT, ANY = torch.float16, torch.bfloat16                      # dtype for rows of length 1, and of any length
+# script, flags, {operation in training: dtype in which it multiplies with --precision bf16}
 CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {"similarity_lse": UNIT}),
          ("simcse", [*TEXT, DATA / "sentences.txt", "--mlm-weight", 1],
           {"similarity_lse": UNIT, "softmax_loss": ANY}),
-         ("selfguided", [*TEXT, DATA / "sentences.txt", "--width", 64], {"similarity_lse": UNIT}),
+         ("selfguided", [*TEXT, DATA / "sentences.txt", "--projection-dim", 64], {"similarity_lse": UNIT}),
          ("cline", [*TEXT, DATA / "sentences.txt", "--wordnet", DATA / "wordnet"], {"softmax_loss": ANY}),
-         ("tacl", [*TEXT, "DOCUMENTS"], {"similarity_lse_fixed_keys": UNIT, "softmax_loss": ANY}),
+         ("tacl", [*TEXT, "DOCUMENTS"], {"similarity_lse_frozen_keys": UNIT, "softmax_loss": ANY}),
          ("tacl", [*TEXT, "DOCUMENTS", "--similarity", "dot"],
-          {"similarity_lse_fixed_keys": ANY, "softmax_loss": ANY}),
+          {"similarity_lse_frozen_keys": ANY, "softmax_loss": ANY}),
          ("ease", [*TEXT, DATA / "entities.tsv"], {"softmax_loss": UNIT, "similarity_lse": UNIT}),
          ("vascl", [*TEXT, DATA / "sentences.txt", "--neighbours", 4], {"softmax_loss": UNIT}),
          ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--phi", 0.994],
-          {"similarity_lse": UNIT, "similarity_lse_fixed_keys": UNIT}),
+          {"similarity_lse": UNIT, "similarity_lse_frozen_keys": UNIT}),
          ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--form", "code"],
-          {"similarity_lse": UNIT}),                           # of the noise; the rest is plain PyTorch
+          {"similarity_lse": UNIT}),                           # for the noise; the rest is plain PyTorch
          ("simclr", PICTURES, {"softmax_loss": UNIT}),
          ("simclr", [*PICTURES, "--supervised"], {"similarity_lse": UNIT}),
-         ("moco", [*PICTURES, "--queue", 16, "--bn-splits", 2], {"queue_loss": UNIT})]
+         ("moco", [*PICTURES, "--queue-size", 16, "--bn-splits", 2], {"queue_loss": UNIT})]
 
 
 @pytest.mark.parametrize("precision, name, flags, wanted", [
     *(("bf16", *call) for call in CALLS), *(("fp32", *call) for call in CALLS[::4])])
-def test_unit_rows_meet_in_float16(name, flags, wanted, precision, bert, tmp_path, monkeypatch):
-    """Rows are handed over in float32, and their gradients come back in it: more than 16 bits are in use."""
+def test_unit_rows_are_multiplied_in_float16(name, flags, wanted, precision, bert, tmp_path, monkeypatch):
+    """Kernels get rows in float32 and return gradients in float32, whose values do not fit in 16 bits."""
     documents = tmp_path / "documents.txt"
     lines = [row[0] for row in SENTENCES[:80]]
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
     flags = [{"DOCUMENTS": documents, "GUIDE": bert}.get(flag, flag) for flag in flags]
-    found, gradients, call = {}, [], kernels.operations.call
+    found, gradients, call = {}, [], kernels.ops.call_op
 
     def listen(operation, q, *arguments):
         result, tensors = call(operation, q, *arguments), filter(torch.is_tensor, (q, *arguments))
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             dtypes = [x for x in arguments if isinstance(x, torch.dtype)]
             assert q.dtype == torch.float32 and len(dtypes) < 2
-            found.setdefault(operation.traced.__name__, set()).add(*(dtypes or [torch.float32]))
-        elif "backward" in operation.traced.__name__:
+            found.setdefault(operation.dispatched.__name__, set()).add(*(dtypes or [torch.float32]))
+        elif "backward" in operation.dispatched.__name__:
             gradients.extend(x for x in result if x.dim() == 2 and x.numel())
         return result
 
-    monkeypatch.setattr(kernels.operations, "call", listen)
+    monkeypatch.setattr(kernels.ops, "call_op", listen)
     result = run(name, tmp_path / "out", *flags, "--steps", 1, "--precision", precision)
     half = precision == "bf16"
     assert found == {operation: {dtype if half else torch.float32} for operation, dtype in wanted.items()}
@@ -85,16 +85,21 @@ LOSSES = {"info_nce": kernels.info_nce, "nt_xent": kernels.nt_xent,
           "queue_loss": lambda q, k, tau: kernels.queue_loss(*(x[: len(x) // 4] for x in (q, k)),
                                                              k[len(k) // 4 :].detach(), tau)}
 SETS = {"random": "unrelated rows", "trained": "pairs so close that the loss is about 5e-3",
-        "cone": "all cosines near 0.8, as an encoder begins"}
+        "cone": "all cosines near 0.8, as for an untrained encoder"}
 TEMPERATURES = 0.02, 0.05, 0.1, 0.5
 
 
 def pairs(kind, n, d, tau):
-    """(q, k), (n, D) float64 each: unit rows, k_i the positive of q_i."""
+    """Return unit rows q and k, (n, D) float64 each; k_i is the positive of q_i."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda n: F.normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1)
-    mix = lambda cosine, x, y: F.normalize(cosine * x + (1 - cosine**2) ** 0.5 * y, dim=1)
-    q, k, centre = draw(n), draw(n), draw(1)
+
+    def sample(n):
+        return F.normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1)
+
+    def mix(cosine, x, y):                                     # a vector with this cosine to x, if x ⊥ y
+        return F.normalize(cosine * x + (1 - cosine**2) ** 0.5 * y, dim=1)
+
+    q, k, centre = sample(n), sample(n), sample(1)
     k = F.normalize(k - (k * q).sum(1, keepdim=True) * q, dim=1)
     if kind == "trained":
         k = mix(min(0.95, tau * (math.log(n) + 1 / (2 * d * tau**2) - math.log(5e-3))), q, k)
@@ -104,14 +109,17 @@ def pairs(kind, n, d, tau):
 
 
 def relative_errors(dtype, loss, q, k, *tau):
-    """Of the loss and of its gradients (Euclidean norm) where float32 rows are multiplied in dtype."""
-    exact, found = ([x.to(kind).requires_grad_() for x in (q, k)] for kind in (torch.float64, torch.float32))
-    value = loss(*exact, *tau)
+    """Return the relative errors of the loss and of its gradients (Euclidean norm) if float32 rows are
+    multiplied in dtype."""
+    exact_rows = [x.to(torch.float64).requires_grad_() for x in (q, k)]
+    rows = [x.to(torch.float32).requires_grad_() for x in (q, k)]
+    exact = loss(*exact_rows, *tau)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        rounded = loss(*found, *tau)
-    wanted, ours = (torch.cat(torch.autograd.grad(x, rows, materialize_grads=True))
-                    for x, rows in ((value, exact), (rounded, found)))
-    return [((a - b).norm() / b.norm()).item() for a, b in ((rounded, value), (ours, wanted))]
+        rounded = loss(*rows, *tau)
+    exact_gradient = torch.cat(torch.autograd.grad(exact, exact_rows, materialize_grads=True))
+    gradient = torch.cat(torch.autograd.grad(rounded, rows, materialize_grads=True))
+    pairs_to_compare = (rounded, exact), (gradient, exact_gradient)
+    return [((a - b).norm() / b.norm()).item() for a, b in pairs_to_compare]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -120,8 +128,9 @@ def relative_errors(dtype, loss, q, k, *tau):
 @pytest.mark.parametrize("tau", TEMPERATURES)
 def test_float16_has_far_less_error(loss, kind, d, tau):
     case = LOSSES[loss], *pairs(kind, 256, d, tau), tau
-    half, brain = (relative_errors(dtype, *case)[1] for dtype in (torch.float16, torch.bfloat16))
-    assert HALF == torch.float16 and 4 * half < brain and half < 5e-3
+    half = relative_errors(torch.float16, *case)[1]
+    brain = relative_errors(torch.bfloat16, *case)[1]
+    assert LOSS_DTYPE == torch.float16 and 4 * half < brain and half < 5e-3
 
 
 # ── papers ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,8 +139,8 @@ FEATURES, MASKED = torch.eye(64), torch.ones(8, 8)
 
 
 def keys(a):
-    """MoCo's queue, in the type in which it waits."""
-    return F.normalize(a.detach().roll(1, 0), dim=1).to(a.dtype if a.dtype == torch.float64 else HALF)
+    """Return MoCo's queue, in the dtype in which it is stored."""
+    return F.normalize(a.detach().roll(1, 0), dim=1).to(a.dtype if a.dtype == torch.float64 else LOSS_DTYPE)
 
 
 PAPERS = {
@@ -149,9 +158,10 @@ PAPERS = {
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_only_rows_are_rounded(name):
-    """Whatever else of a paper's loss were in float16 would cost several times more."""
+    """If more of a paper's loss than the products of rows were in float16, the error would be several times
+    larger."""
     raw = (3 * x for x in pairs("cone", 64, 96, 0.05))
-    assert max(relative_errors(HALF, PAPERS[name], *raw)) < 1e-3
+    assert max(relative_errors(LOSS_DTYPE, PAPERS[name], *raw)) < 1e-3
 
 
 # ── the table ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,7 +1,7 @@
-"""The sentence scripts from the first flag to the last line: tiny models, the data beside this file, no hub,
-one CPU thread.
+"""Whole runs of the sentence scripts, with tiny models and the data in tests/data, without a hub, on one CPU
+thread.
 
-A new sentence script is a line in SCRIPTS.
+A new sentence script needs a line in SCRIPTS.
 """
 import copy
 import importlib.util
@@ -21,11 +21,11 @@ from running import (
     DATA,
     ROOT,
     SENTENCES,
+    embed_unbatched,
     equal,
-    in_processes,
     metrics,
-    one_by_one,
     run,
+    run_distributed,
     run_text,
     saved_weights,
 )
@@ -36,9 +36,10 @@ SCRIPTS = {
     "simcse": ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv"],
     "vascl": [*TEXT, "--neighbours", 4, "--radius", 0.2],
     "ease": ["--model", "scratch", "--data", DATA / "entities.tsv", "--dev", DATA / "sts.tsv"],
-    "dclr": [*TEXT, "--phi", 0.994],  # leaves out a tenth of the pairs; --guide below
-    "selfguided": [*TEXT, "--width", 128, "--lr", 1e-3, "--pooling", "avg", "--view-pooling", "mean"]}
-RISE = {"vascl": 4, "dclr": 8}                                 # of the dev score in 30 steps, else 12
+    "dclr": [*TEXT, "--phi", 0.994],  # masks a tenth of the pairs; the fixture adds --guide
+    "selfguided": [*TEXT, "--projection-dim", 128, "--lr", 1e-3, "--pooling", "avg",
+                   "--view-pooling", "mean"]}
+GAIN = {"vascl": 4, "dclr": 8}             # expected gain of the dev score in 30 steps; others: 12
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -48,27 +49,34 @@ def guide(bert):
 
 
 def code_in(folder):
+    """Return {path: content} of the Python files below a folder."""
     return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.py")}
 
 
 def small(name, folder, rows=36):
-    """The script's command with the first rows of its files: 36 are four batches of 8 and one of 4."""
-    for file in (flag for flag in SCRIPTS[name] if isinstance(flag, Path) and flag.is_file()):
-        lines = file.read_bytes().splitlines(True)[: rows + (file.suffix != ".txt")]
-        (folder / file.name).write_bytes(b"".join(lines))
-    cut = lambda flag: isinstance(flag, Path) and flag.is_file()
-    return [*(folder / flag.name if cut(flag) else flag for flag in SCRIPTS[name]), "--batch-size", 8]
+    """Return the script's flags, with files cut to the first rows: 36 are four batches of 8 and one of 4."""
+    flags = []
+    for flag in SCRIPTS[name]:
+        if isinstance(flag, Path) and flag.is_file():
+            header = 0 if flag.suffix == ".txt" else 1
+            lines = flag.read_bytes().splitlines(True)[: header + rows]
+            flag = folder / flag.name
+            flag.write_bytes(b"".join(lines))
+        flags.append(flag)
+    return [*flags, "--batch-size", 8]
 
 
-def test_every_script_is_one_file_beside_kernels(tmp_path):
-    """All ten in an empty folder, in one process that has imported nothing of ours."""
+def test_every_script_needs_only_itself_and_kernels(tmp_path):
+    """All ten scripts run in a folder with nothing but them and kernels/, in one process that has not
+    imported the project before."""
     home = tmp_path / "home"
     shutil.copytree(ROOT / "kernels", home / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     pictures = ["--data", DATA / "shapes.npz", "--model", "resnet-small", "--batch-size", 16]
     pictures += ["--probe-epochs", 1]
-    documents, texts = tmp_path / "documents.txt", [row[0] for row in SENTENCES[:80]]
+    texts = [row[0] for row in SENTENCES[:80]]
+    documents = tmp_path / "documents.txt"
     documents.write_text("\n\n".join("\n".join(texts[i : i + 8]) for i in range(0, 80, 8)))
-    others = {"simclr": pictures, "moco": [*pictures, "--queue", 64, "--bn-splits", 2],
+    others = {"simclr": pictures, "moco": [*pictures, "--queue-size", 64, "--bn-splits", 2],
               "cline": ["--data", DATA / "sentences.txt", "--wordnet", DATA / "wordnet", "--batch-size", 8],
               "tacl": ["--data", documents, "--batch-size", 8],
               "childtuning": ["--data", DATA / "topics.tsv", "--mode", "F"]}
@@ -88,19 +96,22 @@ def test_every_script_is_one_file_beside_kernels(tmp_path):
     assert done.stdout.count("\ndone ") == done.stdout.count("\nload ") == 10
     for name in (*SCRIPTS, *others):
         out = home / "out" / name
-        wanted = ["README.md", "args.json", "config.json", "model.safetensors"]
-        wanted += ["modules.json", "1_Pooling/config.json", "tokenizer.json"] * (name in SCRIPTS)
-        assert [file for file in wanted if not (out / file).is_file()] == []
+        files = ["README.md", "args.json", "config.json", "model.safetensors"]
+        if name in SCRIPTS:
+            files += ["modules.json", "1_Pooling/config.json", "tokenizer.json"]
+        assert [file for file in files if not (out / file).is_file()] == []
         assert [step["step"] for step in metrics(out)] == [1, 2]
-        assert (out / f"{name}.py").read_bytes() == (ROOT / f"{name}.py").read_bytes()     # it knows its code
+        assert (out / f"{name}.py").read_bytes() == (ROOT / f"{name}.py").read_bytes()     # saved code
         assert code_in(out / "training") == code_in(ROOT / "kernels" / "training")
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "selfguided"])    # in its own file
+# test_selfguided.py has its own test
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "selfguided"])
 def test_learns(name, tmp_path):
     result = run(name, tmp_path / "out", *SCRIPTS[name], "--steps", 30)
-    before, best = (float(result.said["done"].split()[i]) for i in (2, 4))     # dev Spearman 41.57 → 78.94
-    assert best == round(result.steps[-1]["dev_spearman"], 2) and best > before + RISE.get(name, 12)
+    words = result.said["done"].split()                        # dev Spearman 41.57 → 78.94 ...
+    before, best = float(words[2]), float(words[4])
+    assert best == round(result.steps[-1]["dev_spearman"], 2) and best > before + GAIN.get(name, 12)
 
 
 @every_script
@@ -111,10 +122,10 @@ def test_loss_falls_when_one_batch_repeats(name, tmp_path):
 
 @pytest.mark.parametrize("name, flags", [
     *((name, []) for name in SCRIPTS), ("simcse", ["--mlm-weight", 1]),
-    ("simcse", ["--columns", 1, "--views", "token_cutoff", "delete", "--optimizer-of", "consert"])])
-def test_resume_is_exact_and_evaluation_leaves_no_trace(name, flags, tmp_path):
-    """Step 6 begins the second epoch; step 4, which the interrupted run did after its evaluation, is done
-    again."""
+    ("simcse", ["--columns", 1, "--views", "token_cutoff", "delete", "--optimizer-recipe", "consert"])])
+def test_resume_is_bitwise_exact_and_evaluation_changes_nothing(name, flags, tmp_path):
+    """The interrupted run saved its state at the evaluation after step 3, so --resume repeats step 4. Step 6
+    is the first of the second epoch."""
     flags = [*small(name, tmp_path), "--steps", 6, *flags]
     dev = flags.index("--dev")
     never = [*flags[:dev], *flags[dev + 2 :], "--eval-every", 100]
@@ -123,53 +134,59 @@ def test_resume_is_exact_and_evaluation_leaves_no_trace(name, flags, tmp_path):
 
 @pytest.mark.parametrize("size", [1, 7])
 @every_script
-def test_chunks_are_the_whole_step(name, size, tmp_path, monkeypatch):
-    """With dropout: the same groups, embedded once and all kept, are the step without chunks."""
+def test_chunks_give_the_gradient_of_the_whole_batch(name, size, tmp_path, monkeypatch):
+    """A step with --chunk-size equals a step that keeps the graphs of all chunks. The model has dropout, so
+    both use the same groups of rows."""
     flags = [*small(name, tmp_path), "--steps", 1, "--chunk-size", size]
     chunked = run(name, tmp_path / "chunked", *flags)
-    keep = lambda embed, chunks, module: torch.cat([embed(chunk) for chunk in chunks])
-    monkeypatch.setattr("kernels.training.text.encoders.embed_in_chunks", keep)
+
+    def embed_at_once(embed, chunks, module):
+        return torch.cat([embed(chunk) for chunk in chunks])
+
+    monkeypatch.setattr("kernels.training.text.encoders.embed_in_chunks", embed_at_once)
     whole = run(name, tmp_path / "whole", *flags)
     assert chunked.losses == pytest.approx(whole.losses, rel=1e-6)
     assert chunked.norms == pytest.approx(whole.norms, rel=1e-5) and whole.args.chunk_size == size
-    for key, weight in whole.state["optimizer"]["state"].items():              # a tenth of the gradient
-        mine = chunked.state["optimizer"]["state"][key]["exp_avg"]
-        torch.testing.assert_close(mine, weight["exp_avg"], rtol=1e-5, atol=1e-6)
+    for key, weight in whole.state["optimizer"]["state"].items():              # exp_avg: gradient / 10
+        of_chunks = chunked.state["optimizer"]["state"][key]["exp_avg"]
+        torch.testing.assert_close(of_chunks, weight["exp_avg"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name, flags", [*((name, []) for name in SCRIPTS),
                                          ("selfguided", ["--objective", "base", "--layers", 2])])
 def test_several_processes_equal_one(name, flags, tmp_path, bert):
-    """Three have unequal shares of a batch; chunks without dropout are the whole step."""
+    """Three processes with unequal shares of a batch, and --chunk-size, equal one process without. The model
+    has no dropout."""
     flags = [*small(name, tmp_path), "--model", bert, "--pooling", "avg", "--steps", 6, "--lr", 1e-3, *flags]
-    if name == "ease":                                         # whose entity term is else a gentle pull
+    if name == "ease":                                         # its entity term has little weight by default
         flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]
     one = run(name, tmp_path / "one", *flags)
     assert max(one.norms) > 1                                  # clipping is active
-    norms = in_processes(3, name, tmp_path / "three", [*flags, "--chunk-size", 3])
+    norms = run_distributed(3, name, tmp_path / "three", [*flags, "--chunk-size", 3])
     check_processes(one, tmp_path / "three", norms)
 
 
 @every_script
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
-def test_impl_follows_eager(name, impl, tmp_path, monkeypatch):
+def test_every_impl_equals_eager(name, impl, tmp_path, monkeypatch):
     interpreted = importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1"
     if impl == "triton" and not interpreted:
-        pytest.skip("no Triton, or a GPU's, and this file stays on the CPU")
+        pytest.skip("needs Triton's interpreter: this file runs on the CPU")
     flags = [*small(name, tmp_path), "--steps", 2, "--eval-every", 1]
     eager = run(name, tmp_path / "eager", *flags, "--impl", "eager")
-    asked = Mock(wraps=importlib.import_module("kernels").choose_impl)
+    chosen = Mock(wraps=importlib.import_module("kernels").choose_impl)
     for module in ("similarity", "losses"):
-        monkeypatch.setattr(f"kernels.{module}.choose_impl", asked)
+        monkeypatch.setattr(f"kernels.{module}.choose_impl", chosen)
     other = run(name, tmp_path / "other", *flags, "--impl", impl)
-    assert {call.args[0] for call in asked.call_args_list} == {impl}
+    assert {call.args[0] for call in chosen.call_args_list} == {impl}
     for value, tolerance in (("loss", 1e-4), ("dev_uniformity", 1e-3)):
-        wanted = [step[value] for step in eager.steps]
-        assert [step[value] for step in other.steps] == pytest.approx(wanted, abs=tolerance)
+        expected = [step[value] for step in eager.steps]
+        assert [step[value] for step in other.steps] == pytest.approx(expected, abs=tolerance)
 
 
 def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
-    """A better score replaces it, an equal one does not, and none before training counts; --test reads it."""
+    """A better score on --dev replaces the checkpoint. An equal score does not, and the score before training
+    does not count. --test evaluates the kept checkpoint."""
     scores, seen = iter([9.0, 1.0, 3.0, 3.0, 2.0, 7.0]), []
 
     def evaluate(model, *_):
@@ -187,24 +204,26 @@ def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["vascl", "selfguided", "dclr"])
 @pytest.mark.parametrize("form", ["paper", "code"])
-def test_others_load_the_encoder_alone(name, form, tmp_path, bert):
-    """By the line that was printed: no head, no guide, no copy; the embeddings are those of the weights in
-    state.pt."""
-    flags = {"vascl": ["--neighbours", 3], "selfguided": ["--width", 16], "dclr": ["--guide", bert]}[name]
+def test_transformers_loads_the_encoder(name, form, tmp_path, bert):
+    """The printed line loads the encoder without head, guide or fixed copy. It gives the embeddings of the
+    weights in state.pt."""
+    own_flags = {"vascl": ["--neighbours", 3], "selfguided": ["--projection-dim", 16],
+                 "dclr": ["--guide", bert]}
     common = ["--model", bert, "--batch-size", 8, "--steps", 3, "--lr", 1e-2, "--form", form]
-    result = run_text(name, tmp_path, SENTENCES[:24], *common, *flags)
+    result = run_text(name, tmp_path, SENTENCES[:24], *common, *own_flags[name])
     sentences = [row[0] for row in SENTENCES[:6]]
     result.model.load_state_dict(result.state["model"])
-    ours = result.model.eval().embed_texts(sentences).detach()
+    expected = result.model.eval().embed_texts(sentences).detach()
     model = eval(result.said["load"].split("  or  ")[1], {"AutoModel": AutoModel})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert not (tmp_path / "out" / "2_Dense").exists()
-    theirs = one_by_one(model, tokenizer, sentences, result.model.pooling)
-    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+    loaded = embed_unbatched(model, tokenizer, sentences, result.model.pooling)
+    torch.testing.assert_close(loaded, expected, atol=1e-5, rtol=0)
 
 
-def test_help_is_a_page_of_every_script(capsys):
-    """Each tells its data, its defaults and its departures, and names what has no default."""
+def test_help_describes_data_and_departures(capsys):
+    """--help of every script describes the data and the departures from the released code, and every flag has
+    a help text."""
     for path in sorted(ROOT.glob("*.py")):
         parser = runpy.run_path(path)["make_parser"]()
         page = " ".join(parser.format_help().split())

@@ -1,4 +1,4 @@
-"""SimCLR's own: losses against sums of single terms, LARS, heads, recipes, and what v2 adds."""
+"""simclr.py: losses against sums of single terms, LARS, projection heads, recipes, and the stages of v2."""
 import contextlib
 import io
 import re
@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import simclr
-from kernels.training.cli import Fault
+from kernels.training.cli import UserError
 from kernels.training.extras import simclr_v2
-from kernels.training.extras.simclr_v2 import Tuning
+from kernels.training.extras.simclr_v2 import FinetuneOrDistill
 from kernels.training.images import encoders
-from kernels.training.images.encoders import PictureEncoder, load_classifier, load_image_encoder
+from kernels.training.images.encoders import ImageEncoder, load_classifier, load_image_encoder
 from running import DATA, equal, run
 
 randn = partial(torch.randn, dtype=torch.float64)
 
 
-def term_by_term(features, labels, tau):
-    """SupCon of features (N, V, D); of two views and N different labels it is NT-Xent."""
+def reference_loss(features, labels, tau):
+    """Return SupCon for features (N, V, D). With two views and N different labels it is NT-Xent."""
     u, y, total = F.normalize(features, dim=2).flatten(0, 1), labels.repeat_interleave(features.shape[1]), 0
     for i in range(len(u)):
         others = [j for j in range(len(u)) if j != i]
@@ -36,12 +36,12 @@ def term_by_term(features, labels, tau):
 @pytest.mark.parametrize("impl, near", [("eager", 1e-10), ("blockwise", 1e-10), ("triton", 2e-5)])
 @pytest.mark.parametrize("views, labels", [(2, [0, 1, 2, 3]), (2, [0, 0, 1, 0]), (3, [3, 3]), (1, [5, 6, 5])])
 def test_losses_are_the_papers(views, labels, impl, near):
-    """Of one view, label 6 has no positive; of one picture, no view has a negative."""
+    """With one view per image, label 6 has no positive. With one image, no view has a negative."""
     torch.manual_seed(7)
     x, y = randn(len(labels), views, 16, requires_grad=True), torch.tensor(labels)
     z = x.float() if impl == "triton" else x
-    losses = [term_by_term(x, y, 0.3), simclr.sup_con_loss(z, y, 0.3, impl=impl)]
-    losses.append(simclr.sup_con_loss(z, y, 0.3, 0.07, impl=impl) * 0.07 / 0.3)            # as released
+    losses = [reference_loss(x, y, 0.3), simclr.sup_con_loss(z, y, 0.3, impl=impl)]
+    losses.append(simclr.sup_con_loss(z, y, 0.3, 0.07, impl=impl) * 0.07 / 0.3)            # released code
     if len(set(labels)) == 4:
         losses.append(simclr.sup_con_loss(z, None, 0.3, impl=impl))
         losses.append(simclr.simclr_loss(*z.unbind(1), 0.3, impl=impl))
@@ -58,7 +58,8 @@ def test_lars_steps():
     for lr in (0.5, 0.2, 0.1):
         optimizer.param_groups[0]["lr"] = lr
         for i, w in enumerate(weights):
-            tensors[i].grad = g = randn(*w.shape)
+            g = randn(*w.shape)
+            tensors[i].grad = g
             if w.dim() > 1:
                 g = g + 0.01 * w
                 g = g * (0.001 * w.norm() / g.norm() if w.norm() > 0 else 1)
@@ -69,9 +70,10 @@ def test_lars_steps():
 
 
 @pytest.mark.parametrize("optimizer, decay", [("lars", 0.0), ("sgd", 0.1), ("nesterov", 0.0), ("adam", 0.0)])
-def test_what_decays_and_what_is_adapted(optimizer, decay):
-    """All weights, or all but norms. Of a classifier, which begins at 0, the step is not in proportion to its
-    length: rows that a line parts are told apart, at the released rate."""
+def test_parameter_groups(optimizer, decay):
+    """With sgd all weights decay, with nesterov and adam all but norms. LARS does not scale steps of a
+    classifier by the norm of its weights, which start at 0: it learns a linearly separable task at the
+    released learning rate."""
     encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
     model = torch.nn.Module()
     model.encoder, model.head, model.classes = encoder, torch.nn.Sequential(torch.nn.Linear(8, 2)), ["a", "b"]
@@ -79,10 +81,10 @@ def test_what_decays_and_what_is_adapted(optimizer, decay):
         torch.nn.init.zeros_(w)
     args = flags("--optimizer", optimizer, "--weight-decay", "0.1")
     made = simclr.make_optimizer(model, 0.16, args)            # 0.005 · √1024
-    group = next(group for group in made.param_groups if any(w is encoder[1].weight for w in group["params"]))
-    assert group["weight_decay"] == decay or optimizer == "lars"
+    norm = next(group for group in made.param_groups if any(w is encoder[1].weight for w in group["params"]))
+    assert norm["weight_decay"] == decay or optimizer == "lars"
     assert made.param_groups[0]["weight_decay"] == 0.1
-    assert group.get("nesterov", 0) == (optimizer == "nesterov")
+    assert norm.get("nesterov", False) == (optimizer == "nesterov")
     assert sum(len(group["params"]) for group in made.param_groups) == 6
     if optimizer != "lars":
         return
@@ -97,8 +99,8 @@ def test_what_decays_and_what_is_adapted(optimizer, decay):
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_projections_may_keep_their_lengths(gathered):
-    """--no-normalize: the products of projections as they are."""
+def test_no_normalize(gathered):
+    """--no-normalize: similarities are dot products of the projections as they are."""
     torch.manual_seed(1)
     x = randn(5, 2, 8, requires_grad=True)
     s = x.transpose(0, 1).flatten(0, 1) @ x.transpose(0, 1).flatten(0, 1).T / 0.7
@@ -110,7 +112,8 @@ def test_projections_may_keep_their_lengths(gathered):
     torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
 
 
-def test_distillation_is_the_papers():
+def test_distillation_loss():
+    """It equals the paper's formula; the teacher gets no gradient; invalid arguments raise."""
     student, teacher = randn(4, 3, requires_grad=True), randn(4, 3, requires_grad=True)
     p, q = ((x / 0.5).exp() / (x / 0.5).exp().sum(1, keepdim=True) for x in (teacher, student))
     wanted = -(p.detach() * q.log()).sum(1).mean()
@@ -127,7 +130,8 @@ def test_distillation_is_the_papers():
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 @pytest.mark.parametrize("form, norm", [("paper", None), ("code", None), ("paper", True), ("code", False)])
 def test_heads(form, norm, layers):
-    head = simclr.projection_head(8, SimpleNamespace(head_layers=layers, width=4, form=form, head_norm=norm))
+    args = SimpleNamespace(head_layers=layers, projection_dim=4, form=form, head_norm=norm)
+    head = simclr.projection_head(8, args)
     norms = form == "code" if norm is None else norm
     inner = ["Linear", "BatchNorm1d", "ReLU"] if norms else ["Linear", "ReLU"]
     assert [type(part).__name__ for part in head] == (layers * inner)[:-1]
@@ -142,54 +146,58 @@ def flags(*given):
 
 @pytest.mark.parametrize("given, wanted", [
     ("", dict(recipe=None, lr=1.0, model="resnet-18", temperature=0.5, optimizer="lars", from_layer=0)),
-    ("--recipe paper", dict(lr=0.3, weight_decay=1e-6, batch_size=4096, size=224, form="paper")),
+    ("--recipe paper", dict(lr=0.3, weight_decay=1e-6, batch_size=4096, image_size=224, form="paper")),
     ("--recipe code --epochs 7", dict(lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, epochs=7, form="code")),
-    ("--recipe cifar", dict(size=32, epochs=1000, colour=0.5, blur=0.0, weight_decay=1e-4)),
+    ("--recipe cifar", dict(image_size=32, epochs=1000, colour=0.5, blur=0.0, weight_decay=1e-4)),
     ("--epochs 100 --recipe cifar", dict(epochs=100, lr=1.0)),
-    ("--recipe v2", dict(head_layers=3, warmup=40, epochs=800, lr=0.1)),
+    ("--recipe v2", dict(head_layers=3, warmup_epochs=40, epochs=800, lr=0.1)),
     ("--supervised", dict(temperature=0.1, optimizer="sgd", lr=0.18, crop=0.2, recipe="supervised")),
     ("--supervised --recipe cifar", dict(temperature=0.5, supervised=True, crop=0.08, recipe="cifar")),
     ("--distill t", dict(epochs=400, temperature=1.0, from_layer=0))])
 def test_recipes(given, wanted, capsys):
     args = flags(*given.split())
     assert wanted.items() <= vars(args).items()
-    simclr.say_recipe(args, simclr.RECIPES | simclr.IMPLIED)
+    simclr.log_recipe(args, simclr.RECIPES | simclr.FLAG_RECIPES)
     said = capsys.readouterr().out
     assert bool(said) == bool(args.recipe) and said.count("(not ") == given.count("--epochs")
 
 
 @pytest.mark.parametrize("given, wanted", [
-    ("--from-layer 1", "--from-layer: is for --finetune or"), ("--labels 0.5", "--labels: is a share for"),
-    ("--finetune x --labels 0", "--labels 0: wanted a share"), ("--distill t --supervised", "wanted one"),
-    ("--supervised --no-normalize", "--no-normalize: SupCon"), ("--distill t --profile", "--profile: times")])
-def test_flags_that_do_not_go_together(given, wanted):
-    with pytest.raises(Fault, match=wanted):
-        simclr.check(flags(*given.split()))
+    ("--from-layer 1", "--from-layer 1: needs --finetune or"),
+    ("--label-fraction 0.5", "--label-fraction 0.5: needs --finetune"),
+    ("--finetune x --label-fraction 0", "--label-fraction 0: expected a number above 0"),
+    ("--distill t --supervised", "--supervised and --distill: expected only one"),
+    ("--supervised --no-normalize", "--no-normalize: --supervised needs"),
+    ("--distill t --profile", "--profile: times")])
+def test_contradicting_flags(given, wanted):
+    with pytest.raises(UserError, match=wanted):
+        simclr.check_flags(flags(*given.split()))
 
 
-def test_long_projections_are_not_multiplied_in_half_types():
-    """With --no-normalize they would overflow."""
+def test_no_normalize_computes_in_float32():
+    """Products of long projections would overflow float16."""
     args, z = flags("--no-normalize", "--precision", "bf16"), 1000 * torch.randn(6, 8)
     loss, _ = simclr.compute_loss(lambda x: x, (z, None), 3, args)
     torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
 
 
-def test_finetune_names_the_data():
+def test_finetune_replaces_data():
     args = simclr.make_parser().parse_args(["--finetune", "x", "--from-layer", "0"])
-    assert (args.data, args.lr, args.from_layer, args.warmup) == ("x", 0.005, 0, 0)
+    assert (args.data, args.lr, args.from_layer, args.warmup_epochs) == ("x", 0.005, 0, 0)
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """A run of two epochs on small pictures, with a head of three layers and norms; and its data."""
+def pretrained(tmp_path_factory):
+    """Return a folder with data (x.npz) and a short pre-training run (run), with a three-layer head with
+    norms."""
     folder = tmp_path_factory.mktemp("v2")
     with np.load(DATA / "shapes.npz") as file:
         x, y, n = file["images"][:, ::2, ::2] // 2, file["labels"] % 3, 200
-    x[np.arange(len(x)), :, :, y] += 120                       # a class is a colour
+    x[np.arange(len(x)), :, :, y] += 120                       # each class has a colour
     arrays = dict(images=x[:n], labels=y[:n] + 5, test_images=x[n : n + 60], test_labels=y[n : n + 60] + 5)
     np.savez(folder / "x.npz", **arrays)
     head = ["--head-layers", 3, "--form", "code"]
-    run("simclr", folder / "first", "--data", folder / "x.npz", *SMALL, "--steps", 2, *head)
+    run("simclr", folder / "run", "--data", folder / "x.npz", *SMALL, "--steps", 2, *head)
     return folder
 
 
@@ -197,47 +205,51 @@ SMALL = ["--model", "resnet-small", "--batch-size", 20, "--eval-every", 50, "--p
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
-def test_finetuning_keeps_layers_and_learns(layer, first, tmp_path):
-    """From a layer of the saved head, whose weights it starts with; a share of each class; saved, it says the
-    same to whoever loads it."""
-    given = ["--finetune", first / "x.npz", *SMALL, "--model", first / "first", "--labels", 0.25]
-    result = run("simclr", tmp_path / "out", *given, "--from-layer", layer, "--steps", 40)     # v2's own rate
-    head, last = load_file(first / "first" / "head.safetensors"), 3 * layer
+def test_finetuning_and_distillation(layer, pretrained, tmp_path):
+    """Fine-tuning keeps --from-layer layers of the saved head, uses a fraction of each class, and learns. The
+    saved classifier gives the same logits after loading, and --evaluate scores it. A student learns from
+    it."""
+    given = ["--finetune", pretrained / "x.npz", *SMALL, "--model", pretrained / "run", "--from-layer", layer]
+    result = run("simclr", tmp_path / "out", *given, "--label-fraction", 0.25, "--steps", 40)
+    head, last = load_file(pretrained / "run" / "head.safetensors"), 3 * layer
     assert len(result.model.head) == (last + 1 if layer < 3 else 9) and len(result.model.classes) == 3
-    assert "50 pictures" in result.said["simclr"] or "51 pictures" in result.said["simclr"]
+    assert "50 images" in result.said["simclr"] or "51 images" in result.said["simclr"]
     assert result.steps[-1]["dev_top1"] > 60 and result.steps[-1]["loss"] < 1
-    args = flags("--from-layer", str(layer), "--model", str(first / "first"))
-    tuning = Tuning(args, SimpleNamespace(classes=["5", "6", "7"]), None)
-    start = tuning.make_head(result.model.width)
+    args = flags("--from-layer", str(layer), "--model", str(pretrained / "run"))
+    tuning = FinetuneOrDistill(args, SimpleNamespace(classes=["5", "6", "7"]), None)
+    start = tuning.make_head(result.model.feature_dim)
     kept = start[:-1].state_dict()
     assert all(torch.equal(kept[name], head[name]) for name in kept)
     assert not start[-1].weight.any() and not start[-1].bias.any()
-    pictures = torch.rand(4, 3, 16, 16)
+    images = torch.rand(4, 3, 16, 16)
     loaded = load_classifier(tmp_path / "out")
-    assert torch.equal(loaded(pictures), result.model.eval()(pictures)) and loaded.classes == ["5", "6", "7"]
-    scored = ["--evaluate", "--data", first / "x.npz", "--model", tmp_path / "out", "--probe-epochs", 0]
+    assert torch.equal(loaded(images), result.model.eval()(images)) and loaded.classes == ["5", "6", "7"]
+    scored = ["--evaluate", "--data", pretrained / "x.npz", "--model", tmp_path / "out", "--probe-epochs", 0]
     with contextlib.redirect_stdout(io.StringIO()) as lines:
         simclr.main([*map(str, scored)])
     assert f"classifier {result.steps[-1]['dev_top1']:.2f} %" in lines.getvalue()
-    with contextlib.redirect_stdout(io.StringIO()) as lines:   # a classifier needs no pictures to train on
-        simclr.main(["--evaluate", "--dev", str(first / "x.npz"), "--model", str(tmp_path / "out")])
+    with contextlib.redirect_stdout(io.StringIO()) as lines:   # a classifier needs no --data
+        simclr.main(["--evaluate", "--dev", str(pretrained / "x.npz"), "--model", str(tmp_path / "out")])
     assert re.search(r"\ntest     classifier [\d.]+ %  .*out\n$", lines.getvalue())
-    if layer == 1:                                             # what it knows goes into another net
-        given = ["--distill", tmp_path / "out", "--data", first / "x.npz", *SMALL, "--lr", 0.1, "--warmup", 0]
-        student = run("simclr", tmp_path / "student", *given, "--steps", 60, "--temperature", 0.7)
-        assert student.steps[-1]["dev_top1"] > 60              # the loss of a batch follows one sure teacher
+    if layer == 1:
+        given = ["--distill", tmp_path / "out", "--data", pretrained / "x.npz", *SMALL, "--lr", 0.1]
+        given += ["--warmup-epochs", 0, "--steps", 60, "--temperature", 0.7]
+        student = run("simclr", tmp_path / "student", *given)
+        assert student.steps[-1]["dev_top1"] > 60
         assert load_classifier(tmp_path / "student").classes == loaded.classes
 
 
 @pytest.mark.parametrize("given", ["--distill t --temperature 0.3", "--finetune x"])
-def test_loss_of_a_classifier(given, monkeypatch):
-    """One view of this rank's half of the pictures, by the teacher at --temperature, or by labels."""
-    teacher = PictureEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 3), classes="abc")
+def test_classifier_loss(given, monkeypatch):
+    """For this rank's half of the images: cross entropy with the teacher's predictions at --temperature, or
+    with labels."""
+    teacher = ImageEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 3), classes="abc")
     monkeypatch.setattr(simclr_v2, "load_classifier", lambda *_: teacher.train())
     monkeypatch.setattr(simclr_v2, "own_rows", lambda count: slice(4, count))
     views, logits, labels = torch.rand(4, 3, 16, 16), torch.randn(4, 3), torch.arange(9) % 3
-    pictures = SimpleNamespace(feed=iter([views]), classes="abc", train=SimpleNamespace(labels=labels))
-    tuning = Tuning(flags(*given.split()), pictures, SimpleNamespace(device="cpu"))
+    train = SimpleNamespace(labels=labels)
+    images = SimpleNamespace(training_views=iter([views]), classes="abc", train=train)
+    tuning = FinetuneOrDistill(flags(*given.split()), images, SimpleNamespace(device="cpu"))
     loss, _ = tuning.compute_loss(lambda x: logits * torch.equal(x, views), [*range(8)])
     wanted = F.cross_entropy(logits, labels[4:8])
     if tuning.teacher:
@@ -245,15 +257,15 @@ def test_loss_of_a_classifier(given, monkeypatch):
     torch.testing.assert_close(loss, wanted / 2)
 
 
-def test_adam_trains(first, tmp_path):
-    given = ["--data", first / "x.npz", *SMALL, "--optimizer", "adam", "--lr", 1e-2, "--warmup", 0]
-    result = run("simclr", tmp_path / "out", *given, "--steps", 4)
+def test_adam_trains(pretrained, tmp_path):
+    given = ["--data", pretrained / "x.npz", *SMALL, "--optimizer", "adam", "--lr", 1e-2]
+    result = run("simclr", tmp_path / "out", *given, "--warmup-epochs", 0, "--steps", 4)
     assert type(result.run.optimizer) is torch.optim.Adam and result.losses[-1] < result.losses[0]
 
 
-def test_a_head_of_several_gpus_loads_on_one(tmp_path):
-    """Its batch norms are synchronised, and saved as plain ones."""
-    args = SimpleNamespace(head_layers=3, width=4, form="code", head_norm=None)
+def test_synchronised_batch_norms_are_saved_as_plain_ones(tmp_path):
+    """A head that was trained on several GPUs loads on one."""
+    args = SimpleNamespace(head_layers=3, projection_dim=4, form="code", head_norm=None)
     plain = simclr.projection_head(8, args)
     encoders.save_head(torch.nn.SyncBatchNorm.convert_sync_batchnorm(plain), None, tmp_path)
     head, classes = encoders.load_head(tmp_path)

@@ -1,4 +1,5 @@
-"""SimCSE: its modes, its first loss; the loss itself is in test_losses.py, the masked LM in test_mlm.py."""
+"""SimCSE: defaults by number of columns, first loss, data in memory, dropout. The loss function is tested in
+tests/kernels/test_losses.py, the masked LM in test_mlm.py."""
 import json
 import re
 
@@ -9,49 +10,53 @@ from transformers import AutoModel
 
 import simcse
 from families import DECODERS, ENCODERS, small_model
-from kernels.training.cli import Fault
+from kernels.training.cli import UserError
 from kernels.training.text.encoders import set_dropout
-from running import NLI, ONE_BATCH, SMALL, embed_saved, metrics, refuse, run_text
+from running import NLI, ONE_BATCH, SMALL, embed_saved, metrics, rejects, run_text
 
-MODES = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
-         3: ("supervised", 3, 512, 5e-5, 3), 5: ("supervised", 5, 512, 5e-5, 3)}
+# number of columns: mode, texts per row, batch size, learning rate, epochs
+DEFAULTS = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
+            3: ("supervised", 3, 512, 5e-5, 3), 5: ("supervised", 5, 512, 5e-5, 3)}
 
 
-@pytest.mark.parametrize("columns", MODES)
-def test_columns_decide_what_was_not_given(columns, tmp_path):
-    """By the paper, for BERT-base. A small random model has others; what was given stays."""
+@pytest.mark.parametrize("columns", DEFAULTS)
+def test_defaults_depend_on_the_number_of_columns(columns, tmp_path):
+    """The defaults are the paper's for BERT-base, or those of --model scratch. Flags that are given win."""
     file, names = tmp_path / "data.jsonl", "mode count batch_size lr epochs".split()
     file.write_text(512 * (json.dumps(columns * ["A man eats."]) + "\n"))
     given = "--batch-size 7 --lr 0.5 --epochs 9".split()
     scratch = (32, 2e-3, 4)
-    for flags, wanted in ([], MODES[columns][2:]), (["--model", "scratch"], scratch), (given, (7, 0.5, 9)):
+    for flags, values in ([], DEFAULTS[columns][2:]), (["--model", "scratch"], scratch), (given, (7, 0.5, 9)):
         args = simcse.make_parser().parse_args(["--data", str(file), *flags])
         assert len(simcse.load_data(file, args)) == 512
-        assert tuple(getattr(args, name) for name in names) == (*MODES[columns][:2], *wanted)
+        assert tuple(getattr(args, name) for name in names) == (*DEFAULTS[columns][:2], *values)
 
 
 @pytest.mark.parametrize("columns, flag, value", [
     (1, "--mlm-weight", 0), (2, "--temperature", 0.1), (3, "--hard-negative-weight", 1.5),
     (3, "--mlm-weight", 0.1)])
-def test_first_loss_is_the_papers(columns, flag, value, tmp_path, bert):
-    """Without dropout and with all rows in one batch: the objective on the folder's own embeddings."""
+def test_first_loss_matches_the_formula(columns, flag, value, tmp_path, bert):
+    """The first loss equals the paper's formula on the embeddings of the model. The model has no dropout, and
+    the batch holds all rows."""
     rows = [row[:columns] for row in NLI[:12]]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, flag, value]
     step, = run_text("simcse", tmp_path, rows, *flags).steps
     z1, *others = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     logits = [z1 @ z.T / (value if flag == "--temperature" else 0.05) for z in others or [z1]]
     logits[-1] += (value if flag == "--hard-negative-weight" else 0) * torch.eye(12)
-    wanted = F.cross_entropy(torch.cat(logits, 1), torch.arange(12)).item()
-    assert step["loss"] == pytest.approx(wanted, abs=1e-4)
+    expected = F.cross_entropy(torch.cat(logits, 1), torch.arange(12)).item()
+    assert step["loss"] == pytest.approx(expected, abs=1e-4)
     assert ("mlm" in step) == (flag == "--mlm-weight" and value > 0)
 
 
 @pytest.mark.parametrize("ignore", [False, True])
 def test_several_hard_negatives(ignore, tmp_path, bert):
-    """All of them against every anchor; with --ignore-equal but those equal to its own positive, which here
-    are the last column's, of the next row."""
-    rows = [[*row, other[1]] for row, other in zip(NLI[:12], NLI[1:13])]
-    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *["--ignore-equal"] * ignore]
+    """Every hard negative is a negative of every anchor. --ignore-equal masks those that equal the anchor's
+    positive: here the second hard negative of each row is the positive of the next row."""
+    rows = [[*row, following[1]] for row, following in zip(NLI[:12], NLI[1:13])]
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH]
+    if ignore:
+        flags.append("--ignore-equal")
     result = run_text("simcse", tmp_path, rows, *flags)
     z1, z2, z3, z4 = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     logits = torch.cat([z1 @ z.T / 0.05 for z in (z2, z3, z4)], 1)
@@ -62,7 +67,8 @@ def test_several_hard_negatives(ignore, tmp_path, bert):
 
 
 def test_rows_in_memory(tmp_path):
-    """A list of rows trains as the file does; --resume knows them by their content."""
+    """Training on a list of rows gives the losses of training on the file. --resume recognises the rows by
+    their content, and rejects others."""
     flags = ["--model", "scratch", "--batch-size", "4", "--steps", "2", "--keep-state", "always"]
     file = run_text("simcse", tmp_path, NLI[:12], *flags)
     simcse.main([*flags, "--out", str(tmp_path / "list")], data=NLI[:12])
@@ -77,26 +83,32 @@ def test_rows_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
-def test_dropout_is_that_of_the_config(family, tmp_path):
-    """To the bit, also where the family's own is 0; and the config, which is saved, stays as it was."""
+def test_set_dropout_equals_dropout_in_the_config(family, tmp_path):
+    """set_dropout gives the same bits as loading the model with this dropout in its config, also for families
+    whose own dropout is 0. The config, which is saved later, does not change."""
     folder, ids = small_model(family, tmp_path), torch.arange(6, 46).view(4, 10)
-    read = lambda encoder: encoder(input_ids=ids, attention_mask=ids > 0).last_hidden_state
+
+    def hidden_states(encoder):
+        return encoder(input_ids=ids, attention_mask=ids > 0).last_hidden_state
+
     encoder = AutoModel.from_pretrained(folder).train()
-    own = encoder.config.to_dict()
-    names = [name for name, value in own.items() if re.search("drop", name) and type(value) in (int, float)]
+    config = encoder.config.to_dict()
+    names = [key for key, value in config.items() if re.search("drop", key) and type(value) in (int, float)]
     for p in (0.3, 0.0, 0.2):
         set_dropout(encoder, p, family)
-        theirs = AutoModel.from_pretrained(folder, **dict.fromkeys(names, p)).train()
+        loaded = AutoModel.from_pretrained(folder, **dict.fromkeys(names, p)).train()
         states = []
-        for one in (encoder, theirs, encoder):
-            torch.manual_seed(len(states) // 2)                # the third has other random numbers
-            states.append(read(one))
+        for model in (encoder, loaded, encoder):
+            torch.manual_seed(len(states) // 2)                # the third call has another seed
+            states.append(hidden_states(model))
         assert torch.equal(*states[:2]) and torch.equal(*states[1:]) == (p == 0)
-    assert encoder.config.to_dict() == own and torch.equal(*(read(encoder.eval()) for _ in range(2)))
+    assert encoder.config.to_dict() == config
+    assert torch.equal(*(hidden_states(encoder.eval()) for _ in range(2)))
 
 
 def test_dropout_of_a_run(tmp_path, bert):
-    """Without, views of a text are one; what is saved keeps the model's own, here 0, for the next run."""
+    """--dropout changes the losses; with 0, both views of a text are equal. The saved model keeps its own
+    dropout, which is 0 in the second model, for the next run."""
     rows, flags = [row[:1] for row in NLI[:12]], [*ONE_BATCH, "--lr", 0, "--model"]
     texts = {p: run_text("simcse", tmp_path / p, rows, *flags, "scratch", *(["--dropout", p] if p else []))
              for p in ("", "0.1", "0", "0.5")}
@@ -112,8 +124,8 @@ def test_dropout_of_a_run(tmp_path, bert):
     assert "without" not in own.said["model"] and "without dropout" in again.said["model"]
 
 
-def test_dropout_that_cannot_be(here, capfd):
-    for p, wanted in ("-1", "argument .* at least 0"), ("1", r"--dropout 1\.0: wanted a .* less than 1"):
-        refuse("simcse", capfd, wanted, *SMALL, "--dropout", p)
-    with pytest.raises(Fault, match="--dropout 0.1: mine has no dropout that could be set"):
+def test_invalid_dropout(cwd, capfd):
+    for p, expected in ("-1", "argument .* at least 0"), ("1", r"--dropout 1\.0: expected a .* less than 1"):
+        rejects("simcse", capfd, expected, *SMALL, "--dropout", p)
+    with pytest.raises(UserError, match="--dropout 0.1: mine has no dropout layers"):
         set_dropout(torch.nn.Sequential(torch.nn.Linear(2, 2)), 0.1, "mine")

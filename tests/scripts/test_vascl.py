@@ -1,4 +1,4 @@
-"""VaSCL: its public functions against float64 code written out row by row, and what its two forms train."""
+"""VaSCL: its public functions compared with float64 code that computes row by row, its forms, whole runs."""
 from pathlib import Path
 
 import numpy as np
@@ -7,51 +7,58 @@ import torch
 import torch.nn.functional as F
 
 import vascl
-from formulas import agree, points
+from formulas import check_equal, randn
 from kernels.training.loop import batches
-from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, embed_saved, equal, refuse, run_text
+from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, embed_saved, equal, rejects, run_text
 
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
-T, WEIGHTS = 0.05, (points(6, 6, 100), points(5, 6, 101))
-unit = lambda x: x / x.norm(dim=1, keepdim=True).clamp(min=1e-8)
+T, WEIGHTS = 0.05, (randn(6, 6, 100), randn(5, 6, 101))
 
 
-def head_of(first, second, dead=-1):
-    """Linear, ReLU, Linear without biases; and a row whose output is 0."""
-    return lambda x: torch.relu(x @ first.T) @ second.T * (torch.arange(len(x)) != dead)[:, None]
+def unit(x):
+    return x / x.norm(dim=1, keepdim=True).clamp(min=1e-8)
 
 
-def written_nearest(e, k):
+def make_head(first, second, dead=-1):
+    """Return a head: linear, ReLU, linear without biases. Its output is 0 for the row `dead`."""
+    def head(x):
+        return torch.relu(x @ first.T) @ second.T * (torch.arange(len(x)) != dead)[:, None]
+    return head
+
+
+def reference_neighbours(e, k):
     products = [[(float(a @ b), j) for j, b in enumerate(e) if j != i] for i, a in enumerate(e)]
     return torch.tensor([[j for _, j in sorted(row, reverse=True)[:k]] for row in products]).long()
 
 
-def cost(positive, negatives):
+def info_nce(positive, negatives):
     return -torch.log(torch.exp(positive) / (torch.exp(positive) + sum(torch.exp(x) for x in negatives)))
 
 
-def written_augmentation(e, head, neighbours, noise, radius, t, steps=1):
-    """The released loop: a direction, and the gradient there of L_uni as printed, which replaces it."""
-    short = lambda x: x / (x.norm(dim=1, keepdim=True) + 1e-8)
-    z, d = unit(head(e)).detach(), short(noise)
+def reference_augmentation(e, head, neighbours, noise, radius, t, steps=1):
+    """Compute δ as the released loop does: the gradient at a direction replaces the direction."""
+    def normalise(x):
+        return x / (x.norm(dim=1, keepdim=True) + 1e-8)
+
+    z, direction = unit(head(e)).detach(), normalise(noise)
     for _ in range(steps):
-        d.requires_grad_()
-        moved, total = unit(head(e + radius * d)), 0
+        direction.requires_grad_()
+        moved, total = unit(head(e + radius * direction)), 0
         for i, near in enumerate(neighbours):
-            total = total + cost(z[i] @ moved[i] / t, [moved[i] @ z[k] / t for k in near]) / len(e)
-        d = short(torch.autograd.grad(total, d)[0])
-    return radius * d
+            total = total + info_nce(z[i] @ moved[i] / t, [moved[i] @ z[k] / t for k in near]) / len(e)
+        direction = normalise(torch.autograd.grad(total, direction)[0])
+    return radius * direction
 
 
-def written_loss(e, perturbed, head, neighbours, t, form="paper"):
-    """The neighbourhood term with 2N anchors, one after the other."""
+def reference_loss(e, perturbed, head, neighbours, t, form="paper"):
+    """Compute the neighbourhood term, one after the other of its 2N anchors."""
     z, star, total = unit(head(e)), unit(head(perturbed)), 0
     if form == "code":
         z, star = z.detach(), unit(head(perturbed.detach()))
     for i, near in enumerate(neighbours):
         for anchor in (z[i], star[i]):
             negatives = [anchor @ others[k] / t for k in near for others in (z, star)]
-            total = total + cost(z[i] @ star[i] / t, negatives) / (2 * len(e))
+            total = total + info_nce(z[i] @ star[i] / t, negatives) / (2 * len(e))
     return total
 
 
@@ -59,76 +66,87 @@ def written_loss(e, perturbed, head, neighbours, t, form="paper"):
 @pytest.mark.parametrize("n, k, steps, radius, t", [
     (8, 3, 1, 15.0, T), (8, 16, 1, 2.0, T), (6, 2, 3, 4.0, 0.2), (8, 3, 0, 15.0, T), (5, 0, 1, 1.0, T)])
 def test_virtual_augmentation(form, n, k, steps, radius, t):
-    """There is no way without gradient, as row 0's head is dead, nor, without steps, without noise: row 1; it
-    leaves no trace, nor in a batch norm. Neighbours are near by raw products; too large a K is all others."""
+    """δ and the neighbours equal the reference. A row without gradient has δ = 0: row 0, whose projection is
+    constant, and with K = 0 every row; with steps = 0 row 1, whose noise is 0. Gradients and batch norm
+    statistics do not change. A K that is too large takes all other rows."""
     torch.manual_seed(0)
-    e, noise, dead = points(n, 6, 1), points(n, 6, 2), head_of(*WEIGHTS, dead=0)
-    noise[1], given = 0, (neighbours := written_nearest(e, k), noise, radius, t, steps)
+    e, noise, dead_head = randn(n, 6, 1), randn(n, 6, 2), make_head(*WEIGHTS, dead=0)
+    noise[1] = 0
+    neighbours = reference_neighbours(e, k)
+    given = neighbours, noise, radius, t, steps
     assert k == 0 or torch.equal(vascl.nearest_neighbours(e.requires_grad_(), k), neighbours)
-    norm = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)).double()
-    before = [x.clone() for x in norm.buffers()]
-    for head in (norm, dead):
-        with torch.no_grad():                                  # the gradient inside is its own affair
-            ours = vascl.virtual_augmentation(e, head, *given, form)
-        assert head is dead or equal(list(norm.buffers()), before)
-        assert not ours.requires_grad and all(x.grad is None for x in (e, *norm.parameters()))
-        wanted = written_augmentation(e.detach(), head, *given)
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-8)
-    still = [0 if steps else 1] if k else range(n)
-    lengths = [radius * (i not in still) for i in range(n)]
-    assert ours.norm(dim=1).tolist() == pytest.approx(lengths, rel=1e-4)
+    norm_head = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)).double()
+    before = [x.clone() for x in norm_head.buffers()]
+    for head in (norm_head, dead_head):
+        with torch.no_grad():                                  # the function turns gradients on itself
+            delta = vascl.virtual_augmentation(e, head, *given, form)
+        assert head is dead_head or equal(list(norm_head.buffers()), before)
+        assert not delta.requires_grad and all(x.grad is None for x in (e, *norm_head.parameters()))
+        expected = reference_augmentation(e.detach(), head, *given)
+        torch.testing.assert_close(delta, expected, rtol=0, atol=1e-8)
+    zero_rows = range(n) if k == 0 else [0] if steps else [1]
+    lengths = [0 if i in zero_rows else radius for i in range(n)]
+    assert delta.norm(dim=1).tolist() == pytest.approx(lengths, rel=1e-4)
 
 
 @both_forms
 @pytest.mark.parametrize("n, k, t", [(7, 3, T), (7, 6, T), (2, 1, T), (6, 2, 1.0)])
 def test_neighbourhood_loss(form, n, k, t):
-    """Rows 0 and 1 are equal, the head of row 2 is dead."""
-    e, perturbed = points(n, 6, 7), points(n, 6, 7) + 0.5 * points(n, 6, 8)
+    """Rows 0 and 1 are equal, and row 2 has a projection of 0."""
+    e, perturbed = randn(n, 6, 7), randn(n, 6, 7) + 0.5 * randn(n, 6, 8)
     e[1] = e[0]
     neighbours = vascl.nearest_neighbours(e, k)
 
-    def loss(function, e, perturbed, *weights):                # where a form has no gradient, this has 0
-        head, nothing = head_of(*weights, dead=2), 0 * (e.sum() + perturbed.sum())
-        return function(e, perturbed, head, neighbours, t, form) + nothing
-    ours, written = (lambda *x, f=f: loss(f, *x) for f in (vascl.neighbourhood_loss, written_loss))
-    agree(ours, written, e, perturbed, *WEIGHTS)
+    def loss_by(function):
+        def loss(e, perturbed, *weights):
+            zero = 0 * (e.sum() + perturbed.sum())             # makes a missing gradient 0
+            return function(e, perturbed, make_head(*weights, dead=2), neighbours, t, form) + zero
+        return loss
+
+    check_equal(loss_by(vascl.neighbourhood_loss), loss_by(reference_loss), e, perturbed, *WEIGHTS)
 
 
 @pytest.mark.parametrize("form, columns, length", [
     ("paper", 1, "--radius 2"), ("code", 2, "--radius 2"), ("paper", 2, "--radius 0"), ("paper", 1, ""),
     ("code", 1, ""), ("code", 1, "--relative-radius 0.7"), ("paper", 1, "--relative-radius 0")])
-def test_first_loss_is_the_papers(form, columns, length, tmp_path, bert, monkeypatch):
-    """Without dropout, all rows one batch, on the folder's embeddings: terms, and gradients of the head. The
-    length of δ is a number, or one of the mean length of the batch."""
-    noise, draw = points(12, 32, 20), {"paper": "randn_like", "code": "rand_like"}[form]
-    monkeypatch.setattr(torch, draw, lambda x: noise.float() + (form == "code") / 2)
+def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, monkeypatch):
+    """Both terms of the first loss, and the head's gradients, equal the formulas on the embeddings of the
+    model. The model has no dropout, and the batch holds all rows. The length of δ is --radius, or a multiple
+    of the spread of the batch."""
+    noise = randn(12, 32, 20)
+    if form == "paper":
+        monkeypatch.setattr(torch, "randn_like", lambda x: noise.float())
+    else:                                                      # the script subtracts 0.5
+        monkeypatch.setattr(torch, "rand_like", lambda x: noise.float() + 0.5)
     rows = [row[:columns] for row in NLI[:12]]
     flags = ["--model", bert, "--lr", 0, "--head-lr", 0, "--neighbours", 3, *length.split(), *ONE_BATCH]
     result = run_text("vascl", tmp_path, rows, *flags, "--form", form)
-    order = next(batches(12, 12, result.args.seed))            # each row has its noise
+    order = next(batches(12, 12, result.args.seed))            # noise belongs to places in the batch
     views = [embed_saved(bert, [rows[i][column] for i in order], "avg").double() for column in range(columns)]
     layers = list(result.model.projection.parameters())
     assert [tuple(weight.shape) for weight in layers] == [(32, 32), (128, 32)]             # no biases
     weights = [weight.detach().double().requires_grad_() for weight in layers]
-    e, head = views[0], head_of(*weights)
+    e, head = views[0], make_head(*weights)
     z = unit(head(torch.cat([e, views[-1]])))
     logits = (z @ z.T / T).masked_fill(torch.eye(24).bool(), -torch.inf)
     terms = {"instance": F.cross_entropy(logits, torch.arange(24).roll(12))}
-    mean = np.mean([(row - e.mean(0)).norm().item() for row in e])
-    radius = {"": 15 if form == "code" else 0.25 * mean, "--radius 2": 2, "--relative-radius 0.7": 0.7 * mean}
-    if radius := radius.get(length):
-        near = written_nearest(e, 3)
-        delta = written_augmentation(e, head, near, noise, radius, T)
-        terms["neighbourhood"] = written_loss(e, e + delta, head, near, T, form)
+    spread = np.mean([(row - e.mean(0)).norm().item() for row in e])
+    default = 15 if form == "code" else 0.25 * spread
+    radius = {"": default, "--radius 2": 2, "--relative-radius 0.7": 0.7 * spread}.get(length, 0)
+    if radius:
+        near = reference_neighbours(e, 3)
+        delta = reference_augmentation(e, head, near, noise, radius, T)
+        terms["neighbourhood"] = reference_loss(e, e + delta, head, near, T, form)
     terms["loss"] = sum(terms.values())
-    wanted = {name: term.item() for name, term in terms.items()}
-    assert {name: result.steps[0][name] for name in wanted} == pytest.approx(wanted, abs=1e-4)
+    expected = {name: term.item() for name, term in terms.items()}
+    assert {name: result.steps[0][name] for name in expected} == pytest.approx(expected, abs=1e-4)
     for weight, gradient in zip(layers, torch.autograd.grad(terms["loss"], weights)):
         torch.testing.assert_close(weight.grad.double(), gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_distinct_rows_at_two_constant_rates(tmp_path):
-    """9 of 12 rows: the third batch of an epoch is one sentence, without negatives and neighbours."""
+def test_duplicates_are_dropped_and_learning_rates_are_constant(tmp_path):
+    """9 of 12 rows are distinct, so the third batch of an epoch has one sentence. It has no negatives and no
+    neighbours, and loss 0. The head has a learning rate of its own."""
     flags = ["--model", "scratch", "--batch-size", 4, "--neighbours", 3, "--epochs", 2, "--lr", 1e-3]
     result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags, "--head-lr", 1e-2)
     assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
@@ -139,13 +157,13 @@ def test_distinct_rows_at_two_constant_rates(tmp_path):
     assert equal(groups[1]["params"], list(result.model.projection.parameters()))
 
 
-@pytest.mark.parametrize("flags, wanted", [
-    ("--neighbours 2", "--neighbours 2: wanted fewer than --batch-size, which is 2"),
+@pytest.mark.parametrize("flags, message", [
+    ("--neighbours 2", "--neighbours 2: expected fewer than --batch-size, which is 2"),
     ("--neighbours 0", "argument .* at least 1"), ("--radius -1", "argument .* at least 0"),
-    ("--radius 15 --relative-radius 0.2", "--radius 15 --relative-radius 0.2: wanted one of them"),
+    ("--radius 15 --relative-radius 0.2", "--radius 15 --relative-radius 0.2: expected one of the two"),
     ("--ascent-steps -1", "argument .* at least 0"),
-    ("--data same.csv", "same.csv: 1 distinct rows, wanted at least 2 and --batch-size, which is 2"),
-    (f"--data {DATA}/nli.csv", r".*nli.csv line 2: 3 columns, wanted 1 .* or 2 \(.*, positive\), as .* 1 2")])
-def test_bad_input(flags, wanted, here, capfd):
+    ("--data same.csv", r"same.csv: 1 distinct rows, expected at least 2 and at least --batch-size \(2\)"),
+    (f"--data {DATA}/nli.csv", r".*nli.csv line 2: 3 columns, expected 1 .* or 2 \(.*, positive\); .* 1 2")])
+def test_bad_input(flags, message, cwd, capfd):
     Path("same.csv").write_text("A,b\nA,b\nA,b\n")
-    refuse("vascl", capfd, wanted, *SMALL, "--neighbours", 1, *flags.split())
+    rejects("vascl", capfd, message, *SMALL, "--neighbours", 1, *flags.split())

@@ -1,4 +1,4 @@
-"""Columns mean what they are called: names and roles of a header, --columns, and what is refused."""
+"""Column names and roles: which rows are headers, --columns, and headers that are rejected."""
 import json
 import re
 from types import SimpleNamespace
@@ -13,23 +13,27 @@ import ease
 import selfguided
 import simcse
 import vascl
-from kernels.training.cli import Fault
-from kernels.training.tables import RANKING, SENTENCES, empty_cell, read_table
-from kernels.training.text.labelled import find_columns
+from kernels.training.cli import UserError
+from kernels.training.tables import RANKING_COLUMNS, SENTENCE_COLUMNS, empty_cell, read_table
+from kernels.training.text.label_columns import find_columns
 from kernels.training.text.sts import load_sts
 from running import NLI, ONE_BATCH, ROOT, embed_saved, run_text
 
-OTHERS = ROOT / "docs/others.md"
+DOCUMENT = ROOT / "docs/others.md"
 
 ROWS = [[f"The {name} sat here, on mat {i}." for name in ("cat", "dog", "cow", "hen")] for i in range(9)]
 
 
-def written(folder, head, rows=ROWS, kind="csv"):
-    """A file with this header and as many columns; id and label hold what such columns do."""
+def write_table(folder, head, rows=ROWS, kind="csv"):
+    """Write a file with this header and a column for each name: numbers for id, empty cells for label."""
     names = head.split(",")
-    special = {"id": lambda i: str(i), "label": lambda i: "", "": lambda i: str(i)}
-    of = lambda name, at, i: special[name](i) if name in special else rows[i][at]
-    cells = [[of(name, at, i) for at, name in enumerate(names)] for i in range(len(rows))]
+
+    def cell(name, column, row):
+        if name in ("id", ""):
+            return str(row)
+        return "" if name == "label" else rows[row][column]
+
+    cells = [[cell(name, i, row) for i, name in enumerate(names)] for row in range(len(rows))]
     path = folder / f"data.{kind}"
     if kind == "csv":
         path.write_text("\n".join([head, *('"' + '","'.join(row) + '"' for row in cells)]))
@@ -39,12 +43,13 @@ def written(folder, head, rows=ROWS, kind="csv"):
 
 
 def read_roles(path, columns=None):
-    header, table = read_table(path, empty_cell, roles=SENTENCES, columns=columns and columns.split("|"))
+    columns = columns and columns.split("|")
+    header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=columns)
     return header, [cells for _, cells in table]
 
 
 @pytest.mark.parametrize("kind", ["csv", "json"])
-@pytest.mark.parametrize("head, columns, said, order", [
+@pytest.mark.parametrize("head, columns, shown, order", [
     ("Anchor,Positive,Negative", None, "anchor Anchor, positive Positive, negative Negative", "012"),
     ("negative,positive,anchor", None, "anchor anchor, positive positive, negative negative", "210"),
     (" Hard-Neg ,QUERY,Sentence 2", None, "anchor QUERY, positive Sentence 2, negative Hard-Neg", "120"),
@@ -55,112 +60,113 @@ def read_roles(path, columns=None):
     (",query,passage", "query|passage", "anchor query, positive passage", "12"),
     ("id,query,passage,label", "3|2", "anchor passage, positive query", "21"),
     ("Frage,Antwort", "Antwort|Frage", "anchor Antwort, positive Frage", "10")])
-def test_roles(kind, head, columns, said, order, tmp_path):
-    """By name in any case and order; columns that nobody asked for may hold anything."""
-    header, cells = read_roles(written(tmp_path, head, kind=kind), columns)
-    assert [name.replace("  ", " ").strip() for name in header] == said.split(", ")
+def test_roles(kind, head, columns, shown, order, tmp_path):
+    """Column names may be in any case and order; columns that are not read may contain anything."""
+    header, cells = read_roles(write_table(tmp_path, head, kind=kind), columns)
+    assert [name.replace("  ", " ").strip() for name in header] == shown.split(", ")
     assert cells == [[row[int(i)] for i in order] for row in ROWS]
 
 
-ORDER = "; name or number those to read by --columns, in the order anchor, positive, negative"
-FOREIGN = "columns not known as anchor, positive or negative: "
-TWICE = "--columns sentence: wanted one of [Ss]entence, sentence, or a number from 1 to 2"
+ORDER = "; choose columns by --columns, by name or number, in the order anchor, positive, negative"
+UNKNOWN = "columns not known as anchor, positive or negative: "
+AMBIGUOUS = "--columns sentence: expected one of [Ss]entence, sentence, or a number from 1 to 2"
 
 
-@pytest.mark.parametrize("head, columns, fault", [
-    ("sentence1,sentence2,score", None, FOREIGN + "score" + ORDER),
-    ("premise,hypothesis,id", None, FOREIGN + "hypothesis, id" + ORDER),
-    ("query,id,id", None, FOREIGN + "id, id" + ORDER),
-    ("Foo bar,Baz", None, FOREIGN + f"Foo bar, Baz{ORDER}; if that row is data, write a header .*"),
+@pytest.mark.parametrize("head, columns, error", [
+    ("sentence1,sentence2,score", None, UNKNOWN + "score" + ORDER),
+    ("premise,hypothesis,id", None, UNKNOWN + "hypothesis, id" + ORDER),
+    ("query,id,id", None, UNKNOWN + "id, id" + ORDER),
+    ("Foo bar,Baz", None, UNKNOWN + f"Foo bar, Baz{ORDER}; if that row is data, write a header .*"),
     ("query,anchor", None, "2 columns are anchor: query, anchor" + ORDER),
     ("sentence,sentence", None, "2 columns are anchor: sentence, sentence" + ORDER),
     ("positive,negative", None, "no anchor among columns positive, negative" + ORDER),
     ("anchor,negative", None, "no positive among columns anchor, negative" + ORDER),
-    (",anchor,positive", None, FOREIGN + r"\(no name\)" + ORDER),
-    ("anchor,positive", "Foo", "--columns Foo: wanted one of anchor, positive, or a number from 1 to 2"),
-    ("anchor,positive", "1|3", "--columns 3: wanted one of anchor, positive, or a number from 1 to 2"),
-    ("sentence,sentence", "sentence", TWICE), ("Sentence,sentence", "sentence|sentence", TWICE),
-    ("query,answer", "\u00b2", "--columns \u00b2: wanted one of query, answer, or a number from 1 to 2"),
-    ("query,answer", "9" * 5000, "--columns 9{40}: wanted one of query, answer, or a number from 1 to 2")])
-def test_headers_that_are_refused(head, columns, fault, tmp_path):
-    """And faults of rows are told before them; two columns of one name are two."""
-    with pytest.raises(Fault, match=rf"data\.csv: {fault}$"):
-        read_roles(written(tmp_path, head), columns)
+    (",anchor,positive", None, UNKNOWN + r"\(no name\)" + ORDER),
+    ("anchor,positive", "Foo", "--columns Foo: expected one of anchor, positive, or a number from 1 to 2"),
+    ("anchor,positive", "1|3", "--columns 3: expected one of anchor, positive, or a number from 1 to 2"),
+    ("sentence,sentence", "sentence", AMBIGUOUS), ("Sentence,sentence", "sentence|sentence", AMBIGUOUS),
+    ("query,answer", "\u00b2", "--columns \u00b2: expected one of query, answer, or a number from 1 to 2"),
+    ("query,answer", "9" * 5000, "--columns 9{40}: expected one of query, answer, or a number from 1 to 2")])
+def test_headers_that_are_rejected(head, columns, error, tmp_path):
+    """Wrong rows are reported first. Columns with the same name can be chosen by their numbers."""
+    with pytest.raises(UserError, match=rf"data\.csv: {error}$"):
+        read_roles(write_table(tmp_path, head), columns)
     if head == "sentence,sentence":
         assert read_roles(tmp_path / "data.csv", "2|1")[1] == [[row[1], row[0]] for row in ROWS]
     if columns is None:
-        with pytest.raises(Fault, match=r"data\.csv line 4: an empty cell; .*"):
-            read_roles(written(tmp_path, head, [*ROWS[:2], [" "] * 4, *ROWS[2:]]))
+        with pytest.raises(UserError, match=r"data\.csv line 4: an empty cell; .*"):
+            read_roles(write_table(tmp_path, head, [*ROWS[:2], [" "] * 4, *ROWS[2:]]))
 
 
-def test_a_doubled_name_is_told_where_all_columns_are_read(tmp_path):
+def test_duplicate_name_without_roles_is_rejected(tmp_path):
     (tmp_path / "a.tsv").write_text("sentence1\tSentence 1\tscore\nA\tb\t1\n")
-    with pytest.raises(Fault, match=r"a\.tsv: two columns of one name, 'sentence1', in .*, score$"):
+    with pytest.raises(UserError, match=r"a\.tsv: two columns are called 'sentence1', in .*, score$"):
         load_sts(tmp_path / "a.tsv")
 
 
-def test_a_message_about_names_has_its_end(tmp_path):
+def test_long_list_of_names_is_shortened(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{f"{'long ' * 20}{i}": "A b." for i in range(99)}] * 2))
-    with pytest.raises(Fault, match=rf"^.{{1,500}} \.\.\.{ORDER}$"):
+    with pytest.raises(UserError, match=rf"^.{{1,500}} \.\.\.{ORDER}$"):
         read_roles(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("content, columns", [
-    ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # rows below look just like it
+    ("cat,feline\ndog,canine\nold cow,bovine\n", None),        # all rows look like the first
     ("Well,Good\n" + "A man eats.,Good\nA dog runs.,It is fast.\n" * 5, None),
     ("Well,Good\n" + "A man eats.,Good\n" * 5, "1|2"),
-    ("Answer,He said so to a man.\nA man eats.,He eats.\n", None),         # one name that is known
+    ("Answer,He said so to a man.\nA man eats.,He eats.\n", None),         # one well-known name
     ("A man eats.,He eats.\n", None), ("A man eats.,He eats.\n", "2|1")])
-def test_first_rows_that_are_data(content, columns, tmp_path, capsys):
+def test_first_row_is_data(content, columns, tmp_path, capsys):
     (tmp_path / "a.csv").write_text(content)
-    rows = [line.split(",")[:: -1 if columns == "2|1" else 1] for line in content.splitlines()]
+    step = -1 if columns == "2|1" else 1
+    rows = [line.split(",")[::step] for line in content.splitlines()]
     assert read_roles(tmp_path / "a.csv", columns)[1] == rows
     assert capsys.readouterr().out == ""                       # no note about a header
 
 
 @pytest.mark.parametrize("columns", [None, "1|2", "Frage|Antwort"])
-def test_a_header_is_recognised_with_and_without_columns(columns, tmp_path, capsys):
-    """By the same rule, and a header of names that nobody knows is printed."""
+def test_header_is_recognised_with_and_without_columns(columns, tmp_path, capsys):
+    """The rule is the same; a note is printed if the header has no well-known name."""
     (tmp_path / "a.csv").write_text("Frage,Antwort\n" + "A man eats.,He eats.\n" * 5)
-    note = r"note +.*a\.csv: its first row is taken as a header: anchor Frage, positive Antwort; if .*\n"
+    note = r"note +.*a\.csv: its first row is read as a header: anchor Frage, positive Antwort; if .*\n"
     if columns is None:
-        with pytest.raises(Fault, match="not known as .*; if that row is data, write a header above it$"):
+        with pytest.raises(UserError, match="not known as .*; if that row is data, write a header above it$"):
             read_roles(tmp_path / "a.csv")
     else:
         header, rows = read_roles(tmp_path / "a.csv", columns)
         assert header == ["anchor Frage", "positive Antwort"] and rows == [["A man eats.", "He eats."]] * 5
-        named = columns.startswith("Frage")                    # who names the columns knows the header
-        assert bool(re.fullmatch(note, capsys.readouterr().out)) != named
+        by_name = columns.startswith("Frage")                  # then the header is not a guess
+        assert bool(re.fullmatch(note, capsys.readouterr().out)) != by_name
 
 
-def test_rankings_have_the_columns_that_the_documents_name(tmp_path):
-    """text, reference and candidates by a header, or a list of candidates in .jsonl."""
+def test_columns_of_rankings(tmp_path):
+    """Rankings have the columns of docs/others.md: text, reference, and candidates, possibly in a list."""
     header = "text,reference,cand1,cand2"
-    assert header.replace(",cand1,cand2", ", candidates").replace(",", ", ", 1) in OTHERS.read_text("utf-8")
+    assert "columns are the text, the reference, and the candidates" in DOCUMENT.read_text("utf-8")
     (tmp_path / "a.csv").write_text(header + "\na,b,c,d" * 3)
     rows = [["a", "b", "c", "d"]] * 3
     wanted = ["text text", "reference reference", "candidate cand1", "candidate cand2"]
-    found, table = read_table(tmp_path / "a.csv", empty_cell, roles=RANKING)
+    found, table = read_table(tmp_path / "a.csv", empty_cell, roles=RANKING_COLUMNS)
     assert found == wanted and [cells for _, cells in table] == rows
     row = {"candidates": ["c", "d"], "text": "a", "reference": "b"}
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(row)] * 3))
-    found, table = read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING)
+    found, table = read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING_COLUMNS)
     assert found == wanted[:2] + ["candidate candidates"] and [cells for _, cells in table] == rows
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [row, row | {"candidates": ["c"]}])))
-    with pytest.raises(Fault, match="line 2: 3 texts, wanted 4 as in the first row; make its lists as long"):
-        read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING)
+    with pytest.raises(UserError, match="line 2: 3 texts, expected 4 as in the first row; use lists .*"):
+        read_table(tmp_path / "a.jsonl", empty_cell, roles=RANKING_COLUMNS)
     (tmp_path / "a.jsonl").write_text(json.dumps({"query": "a", "pos": ["b"], "neg": ["c", "d"]}) + "\n")
     assert read_roles(tmp_path / "a.jsonl")[1] == [["a", "b", "c", "d"]]
 
 
-def test_long_numbers_take_no_time(tmp_path, alarm):
+def test_long_numbers_are_read_fast(tmp_path, alarm):
     rows = [[f"{i}" * 200_000 + "x", "A man."] for i in range(9)]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     assert read_roles(tmp_path / "a.json")[1] == rows
 
 
-def test_other_readers_know_names_in_any_case(tmp_path):
-    """Scored pairs, labels, links and sentences; cline's and the other scripts' columns by name or number."""
+def test_column_names_of_all_scripts(tmp_path):
+    """Scored pairs, labelled texts, sentences and links are found by column name, in any case."""
     path = tmp_path / "a.tsv"
     path.write_text("\tScore\tSentence 2\tSentence1\n0\t5\tB c.\tA b.\n1\t0\tD e.\tC d.\n")
     assert load_sts(path) == [("A b.", "B c.", 5.0), ("C d.", "D e.", 0.0)]
@@ -168,11 +174,13 @@ def test_other_readers_know_names_in_any_case(tmp_path):
     sentences = selfguided.load_data(path, selfguided.make_parser().parse_args(flags))
     assert [text for _, (text,) in sentences] == ["B c.", "A b.", "D e.", "C d."]
     path.write_text("Gold Label\tReview, long\n" + "yes\tA b.\nno\tC d.\n")
-    args = SimpleNamespace(text=None, label="gold_label")
-    assert find_columns(path, args)[1:] == ([1], 0) and args.label == "Gold Label"
+    args = SimpleNamespace(text_columns=None, label_column="gold_label")
+    assert find_columns(path, args)[1:] == ([1], 0) and args.label_column == "Gold Label"
     path.write_text("Review\tClass\n" + "A long, long one.\tgood\n" * 5)
-    table, texts, label = find_columns(path, args := SimpleNamespace(text=None, label=None))
-    assert (len(table), texts, label, args.text, args.label) == (5, [0], 1, ["Review"], "Class")
+    args = SimpleNamespace(text_columns=None, label_column=None)
+    table, texts, label = find_columns(path, args)
+    assert (len(table), texts, label) == (5, [0], 1)
+    assert (args.text_columns, args.label_column) == (["Review"], "Class")
     path.write_text("Positive Entity\tText\nE\tA b.\nF\tC d.\n")
     assert ease.load_data(path, ease.make_parser().parse_args(flags))[0] == [
         ("line 2", ("A b.",)), ("line 3", ("C d.",))]
@@ -182,23 +190,23 @@ def test_other_readers_know_names_in_any_case(tmp_path):
     for script, more in (dclr, ["--guide", "x"]), (vascl, ["--neighbours", "1"]), (simcse, []):
         args = script.make_parser().parse_args([*flags, "--columns", "text", *more])
         assert [cells for _, cells in script.load_data(path, args)] == [["A b."], ["C d."]]
-    path.write_text("\tsentence\tlabel\n0\tA\tb\n1\tC\td\n")
-    assert find_columns(path, SimpleNamespace(text=None, label=None))[1:] == ([1], 2)  # beside pandas' index
+    path.write_text("\tsentence\tlabel\n0\tA\tb\n1\tC\td\n")    # the first column is an index of pandas
+    assert find_columns(path, SimpleNamespace(text_columns=None, label_column=None))[1:] == ([1], 2)
 
 
 @pytest.mark.parametrize("columns, equal", [(4, False), (4, True), (5, True), (1, True), (2, True)])
 def test_hard_negatives_and_equal_texts(columns, equal, tmp_path, bert):
-    """Every anchor meets the hard negatives of all rows; with --ignore-equal not those that are its
-    positive."""
+    """Every anchor is compared with the hard negatives of all rows. With --ignore-equal, those that have the
+    text of its positive are left out."""
     rows = [[*NLI[i], *NLI[i + 12][:2]][:columns] for i in range(12)]
     for i, j, column in (0, 3, 1), (0, 5, 2), (7, 7, -1), (2, 9, 1):
         rows[j][column % columns] = rows[i][1 % columns]
-    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *["--ignore-equal"] * equal]
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *(["--ignore-equal"] if equal else [])]
     result = run_text("simcse", tmp_path, rows, *flags)
     z1, *keys = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     texts = [list(column) for column in zip(*rows)][1:] or [[row[0] for row in rows]]
-    keys, own = torch.cat(keys or [z1]), texts[0]
-    same = torch.tensor([[text == mine for column in texts for text in column] for mine in own])
+    keys, positives = torch.cat(keys or [z1]), texts[0]
+    same = torch.tensor([[text == positive for column in texts for text in column] for positive in positives])
     same[range(12), range(12)] = False
     logits = (z1 @ keys.T / 0.05).masked_fill(same & equal, -torch.inf)
     wanted = F.cross_entropy(logits, torch.arange(12)).item()

@@ -1,4 +1,4 @@
-"""The order of batches, learning rates, gradients over ranks, against plain versions."""
+"""Batch order, learning-rate schedules and gradient all-reduce, compared with simple implementations."""
 import itertools
 
 import pytest
@@ -8,7 +8,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from kernels import check_rows, gather_rows, info_nce, own_rows, sigmoid_loss, similarity_lse
 from kernels.training import loop
-from kernels.training.loop import batches, epoch_steps, sum_gradients, warmup_cosine, warmup_linear
+from kernels.training.loop import all_reduce_gradients, batches, steps_per_epoch, warmup_cosine, warmup_linear
 from running import free_port
 
 
@@ -17,9 +17,9 @@ def order(steps, skip=0, rows=23, seed=3, least=1):
 
 
 def test_batches():
-    """Six steps are an epoch of 23 rows, its last batch short."""
+    """An epoch of 23 rows has six steps, the last one with a short batch."""
     run, epochs = order(18), [order(6, skip) for skip in (0, 6, 12)]
-    assert run == sum(epochs, []) == order(18)  # the same again, whatever was drawn from torch between
+    assert run == sum(epochs, []) == order(18)        # independent of torch's global generator
     for epoch in epochs:
         assert [len(batch) for batch in epoch] == [4, 4, 4, 4, 4, 3]
         assert sorted(sum(epoch, [])) == list(range(23))
@@ -30,13 +30,13 @@ def test_batches():
 
 @pytest.mark.parametrize("rows", [24, 25, 23])
 @pytest.mark.parametrize("least", [1, 2, 3, 4])
-def test_a_last_batch_of_too_few_rows_is_left_out(rows, least):
-    """Fewer than a row for each rank, or, of pictures, fewer than a whole batch; shares differ by one row at
-    most."""
-    steps = epoch_steps(rows, 4, least)
+def test_last_batch_with_too_few_rows_is_skipped(rows, least):
+    """The shares of the ranks differ by at most one row."""
+    steps = steps_per_epoch(rows, 4, least)
     epoch = order(steps + 1, rows=rows, least=least)
-    assert [len(batch) for batch in epoch[:steps]] == [4] * (rows // 4) + [rows % 4] * (0 < least <= rows % 4)
-    assert len(epoch[steps]) == 4                              # the next epoch
+    last = [rows % 4] if rows % 4 >= least else []
+    assert [len(batch) for batch in epoch[:steps]] == [4] * (rows // 4) + last
+    assert len(epoch[steps]) == 4                              # first batch of the next epoch
     shares = [[batch[own_rows(len(batch), rank, least)] for rank in range(least)] for batch in epoch]
     assert [sum(share, []) for share in shares] == epoch
     for sizes in ([len(part) for part in share] for share in shares):
@@ -46,7 +46,7 @@ def test_a_last_batch_of_too_few_rows_is_left_out(rows, least):
 @pytest.mark.parametrize("ours, theirs", [(warmup_linear, get_linear_schedule_with_warmup),
                                           (warmup_cosine, get_cosine_schedule_with_warmup)])
 @pytest.mark.parametrize("total, warmup", [(20, 2), (1079, 108), (1, 1), (5, 0)])
-def test_learning_rates_are_transformers_schedules(ours, theirs, total, warmup):
+def test_schedules_equal_those_of_transformers(ours, theirs, total, warmup):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
     schedule = theirs(optimizer, warmup, total)
     for step in range(total):
@@ -55,55 +55,59 @@ def test_learning_rates_are_transformers_schedules(ours, theirs, total, warmup):
         schedule.step()
 
 
-def summed(rank, world, port, bucket, out):
-    loop.BUCKET = bucket
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    model = some_gradients(rank)
-    sum_gradients(model)
-    check_gathering(rank)
+def rank_main(rank, world_size, port, bucket_bytes, out):
+    loop.BUCKET_BYTES = bucket_bytes
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    model = make_gradients(rank)
+    all_reduce_gradients(model)
+    check_gather_rows(rank)
     if rank == 0:
         torch.save([weight.grad for weight in model], out)
     dist.destroy_process_group()
 
 
-def check_gathering(rank):
-    """Of three ranks with 2, 3 and 3 of 8 rows."""
+def check_gather_rows(rank):
+    """Three ranks have 2, 3 and 3 of 8 rows."""
     z, own = torch.eye(8), own_rows(8)
     for wrong in (len(z[own]), 5, 12):
-        with pytest.raises(ValueError, match=f"rows: of {wrong} over 3 .*, . are this one's, x has [23]; "):
+        with pytest.raises(ValueError, match=f"rows: found {wrong}, of which .* has ., but x has [23]; "):
             gather_rows(z[own], wrong)
     keys = gather_rows(z[own], 8)
     assert torch.equal(keys, z)
-    checked = lambda q, k, **offset: check_rows(*offset.values(), q=(q, "N D"), k=(k, "M D"))
-    diagonal = lambda q, k, **offset: similarity_lse(q, k, exclude="diagonal", **offset)
-    for loss in (info_nce, sigmoid_loss, diagonal, checked):
+
+    def only_check(q, k, **offset):
+        check_rows(*offset.values(), q=(q, "N D"), k=(k, "M D"))
+
+    def lse_without_diagonal(q, k, **offset):
+        similarity_lse(q, k, exclude="diagonal", **offset)
+
+    for loss in (info_nce, sigmoid_loss, lse_without_diagonal, only_check):
         loss(z[own], keys, offset=own.start)
-        loss(z, keys)                                          # the whole loss, on every rank
+        loss(z, keys)                                          # every rank may compute the whole loss
         if rank:
             with pytest.raises(ValueError, match=rf"k has .* start at {own.start}; .*own_rows\(8\)\.start"):
                 loss(z[own], keys)
-    similarity_lse(z[own], keys)                               # leaves no row out: needs no offset
+    similarity_lse(z[own], keys)                               # without exclude it needs no offset
 
 
-def some_gradients(rank):
-    """Weights of several types and shapes; the second has a gradient on rank 1 alone, the last is not
-    trained."""
+def make_gradients(rank):
+    """Weights of several types and shapes. The second has a gradient on rank 1 only; the last is frozen."""
     torch.manual_seed(rank)
     weights = torch.randn(3, 5), torch.randn(7), torch.randn(2, 2).double(), torch.randn(40), torch.randn(1)
     model = torch.nn.ParameterList(weights)
     model[4].requires_grad_(False)
     for i in (0, 1, 2, 3):
         model[i].grad = None if i == 1 and rank != 1 else torch.randn_like(model[i])
-    model[0].grad = model[0].grad.T.contiguous().T  # not contiguous, as of a channels-last convolution
+    model[0].grad = model[0].grad.T.contiguous().T            # strides as in a channels-last convolution
     return model
 
 
-@pytest.mark.parametrize("bucket", [64, 2**25])
-def test_gradients_are_summed_over_ranks(bucket, tmp_path):
-    """In one bucket for each type, and in many."""
-    arguments = 3, free_port(), bucket, tmp_path / "sum"
-    torch.multiprocessing.start_processes(summed, arguments, 3, start_method="forkserver")
-    ranks = [some_gradients(rank) for rank in range(3)]
+@pytest.mark.parametrize("bucket_bytes", [64, 2**25])
+def test_gradients_are_summed_over_ranks(bucket_bytes, tmp_path):
+    """With many small buckets, and with one bucket per dtype."""
+    arguments = 3, free_port(), bucket_bytes, tmp_path / "sum"
+    torch.multiprocessing.start_processes(rank_main, arguments, 3, start_method="forkserver")
+    ranks = [make_gradients(rank) for rank in range(3)]
     for i, found in enumerate(torch.load(tmp_path / "sum")):
         parts = [rank[i].grad for rank in ranks if rank[i].grad is not None]
         assert (found is None) == (i == 4)

@@ -1,4 +1,4 @@
-"""Rows of .parquet files: how many at a time; by pyarrow itself where it is installed."""
+"""Rows of .parquet files: batch sizes, tested with a fake pyarrow; with pyarrow itself if it is installed."""
 import itertools
 import sys
 from types import SimpleNamespace
@@ -7,53 +7,54 @@ import numpy as np
 import pytest
 
 from kernels.training import parquet
-from kernels.training.cli import Fault
+from kernels.training.cli import UserError
 from kernels.training.parquet import read_batches, read_parquet
-from kernels.training.tables import SENTENCES, read_table
+from kernels.training.tables import SENTENCE_COLUMNS, read_table
 
 MB = 2**20
 
 
-def rows_of(path):
+def read_rows(path):
     return [row for _, row in read_parquet(path)]
 
 
-def package(*sizes, rows=1, kind="BYTE_ARRAY", encoding="PLAIN"):
-    """What pyarrow does with a file of two row groups, whose columns have these sizes."""
+def fake_parquet_file(*sizes, rows=1, kind="BYTE_ARRAY", encoding="PLAIN"):
+    """Return a fake ParquetFile with two row groups, whose columns have these sizes. It records its calls."""
     columns = [SimpleNamespace(total_uncompressed_size=size, path_in_schema=name, physical_type=kind,
                                encodings=(encoding,)) for name, size in zip("ab", sizes)]
     group = SimpleNamespace(num_rows=rows, num_columns=len(sizes), column=columns.__getitem__)
     cells = [[SimpleNamespace(as_py=lambda: "A")], [SimpleNamespace(as_py=lambda: 1)]]
 
     class ParquetFile:
-        schema_arrow, num_row_groups, asked = SimpleNamespace(names=["a", "b"]), 2, []
+        schema_arrow, num_row_groups, calls = SimpleNamespace(names=["a", "b"]), 2, []
         metadata = SimpleNamespace(row_group=lambda number: group)
 
         def __init__(self, file, read_dictionary=()):
             file.seek(0)
-            self.once = sorted(read_dictionary)
+            self.as_dictionary = sorted(read_dictionary)
             if file.read() != b"good":
                 raise ValueError("no magic bytes\nsecond line")
 
         def iter_batches(self, rows, row_groups):
-            self.asked.append((rows, row_groups, self.once))
+            self.calls.append((rows, row_groups, self.as_dictionary))
             return [SimpleNamespace(columns=cells, schema=self.schema_arrow)]
 
     return ParquetFile
 
 
-def test_what_is_asked_of_the_package(tmp_path, monkeypatch):
-    """Which may be missing: row group by row group."""
+def test_row_groups_are_read_one_by_one(tmp_path, monkeypatch):
+    fake = fake_parquet_file(9, 9)
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(ParquetFile=(asked := package(9, 9))))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(ParquetFile=fake))
     (tmp_path / "good.parquet").write_bytes(b"good")
     header, table = read_table(tmp_path / "good.parquet")
     assert header == ["a", "b"] and list(table) == [("row 1", ["A", "1"]), ("row 2", ["A", "1"])]
-    assert asked.asked == [(10_000, [0], ["a", "b"]), (10_000, [1], ["a", "b"])] * 2
+    assert fake.calls == [(10_000, [0], ["a", "b"]), (10_000, [1], ["a", "b"])] * 2
     (tmp_path / "bad.parquet").write_bytes(b"bad")
-    faults = dict(bad="no magic bytes; write it anew, or as .jsonl", none="No such file or directory")
-    for name, fault in faults.items():
-        with pytest.raises(Fault, match=rf"{name}\.parquet: {fault}$"):
+    errors = dict(bad="no magic bytes; write the file again, or write it as .jsonl",
+                  none="No such file or directory")
+    for name, error in errors.items():
+        with pytest.raises(UserError, match=rf"{name}\.parquet: {error}$"):
             read_table(tmp_path / f"{name}.parquet")
 
 
@@ -63,19 +64,20 @@ def test_what_is_asked_of_the_package(tmp_path, monkeypatch):
     ([0], dict(rows=0), (10_000, ["a"])), ([MB], dict(rows=10_000, encoding="DELTA_BYTE_ARRAY"), (256, [])),
     ([300 * MB], dict(kind="INT64"), (10_000, [])),
     ([MB, 2**60], {}, r"a\.parquet: column b would need .* GB of memory, this machine has .*")])
-def test_rows_of_a_batch(sizes, more, wanted, tmp_path):
+def test_batch_size(sizes, more, wanted, tmp_path):
+    """The batch size depends on the bytes per row and on the encoding; a column must fit in memory."""
     (tmp_path / "a.parquet").write_bytes(b"good")
-    asked = package(*sizes, **more)
+    fake = fake_parquet_file(*sizes, **more)
     with open(tmp_path / "a.parquet", "rb") as file:
         if isinstance(wanted, str):
-            with pytest.raises(Fault, match=wanted):
-                [*read_batches(asked, file, "a.parquet")]
+            with pytest.raises(UserError, match=wanted):
+                [*read_batches(fake, file, "a.parquet")]
         else:
-            [*read_batches(asked, file, "a.parquet")]
-            assert asked.asked == [(wanted[0], [group], wanted[1]) for group in (0, 1)]
+            [*read_batches(fake, file, "a.parquet")]
+            assert fake.calls == [(wanted[0], [group], wanted[1]) for group in (0, 1)]
 
 
-# ── by pyarrow ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── with pyarrow ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -90,8 +92,8 @@ def write(arrow, path, columns, **flags):
     return path
 
 
-def test_rows_are_those_of_the_package(arrow, tmp_path, monkeypatch):
-    """In batches of any size, of every encoding, packing and version of pages."""
+def test_rows_equal_those_that_were_written(arrow, tmp_path, monkeypatch):
+    """With batches of any size, and with each encoding, compression and page version."""
     texts = [f"A man eats {'slowly ' * (i % 7)}\u00e4{i % 90}." for i in range(400)]
     columns = {"s": texts, "n": [None if i % 3 else text for i, text in enumerate(texts)], "i": [*range(400)],
                "l": [texts[i : i + i % 4] for i in range(400)], "b": [text.encode() for text in texts],
@@ -105,23 +107,23 @@ def test_rows_are_those_of_the_package(arrow, tmp_path, monkeypatch):
                                    dict(column_encoding={"s": "DELTA_BYTE_ARRAY"}, use_dictionary=False)]):
         path = write(arrow, tmp_path / f"{number}.parquet", columns, **more)
         for most in 2**28, 1000, 10:
-            monkeypatch.setattr(parquet, "BYTES", most)
-            assert rows_of(path) == wanted, (more, most)
+            monkeypatch.setattr(parquet, "MAX_BATCH_BYTES", most)
+            assert read_rows(path) == wanted, (more, most)
 
 
-def test_long_cells_are_refused(arrow, tmp_path, monkeypatch):
-    """With their row, in a list too."""
-    monkeypatch.setattr(parquet, "LONGEST", MB)
+def test_long_cells_are_rejected(arrow, tmp_path, monkeypatch):
+    """The message names the row. Long lists are rejected, too."""
+    monkeypatch.setattr(parquet, "MAX_TEXT_BYTES", MB)
     for name, cells, row in [("a", ["A b"] * 300 + ["x" * 2 * MB] + ["C d"] * 9, 301),
                              ("l", [["A b"]] * 5 + [["x" * MB, "y"]], 6),
                              ("r", [["A b" * 9999] * 40] * 2, 1)]:
         path = write(arrow, tmp_path / f"{name}.parquet", {"sent0": cells}, row_group_size=300)
-        with pytest.raises(Fault, match=rf"{name}.* row {row}: column sent0: over 1 MB; shorten the cell"):
-            read_table(path, roles=SENTENCES)
+        with pytest.raises(UserError, match=rf"{name}.* row {row}: column sent0: over 1 MB; shorten"):
+            read_table(path, roles=SENTENCE_COLUMNS)
 
 
-def test_repeated_cells_take_no_more_memory(arrow, tmp_path):
-    """2,000 rows, alone and in lists, of a quarter of a MB each, in a file of a few kilobytes."""
+def test_repeated_cells_share_memory(arrow, tmp_path):
+    """A file of a few kilobytes has 2,000 texts of a quarter of a MB, in cells or in lists."""
     numbers = arrow.array(np.arange(2000) % 3, arrow.int32())
     texts = arrow.DictionaryArray.from_arrays(numbers, arrow.array([f"{i} " * (MB // 8) for i in range(3)]))
     lists = arrow.ListArray.from_arrays(arrow.array(np.arange(0, 2001, 4), arrow.int32()), texts)

@@ -1,5 +1,5 @@
-"""What happens to runs: --out, --resume, a full disk, a dead rank, a loss that is no number. test_lost.py has
-signals, attack/ has kills."""
+"""Whole runs: --out, --resume, a full disk, a dead rank, a loss that is NaN. Signals are tested in
+test_failures.py, kills in tests/attack."""
 import json
 import os
 import re
@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 import simcse
-from kernels.training.cli import command, fail, say
-from running import DATA, KEPT, SMALL, equal, free_port, refuse, run, start
+from kernels.training.cli import command, fail, log
+from running import DATA, KEPT, SMALL, equal, free_port, rejects, run, start
 
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 8]
-PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
-SCRIPTS = {"simcse": TEXT, "moco": [*PICTURES, "--queue", 64, "--bn-splits", 2]}
+IMAGES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
+SCRIPTS = {"simcse": TEXT, "moco": [*IMAGES, "--queue-size", 64, "--bn-splits", 2]}
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -38,35 +38,35 @@ def last_step(out):
 
 @pytest.mark.parametrize("keep, left", [("always", True), ("running", False), ("never", False)])
 def test_keep_state(keep, left, tmp_path, monkeypatch):
-    """While it runs state.pt is there, but for never; and a flag that may change on the way."""
-    flags, seen = [*TEXT, "--steps", 2, "--eval-every", 1], []
+    """state.pt exists during the run, except with never. --resume may change --keep-state."""
+    flags = [*TEXT, "--steps", 2, "--eval-every", 1]
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr("simcse.sum_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
+        patch.setattr("simcse.all_reduce_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
         run("simcse", tmp_path / "out", *flags, "--keep-state", keep)
-    seen = (tmp_path / "out" / "state.pt").is_file()
-    assert seen == (keep != "never")
-    if seen:
+    exists = (tmp_path / "out" / "state.pt").is_file()
+    assert exists == (keep != "never")
+    if exists:
         run("simcse", tmp_path / "out", *flags, "--keep-state", "always", "--resume")
     simcse.main([*map(str, flags), "--keep-state", keep, "--out", str(tmp_path / "whole")])
     assert (tmp_path / "whole" / "state.pt").is_file() == left
     assert (tmp_path / "whole" / "model.safetensors").is_file()
 
 
-def test_state_is_on_the_disk_before_it_takes_the_old_ones_place(tmp_path, monkeypatch):
-    """Which no kill shows: only a power cut would."""
+def test_state_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
+    """Without fsync, a power cut could leave an incomplete state.pt. Killing a process does not show this."""
     calls = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *x, name=name, real=real: calls.append((name, *x)) or real(*x))
     result = run("simcse", tmp_path / "out", *TEXT, "--steps", 1)
     assert re.search(r"  dev -?\d+\.\d\d best$", result.said["1/1"])
-    places = [i for i, call in enumerate(calls) if str(call[-1]).endswith("state.pt")]
-    assert len(places) == 1 and calls[places[0] - 1][0] == "fsync"
+    renames = [i for i, call in enumerate(calls) if str(call[-1]).endswith("state.pt")]
+    assert len(renames) == 1 and calls[renames[0] - 1][0] == "fsync"
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """A run of two steps, of which four are wanted."""
+    """A run that stopped after two of four steps."""
     out = tmp_path_factory.mktemp("half") / "out"
     run("simcse", out, *TEXT, "--steps", 2, "--eval-every", 2)
     flags = json.loads((out / "args.json").read_text())
@@ -74,23 +74,25 @@ def half(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("whole", ["nothing", "the model"])
-def test_full_disk_is_one_line_and_keeps_the_checkpoint(whole, tmp_path, half):
-    """A limit on the size of a file is what a test can set; it fails as a full disk does, at once or in the
-    middle of state.pt."""
+@pytest.mark.parametrize("written", ["nothing", "the model"])
+def test_full_disk_is_one_line_and_keeps_the_checkpoint(written, tmp_path, half):
+    """A limit on file sizes fails like a full disk: at once, or in the middle of state.pt."""
     out = shutil.copytree(half, tmp_path / "out")
     before = {name: (out / name).read_bytes() for name in ("model.safetensors", "state.pt")}
-    most = 100_000 if whole == "nothing" else sum(map(len, before.values())) // 2
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    most = 100_000 if written == "nothing" else sum(map(len, before.values())) // 2
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
     full = start("simcse", out, *TEXT, "--steps", 4, "--eval-every", 2, "--resume", before=limit)
     _, errors = full.communicate(timeout=120)
     assert full.returncode == 2 and errors.count("\n") == 1, errors
-    assert "a checkpoint that --out holds is whole" in errors
-    kept = before if whole == "nothing" else {"state.pt": before["state.pt"]}
+    assert "the checkpoint in --out is complete" in errors
+    kept = before if written == "nothing" else {"state.pt": before["state.pt"]}
     assert kept == {name: (out / name).read_bytes() for name in kept} and last_step(out) == 2
 
 
-def test_a_dead_rank_ends_the_others(tmp_path):
+def test_dead_rank_ends_the_others(tmp_path):
     group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     flags = [*TEXT, "--steps", 500]
     ranks = [start("simcse", tmp_path / "out", *flags, RANK=rank, LOCAL_RANK=rank, **group) for rank in "01"]
@@ -101,7 +103,7 @@ def test_a_dead_rank_ends_the_others(tmp_path):
 
 
 @every_script
-def test_a_loss_that_is_no_number_names_step_rows_and_checkpoint(name, tmp_path, monkeypatch, capfd):
+def test_nan_loss_names_step_rows_and_checkpoint(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     flags = [*SCRIPTS[name], "--steps", 60, "--eval-every", 2, "--lr", 1e15]
     with pytest.raises(SystemExit) as end:
@@ -110,10 +112,10 @@ def test_a_loss_that_is_no_number_names_step_rows_and_checkpoint(name, tmp_path,
     assert end.value.code == 2 and "the loss is not finite; rows " in errors and "checkpoint" in errors
 
 
-def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
+def test_messages_replace_the_progress_bar(monkeypatch, capsys):
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
-    say("stopped", "at step 3")
+    log("stopped", "at step 3")
     with pytest.raises(SystemExit):
         command(lambda argv=None: fail("no"))()
     assert capsys.readouterr() == ("\r\x1b[Kstopped  at step 3\n", "\r\x1b[Ktest_run.py: no\n")
@@ -121,12 +123,12 @@ def test_messages_take_the_place_of_a_bar(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name, flags, wanted", [
     ("ease", ["--data", DATA / "entities.tsv", "--warmup-steps", 500, "--batch-size", 8],
-     "the learning rate rises for 500 steps, but the run has 2: .*; shorten the warm-up, or train .*"),
-    ("simclr", [*PICTURES[2:], "--model", "resnet-small", "--warmup", 2],
-     "the learning rate rises for 74 steps, but the run has 2: .*; shorten the warm-up, or train .*"),
+     "the warm-up has 500 steps, but the run has only 2: .*; shorten the warm-up, or train .*"),
+    ("simclr", [*IMAGES[2:], "--model", "resnet-small", "--warmup-epochs", 2],
+     "the warm-up has 74 steps, but the run has only 2: .*; shorten the warm-up, or train .*"),
     ("simcse", ["--data", DATA / "sentences.txt", "--recipe", "consert", "--batch-size", 8],
-     "--recipe consert has the learning rate of .*, 5e-07: .*--optimizer-of simcse --lr 2e-3")])
-def test_a_schedule_that_trains_nothing_is_said(name, flags, wanted, tmp_path):
+     "--recipe consert sets the learning rate .*, 5e-07: .*--optimizer-recipe simcse --lr 2e-3")])
+def test_note_about_a_schedule_that_hardly_trains(name, flags, wanted, tmp_path):
     scratch = [] if "--model" in flags else ["--model", "scratch"]
     assert re.fullmatch(wanted, run(name, tmp_path / "out", *flags, *scratch, "--steps", 2).said["note"])
 
@@ -135,61 +137,64 @@ def test_a_schedule_that_trains_nothing_is_said(name, flags, wanted, tmp_path):
 
 
 @pytest.mark.parametrize("flags, wanted", [
-    ("--out good.csv", r"--out good\.csv: /.*/good\.csv is no folder that can be written"),
-    ("--out good.csv/out", r"--out good\.csv/out: /.*/good\.csv is no folder that can be written"),
-    ("--out .", r"--out \. holds files but no checkpoint: empty it, or name another folder"),
-    ("--out nothing/out", r"--out nothing/out: /.*/nothing is no folder that can be written"),
+    ("--out good.csv", r"--out good\.csv: /.*/good\.csv is not a writable folder"),
+    ("--out good.csv/out", r"--out good\.csv/out: /.*/good\.csv is not a writable folder"),
+    ("--out .", r"--out \. contains files but no checkpoint; empty it, or choose another folder"),
+    ("--out nothing/out", r"--out nothing/out: /.*/nothing is not a writable folder"),
     ("--resume --out .", r"--out \.: no state\.pt to resume from")])
-def test_wrong_out(here, capfd, flags, wanted):
+def test_rejected_out(cwd, capfd, flags, wanted):
     Path("nothing").symlink_to("gone")
-    refuse("simcse", capfd, wanted, *SMALL, *flags.split())
+    rejects("simcse", capfd, wanted, *SMALL, *flags.split())
 
 
-def test_resume_takes_flags_from_the_folder(here, monkeypatch, capfd):
-    """--resume and --out are enough; a flag given again must be as it was, but for those that may change."""
+def test_resume_takes_flags_from_the_folder(cwd, monkeypatch, capfd):
+    """--resume and --out are enough. Flags that are given must be equal to the saved ones, except a few."""
     flags = [*KEPT, "--steps", "3", "--lr", "1e-3", "--prompt", "a: ", "b: "]
     simcse.main([*flags, "--out", "whole"])
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr("simcse.sum_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
+        patch.setattr("simcse.all_reduce_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
         simcse.main([*flags, "--out", "out"])
     os.rename("out", "moved")
-    for more in ([], ["--keep-state", "running"]):             # the second one has nothing left to do
+    for more in ([], ["--keep-state", "running"]):             # all steps are done before the second one
         simcse.main(["--resume", "--out", "moved", *more])
     os.rename("moved", "out")
     one, two = (load_file(f"{out}/model.safetensors") for out in ("whole", "out"))
     assert equal(one, two) and not Path("out/state.pt").exists()
     capfd.readouterr()
     wanted = "--resume: steps was 3 in whole, now it is 9; to train a model .* --model whole --out NEW"
-    refuse("simcse", capfd, wanted, "--resume", "--out", "whole", "--steps", "9")
-    wanted = "--out out holds a finished run: .* start a new run with --model out --out NEW"
-    refuse("simcse", capfd, wanted, "--resume", "--out", "out")
+    rejects("simcse", capfd, wanted, "--resume", "--out", "whole", "--steps", "9")
+    wanted = "--out out contains a finished run; .* start a new run with --model out --out NEW"
+    rejects("simcse", capfd, wanted, "--resume", "--out", "out")
 
 
-HOLDS = r"--resume: out holds a damaged state\.pt, model, args\.json or metrics\.jsonl \(\w+.*\); .*"
+DAMAGED = r"--resume: out contains a damaged state\.pt, model, args\.json or metrics\.jsonl \(\w+.*\); .*"
 
 
-def one_bit(old):
-    """The last of a weight's mantissa is another."""
-    place = len(old) // 2 & -4
-    return old[:place] + bytes([old[place] ^ 1]) + old[place + 1 :]
+def flip_bit(content):
+    """Flip the last bit of one weight's mantissa."""
+    i = len(content) // 2 & -4
+    return content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
 
 
 @pytest.mark.parametrize("file, change, flags, wanted", [
-    ("state.pt", None, "", "--out out holds a finished run: .*"),
-    ("state.pt", lambda old: old[:5000], "", HOLDS),
-    ("state.pt", lambda old: b"", "", HOLDS),
-    ("state.pt", one_bit, "", HOLDS),
-    ("model.safetensors", lambda old: old[:-9], "", HOLDS),
-    ("metrics.jsonl", lambda old: b"{\n", "", HOLDS),
-    ("args.json", None, "", HOLDS),
+    ("state.pt", None, "", "--out out contains a finished run; .*"),
+    ("state.pt", lambda old: old[:5000], "", DAMAGED),
+    ("state.pt", lambda old: b"", "", DAMAGED),
+    ("state.pt", flip_bit, "", DAMAGED),
+    ("model.safetensors", lambda old: old[:-9], "", DAMAGED),
+    ("metrics.jsonl", lambda old: b"{\n", "", DAMAGED),
+    ("args.json", None, "", DAMAGED),
     ("args.json", bytes, "--lr 1", r"--resume: lr was 0\.002 in out, now it is 1\.0"),
     ("args.json", bytes, "--pooling cls", r"--resume: pooling was avg in out, now it is cls"),
     ("../good.csv", lambda old: old.replace(b"a", b"e", 1), "",
-     "--resume: the content of --data .* is not what it was when the run in out was begun; .*"),
-    ("args.json", bytes, None, r"--out out holds another run: continue it with --resume, or name .*")])
-def test_resume_refuses(here, capfd, finished, file, change, flags, wanted):
+     "--resume: the content of --data .* has changed since the run in out was started; .*"),
+    ("args.json", bytes, None, r"--out out contains another run; continue it with --resume, or choose .*")])
+def test_rejected_resume(cwd, capfd, finished, file, change, flags, wanted):
     shutil.copytree(finished, "out")
     path = Path("out", file)
-    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+    if change:
+        path.write_bytes(change(path.read_bytes()))
+    else:
+        path.unlink()
     more = ["--resume", *flags.split()] if flags is not None else []
-    refuse("simcse", capfd, wanted, *SMALL, "--out", "out", *more)
+    rejects("simcse", capfd, wanted, *SMALL, "--out", "out", *more)

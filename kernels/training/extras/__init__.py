@@ -1,1 +1,1 @@
-"""What only a flag or a command adds: views and losses of other papers, probes, mining, plots."""
+"""Code that only a flag or a command needs: views and losses of other papers, probes, mining, plots."""

@@ -1,55 +1,62 @@
-"""--ignore-equal: SimCSE's loss where a text that equals an anchor's own positive is not its negative."""
+"""--ignore-equal: SimCSE's loss, in which texts equal to an anchor's own positive are not its negatives."""
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from kernels import similarity_lse
 
-from ..cli import is_first_rank, say
+from ..cli import is_first_rank, log
 
 
 def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl):
-    """SimCSE's loss of unit rows, without the negatives that have the id of their anchor's positive.
+    """Return SimCSE's loss without the negatives whose text id is that of the anchor's own positive.
 
-    z1, z2, hard    (N, D) anchors, (M, D) positives and a list of (M, D) hard negatives, unit rows
-    ids             (M, 1 + n) integers, of the texts of the positives and of the n hard negatives
+    z1, z2, hard    (N, D) anchors, (M, D) positives, and a list of (M, D) hard negatives; unit rows
+    ids             (M, 1 + n) integers: text ids of the positives and of the n hard negatives
+    offset          row of z2 that is the positive of this rank's first anchor
     """
-    own, texts = slice(offset, offset + len(z1)), bits(ids)
+    own, texts = slice(offset, offset + len(z1)), id_signs(ids)
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
-    equal = lambda column: (texts[own, 0], texts[:, column], 64)
-    negatives = similarity_lse(z1, z2, similar=equal(0), **others)
+
+    def equal_to_positive(column):
+        """The argument `similar` that leaves out the texts of a column that equal the anchor's positive."""
+        return texts[own, 0], texts[:, column], 64
+
+    negatives = similarity_lse(z1, z2, similar=equal_to_positive(0), **others)
     positive = (z1 * z2[own]).sum(1) / temperature
     for column, z in enumerate(hard, 1):
         weighted = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
         weighted = weighted.masked_fill(ids[own, column] == ids[own, 0], torch.finfo(weighted.dtype).min)
-        rest = similarity_lse(z1, z, similar=equal(column), **others)
+        rest = similarity_lse(z1, z, similar=equal_to_positive(column), **others)
         negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), rest)
     return -F.logsigmoid(positive - negatives).mean()
 
 
-def bits(ids):
-    """Return (..., 64) of ids, ±1: the product of two is 64 where the ids are equal.
+def id_signs(ids):
+    """Encode each id as a vector (..., 64) of ±1, its bits: equal ids have the dot product 64, others less.
 
-    Products can be combined with the diagonal in one rule, pairs of ids cannot.
+    Needed because similarity_lse accepts only one `exclude`, which is already "diagonal". Its argument
+    `similar` can exclude more negatives, but it compares dot products instead of ids.
     """
     return ((ids.long()[..., None] >> torch.arange(64, device=ids.device) & 1) * 2 - 1).half()
 
 
-def text_ids(tokens, places):
-    """(n, columns - 1) int64: ids of the texts behind the anchors, equal where tokens are; (n, 1) of one
-    column."""
+def text_ids(tokens, row_indices):
+    """Return (n, columns - 1) int64 ids of the texts in all columns but the anchors', for these
+    rows. Two ids are equal if the texts have equal tokens. With a single column: (n, 1), ids of its texts."""
     numbers = {}
-    rows = ([ids.tobytes() for ids in tokens[i][1:] or tokens[i]] for i in places)
+    rows = ([ids.tobytes() for ids in tokens[i][1:] or tokens[i]] for i in row_indices)
     return torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
 
 
-def say_equal(tokens):
-    """How many rows --ignore-equal can spare a negative."""
+def log_equal_texts(tokens):
+    """Print how many rows have a positive that occurs again: --ignore-equal may remove negatives of these."""
     if not is_first_rank():
         return
     rows = (tokens[i][1:] or tokens[i] for i in range(len(tokens)))
-    texts = np.array([[hash(ids.tobytes()) for ids in row] for row in rows])   # 8 bytes a text
-    _, which, times = np.unique(texts, return_inverse=True, return_counts=True)
-    again = (times[which.reshape(texts.shape)[:, 0]] > 1).sum()
-    what = "a positive that" if tokens.columns > 1 else "a sentence that"
-    say("equal", f"{again:,} of {len(tokens):,} rows have {what} occurs again behind an anchor")
+    texts = np.array([[hash(ids.tobytes()) for ids in row] for row in rows])   # 8 bytes per text
+    _, which, counts = np.unique(texts, return_inverse=True, return_counts=True)
+    repeated = (counts[which.reshape(texts.shape)[:, 0]] > 1).sum()
+    text = "positive" if tokens.columns > 1 else "sentence"
+    log("equal", f"{repeated:,} of {len(tokens):,} rows have a {text} that is also the positive of another "
+                 "row or a hard negative")

@@ -1,51 +1,55 @@
-"""A table of vectors that AdamW trains, of which each step touches only the rows that its batch uses."""
+"""A trainable table of vectors with AdamW built in, of which a step touches only the rows in its batch."""
 import torch
 
-LONGEST_WAIT = 160                                             # float32 sees no later momentum: 0.9¹⁶⁰ = 5e-8
+MAX_IDLE_STEPS = 160           # momentum left after more steps is below float32's precision: 0.9¹⁶⁰ = 5e-8
 
 
 class LazyEmbedding(torch.nn.Module):
     """An embedding with AdamW (β 0.9 and 0.999, ε 1e-8, no weight decay) built in.
 
-    AdamW also moves a row in steps without a gradient, by what is left of its momentum. Here such a row
-    waits, and makes these moves up before its next use: up to rounding, the vectors are those of
-    torch.optim.AdamW. Call schedule() before the first step, and step() after each backward pass.
+    AdamW also moves a row in steps in which the row has no gradient, by its remaining momentum. Here such a
+    row stays as it is until a batch needs it, and then makes these moves all at once: up to rounding, the
+    vectors are those of torch.optim.AdamW. Call set_schedule() before the first step, and step() after each
+    backward pass.
 
-    vectors   (rows, D) float32, where training starts
-    slots     the most different rows of a batch
+    vectors    (rows, D) float32 initial vectors
+    max_rows   largest number of distinct rows in a batch
     """
 
-    def __init__(self, vectors, slots):
+    def __init__(self, vectors, max_rows):
         super().__init__()
         self.register_buffer("vectors", vectors)
         self.register_buffer("m", torch.zeros_like(vectors))
         self.register_buffer("v", torch.zeros_like(vectors))
-        last = torch.zeros(len(vectors), dtype=torch.int64) # the step of a row's last gradient; 0: none
+        last = torch.zeros(len(vectors), dtype=torch.int64) # step of a row's last gradient; 0: none so far
         self.register_buffer("last", last)
-        # The batch's rows, written by forward: all that backward, sum_gradients and clip_grad_norm_ see.
-        self.used = torch.nn.Parameter(vectors.new_zeros(slots, vectors.shape[1]))
+        # The batch's rows, which forward copies here: backward, all_reduce_gradients and clip_grad_norm_ see
+        # only these.
+        self.used = torch.nn.Parameter(vectors.new_zeros(max_rows, vectors.shape[1]))
 
-    def schedule(self, rates, done):
-        """Set the learning rate of each step, and how many steps are done."""
+    def set_schedule(self, rates, done):
+        """Set the learning rate of every step of the run, and the number of steps that are done."""
         steps = torch.arange(1, len(rates) + 1, dtype=torch.float64)
-        rates, scales = torch.tensor(rates, dtype=torch.float64), (1 - 0.999 ** steps).rsqrt()
-        rates = rates / (1 - 0.9 ** steps)
-        self.rates, self.scales, self.done = rates.to(self.vectors), scales.to(self.vectors), done
+        scales = (1 - 0.999 ** steps).rsqrt()                  # bias correction of √v
+        rates = torch.tensor(rates, dtype=torch.float64) / (1 - 0.9 ** steps)  # bias correction of m
+        self.rates = rates.to(self.vectors)
+        self.scales = scales.to(self.vectors)
+        self.done = done
 
     @torch.no_grad()
     def catch_up(self, rows):
-        """(vectors, m, v) of the rows after all steps that are done."""
+        """Return (vectors, m, v) of the rows after all steps so far. The buffers do not change."""
         vectors, m, v, last = (x[rows] for x in (self.vectors, self.m, self.v, self.last))
-        waited, root = torch.where(last > 0, self.done - last, -1), v.sqrt()
-        for k in range(min(int(waited.max()) + 1, LONGEST_WAIT)):              # 0: the step with the gradient
+        idle, root = torch.where(last > 0, self.done - last, -1), v.sqrt()
+        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # k = 0: step with the gradient
             at = (last + k - 1).clamp(0, self.done - 1)
-            rate = torch.where(k <= waited, self.rates[at] * 0.9 ** k, 0)
+            rate = torch.where(k <= idle, self.rates[at] * 0.9 ** k, 0)
             vectors -= rate[:, None] * m / (root * (self.scales[at] * 0.999 ** (k / 2))[:, None] + 1e-8)
-        waited = waited.clamp(min=0)[:, None]
-        return vectors, m * 0.9 ** waited, v * 0.999 ** waited
+        idle = idle.clamp(min=0)[:, None]
+        return vectors, m * 0.9 ** idle, v * 0.999 ** idle
 
     def forward(self, ids):
-        """(..., D) vectors of the row numbers ids (...)."""
+        """Return (..., D) vectors of the row numbers ids (...)."""
         rows, places = ids.unique(return_inverse=True)
         self.batch = rows, *self.catch_up(rows)
         with torch.no_grad():
@@ -54,9 +58,12 @@ class LazyEmbedding(torch.nn.Module):
 
     @torch.no_grad()
     def step(self):
-        """Take the gradient of the last batch's rows into m and v; catch_up moves the rows by it later."""
+        """Update m and v of the last batch's rows from their gradient; catch_up later moves the vectors."""
         rows, vectors, m, v = self.batch
-        gradient, self.done = self.used.grad[: len(rows)], self.done + 1
+        gradient = self.used.grad[: len(rows)]
+        self.done += 1
         self.vectors[rows] = vectors
-        self.m[rows], self.v[rows] = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient ** 2
-        self.last[rows], self.used.grad = self.done, None
+        self.m[rows] = 0.9 * m + 0.1 * gradient
+        self.v[rows] = 0.999 * v + 0.001 * gradient ** 2
+        self.last[rows] = self.done
+        self.used.grad = None

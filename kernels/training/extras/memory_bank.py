@@ -1,23 +1,30 @@
-"""The memory bank (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978), which moco.py has as --memory-bank."""
+"""moco.py --memory-bank: the memory bank (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978)."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, own_rows, queue_loss
 
-from ..loop import half_products
+from ..loop import loss_autocast
 
 
 def compute_bank_loss(model, views, rows, args):
-    """What compute_loss is in moco.py without a bank, for this rank's views (n, 3, S, S) of the pictures
-    `rows` of all ranks. The bank, model.queue, then holds their queries."""
+    """Return this rank's part of the loss, and the values to log; add all ranks' queries to the bank,
+    model.queue.
+
+    This replaces compute_loss of moco.py.
+
+    views   (n, 3, S, S) views of this rank's images
+    rows    numbers of the images of all ranks
+    """
     bank, rows = model.queue, torch.tensor(rows, device=views.device)
-    drawn = torch.randint(len(bank), (args.queue,), device=views.device)       # own slots too, as released
+    # uniform, so they may include an image's own slot (released code)
+    sampled = torch.randint(len(bank), (args.queue_size,), device=views.device)
     if dist.is_initialized():
-        dist.broadcast(drawn, 0)
+        dist.broadcast(sampled, 0)
     q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
-    with half_products(q, args):                               # moco_loss would wait for a look at the slots
-        mean = queue_loss(q, bank[own], bank[drawn], args.temperature, impl=args.impl)
+    with loss_autocast(q, args):       # not moco_loss: its check of the keys' norms waits for the GPU
+        mean = queue_loss(q, bank[own], bank[sampled], args.temperature, impl=args.impl)
     update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.momentum)
     loss = mean * (len(q) / len(rows))
     return loss, {"loss": loss.detach()}
@@ -25,10 +32,12 @@ def compute_bank_loss(model, views, rows, args):
 
 @torch.no_grad()
 def update_bank(bank, rows, q, momentum):
-    """The slots of pictures, in place, become unit vectors along m · slot + (1 − m) · query.
+    """Set the slots of some images, in place, to unit vectors along m · slot + (1 − m) · query.
 
-    bank       (M, D) unit vectors, one of each picture
-    rows, q    (n,) integers, different ones, and (n, D) unit queries
+    bank       (M, D) unit vectors, one per image
+    rows       (n,) integers, the numbers of the images, each at most once
+    q          (n, D) unit queries of these images
+    momentum   m
     source     Wu et al. 2018, released code
     """
     check_rows(bank=(bank, "M D"), rows=(rows, "n", int), q=(q, "n D"))

@@ -1,133 +1,156 @@
-"""--ood: texts of classes that the training data does not have (out of domain), three detectors for them, and
-how well each tells them from texts of known classes."""
+"""--ood: texts of classes that are not in the training data (out of domain). Three detectors score them, and
+are evaluated by how well their scores separate these texts from texts of known classes."""
 import numpy as np
 import torch
 
-from ..cli import fail, say
-from ..tables import empty_cell, listed, plain
+from ..cli import fail, log
+from ..tables import empty_cell, join_names, normalise_name
 from ..text.classifier import forward_rows
-from ..text.labelled import read_named
-from .classifier_losses import classify_vectors
+from ..text.label_columns import read_table_with_names
+from .classifier_losses import classify_with_features
 
 NEIGHBOURS = 20                                                # of LOF, as in the released code
-BLOCK = 2**24                                                  # distances at a time
+BLOCK = 2**24                                                  # distances computed at a time
+
 
 def load_unseen(args):
-    """[(texts, 0)] of --ood: the columns of text that --data has; [] without it."""
+    """Return [(texts, 0)] of --ood, from the same text columns as in --data; [] without --ood."""
     if args.ood is None:
         return []
     if not args.dev or args.task == "regression":
-        fail(f"--ood {args.ood}: {args.task} with{'' if args.dev else 'out'} --dev; wanted classification, "
-             "and texts of known classes by --dev")
-    header, table, named = read_named(args.ood, args.text)
-    names, wanted = [plain(name) for name in header], [plain(name) for name in args.text]
-    if not named and len(names) == len(wanted):                # texts alone
-        names = wanted
-    if not set(wanted) <= set(names):
-        fail(f"{args.ood}: columns {listed(header)}; wanted those of {args.data or args.dev}, "
-             f"{listed(args.text)}")
-    rows = [(place, tuple(cells[names.index(name)] for name in wanted)) for place, cells in table]
+        found = f"{args.task} {'with' if args.dev else 'without'} --dev"
+        fail(f"--ood {args.ood}: {found}; expected classification, and texts of known classes in --dev")
+    header, table, named = read_table_with_names(args.ood, args.text_columns)
+    names = [normalise_name(name) for name in header]
+    expected = [normalise_name(name) for name in args.text_columns]
+    if not named and len(names) == len(expected):              # no header: the columns are the texts
+        names = expected
+    if not set(expected) <= set(names):
+        fail(f"{args.ood}: columns {join_names(header)}; expected those of {args.data or args.dev}, "
+             f"{join_names(args.text_columns)}")
+    rows = [(place, tuple(cells[names.index(name)] for name in expected)) for place, cells in table]
     for place, texts in rows:
         if fault := empty_cell(texts):
             fail(f"{args.ood} {place}: {fault}")
-    say("data", f"{len(rows):,} texts of no known class from {args.ood}")
+    log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
     return [(texts, 0) for _, texts in rows]
 
 
 def unseen_scores(model, train, dev, unseen):
-    """{detector: {"AUROC", "FPR95", "F1"}} in percent, for rows as tokenise_texts gives them; without rows of
-    train of the maximum softmax alone."""
-    found = [[x.to(model.device) for x in forward_rows(model, rows, classify_vectors)]
+    """Return {detector: {"AUROC", "FPR95", "F1"}} in percent, of rows as tokenise_texts returns them.
+
+    train   may be empty: then only the maximum softmax is evaluated
+    """
+    found = [[x.to(model.device) for x in forward_rows(model, rows, classify_with_features)]
              for rows in (dev, unseen, train) if rows]
     if not all(x.isfinite().all() for part in found for x in part):
-        say("note", "--ood: logits or vectors hold NaN or infinity, which count as 0")
+        log("note", "--ood: some logits or features are NaN or infinite; they count as 0")
         found = [[x.nan_to_num(0, 0, 0) for x in part] for part in found]
     if not train:
-        return detect(*found)
+        return run_detectors(*found)
     labels = torch.tensor([label for _, label in train], device=model.device)
-    return detect(*found[:2], found[2][1], labels)
+    return run_detectors(*found[:2], found[2][1], labels)
 
 
-def detect(known, unseen, train=None, labels=None):
-    """{detector: scores of tell_apart} of known and unseen rows, each ((n, C) logits, (n, H) vectors); of the
-    maximum softmax alone without training vectors (N, H) and their labels (N,)."""
+def run_detectors(known, unseen, train=None, labels=None):
+    """Return {detector: its metrics, see ood_metrics}.
+
+    known, unseen   (logits (n, C), features (n, H)) of the rows to separate
+    train, labels   (N, H) training features and their labels (N,); None: evaluate the maximum softmax only
+    """
+    # name: (0 if it scores logits, 1 if features; scoring function)
     detectors = {"maximum softmax": (0, maximum_softmax)}
     if train is not None:
         detectors["local outlier factor"] = 1, local_outlier_factor(train)
         detectors["Mahalanobis"] = 1, mahalanobis(train, labels)
-    return {name: tell_apart(*(score(part[which]).cpu().numpy() for part in (known, unseen)))
+    return {name: ood_metrics(*(score(part[which]).cpu().numpy() for part in (known, unseen)))
             for name, (which, score) in detectors.items()}
 
 
 def maximum_softmax(logits):
-    """(n,) float64 probability of the likeliest label, the higher the more known; logits (n, labels)."""
+    """Return the highest class probability (n,) float64 of logits (n, C); known rows should score higher."""
     return logits.double().softmax(1).amax(1)
 
 
 def local_outlier_factor(train, neighbours=NEIGHBOURS):
-    """A function of vectors (n, H) that gives −LOF (n,) float64, the higher the more known: how dense a
-    vector's surroundings are, beside those of the nearest training vectors.
+    """Return a function that maps features (n, H) to −LOF (n,), float64; known rows should score higher.
+
+    LOF compares the density around a vector with the density around its nearest training vectors. Distances
+    are Euclidean.
 
     train        (N, H), any float type
-    neighbours   k; fewer where there are fewer vectors. Of equally near ones any k
-    source       Breunig et al. 2000; Euclidean; a mean reach of 0, among equal vectors, counts as 1e-10
+    neighbours   number k of nearest vectors; at most N − 1 are used. Ties are broken arbitrarily
+    source       Breunig et al. 2000; a mean reachability distance of 0, among equal vectors, is replaced by
+                 1e-10
     """
-    centre = train.double().mean(0)                            # distances to 0 cancel less
+    centre = train.double().mean(0)                            # subtracted: less cancellation in distances
     train, k = train.double() - centre, min(neighbours, len(train) - 1)
-    if k == 0:                                                 # a single vector has no surroundings
+    if k == 0:                                                 # a single vector has no neighbours
         return lambda x: -(x.double() - centre - train).norm(dim=1)
 
-    def nearest(x, themselves):
-        """Distances and places (n, k), in blocks; training rows are not near themselves."""
+    def nearest(x, exclude_self):
+        """Return distances and indices (n, k) of the nearest training vectors, block by block."""
         size, found = max(1, BLOCK // len(train)), []
         for start in range(0, len(x), size):
-            far = torch.cdist(x[start : start + size], train)
-            if themselves:
-                far.diagonal(start).fill_(torch.inf)
-            found.append(far.topk(k, largest=False))
+            distances = torch.cdist(x[start : start + size], train)
+            if exclude_self:                                   # x is train
+                distances.diagonal(start).fill_(torch.inf)
+            found.append(distances.topk(k, largest=False))
         return [torch.cat(parts) for parts in zip(*found)]
 
-    far, places = nearest(train, True)
-    reach = far[:, -1]                                         # of each vector: to its k-th neighbour
-    density = lambda far, places: 1 / torch.maximum(far, reach[places]).mean(1).clamp(min=1e-10)
-    dense = density(far, places)
+    distances, indices = nearest(train, True)
+    kth_distance = distances[:, -1]                            # of each training vector to its k-th neighbour
+
+    def density(distances, indices):
+        reachability = torch.maximum(distances, kth_distance[indices])
+        return 1 / reachability.mean(1).clamp(min=1e-10)
+
+    train_density = density(distances, indices)
 
     def score(x):
-        far, places = nearest(x.double() - centre, False)
-        return -dense[places].mean(1) / density(far, places)
+        distances, indices = nearest(x.double() - centre, False)
+        return -train_density[indices].mean(1) / density(distances, indices)
     return score
 
 
 def mahalanobis(train, labels):
-    """A function of vectors (n, H) that gives −(z − μ)ᵀ Σ⁺ (z − μ) (n,) float64 of the nearest class mean μ.
+    """Return a function that maps features z (n, H) to −(z − μ)ᵀ Σ⁺ (z − μ) (n,), float64; μ is the nearest
+    class mean.
 
-    train, labels   (N, H) vectors, any float type, and (N,) integers
-    source          Lee et al. 2018: Σ = 1/N Σ_i (z_i − μ_i)(z_i − μ_i)ᵀ, one for all classes; Σ⁺ its
-                    pseudo-inverse
+    train, labels   (N, H) features, any float type, and (N,) integers
+    source          Lee et al. 2018: Σ = 1/N Σ_i (z_i − μ_i)(z_i − μ_i)ᵀ over all classes, where μ_i is the
+                    mean of the class of z_i; Σ⁺ is its pseudo-inverse
     """
-    train, (_, group) = train.double(), labels.unique(return_inverse=True)
+    train = train.double()
+    _, group = labels.unique(return_inverse=True)
     sums = train.new_zeros(int(group.max()) + 1, train.shape[1]).index_add(0, group, train)
     means = sums / group.bincount()[:, None]
-    apart = train - means[group]
-    variances, directions = torch.linalg.eigh(apart.T @ apart / len(train))
-    # vectors are float32: variance below its rounding is none
+    centred = train - means[group]
+    variances, directions = torch.linalg.eigh(centred.T @ centred / len(train))
+    # features are float32, so a variance below its rounding error counts as 0
     real = variances > torch.finfo(torch.float32).eps * variances.max()
-    whiten = directions[:, real] / variances[real].sqrt()
-    white = lambda x: (x.double() - means[0]) @ whiten         # there the distance is Euclid's
-    return lambda x: -torch.cdist(white(x), white(means)).amin(1).square()
+    whitening = directions[:, real] / variances[real].sqrt()
+
+    def whiten(x):
+        """After this map the Mahalanobis distance is the Euclidean one."""
+        return (x.double() - means[0]) @ whitening
+
+    return lambda x: -torch.cdist(whiten(x), whiten(means)).amin(1).square()
 
 
-def tell_apart(known, unseen):
-    """{"AUROC", "FPR95", "F1"} in percent, of scores (n,) and (m,) that are higher for what is known.
+def ood_metrics(known, unseen):
+    """Return {"AUROC", "FPR95", "F1"} in percent.
 
-    AUROC   how often a known row is above an unseen one; equal ones count half
-    FPR95   unseen rows that are taken for known, where the threshold keeps 95 % of the known ones
-    F1      of the unseen, at that threshold
+    known, unseen   (n,), (m,) scores that should be higher for known rows than for unseen ones
+
+    AUROC   probability that a known row scores higher than an unseen one; ties count half
+    FPR95   fraction of unseen rows that are accepted, at the threshold that accepts 95 % of the known rows
+    F1      of detecting unseen rows at that threshold
     """
     known = np.sort(known)
     below, upto = (np.searchsorted(known, unseen, side) for side in ("left", "right"))
-    threshold = known[len(known) // 20]                        # n − ⌈0.95 n⌉ are below
-    kept, found = (unseen >= threshold).mean(), (unseen < threshold).sum()
-    wrong = (known < threshold).sum()
-    return {"AUROC": 100 * float(1 - (below + upto).mean() / 2 / len(known)), "FPR95": 100 * float(kept),
-            "F1": 100 * float(2 * found / (found + wrong + len(unseen)))}
+    threshold = known[len(known) // 20]                        # n − ⌈0.95 n⌉ known rows score lower
+    accepted, detected = (unseen >= threshold).mean(), (unseen < threshold).sum()
+    rejected = (known < threshold).sum()
+    return {"AUROC": 100 * float(1 - (below + upto).mean() / 2 / len(known)), "FPR95": 100 * float(accepted),
+            "F1": 100 * float(2 * detected / (detected + rejected + len(unseen)))}

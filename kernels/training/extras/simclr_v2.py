@@ -1,60 +1,69 @@
-"""SimCLR v2's second and third stage (--finetune, --distill): a classifier behind the encoder instead of a
-projection head, trained on one view of each picture."""
+"""The second and third stage of SimCLR v2 (--finetune, --distill): the projection head is replaced by a
+classifier, and each image has one view."""
 import torch.nn.functional as F
 from torch import nn
 
 from kernels import check_rows, checks, own_rows
 
-from ..images.encoders import load_classifier, load_layers
+from ..images.encoders import load_classifier, load_head_layers
 
 
 def distillation_loss(logits, teacher_logits, temperature=1.0):
-    """Mean over pictures of −Σ_y P_teacher(y) log P_student(y), both at one temperature.
+    """Mean over images of −Σ_y P_teacher(y) log P_student(y), where both use the same temperature.
 
-    logits, teacher_logits    (N, C) of student and teacher, any float type; the teacher's get no gradient
-    returns                   scalar of the student's type
-    source                    Chen et al. 2020, SimCLR v2, distillation
+    logits           (N, C) of the student, any float type
+    teacher_logits   (N, C) of the teacher, any float type; they get no gradient
+    returns          scalar of the student's type
+    source           Chen et al. 2020, SimCLR v2, distillation
     """
     check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
     checks.check_temperature(temperature, logits.device)
-    soft = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
-    return F.cross_entropy(logits / temperature, soft)
+    soft_labels = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
+    return F.cross_entropy(logits / temperature, soft_labels)
 
 
-class Tuning:
-    """What is trained, and on what.
+class FinetuneOrDistill:
+    """The head and the loss of --finetune or --distill.
 
-    teacher    the classifier that --distill names, whose soft labels are learnt; None: labels are
-    classes    what the classifier tells apart
+    teacher    classifier of --distill, whose soft predictions are the targets; None: the targets are the
+               labels
+    classes    names of the classes
     """
 
-    def __init__(self, args, pictures, run):
-        self.args, self.pictures, self.teacher, self.classes = args, pictures, None, pictures.classes
+    def __init__(self, args, images, run):
+        self.args, self.images = args, images
+        self.teacher, self.classes = None, images.classes
         if args.distill:
             self.teacher = load_classifier(args.distill, "--distill", run).to(run.device)
             self.classes = self.teacher.classes
 
     def make_head(self, width):
-        """The first --from-layer layers of --model's projection head, and a linear one that starts at
-        zero."""
-        kept = []
+        """Return the first --from-layer layers of --model's projection head, followed by a zero-initialised
+        linear layer.
+
+        width   number of features of the encoder
+        """
+        layers = []
         if self.args.from_layer:
-            kept, width = load_layers(self.args.model, self.args.from_layer)
+            layers, width = load_head_layers(self.args.model, self.args.from_layer)
         last = nn.Linear(width, len(self.classes))
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
-        return nn.Sequential(*kept, last)
+        return nn.Sequential(*layers, last)
 
     def compute_loss(self, model, rows):
-        """This rank's part of the loss of the pictures `rows`, of all ranks: against the teacher's logits, or
-        their labels."""
-        views = next(self.pictures.feed)
+        """Return this rank's part of the loss, against the teacher's logits or the labels, and the values to
+        log.
+
+        rows   numbers of the images of all ranks
+        """
+        views = next(self.images.training_views)
         logits = model(views)
         if self.teacher:
-            wanted = self.teacher.encode_batches([views], logits=True)
-            loss = distillation_loss(logits, wanted, self.args.temperature)
+            teacher_logits = self.teacher.encode_batches([views], logits=True)
+            loss = distillation_loss(logits, teacher_logits, self.args.temperature)
         else:
-            labels = self.pictures.train.labels[rows[own_rows(len(rows))]]
+            labels = self.images.train.labels[rows[own_rows(len(rows))]]
             loss = F.cross_entropy(logits, labels.to(logits.device))
         loss = loss * (len(logits) / len(rows))
         return loss, {"loss": loss.detach()}

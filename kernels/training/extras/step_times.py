@@ -1,21 +1,21 @@
-"""What share of a training step its loss takes: simclr.py --profile."""
+"""simclr.py --profile: time a training step, and the loss alone."""
 from kernels import choose_impl
-from kernels.benchmark.measure import memory, seconds
+from kernels.benchmark.measure import peak_memory_bytes, time_ms
 
-from ..cli import say
+from ..cli import log
 from ..loop import batches
 
-REPEAT = 10                                                    # timed steps, after three that are not
+REPEAT = 10                                                    # timed steps, after three untimed ones
 
 
-def profile(model, optimizer, pictures, run, make_batch, compute_loss):
-    """Says the milliseconds of a step, and of its loss alone, forward and backward: medians.
+def profile(model, optimizer, images, run, make_batch, compute_loss):
+    """Print the median time of a training step, and of the forward and backward pass of the loss alone.
 
-    make_batch, compute_loss    the script's; a batch's first part is what the model reads
+    make_batch, compute_loss    functions of the script; the first item of a batch is the model's input
     """
     args, rows = run.args, run.args.batch_size
-    pictures.start(run, 1, args.crop)
-    batch = make_batch(next(batches(len(pictures), rows, args.seed)), pictures, args)
+    images.start_training_views(run, 1, args.crop)
+    batch = make_batch(next(batches(len(images), rows, args.seed)), images, args)
     model.train()
 
     def step():
@@ -27,12 +27,13 @@ def profile(model, optimizer, pictures, run, make_batch, compute_loss):
         compute_loss(lambda _: embeddings, batch, rows, args)[0].backward()
 
     device = run.device.type
-    for _ in range(2):                                         # `seconds` makes the third
+    for _ in range(2):                                         # time_ms makes the third untimed step
         step()
-    whole, peak = seconds(step, device, REPEAT)[0], memory(device) / 2**30
+    step_ms = time_ms(step, device, REPEAT)[0]
+    peak = peak_memory_bytes(device) / 2**30
     embeddings = model(batch[0]).detach().requires_grad_()
-    alone = seconds(loss_alone, device, REPEAT)[0]
+    loss_ms = time_ms(loss_alone, device, REPEAT)[0]
     impl = choose_impl(args.impl, embeddings)
-    say("profile", f"{rows} pictures, {device}, {args.precision}, kernels {impl}: step {whole:.1f} ms, "
-                   f"loss {alone:.2f} ms, {100 * alone / whole:.1f} % of it; peak {peak:.2f} GB; "
-                   "views not counted")
+    log("profile", f"{rows} images, {device}, {args.precision}, kernels {impl}: step {step_ms:.1f} ms, "
+                   f"loss {loss_ms:.2f} ms, {100 * loss_ms / step_ms:.1f} % of the step; peak memory "
+                   f"{peak:.2f} GB; making the views is not included")

@@ -1,12 +1,12 @@
-"""Views of a text beside dropout: what differs between two that are pulled together (simcse.py --views).
+"""Data augmentations of a text other than dropout (simcse.py --views): how the views of a text differ.
 
-of its words              crop, delete, synonym: the comparison of Gao et al. 2021 (SimCSE)
-of its embedded tokens    feature_cutoff, token_cutoff, embedding_dropout: Yan et al. 2021 (ConSERT), zeros
-                          without rescaling in what the first layer reads; shuffle: other positions; and
-                          noise along the gradient (--adversarial)
-of a document             spans: Giorgi et al. 2021 (DeCLUTR)
+word level         crop, delete, synonym: the comparison of Gao et al. 2021 (SimCSE)
+embedding level    feature_cutoff, token_cutoff, embedding_dropout: Yan et al. 2021 (ConSERT), zeros in the
+                   input of the first layer, without rescaling; shuffle: permuted positions; and noise along
+                   the gradient (--adversarial)
+document level     spans: Giorgi et al. 2021 (DeCLUTR)
 
-Every random number comes from PyTorch's generator of the rank: --resume and --chunk-size repeat them.
+Every random number comes from the rank's PyTorch generator, so that --resume and --chunk-size reproduce them.
 """
 import random
 from contextlib import ExitStack
@@ -14,230 +14,264 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from ..cli import fail, say
+from ..cli import fail, log
 from ..progress import progress
-from ..text.tokens import WHOLE, portions, tokenise
-from .adversarial import changed, changed_at, find_place, noise
-from .sentence_flags import CUTS, EMBEDDINGS, WORDS
+from ..text.tokens import NO_LIMIT, text_batches, tokenise
+from .adversarial import adversarial_noise, find_hook_point, patched_embedding_output, patched_word_embeddings
+from .sentence_flags import CUTOFF_VIEWS, EMBEDDING_VIEWS, WORD_VIEWS
 from .wordnet import WordNet, tag_words
 
-SHORTEST = 32                                                  # tokens of a span (DeCLUTR)
+MIN_SPAN = 32                                                  # tokens of a span (DeCLUTR)
 
 
 class TextViews:
-    """Makes the batches of a SentenceEncoder.
+    """Make the batches of a SentenceEncoder, with one augmentation per view.
 
-    kept       the rows of the table that are used
+    A batch is a list of groups [row_indices, ids, mask] as SentenceEncoder.batch returns them. The text of
+    row i in view v has the row index v · rows + i. If embeddings are augmented, a group also has the view v
+    (n,) of each text, and with --adversarial the noise (n, L, D).
+
+    used_rows  numbers of the table's rows that are used for training
     """
 
     def __init__(self, args, model, table):
-        self.args, self.model, self.views = args, model, list(zip(args.views, args.view_rates))
-        self.longest, self.kept = min(args.max_length, model.longest), range(len(table))
+        self.args, self.model = args, model
+        self.views = list(zip(args.views, args.view_rates))
+        self.max_length, self.used_rows = min(args.max_length, model.max_length), range(len(table))
         self.wordnet = WordNet(args.wordnet) if args.wordnet else None
-        model.tokenizer.backend_tokenizer.no_padding()         # a folder's own may have some
-        added = model.tokenizer.backend_tokenizer.encode("a").special_tokens_mask
-        self.first, self.last = added.index(0), added[::-1].index(0)           # special tokens at the ends
-        model.change_pass = self.alter
+        backend = model.tokenizer.backend_tokenizer
+        backend.no_padding()                                   # the tokenizer's file may turn padding on
+        special = backend.encode("a").special_tokens_mask
+        self.n_start, self.n_end = special.index(0), special[::-1].index(0)    # special tokens around a text
+        model.change_pass = self.augment_pass
         if args.views == ["spans"]:
-            self.find_documents(table)
-        self.cuts, moved = {*args.views} & {*CUTS}, "shuffle" in args.views
-        if args.adversarial or self.cuts or moved:             # what alter refuses, before --out is begun
-            ids, _ = tokenise(["a"], model.tokenizer, self.longest)
-            if args.adversarial or self.cuts:
+            self.select_documents(table)
+        self.cutoffs = {*args.views} & {*CUTOFF_VIEWS}
+        if args.adversarial or self.cutoffs or "shuffle" in args.views:
+            # let augment_pass fail now for models that it does not support, before --out is written
+            ids, _ = tokenise(["a"], model.tokenizer, self.max_length)
+            if args.adversarial or self.cutoffs:
                 words = torch.from_numpy(ids[0]).long().repeat(2, 1).to(model.device)
                 words[1] = words[0].flip(0)
-                self.place = find_place(model.encoder, words)
-            model([[*group, group[0]] for group in model.batch([ids[0]] * len(self.views))])   # one a view
+                self.hook_point = find_hook_point(model.encoder, words)
+            one_per_view = model.batch([ids[0]] * len(self.views))
+            model([[*group, group[0]] for group in one_per_view])
 
-    def batch(self, tokens, places):
-        """What the encoder takes of the rows at these places: groups of (places, ids, mask), and the view of
-        each text where embedded tokens change."""
+    def make_batch(self, tokens, row_indices):
+        """Return the batch of the rows with these indices: a list of groups, see the class."""
         names = {name for name, _ in self.views}
-        if names & {"spans", *WORDS}:
-            draw = random.Random(int(torch.randint(2**62, ())))
+        if names & {"spans", *WORD_VIEWS}:
+            rng = random.Random(int(torch.randint(2**62, ())))
         if "spans" in names:
-            return self.model.batch(*self.spans([tokens[i][0] for i in places], draw))
-        views = [self.reworded(view, name, rate, draw) if name in WORDS else view
-                 for view, (name, rate) in zip(tokens.views(places, self.args.count), self.views)]
+            return self.model.batch(*self.sample_spans([tokens[i][0] for i in row_indices], rng))
+        views = [self.change_words(view, name, rate, rng) if name in WORD_VIEWS else view
+                 for view, (name, rate) in zip(tokens.views(row_indices, self.args.count), self.views)]
         if self.args.candidate_length:
-            views[2:] = [[self.cut(ids) for ids in view] for view in views[2:]]
+            views[2:] = [[self.truncate_candidate(ids) for ids in view] for view in views[2:]]
         batch = self.model.batch(*views)
-        if self.args.adversarial or names & {*EMBEDDINGS}:
-            batch = [[*group, group[0] // len(places)] for group in batch]
+        if self.args.adversarial or names & {*EMBEDDING_VIEWS}:
+            batch = [[*group, group[0] // len(row_indices)] for group in batch]
         return batch
 
-    def cut(self, ids):
-        """The tokens of a candidate without those beyond --candidate-length; the special ones stay."""
+    def truncate_candidate(self, ids):
+        """Truncate a candidate to --candidate-length tokens; the special tokens at its end stay."""
         most = self.args.candidate_length
-        return ids if len(ids) <= most else np.append(ids[: most - self.last], ids[len(ids) - self.last :])
+        return ids if len(ids) <= most else np.append(ids[: most - self.n_end], ids[len(ids) - self.n_end :])
 
     # ── words ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def reworded(self, rows, name, rate, draw):
-        """Tokens of the texts, after at least one word of each was changed."""
+    def change_words(self, rows, name, rate, rng):
+        """Return the tokens of the texts after the word-level augmentation `name`."""
         texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
         if name == "synonym":
             tagged = tag_words(texts, None, self.wordnet)
-            texts = [self.with_synonyms(text, words, rate, draw) for text, words in zip(texts, tagged)]
+            texts = [self.replace_by_synonyms(text, words, rate, rng) for text, words in zip(texts, tagged)]
         else:
-            texts = [" ".join(without(text.split(), name, rate, draw)) for text in texts]
-        return tokenise(texts, self.model.tokenizer, self.longest)[0]
+            texts = [" ".join(remove_words(text.split(), name, rate, rng)) for text in texts]
+        return tokenise(texts, self.model.tokenizer, self.max_length)[0]
 
-    def with_synonyms(self, text, words, rate, draw):
-        left, new = share_of(words, rate), {}
-        for start, end, pos in draw.sample(words, len(words)):
-            options = self.wordnet.options("synonym", text[start:end].lower(), pos) if pos and left else []
+    def replace_by_synonyms(self, text, words, rate, rng):
+        """Replace a fraction of the words, chosen at random among those that have synonyms."""
+        left, new = number_to_change(words, rate), {}
+        for start, end, pos in rng.sample(words, len(words)):
+            options = []
+            if pos and left:
+                options = self.wordnet.replacements("synonym", text[start:end].lower(), pos)
             if options:
-                new[start, end], left = draw.choice(options), left - 1
+                new[start, end], left = rng.choice(options), left - 1
         for start, end in sorted(new, reverse=True):
             text = text[:start] + new[start, end] + text[end:]
         return text
 
-    # ── embedded tokens ─────────────────────────────────────────────────────────────────────────────────────
+    # ── embeddings ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def alter(self, mask, view, step=None):
-        """A context in which the encoder's tokens (n, L, D) are as their view has them, view (n,): word
-        embeddings at other positions, what its first layer reads a step away and cut."""
+    def augment_pass(self, mask, view, step=None):
+        """Return a context in which the encoder augments each text as its view says.
+
+        shuffle permutes the word embeddings over the positions of the text. Then, in the input of the first
+        layer, `step` is added and the cutoffs set zeros.
+
+        mask   (n, L) attention mask of the texts
+        view   (n,) number of each text's view
+        step   (n, L, D) noise, or None
+        """
         encoder, context = self.model.encoder, ExitStack()
-        rows = lambda name: [(view == number).nonzero()[:, 0] for number, (its, _) in enumerate(self.views)
-                             if its == name]
-        if any(map(len, rows("shuffle"))):
-            moved = torch.cat(rows("shuffle"))
+        shuffled = [(view == number).nonzero()[:, 0] for number, (name, _) in enumerate(self.views)
+                    if name == "shuffle"]
+        if any(map(len, shuffled)):
+            rows = torch.cat(shuffled)
             order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
-            order[moved] = drawn(mask[moved].bool()).argsort(dim=1, stable=True)
-            step = step if step is None else reordered(step, order)            # a token takes its own along
+            order[rows] = random_keys(mask[rows].bool()).argsort(dim=1, stable=True)
+            step = step if step is None else reorder(step, order)              # a token keeps its own step
 
-            def in_place(_, __, output):                       # pooling may look for the first or last token
-                output.last_hidden_state = reordered(output.last_hidden_state, order.argsort(1))
+            def undo_shuffle(_, __, output):                   # pooling may need the first or last token
+                output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
                 return output
-            context.enter_context(changed(encoder, mask, lambda x: reordered(x, order)))
-            context.callback(encoder.register_forward_hook(in_place).remove)
+            context.enter_context(patched_word_embeddings(encoder, mask, lambda x: reorder(x, order)))
+            context.callback(encoder.register_forward_hook(undo_shuffle).remove)
 
         def change(x):
             x = x if step is None else x + step
             for number, (name, rate) in enumerate(self.views):
                 rows = (view == number).nonzero()[:, 0]
-                if name in self.cuts and len(rows):
-                    x = x.index_put((rows,), zeroed(x[rows], mask[rows].bool(), name, rate))
+                if name in self.cutoffs and len(rows):
+                    x = x.index_put((rows,), apply_cutoff(x[rows], mask[rows].bool(), name, rate))
             return x
-        if self.cuts or step is not None:
-            context.enter_context(changed_at(self.place, mask, change))
+        if self.cutoffs or step is not None:
+            context.enter_context(patched_embedding_output(self.hook_point, change))
         return context
 
-    def against(self, batch, loss_of, *rest):
-        """The batch with --adversarial noise on its first view, along the gradient of loss_of(model, batch,
-        *rest)[0]."""
-        steps = [torch.zeros(*group[1].shape, self.place.width, device=group[1].device, requires_grad=True)
+    def add_adversarial_noise(self, batch, loss_of, *rest):
+        """Return the batch with --adversarial noise on its first view. The noise goes along the gradient of
+        loss_of(model, batch, *rest)[0]."""
+        width = self.hook_point.width
+        steps = [torch.zeros(*group[1].shape, width, device=group[1].device, requires_grad=True)
                  for group in batch]
         loss_of(self.model, [[*group, step] for group, step in zip(batch, steps)], *rest)[0].backward()
         size = self.args.adversarial
-        return [[places, ids, mask, view, noise(step.grad, mask * (view == 0)[:, None], size)]
-                for (places, ids, mask, view), step in zip(batch, steps)]
+        return [[indices, ids, mask, view, adversarial_noise(step.grad, mask * (view == 0)[:, None], size)]
+                for (indices, ids, mask, view), step in zip(batch, steps)]
 
     # ── documents ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def find_documents(self, table):
-        """Keeps documents with room for anchors, none beside another, in cells of --max-length tokens."""
-        need, lengths = 2 * self.args.anchors * self.longest, []
+    def select_documents(self, table):
+        """Use only documents that are long enough for their anchors. A document is divided into cells of
+        --max-length tokens. At most one anchor starts in a cell, and never one in both of two neighbouring
+        cells."""
+        need, lengths = 2 * self.args.anchors * self.max_length, []
         bar = progress(table, "documents")
-        texts = (self.model.prompted(cells)[0] for _, cells in bar)
-        for part in portions(texts, rows=1000):
-            rows, _ = tokenise(part, self.model.tokenizer, WHOLE)
-            lengths += [len(row) - self.first - self.last for row in rows]
-        self.kept = [i for i, length in enumerate(lengths) if length >= need]
-        few = (f"{len(self.kept):,} of {len(table):,} documents have {need:,} tokens, "
-               f"2 · {self.args.anchors} · --max-length {self.longest}")
-        if len(self.kept) < self.args.batch_size:
-            fail(f"{table}: {few}, wanted at least --batch-size, which is {self.args.batch_size}")
-        say("spans", f"{few}; the others are left out")
+        texts = (self.model.add_prompts(cells)[0] for _, cells in bar)
+        for part in text_batches(texts, rows=1000):
+            rows, _ = tokenise(part, self.model.tokenizer, NO_LIMIT)
+            lengths += [len(row) - self.n_start - self.n_end for row in rows]
+        self.used_rows = [i for i, length in enumerate(lengths) if length >= need]
+        found = (f"{len(self.used_rows):,} of {len(table):,} documents have at least {need:,} tokens, "
+                 f"2 · {self.args.anchors} anchors · --max-length {self.max_length}")
+        if len(self.used_rows) < self.args.batch_size:
+            fail(f"{table}: {found}; expected at least {self.args.batch_size}, which is --batch-size")
+        log("spans", f"{found}; the others are left out")
 
-    def spans(self, documents, draw):
-        """[anchors, positives, positives, ...] of documents' tokens, --spans A P: A anchors of each document,
-        in a view each P positives that overlap or touch it. Drawn one after the other, as released."""
+    def sample_spans(self, documents, rng):
+        """Return the views [anchors, positives, positives, ...] of documents for --spans A P, in tokens. Each
+        document gives A anchors, and for each anchor P positives that overlap or touch it, one per view. They
+        are sampled one after the other, as in the released code."""
         views = [[] for _ in range(self.args.count)]
         for tokens in documents:
-            ends = tokens[: self.first], tokens[len(tokens) - self.last :]
-            tokens = tokens[self.first : len(tokens) - self.last]
-            cells = [*range(len(tokens) // self.longest)]
+            start_tokens, end_tokens = tokens[: self.n_start], tokens[len(tokens) - self.n_end :]
+            tokens = tokens[self.n_start : len(tokens) - self.n_end]
+            cells = [*range(len(tokens) // self.max_length)]
             for left in range(self.args.anchors, 0, -1):
-                length, cell = self.span_length(4, 2, draw), drawn_cell(cells, left, draw)
-                start = cell * self.longest + draw.randint(0, self.longest - length)
-                cuts = [(start, length)]
+                length = self.span_length(4, 2, rng)
+                cell = sample_cell(cells, left, rng)
+                start = cell * self.max_length + rng.randint(0, self.max_length - length)
+                spans = [(start, length)]
                 for _ in views[1:]:
-                    size = self.span_length(2, 4, draw)
+                    size = self.span_length(2, 4, rng)
                     least, most = max(0, start - size), min(start + length, len(tokens) - size)
-                    cuts.append((draw.randint(least, most), size))
-                for view, (at, size) in zip(views, cuts):
-                    room = self.longest - self.first - self.last               # of the encoder
-                    view.append(np.concatenate([ends[0], tokens[at : at + size][:room], ends[1]]))
+                    spans.append((rng.randint(least, most), size))
+                for view, (at, size) in zip(views, spans):
+                    room = self.max_length - self.n_start - self.n_end         # in the encoder's input
+                    view.append(np.concatenate([start_tokens, tokens[at : at + size][:room], end_tokens]))
         return views
 
-    def span_length(self, a, b, draw):
-        least = min(SHORTEST, self.longest // 2)
-        return int(draw.betavariate(a, b) * (self.longest - least) + least)
+    def span_length(self, a, b, rng):
+        """Sample a length from MIN_SPAN to --max-length tokens, by a Beta(a, b) distribution."""
+        least = min(MIN_SPAN, self.max_length // 2)
+        return int(rng.betavariate(a, b) * (self.max_length - least) + least)
 
 
-def drawn_cell(cells, left, draw):
-    """Takes a cell for the next of `left` anchors, and its neighbours, out of those that are free. It is the
-    first or the last free one where others could leave too few."""
-    room = len(cells) // left >= left
-    at = draw.randrange(len(cells)) if room else draw.choice([0, len(cells) - 1])
+def sample_cell(cells, left, rng):
+    """Sample a cell for the next anchor, and remove it and its neighbours from the list of free cells.
+
+    If a cell from the middle could leave too few free cells for the remaining anchors, take the first or the
+    last free cell.
+
+    left    number of anchors that still need a cell, including this one
+    """
+    enough = len(cells) // left >= left
+    at = rng.randrange(len(cells)) if enough else rng.choice([0, len(cells) - 1])
     cell = cells[at]
     del cells[max(0, at - 1) : at + 2]
     return cell
 
 
-def anchors_of(batch, count):
-    """The first `count` texts of a batch, in its groups."""
-    return chosen(batch, lambda places: places < count)
+def select_anchors(batch, count):
+    """Return the groups of a batch with only its first `count` texts, the anchors."""
+    return select_texts(batch, lambda row_indices: row_indices < count)
 
 
-def behind_anchors(batch, count):
-    return chosen(batch, lambda places: places >= count)
+def drop_anchors(batch, count):
+    """Return the groups of a batch without its first `count` texts."""
+    return select_texts(batch, lambda row_indices: row_indices >= count)
 
 
-def chosen(batch, which):
-    groups = ((group, which(group[0])) for group in batch)
+def select_texts(batch, condition):
+    """Return the groups of a batch with only the texts whose row indices satisfy a condition."""
+    groups = ((group, condition(group[0])) for group in batch)
     return [[x[kept] for x in group] for group, kept in groups if kept.any()]
 
 
-def share_of(words, rate):
-    """How many of them are changed, one at the least."""
+def number_to_change(words, rate):
+    """Return how many of the words a word-level augmentation changes, at least one."""
     return max(1, int(len(words) * rate))
 
 
-def without(words, name, rate, draw):
-    """The words less a share of them: of a crop at the ends, else anywhere; one is left."""
-    kept = len(words) - share_of(words, rate)
+def remove_words(words, name, rate, rng):
+    """Remove a fraction of the words: crop removes them at the ends, delete anywhere. At least one stays."""
+    kept = len(words) - number_to_change(words, rate)
     if kept < 1:
         return words
     if name == "crop":
-        start = draw.randint(0, len(words) - kept)
+        start = rng.randint(0, len(words) - kept)
         return words[start : start + kept]
-    return [words[i] for i in sorted(draw.sample(range(len(words)), kept))]
+    return [words[i] for i in sorted(rng.sample(range(len(words)), kept))]
 
 
-def drawn(may):
-    """A random number for each of those that may be, 2 for the others."""
-    return torch.rand(may.shape, device=may.device, dtype=torch.float64).masked_fill_(~may, 2)
+def random_keys(eligible):
+    """Return uniform random numbers where the mask is True, and 2 elsewhere, so that those sort last."""
+    return torch.rand(eligible.shape, device=eligible.device, dtype=torch.float64).masked_fill_(~eligible, 2)
 
 
-def some(may, rate):
-    """bool like may (n, C): in each row this share, rounded down, of those that may be, at random."""
-    numbers, counts = drawn(may), (may.sum(1, keepdim=True).double() * rate).long()
-    return numbers < numbers.sort(1).values.gather(1, counts)
+def random_subset(eligible, rate):
+    """Return a mask like `eligible` (n, C), with a random fraction, rounded down, of the True in each row."""
+    keys, counts = random_keys(eligible), (eligible.sum(1, keepdim=True).double() * rate).long()
+    return keys < keys.sort(1).values.gather(1, counts)
 
 
-def zeroed(x, mask, name, rate):
-    """Embeddings x (n, L, D) of tokens (n, L), a fixed number of random columns, rows or entries 0."""
-    may = mask[:, :, None]
+def apply_cutoff(x, mask, name, rate):
+    """Set a fixed fraction of features, tokens or entries of each text's embeddings x (n, L, D) to 0.
+
+    mask   (n, L) bool, False for padding
+    name   which of CUTOFF_VIEWS
+    """
+    eligible = mask[:, :, None]
     if name == "feature_cutoff":
-        may = torch.ones_like(x[:, :1], dtype=torch.bool)
+        eligible = torch.ones_like(x[:, :1], dtype=torch.bool)
     elif name == "embedding_dropout":
-        may = may.expand_as(x)
-    return x.masked_fill(some(may.flatten(1), rate).view(may.shape), 0)
+        eligible = eligible.expand_as(x)
+    return x.masked_fill(random_subset(eligible.flatten(1), rate).view(eligible.shape), 0)
 
 
-def reordered(x, order):
-    """Rows of x (n, L, D), each in its order (n, L)."""
+def reorder(x, order):
+    """Reorder the tokens of each row of x (n, L, D) by its order (n, L)."""
     return x.gather(1, order[:, :, None].expand_as(x))

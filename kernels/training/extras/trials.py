@@ -1,5 +1,5 @@
-"""Several trials of a script, --mode times --seeds: each is an ordinary run in OUT/MODE-SEED. They end with a
-table of their scores, and with the best trial's model in OUT."""
+"""Several trials of a script, one for each --mode and seed (--num-seeds). Each trial is an ordinary run in
+OUT/MODE-SEED. At the end a table compares the modes, and OUT gets a copy of the best trial's model."""
 import argparse
 import json
 import os
@@ -9,113 +9,117 @@ from pathlib import Path
 import numpy as np
 
 from .. import output_dir
-from ..cli import fail, say
+from ..cli import fail, log
 from ..run import Run
-from ..text.classifier import describe_scores, finish, metric_name, write_card
+from ..text.classifier import describe_scores, finish_run, metric_name, write_card
 
 
 class Trial(Run):
-    """An ordinary run. The first trial that begins also begins OUT: until then nothing is written."""
+    """An ordinary run. OUT is created when the first trial begins to train: until then nothing is written."""
 
-    def __init__(self, args, script, whole):
-        self.whole = whole
+    def __init__(self, args, script, parent):
+        self.parent = parent
         super().__init__(args, script)
 
-    def begin(self, *given, **more):
-        begin_whole(self.whole)
-        self.known = dict(self.whole.inputs)                   # read once, for all trials
-        super().begin(*given, **more)
+    def begin(self, *args, **kwargs):
+        begin_parent(self.parent)
+        self.known_checksums = dict(self.parent.inputs)        # inputs are read once, not for every trial
+        super().begin(*args, **kwargs)
 
 
 def run_trials(args, modes, script, train):
-    """Train each mode with each seed from args.seed upwards, one after the other. --resume skips trials that
-    are finished and continues the one that is not.
+    """Train each mode with each seed from args.seed upwards, one after the other. --resume skips the trials
+    that are finished, and continues the one that is not.
 
-    train   train(args, run) trains one mode, args.mode, with one seed
+    train   function (args, run) that trains one mode, args.mode, with one seed
     """
-    whole = Run(args, script)                                  # for what it refuses, and OUT's own files
-    seeds = range(args.seed, args.seed + args.seeds)
+    parent = Run(args, script)                                 # checks the flags, and writes OUT's own files
+    seeds = range(args.seed, args.seed + args.num_seeds)
     trials = [trial_args(args, mode, seed) for mode in modes for seed in seeds]
-    say("trials", f"{', '.join(modes)}, p {args.reserve_p:g}, {args.seeds} × seed {args.seed}, "
+    log("trials", f"{', '.join(modes)}, p {args.reserve_p:g}, {args.num_seeds} × seed {args.seed}, "
                   f"each in {args.out}/MODE-SEED")
     for trial in trials:
         folder = Path(trial.out)
         if is_finished(folder):
-            say("skipped", f"{folder} is finished")
+            log("skipped", f"{folder} is finished")
             continue
-        trial.resume = (folder / output_dir.RUNNING).is_file()
-        run = Trial(trial, script, whole)
+        trial.resume = (folder / output_dir.LOCK_FILE).is_file()
+        run = Trial(trial, script, parent)
         train(trial, run)
-        del run.model, run.optimizer                           # signal handlers still know the run
-    begin_whole(whole)
-    if whole.rank == 0:
-        sum_up(whole, trials, modes)
+        del run.model, run.optimizer                           # free memory: the signal handlers keep `run`
+    begin_parent(parent)
+    if parent.rank == 0:
+        summarise(parent, trials, modes)
 
 
 def trial_args(args, mode, seed):
-    """The flags of one trial; its command makes --resume of its folder alone continue just this trial."""
-    command = [*args.command, "--mode", mode, "--seed", str(seed), "--seeds", "1"]
-    own = dict(mode=mode, seed=seed, seeds=1, out=os.path.join(args.out, f"{mode}-{seed}"), command=command)
+    """Return the flags of one trial. They include a command: --resume with this trial's folder as --out
+    continues it alone."""
+    command = [*args.command, "--mode", mode, "--seed", str(seed), "--num-seeds", "1"]
+    out = os.path.join(args.out, f"{mode}-{seed}")
+    own = dict(mode=mode, seed=seed, num_seeds=1, out=out, command=command)
     return argparse.Namespace(**vars(args) | own)
 
 
 def is_finished(folder):
-    return (folder / "args.json").is_file() and not (folder / output_dir.RUNNING).is_file()
+    """Return whether the trial in a folder has ended."""
+    return (folder / "args.json").is_file() and not (folder / output_dir.LOCK_FILE).is_file()
 
 
-def begin_whole(run):
-    """Lock OUT and write the flags and the code, or compare the flags with those of the trials in OUT."""
+def begin_parent(run):
+    """Lock OUT, and write flags and code to it, or check that the flags are those of the trials in OUT. Only
+    the first call does this."""
     if hasattr(run, "lock"):
         return
-    run.inputs = output_dir.fingerprints(run.args, run.known)
+    run.inputs = output_dir.fingerprints(run.args, run.known_checksums)
     with output_dir.locked(run.out, run.args.resume, run.rank) as run.lock:
         begun = run.args.resume and output_dir.has_run(run.out)
         if begun:
-            was = json.loads((run.out / "args.json").read_text(encoding="utf-8"))
-            output_dir.refuse_changes(was, run.flags(), run.out)
+            saved = json.loads((run.out / "args.json").read_text(encoding="utf-8"))
+            output_dir.refuse_changes(saved, run.flags(), run.out)
     if run.rank == 0 and not begun:
         output_dir.write_code(run.out, run.script, run.flags())
 
 
-def sum_up(whole, trials, modes):
-    """Say the scores of each mode, copy the best trial into OUT, and say how to load it. Without --dev, which
-    compares trials, the first one is kept."""
-    args = whole.args
+def summarise(parent, trials, modes):
+    """Print the scores of each mode, copy the best trial into OUT, and print how to load its model. Trials
+    are compared by --dev; without it the first one is copied."""
+    args = parent.args
     rows = [last_row(Path(trial.out) / "metrics.jsonl") for trial in trials]
     scores = [scores_of(row) for row in rows]
     for mode in modes:
         own = [i for i, trial in enumerate(trials) if trial.mode == mode]
         if scores[0]:
-            say(mode, mean_and_spread([scores[i] for i in own], args.labels))
+            log(mode, mean_and_spread([scores[i] for i in own], args.labels))
         for detector in rows[0].get("ood", {}):
             found = mean_and_spread([rows[i]["ood"][detector] for i in own])
-            say("ood", f"mode {mode}, {detector}: {found}")
+            log("ood", f"mode {mode}, {detector}: {found}")
     best = 0
-    if args.dev:                                               # the first of equal ones
+    if args.dev:                                               # the first one if several are best
         best = max(range(len(trials)), key=lambda i: scores[i][args.metric])
     trial = trials[best]
-    whole.progress["saved"] = {"mode": trial.mode, "seed": trial.seed, **scores[best]}
-    copy_trial(trial, whole)
-    finish(whole, trial, scores[best], sum(row["skipped"] for row in rows))
+    parent.extra_state["saved"] = {"mode": trial.mode, "seed": trial.seed, **scores[best]}
+    copy_trial(trial, parent)
+    finish_run(parent, trial, scores[best], sum(row["skipped"] for row in rows))
 
 
 def last_row(path):
-    """The last row of a finished trial's metrics.jsonl."""
+    """Return the last row of a finished trial's metrics.jsonl."""
     try:
         row = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
         return row | {"skipped": int(row["skipped"])}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        fail(f"{path}: damaged ({type(error).__name__}); delete {path.parent}, and --resume trains it again")
+        fail(f"{path}: damaged ({type(error).__name__}); delete {path.parent}, then --resume trains it again")
 
 
 def scores_of(row):
-    """{metric: percent} on --dev and on the contrast set."""
+    """Return {metric: percentage} on --dev and on the contrast set."""
     dev = {name.removeprefix("dev_"): score for name, score in row.items() if name.startswith("dev_")}
     return dev | row.get("contrast", {})
 
 
 def mean_and_spread(runs, labels=()):
-    """One line: the mean, deviation and best of each score over several runs; of one run its scores."""
+    """Return one line: the mean, standard deviation and best of each score, or the scores of a single run."""
     if len(runs) == 1:
         return describe_scores(runs[0], labels)
     parts = []
@@ -127,11 +131,11 @@ def mean_and_spread(runs, labels=()):
     return "; ".join(parts)
 
 
-def copy_trial(trial, whole):
-    """Copy a trial's model and metrics into OUT, whose flags and code are there already."""
-    left = {"args.json", "state.pt", whole.script.name}
-    with output_dir.new_files(whole) as aside:
+def copy_trial(trial, parent):
+    """Copy a trial's model and metrics into OUT, which has flags and code of its own."""
+    own_files = {"args.json", "state.pt", parent.script.name}
+    with output_dir.atomic_output(parent) as aside:
         for file in Path(trial.out).iterdir():
-            if file.is_file() and file.name not in left:
+            if file.is_file() and file.name not in own_files:
                 shutil.copyfile(file, aside / file.name)
-        write_card(aside, trial, whole)
+        write_card(aside, trial, parent)

@@ -1,4 +1,4 @@
-"""Files of entity vectors as Wikipedia2Vec's save_text writes them."""
+"""Read entity vectors from text files as Wikipedia2Vec's save_text writes them."""
 import bz2
 import gzip
 import re
@@ -8,30 +8,31 @@ import numpy as np
 import torch
 
 from ..cli import fail
-from ..files import opened, pieces
+from ..files import open_file, split_long_lines
 from ..progress import progress
 
 
 def load_entity_vectors(path, titles):
-    """Read the vectors of entities from lines like "ENTITY/Title 0.1 0.2", line by line.
+    """Read the vectors of entities, line by line, from lines like "ENTITY/Title 0.1 0.2".
 
-    path      a text file, also .gz or .bz2
-    titles    of the entities; those that the file lacks get random vectors (EASE's released code)
-    returns   (entities, D) float32, and how many of them the file has
+    path      a text file, which may be compressed (.gz or .bz2)
+    titles    titles of the entities; those that are not in the file get random vectors (EASE's released code)
+    returns   ((entities, D) float32, number of the entities that are in the file)
     """
-    rows, vectors, found, line = {title: i for i, title in enumerate(titles)}, None, set(), 0
-    unpack = {".gz": gzip.open, ".bz2": bz2.open}.get(Path(path).suffix, open)
+    rows = {title: i for i, title in enumerate(titles)}
+    vectors, found, line = None, set(), 0
+    opener = {".gz": gzip.open, ".bz2": bz2.open}.get(Path(path).suffix, open)
     try:
-        with opened(path, unpack) as file:
-            for line, text in enumerate(progress(pieces(file), "vectors", unit=" lines"), 1):
-                if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):           # word2vec's header
+        with open_file(path, opener) as file:
+            for line, text in enumerate(progress(split_long_lines(file), "vectors", unit=" lines"), 1):
+                if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):           # header of the word2vec format
                     continue
                 name, _, numbers = text.strip().partition(b"\t" if b"\t" in text else b" ")
                 width = numbers.count(b" ") + bool(numbers)
                 if vectors is None:
                     vectors = torch.empty(len(titles), width).uniform_(-0.05, 0.05)
                 if width != vectors.shape[1]:
-                    fail(f"{path} line {line}: {width} numbers, wanted {vectors.shape[1]} as before")
+                    fail(f"{path} line {line}: {width} numbers, expected {vectors.shape[1]} as before")
                 title = name.removeprefix(b"ENTITY/").decode().replace("_", " ")
                 if name.startswith(b"ENTITY/") and title in rows:
                     vectors[rows[title]] = torch.from_numpy(np.array(numbers.split(b" "), np.float32))
@@ -41,8 +42,8 @@ def load_entity_vectors(path, titles):
     except ValueError as error:                                # not a number, or not UTF-8
         fail(f"{path} line {line}: {error}")
     if not found:
-        fail(f"{path}: none of the {len(titles):,} entities; wanted lines like ENTITY/Title 0.1 0.2 "
-             "(Wikipedia2Vec's save_text)")
+        fail(f"{path}: none of the {len(titles):,} entities; expected lines like ENTITY/Title 0.1 0.2, as "
+             "Wikipedia2Vec's save_text writes them")
     if not vectors.isfinite().all():
         fail(f"{path}: not all numbers are finite")
     return vectors, len(found)

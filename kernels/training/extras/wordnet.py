@@ -1,60 +1,69 @@
-"""A WordNet database: the words that can replace a word, and which words of a text are such words."""
+"""Read a WordNet database, find replacements of a word in it, and tag the parts of speech of a text."""
 import functools
 import os
 import re
 from pathlib import Path
 
 from ..cli import fail
-from ..files import opened, pieces
+from ..files import open_file, split_long_lines
 
-# Words of other parts of speech that WordNet has as nouns, verbs, adjectives or adverbs: "he" is helium.
-CLOSED = frozenset("""a about above across after all along am an another any are around as at be been before
-behind being below beneath beside besides between beyond both but by can despite did do does doing done down
-each eight either eleven every except few five four had has have having he here hundred i in inside is it its
-least less like many may me might million mine more most much must near neither nine no none not off on one or
-other out outside over past same seven several six so some such ten then there though thousand three through
-throughout till twelve two under up us was were whatever while who why will within yet zero""".split())
-COARSE = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")  # spaCy's names, WordNet's
+# Function words that WordNet lists as nouns, verbs, adjectives or adverbs, too ("he" is helium). They are not
+# replaced.
+FUNCTION_WORDS = frozenset("""a about above across after all along am an another any are around as at be been
+before behind being below beneath beside besides between beyond both but by can despite did do does doing done
+down each eight either eleven every except few five four had has have having he here hundred i in inside is it
+its least less like many may me might million mine more most much must near neither nine no none not off on
+one or other out outside over past same seven several six so some such ten then there though thousand three
+through throughout till twelve two under up us was were whatever while who why will within yet zero
+""".split())
+POS_NAMES = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")              # spaCy's: WordNet's
 WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*|[^\w\s]|_")
-WANTED = "wanted the folder of a WordNet database"
-DAMAGED = "is damaged, copy it anew"
+EXPECTED_FOLDER = "expected the folder of a WordNet database"
+COPY_AGAIN = "the database is damaged; copy it again"
 
 
 class WordNet:
-    """A database in Princeton's format.
+    """A WordNet database in Princeton's format.
 
-    folder    holds data.noun, data.verb, data.adj, data.adv and, if any, their .exc of irregular forms
-    synsets   {(part of speech, offset in its file): (words, pointers to hypernyms "@" and antonyms "!")}
+    folder      has data.noun, data.verb, data.adj, data.adv, and perhaps noun.exc etc. with irregular forms
+    synsets     {(part of speech, offset in its file): (words, pointers to hypernyms "@" and antonyms "!")}
+    senses      {part of speech: {lemma: keys of its synsets}}
+    lemma_of    {part of speech: {irregular form: its lemmas}}
+    forms_of    {part of speech: {lemma: its irregular forms}}
+    words       sorted single words, used as random replacements
     """
-    LETTERS = dict(n="noun", v="verb", a="adj", s="adj", r="adv")              # in pointers
-    # The end of a form, and what its lemma has there: WordNet's morphy.
+    POS_BY_LETTER = dict(n="noun", v="verb", a="adj", s="adj", r="adv")        # letters in pointers
+    # ending of a form - ending of its lemma, as in WordNet's morphy
     ENDINGS = dict(noun="s- ses-s ves-f xes-x zes-z ches-ch shes-sh men-man ies-y",
                    verb="s- ies-y es-e es- ed-e ed- ing-e ing-", adj="er- est- er-e est-e", adv="")
-    # Lemmas with regular forms (not "news", not "beautiful"), their endings, and known forms that stand for a
-    # regular one.
-    REGULAR = dict(noun=("([^s]|[isu]s)$", {"s": ""}),
+    # For each part of speech: a pattern of the lemmas that have regular forms (not "news", not "beautiful"),
+    # and {ending: pattern}. An irregular form that matches the pattern replaces the regular form with this
+    # ending.
+    REGULAR_FORMS = dict(noun=("([^s]|[isu]s)$", {"s": ""}),
                    verb=("", {"es": "s$", "ing": "ing$", "ed": "[^s]$"}),
                    adj=("^[^aeiouy]*[aeiouy]+[^aeiouy]+e?$", {"er": "(?<!st)$", "est": "st$"}), adv=("", {}))
 
     def __init__(self, folder):
         self.folder, self.synsets = Path(folder), {}
-        self.senses, self.lemma_of, self.forms_of = ({pos: {} for pos in self.ENDINGS} for _ in range(3))
+        self.senses = {pos: {} for pos in self.ENDINGS}
+        self.lemma_of = {pos: {} for pos in self.ENDINGS}
+        self.forms_of = {pos: {} for pos in self.ENDINGS}
         for pos in self.ENDINGS:
             self.read_file(f"data.{pos}", self.add_synset, pos)
             self.read_file(f"{pos}.exc", self.add_irregular, pos)
             if not self.senses[pos]:
-                fail(f"--wordnet {folder}: data.{pos} is empty; {WANTED}")
+                fail(f"--wordnet {folder}: data.{pos} is empty; {EXPECTED_FOLDER}")
         self.check_pointers()
         words = (word for words, _ in self.synsets.values() for word in words)
         self.words = sorted({word for word in words if word.isalpha() and word.islower()})
 
     def check_pointers(self):
-        """Fail if a pointer leads nowhere: a file that was cut between two lines looks whole otherwise."""
+        """Raise UserError if a pointer has no target: this detects a file that was truncated after a line."""
         for (pos, offset), (_, targets) in self.synsets.items():
             for key, number in targets["@"] + targets["!"]:
                 if key not in self.synsets or not 0 <= number <= len(self.synsets[key][0]):
                     fail(f"{self.folder / f'data.{pos}'}: synset {offset:08} points to word {number} of "
-                         f"{key[1]:08} in data.{key[0]}, which is not there; the database {DAMAGED}")
+                         f"{key[1]:08} in data.{key[0]}, which does not exist; {COPY_AGAIN}")
 
     def read_file(self, name, add, pos):
         """Call add(line, offset, pos) for each line of a file. Files of irregular forms may be missing."""
@@ -62,19 +71,24 @@ class WordNet:
         if not os.path.lexists(path):
             if not name.startswith("data."):
                 return
-            fail(f"--wordnet {self.folder}: {name}: No such file or directory; {WANTED}")
-        with opened(path) as file:
-            for i, line in enumerate(pieces(file), 1):
+            fail(f"--wordnet {self.folder}: {name}: No such file or directory; {EXPECTED_FOLDER}")
+        with open_file(path) as file:
+            for i, line in enumerate(split_long_lines(file), 1):
                 try:
                     add(line.decode(), offset, pos)
                 except (ValueError, IndexError, KeyError):
-                    fail(f"{path} line {i}: not what a WordNet database has at this place; it {DAMAGED}")
+                    fail(f"{path} line {i}: not a valid line of a WordNet database; {COPY_AGAIN}")
                 offset += len(line)
 
     def add_synset(self, line, offset, pos):
-        """00358432 00 a 02 hot 0 torrid 1 001 ! 00363100 a 0101 | gloss: two words, one pointer, from the
-        first of them to the first of another synset."""
-        if line.startswith("  "):                              # the licence
+        """Add the synset of a line of a data file. For example, in
+
+            00358432 00 a 02 hot 0 torrid 1 001 ! 00363100 a 0101 | gloss
+
+        the synset has 02 words, hot and torrid, and 001 pointer, from its first word to the first word of
+        another synset: its antonym (!).
+        """
+        if line.startswith("  "):                              # a line of the licence
             return
         fields = line.split(" | ")[0].split()
         size = 4 + 2 * int(fields[3], 16)
@@ -82,16 +96,17 @@ class WordNet:
         pointers = fields[size + 1 : size + 1 + 4 * int(fields[size])]
         if int(fields[0]) != offset or len(pointers) != 4 * int(fields[size]) or not line.endswith("\n"):
             raise ValueError
-        targets = {"@": [], "!": []}  # hypernyms, antonyms: (synset, number of its word, 0 for all)
+        # hypernyms and antonyms: (key of the synset, number of a word in it, or 0 for the whole synset)
+        targets = {"@": [], "!": []}
         for symbol, other, letter, numbers in zip(*[iter(pointers)] * 4):
             if symbol in targets:
-                targets[symbol].append(((self.LETTERS[letter], int(other)), int(numbers[2:], 16)))
+                targets[symbol].append(((self.POS_BY_LETTER[letter], int(other)), int(numbers[2:], 16)))
         self.synsets[pos, offset] = words, targets
         for word in words:
             self.senses[pos].setdefault(word.lower(), []).append((pos, offset))
 
     def add_irregular(self, line, _, pos):
-        """went go"""
+        """Add the irregular form of a line such as "went go": form, lemmas."""
         form, *lemmas = (word.replace("_", " ") for word in line.split())
         self.lemma_of[pos][form] = lemmas
         for lemma in lemmas:
@@ -99,7 +114,7 @@ class WordNet:
 
     @functools.cache
     def lemmas(self, word, pos):
-        """The lemmas that a word may be a form of: "dogs" of "dog"."""
+        """Return the lemmas of which a word may be a form: "dog" for "dogs"."""
         forms = self.lemma_of[pos].get(word)
         if forms is None:
             endings = (pair.split("-") for pair in self.ENDINGS[pos].split())
@@ -108,26 +123,31 @@ class WordNet:
 
     @functools.cache
     def part_of_speech(self, word):
-        """The part of speech with most senses; None for words of closed classes and for unknown words."""
-        if word in CLOSED or word.upper() == word:
+        """Return a word's part of speech with the most senses; None for function words and unknown words."""
+        if word in FUNCTION_WORDS or word.upper() == word:
             return None
         senses = {pos: sum(len(self.senses[pos][lemma]) for lemma in self.lemmas(word, pos))
                   for pos in self.ENDINGS}
         return max(senses, key=senses.get) if any(senses.values()) else None
 
     def inflections(self, lemma, pos):
-        """A lemma and its forms: WordNet's irregular ones, else regular ones."""
-        known, (fits, endings) = self.forms_of[pos].get(lemma, []), self.REGULAR[pos]
-        if not known and not re.search(fits, lemma):
+        """Return a lemma and its forms: the irregular ones of WordNet, and regular ones where it has none."""
+        irregular = self.forms_of[pos].get(lemma, [])
+        has_regular_forms, endings = self.REGULAR_FORMS[pos]
+        if not irregular and not re.search(has_regular_forms, lemma):
             return {lemma}
-        missing = (ending for ending, kind in endings.items()
-                   if not any(re.search(kind, form) for form in known))
-        return {lemma, *known, *(inflect(lemma, ending) for ending in missing)}
+        missing = (ending for ending, replaced_by in endings.items()
+                   if not any(re.search(replaced_by, form) for form in irregular))
+        return {lemma, *irregular, *(inflect(lemma, ending) for ending in missing)}
 
     @functools.cache
-    def options(self, kind, word, pos):
-        """The sorted words that may replace a word (in lower case): its "synonym", "hypernym", "antonym" or
-        "inflected" words, or all words for "random"."""
+    def replacements(self, kind, word, pos):
+        """Return the sorted words that may replace a word.
+
+        kind   "synonym", "hypernym", "antonym", "inflected": other forms of the word; "random": any word
+        word   in lower case
+        pos    its part of speech
+        """
         if kind == "random":
             return self.words
         lemmas = self.lemmas(word, pos)
@@ -137,34 +157,35 @@ class WordNet:
         if kind == "hypernym":
             synsets = [self.synsets[key] for _, targets in synsets for key, _ in targets["@"]]
         found = {other for words, _ in synsets for other in words}
-        if kind == "antonym":                                  # of any word of the synsets
+        if kind == "antonym":                                  # antonyms of all words of the synsets
             pointers = (pointer for _, targets in synsets for pointer in targets["!"])
             found = {self.synsets[key][0][number - 1] for key, number in pointers if number}
         return sorted(other for other in found if other.lower() not in (word, *lemmas))
 
 
 def inflect(word, ending):
-    """The regular form of a word: tries, trying, tried, wider. WordNet lists the irregular ones."""
+    """Return the regular form of a word with an ending: "es", "ing", "ed" and "er" give tries, trying, tried,
+    wider."""
     if ending == "ing":
         return re.sub("([^eoy])e$", r"\1", word) + ending
-    if ending in ("s", "es"):                                  # of nouns, of verbs: photos, echoes
+    if ending in ("s", "es"):                                  # s: nouns (photos); es: verbs (echoes)
         word = re.sub("([^aeiou])y$", r"\1ie", word)
-        hisses = "(s|x|z|ch|sh)$" if ending == "s" else "(s|x|z|ch|sh|[^aeiou]o)$"
-        return word + ("es" if re.search(hisses, word) else "s")
+        takes_es = "(s|x|z|ch|sh)$" if ending == "s" else "(s|x|z|ch|sh|[^aeiou]o)$"
+        return word + ("es" if re.search(takes_es, word) else "s")
     return (word[:-1] if word.endswith("e") else re.sub("([^aeiou])y$", r"\1i", word)) + ending
 
 
 def load_tagger(args):
-    """spaCy's tagger, or None for WordNet's parts of speech. Sets args.tagger to its name."""
+    """Return spaCy's tagger, or None if WordNet gives the parts of speech. Set args.tagger to its name."""
     if args.tagger == "lexicon":
         return None
     try:
         import spacy
         tagger = spacy.load(args.tagger or "en_core_web_sm", exclude=["parser", "ner", "lemmatizer"])
-    except (ImportError, OSError) as error:                    # spaCy is missing, or the model is
+    except (ImportError, OSError) as error:                    # spaCy or the model is not installed
         if args.tagger:
             found = f"--tagger {args.tagger}: {error}".splitlines()[0][:150]
-            fail(f"{found}; install it, or take lexicon")
+            fail(f"{found}; install it, or use --tagger lexicon")
         args.tagger = "lexicon"
         return None
     args.tagger = f"{tagger.meta['lang']}_{tagger.meta['name']} {tagger.meta['version']}"
@@ -172,16 +193,17 @@ def load_tagger(args):
 
 
 def tag_words(texts, tagger, wordnet):
-    """Yield each text's words and marks as (start, end, part of speech or None). None are not replaced."""
+    """Yield for each text [(start, end, part of speech)] of its words and punctuation marks. The part of
+    speech is None for what may not be replaced."""
     if tagger:
         for doc in tagger.pipe(texts):
             words = (word for word in doc if not word.is_space)
-            yield [(word.idx, word.idx + len(word), COARSE.get(word.pos_)) for word in words]
+            yield [(word.idx, word.idx + len(word), POS_NAMES.get(word.pos_)) for word in words]
         return
     for text in texts:
         tagged = []
         for word in WORD.finditer(text):
             lower = word.group().lower()
-            is_name = tagged and word.group() != lower         # a guess
+            is_name = tagged and word.group() != lower         # a guess: upper case after the first word
             tagged.append((*word.span(), None if is_name else wordnet.part_of_speech(lower)))
         yield tagged

@@ -1,12 +1,12 @@
-"""Images: what simclr.py and moco.py share.
+"""Modules for training on images, shared by simclr.py and moco.py.
 
-dataset       the images of --data and --dev: labels, views
-formats       where images come from: arrays, CIFAR's batches, folders and tables of files
-pickles       CIFAR's batches, without what a pickle can do
-loading       arrays and files as they are read, decoded and cut
-workers       processes that decode, and their signals
-augmentation  boxes, resizing, colours, blur
-encoders      ResNets and other encoders: made, loaded, saved with their heads
-evaluation    nearest neighbours, the linear probe, a classifier's accuracy
-lars          LARS and its alternatives
+dataset       the images of --data and --dev with their labels; iterators over training and evaluation views
+formats       reads data sets: .npz and .npy arrays, CIFAR's python batches, folders and tables of image files
+pickles       reads the pickles of CIFAR's python batches without running any code in them
+loading       image arrays and image files as sources of views; decoding and cropping of files
+workers       worker processes for decoding, and how they handle signals
+augmentation  random crop boxes, crop and resize, colour jitter, blur
+encoders      ResNets and other image encoders: create, load and save them with their heads
+evaluation    kNN accuracy, linear probe, accuracy of a classifier
+lars          the LARS optimizer, and the optimizers that can replace it
 """

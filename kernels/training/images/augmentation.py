@@ -1,6 +1,7 @@
-"""Views of pictures: boxes that are drawn, cut out and resized; colours and blur on the device.
+"""Augmentation of images: random crop boxes, crop and resize, colour jitter, blur.
 
-x is (n, 3, H, W) float32 in [0, 1]; each picture has its own draw of every number.
+Boxes are computed with NumPy on the CPU; everything else runs on the device of the images. Images x are
+(n, 3, H, W) float32 in [0, 1]. Every random number is sampled separately for each image.
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,16 +13,20 @@ import torch.nn.functional as F
 # ── boxes ──
 
 
-def numbers(seed, epoch, keys, first, count):
-    """(count, n) float64 in [0, 1) of n keys: those of a picture depend on it, the epoch and the seed alone,
-    not on who draws them (SplitMix64). Others with other `first`: how many were drawn before."""
-    state = mixed(mixed(mixed(np.array([seed])) + np.uint64(epoch)) + np.asarray(keys, np.uint64))
-    at = np.arange(first + 1, first + count + 1, dtype=np.uint64)[:, None]
-    return (mixed(state + at * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0**-53
+def random_uniform(seed, epoch, keys, first, count):
+    """Return (count, n) float64 uniform random numbers in [0, 1) for n images. They depend on seed, epoch and
+    key only, not on the rank or worker that calls this function (SplitMix64, a counter-based generator).
+
+    keys     (n,) integers that identify the images
+    first    how many numbers were already taken for these keys; sampling continues after them
+    """
+    state = mix_bits(mix_bits(mix_bits(np.array([seed])) + np.uint64(epoch)) + np.asarray(keys, np.uint64))
+    counter = np.arange(first + 1, first + count + 1, dtype=np.uint64)[:, None]
+    return (mix_bits(state + counter * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)) * 2.0**-53
 
 
-def mixed(state):
-    """Every bit of a state in every bit."""
+def mix_bits(state):
+    """Mix 64-bit integers so that each output bit depends on all input bits (SplitMix64's output step)."""
     x = state.astype(np.uint64)
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -29,78 +34,93 @@ def mixed(state):
 
 
 class Crops(NamedTuple):
-    """How the boxes of views are drawn, and how they are brought to one size.
+    """Settings of random resized crops.
 
-    least     share of the picture that a box has at least; up to all, evenly
-    tries     boxes that are drawn for a view: the first that lies in the picture is taken
-    aspects   numbers in [0, 1) → how many times as wide as high boxes are
-    limits    where no box fits: the middle of the picture, such that it is that wide for its height
-    cubic     resized bicubically, or linearly
+    min_area         smallest area of a box, as a share of the image; areas are uniform from there to 1
+    attempts         boxes to sample for a view; the first that lies within the image is used
+    sample_aspect    function: uniform random numbers in [0, 1) → aspect ratios (width / height) of boxes
+    aspect_limits    (smallest, largest) aspect ratio of the centre crop that is used if no box fits
+    bicubic          resize with bicubic interpolation; False: bilinear
     """
-    least: float
-    tries: int
-    aspects: Callable
-    limits: tuple
-    cubic: bool
+    min_area: float
+    attempts: int
+    sample_aspect: Callable
+    aspect_limits: tuple
+    bicubic: bool
 
-    def draw(self, seed, epoch, rows, sizes, views):
-        """Boxes (views, n, 4): left, top, width and height, of n pictures of sizes (n, 2): width, height."""
+    def sample_boxes(self, seed, epoch, rows, sizes, views):
+        """Return random boxes (views, n, 4) int64, each (left, top, width, height) in pixels, for n images.
+
+        rows     (n,) row numbers of the images, which select their random numbers
+        sizes    (n, 2) width and height of the images
+        """
         keys = (np.asarray(rows) + (np.arange(views)[:, None] << 40)).ravel()
         width, height = np.tile(sizes, (views, 1)).T.astype(float)
-        narrow, wide = self.limits
-        w, h = np.minimum(width, (height * wide).round()), np.minimum(height, (width / narrow).round())
+        narrowest, widest = self.aspect_limits
+        w = np.minimum(width, (height * widest).round())
+        h = np.minimum(height, (width / narrowest).round())
         left, top = np.floor((width - w) / 2), np.floor((height - h) / 2)
-        todo, drawn = np.arange(len(keys)), 0
-        while len(todo) and drawn < self.tries:
-            area, aspect, across, down = numbers(seed, epoch, keys[todo], 4 * drawn, 4)
-            area, aspect = self.least + (1 - self.least) * area, self.aspects(aspect)
-            tall = np.sqrt(area * width[todo] * height[todo] / aspect).round().clip(1)
-            broad = (tall * aspect).round().clip(1)
-            free_w, free_h = width[todo] - broad, height[todo] - tall
+        missing, attempt = np.arange(len(keys)), 0             # views that still have the centre crop
+        while len(missing) and attempt < self.attempts:
+            area, aspect, x, y = random_uniform(seed, epoch, keys[missing], 4 * attempt, 4)
+            area, aspect = self.min_area + (1 - self.min_area) * area, self.sample_aspect(aspect)
+            new_h = np.sqrt(area * width[missing] * height[missing] / aspect).round().clip(1)
+            new_w = (new_h * aspect).round().clip(1)
+            free_w, free_h = width[missing] - new_w, height[missing] - new_h
             fits = (free_w >= 0) & (free_h >= 0)
-            found = broad, tall, np.floor(across * (free_w + 1)), np.floor(down * (free_h + 1))
-            for side, value in zip((w, h, left, top), found):
-                side[todo[fits]] = value[fits]
-            todo, drawn = todo[~fits], drawn + 1
+            sampled = new_w, new_h, np.floor(x * (free_w + 1)), np.floor(y * (free_h + 1))
+            for side, value in zip((w, h, left, top), sampled):
+                side[missing[fits]] = value[fits]
+            missing, attempt = missing[~fits], attempt + 1
         return np.stack([left, top, w, h], 1).astype(np.int64).reshape(views, -1, 4)
 
 
-def middle(sizes, share):
-    """Boxes (1, n, 4): the square in the middle, a share of a picture's shorter side."""
+def centre_crop_boxes(sizes, share):
+    """Return boxes (1, n, 4) of square centre crops; their side is a share of the image's shorter side.
+
+    sizes    (n, 2) width and height of the images
+    """
     side = np.round(share * sizes.min(1, keepdims=True)).clip(1).astype(np.int64)
     return np.concatenate([(sizes - side + 1) // 2, side, side], 1)[None]
 
 
-def resized(x, boxes, size, cubic):
-    """(n, 3, size, size): the box (left, top, width, height) of each picture, brought to this size."""
+def crop_and_resize(x, boxes, size, bicubic):
+    """Return (n, 3, size, size): one box (left, top, width, height) of each image, resized."""
     if list(x.shape[2:]) == [size, size] and (boxes == [0, 0, size, size]).all():
         return x
     left, top, width, height = torch.from_numpy(boxes).to(x.device, x.dtype).T
-    resize = keys_cubic if cubic else linear
-    rows, columns = resize(top, height, x.shape[2], size, x), resize(left, width, x.shape[3], size, x)
+    resize_matrix = bicubic_matrix if bicubic else bilinear_matrix
+    rows = resize_matrix(top, height, x.shape[2], size, x)
+    columns = resize_matrix(left, width, x.shape[3], size, x)
     return (rows[:, None] @ x @ columns.mT[:, None]).clamp(0, 1)
 
 
-def keys_cubic(first, length, width, size, x):
-    """(n, size, width): what resizes pixels [first, first + length) of `width` to size by Keys' cubic, edges
-    repeated."""
-    at = torch.arange(size, device=x.device)
+def bicubic_matrix(first, length, width, size, like):
+    """Return matrices (n, size, width) that resize pixels [first, first + length) of `width` pixels to `size`
+    pixels with Keys' cubic kernel (a = −1/2), without antialiasing; the edge pixels of a box are repeated.
+
+    first, length    (n,) of each image, in the dtype of `like`
+    like             a tensor that gives the device and dtype of the result
+    """
+    at = torch.arange(size, device=like.device)
     centre = (at + 0.5) * (length / size)[:, None] - 0.5       # of each new pixel, in pixels of the box
     base = centre.floor()
-    matrix = x.new_zeros(len(first), size, width)
+    matrix = like.new_zeros(len(first), size, width)
     for tap in range(-1, 3):
         t = (centre - base - tap).abs()
-        near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2        # a = −1/2
+        near = (1.5 * t - 2.5) * t * t + 1                     # the kernel's polynomial for distances t ≤ 1
+        far = ((-0.5 * t + 2.5) * t - 4) * t + 2               # and for 1 < t < 2
         pixel = first[:, None] + (base + tap).clamp(min=0).minimum(length[:, None] - 1)
         matrix.scatter_add_(2, pixel.long()[:, :, None], torch.where(t <= 1, near, far)[:, :, None])
     return matrix
 
 
-def linear(first, length, width, size, x):
-    """(n, size, width): what resizes pixels [first, first + length) of `width` to size linearly, as Pillow
-    does: a new pixel that covers several is a mean of all of them."""
-    at, scale = torch.arange(width, device=x.device), (length / size)[:, None, None]
-    centre = (torch.arange(size, device=x.device)[:, None] + 0.5) * scale - 0.5 + first[:, None, None]
+def bilinear_matrix(first, length, width, size, like):
+    """Return matrices (n, size, width) that resize pixels [first, first + length) of `width` pixels to `size`
+    pixels with bilinear interpolation and antialiasing, as Pillow does: a new pixel that covers several old
+    ones is their weighted mean. Arguments as in bicubic_matrix."""
+    at, scale = torch.arange(width, device=like.device), (length / size)[:, None, None]
+    centre = (torch.arange(size, device=like.device)[:, None] + 0.5) * scale - 0.5 + first[:, None, None]
     inside = (at >= first[:, None]) & (at < (first + length)[:, None])
     weight = (1 - (at - centre).abs() / scale.clamp(min=1)).clamp(min=0) * inside[:, None]
     return weight / weight.sum(2, keepdim=True)
@@ -109,36 +129,41 @@ def linear(first, length, width, size, x):
 # ── colours ──
 
 
-def scaled(pictures):
-    """(n, 3, H, W) float32 in [0, 1] of pictures (n, H, W, 3) uint8."""
-    return pictures.float().div_(255).permute(0, 3, 1, 2)
+def to_float(images):
+    """Convert images (n, H, W, 3) uint8 to (n, 3, H, W) float32 in [0, 1]."""
+    return images.float().div_(255).permute(0, 3, 1, 2)
 
 
 def uniform(low, high, shape, like):
+    """Return uniform random numbers of this shape in [low, high), on the device of `like`."""
     return low + (high - low) * torch.rand(shape, device=like.device)
 
 
-def coin(p, like):
-    """(n, 1, 1, 1) bool for the n pictures of like, true with probability p."""
+def bernoulli_mask(p, like):
+    """Return a random (n, 1, 1, 1) bool mask for the n images of `like`; True with probability p."""
     return uniform(0, 1, (len(like), 1, 1, 1), like) < p
 
 
 def flip(x):
-    """Half of the pictures in a mirror."""
-    return torch.where(coin(0.5, x), x.flip(3), x)
+    """Flip each image horizontally with probability 0.5."""
+    return torch.where(bernoulli_mask(0.5, x), x.flip(3), x)
 
 
-def jitter(x, colour, hue, share):
-    """For a share of the pictures brightness, contrast, saturation (by up to colour) and hue (by up to hue
-    circles) change, in random order."""
+def jitter(x, colour, hue, p):
+    """Jitter brightness, contrast, saturation and hue, in random order, with probability p for each image.
+
+    colour    brightness, contrast and saturation are multiplied by 1 − colour to 1 + colour
+    hue       the hue is shifted by −hue to hue; 1 is a full turn of the colour circle
+    """
     n = len(x)
     order = uniform(0, 1, (n, 4), x).argsort(1)
-    on = coin(share, x)
-    least, most = max(0, 1 - colour), 1 + colour
-    brightness, contrast, saturation = (uniform(least, most, (n, 1, 1, 1), x) for _ in range(3))
+    changed = bernoulli_mask(p, x)
+    low, high = max(0, 1 - colour), 1 + colour
+    brightness, contrast, saturation = (uniform(low, high, (n, 1, 1, 1), x) for _ in range(3))
     shift = uniform(-hue, hue, (n, 1, 1), x)
-    for place in range(4):
-        now = [(order[:, place] == which).view(n, 1, 1, 1) & on for which in range(4)]
+    for turn in range(4):
+        # masks of the images for which it is the turn of brightness, contrast, saturation, hue
+        now = [(order[:, turn] == which).view(n, 1, 1, 1) & changed for which in range(4)]
         x = torch.where(now[0], x * brightness, x)
         luma = grey(x)
         mean = luma.mean((2, 3), keepdim=True)
@@ -150,32 +175,33 @@ def jitter(x, colour, hue, share):
 
 
 def grey(x):
-    """The luma in all three channels (ITU-R 601)."""
+    """Return the luma (ITU-R 601) of the images in all three channels."""
     return (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True).expand_as(x)
 
 
 def shift_hue(x, shift):
-    """Colours turned by shift (n, 1, 1), in full circles; value and saturation stay."""
+    """Shift the hue by `shift` (n, 1, 1), in full turns; HSV's value and saturation do not change."""
     red, green, blue = x.unbind(1)
-    value, least = x.amax(1), x.amin(1)
-    chroma = value - least
+    value, low = x.amax(1), x.amin(1)
+    chroma = value - low
     scale = torch.where(chroma > 0, 1 / chroma.clamp(min=1e-12), 0.0)
     hue = torch.where(value == green, 2 + (blue - red) * scale, 4 + (red - green) * scale)
     hue = torch.where(value == red, (green - blue) * scale, hue)
     hue = (hue / 6 + shift) % 1 * 6
 
     def channel(n):
-        tooth = (hue + n) % 6
-        return value - chroma * torch.minimum(tooth, 4 - tooth).clamp(0, 1)
+        sector = (hue + n) % 6
+        return value - chroma * torch.minimum(sector, 4 - sector).clamp(0, 1)
     return torch.stack([channel(5), channel(3), channel(1)], 1)
 
 
 def blur(x):
-    """Gaussian blur with sigma from 0.1 to 2, a kernel of a tenth of the height; zeros around the picture."""
+    """Apply a Gaussian blur with a random sigma from 0.1 to 2; the kernel's width is about a tenth of the
+    image's height, and the image is zero-padded."""
     radius = max(1, x.shape[2] // 20)
     at = torch.arange(-radius, radius + 1, device=x.device)
     kernel = (-at ** 2 / (2 * uniform(0.1, 2, (len(x), 1), x) ** 2)).exp()
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)[:, None]       # (3n, 1, taps)
-    flat = x.reshape(1, -1, *x.shape[2:])                      # a picture's channel is a channel of its own
+    flat = x.reshape(1, -1, *x.shape[2:])                      # (1, 3n, H, W): one group for each channel
     flat = F.conv2d(flat, kernel[:, :, :, None], padding=(radius, 0), groups=flat.shape[1])
     return F.conv2d(flat, kernel[:, :, None, :], padding=(0, radius), groups=flat.shape[1]).view_as(x)

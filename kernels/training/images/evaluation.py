@@ -1,4 +1,4 @@
-"""How good an encoder is: nearest neighbours, a linear layer on its features, its classifier."""
+"""Evaluation of image encoders: kNN accuracy, linear probe, accuracy of a classifier."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -6,49 +6,55 @@ from torch import nn
 
 from kernels import similarity_topk
 
-from ..cli import fail, say
+from ..cli import fail, log
 from ..loop import batches, set_lr
 from ..progress import progress
 from ..run import Run
-from . import encoders as nets
-from .dataset import Pictures
-from .encoders import PictureEncoder, load_image_encoder
+from . import encoders
+from .dataset import ImageDataset
+from .encoders import ImageEncoder, load_image_encoder
 
 
-def before(model, pictures, run):
-    """The score before the first step; how long it takes tells how long the linear probe will."""
-    if pictures.test and not model.classes:
+def evaluate_before(model, images, run):
+    """Score the model by kNN before the first step. From the time that this takes, the run's clock estimates
+    the time of the final linear probe."""
+    if images.test and not model.classes:
         if run.step == 0:
-            share = len(pictures.train) / (len(pictures.train) + len(pictures.test))
-            with run.clock.apart(again=share * run.args.probe_epochs, evaluation=True):
-                run.note_before(evaluate(model, pictures, run.impl))
-        say("before", f"kNN {run.progress['before']['knn']:.2f} %")
+            share = len(images.train) / (len(images.train) + len(images.test))
+            with run.clock.exclude(repeats=share * run.args.probe_epochs, evaluation=True):
+                run.log_initial_scores(evaluate(model, images, run.impl))
+        log("before", f"kNN {run.extra_state['before']['knn']:.2f} %")
 
 
-def judge(model, pictures, run):
-    """Evaluates and saves the model: the last one is kept, nothing is chosen on test pictures."""
-    average_statistics(model)
-    scores = evaluate(model, pictures, run.impl) if pictures.test else {}
-    if run.keeps(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
-        nets.save(model, run, pictures.size)
+def evaluate_and_save(model, images, run):
+    """Evaluate the model and save it. Every checkpoint replaces the one before it: the best one must not be
+    chosen on test images."""
+    average_batch_statistics(model)
+    scores = evaluate(model, images, run.impl) if images.test else {}
+    if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
+        encoders.save_encoder(model, run, images.size)
 
 
-def after(model, pictures, run, linear_probe):
-    """Reads the checkpoint, trains a linear layer on its features, and says how to load it."""
+def finish(model, images, run, linear_probe):
+    """End a run: load the saved checkpoint, train a linear probe on it, and print the scores and how to load
+    the model.
+
+    linear_probe    the script's function (model, images, run) → percent; not called with --probe-epochs 0
+    """
     model.restore(run.out)
-    rise, best = "", run.progress["saved"]
-    if pictures.test and model.classes:
-        rise = f"top-1 {best['top1']:.2f} %, "
-    elif pictures.test:
-        rise = f"kNN {run.progress['before']['knn']:.2f} → {best['knn']:.2f} %, "
+    scores, best = "", run.extra_state["saved"]
+    if images.test and model.classes:
+        scores = f"top-1 {best['top1']:.2f} %, "
+    elif images.test:
+        scores = f"kNN {run.extra_state['before']['knn']:.2f} → {best['knn']:.2f} %, "
         if run.args.probe_epochs:
-            rise += f"linear {linear_probe(model, pictures, run):.2f} %, "
-    run.done(rise)
-    say("load", nets.load_line(model, run))
+            scores += f"linear {linear_probe(model, images, run):.2f} %, "
+    run.finish(scores)
+    log("load", encoders.load_hint(model, run))
 
 
-def average_statistics(model):
-    """The mean over ranks of what batch norms have seen, so that all save and evaluate the same model."""
+def average_batch_statistics(model):
+    """Average the running statistics of batch norms over ranks, so that all ranks have the same model."""
     for name, statistic in model.named_buffers():
         if "running" in name and dist.is_initialized():
             dist.all_reduce(statistic)
@@ -56,7 +62,8 @@ def average_statistics(model):
 
 
 def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, impl="auto"):
-    """Percent of queries whose label the k nearest rows of the bank give; each votes with exp(cosine / τ)."""
+    """Return the percentage of queries whose label wins the vote of their k nearest rows of the bank. Each
+    neighbour votes for its own label with weight exp(cosine / temperature)."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
     cosine, at = similarity_topk(queries, bank, min(k, len(bank)), impl=impl)
     votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)
@@ -64,77 +71,92 @@ def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, imp
     return 100 * (votes.argmax(1) == labels).float().mean().item()
 
 
-def evaluate(model, pictures, impl="auto"):
-    """{"knn": percent} of test pictures by the training pictures; {"top1": percent} of a classifier."""
+def evaluate(model, images, impl="auto"):
+    """Return {"knn": percent}, with the training images as bank, or {"top1": percent} for a classifier."""
     if model.classes:
-        return {"top1": accuracy(model, pictures)}
-    bank, queries = pictures.encode_side(pictures.train, model), pictures.encode_side(pictures.test, model)
-    labels, wanted = (side.labels.to(bank.device) for side in (pictures.train, pictures.test))
-    return {"knn": knn_accuracy(bank, labels, queries, wanted, impl=impl)}
+        return {"top1": accuracy(model, images)}
+    bank = images.encode_split(images.train, model)
+    queries = images.encode_split(images.test, model)
+    bank_labels, labels = (split.labels.to(bank.device) for split in (images.train, images.test))
+    return {"knn": knn_accuracy(bank, bank_labels, queries, labels, impl=impl)}
 
 
-def accuracy(model, pictures):
-    """Percent of the test pictures that a classifier labels right; a class is known by its name."""
+def accuracy(model, images):
+    """Return the percentage of test images that a classifier labels correctly. The classes of model and test
+    images are matched by name; images of a class that the model does not have count as errors."""
     numbers = {name: i for i, name in enumerate(model.classes)}
-    wanted = torch.tensor([numbers.get(name, -1) for name in pictures.classes])[pictures.test.labels]
-    right = pictures.encode_side(pictures.test, model, logits=True).argmax(1).cpu() == wanted
-    return 100 * right.float().mean().item()
+    labels = torch.tensor([numbers.get(name, -1) for name in images.classes])[images.test.labels]
+    correct = images.encode_split(images.test, model, logits=True).argmax(1).cpu() == labels
+    return 100 * correct.float().mean().item()
 
 
-def score(args, script, crops, linear_probe):
-    """--evaluate of picture encoders: kNN and linear probe of --model on --data, and its classifier, which
-    needs no --data."""
-    if not args.data and nets.load_head(args.model)[1] is None:
-        fail(f"--evaluate: --model {args.model} has no classifier: kNN and the linear probe also need "
-             "labelled training pictures, by --data")
-    if args.model in nets.RESNETS:
-        fail(f"--model {args.model}: a new model has learnt nothing; name a folder or one of the hub")
-    pictures = Pictures(args, crops)
-    say("data", pictures.describe())
-    if not pictures.test:
-        fail("--evaluate: wanted labels on both sides, and a test set: in --data, or by --dev")
+def evaluate_model(args, script, crops, linear_probe):
+    """Run --evaluate of an image script: print the kNN accuracy and linear probe of --model with the training
+    images of --data, and the accuracy of its classifier, if it has one. A classifier does not need --data.
+
+    script          path of the script
+    crops           the script's Crops
+    linear_probe    the script's function (model, images, run) → percent
+    """
+    if not args.data and encoders.load_head(args.model)[1] is None:
+        fail(f"--evaluate: --model {args.model} has no classifier; kNN and the linear probe need labelled "
+             "training images, by --data")
+    if args.model in encoders.RESNETS:
+        fail(f"--model {args.model}: a new model has learnt nothing; give a folder or a hub name")
+    images = ImageDataset(args, crops)
+    log("data", images.describe())
+    if not images.test:
+        fail("--evaluate: no labelled test set; expected labels for the training images and for test images, "
+             "which are in --data or given by --dev")
     run = Run(args, script)
-    encoder, (head, classes) = load_image_encoder(args.model, pictures.small), nets.load_head(args.model)
-    model = PictureEncoder(encoder, head, run, *nets.read_statistics(args.model)).to(run.device)
-    pictures.join(run)
-    found = []
+    encoder = load_image_encoder(args.model, images.is_small)
+    head, classes = encoders.load_head(args.model)
+    model = ImageEncoder(encoder, head, run, *encoders.read_mean_std(args.model)).to(run.device)
+    images.to_device(run)
+    scores = []
     if args.data:
-        found.append(f"kNN {evaluate(model, pictures, run.impl)['knn']:.2f} %")
+        scores.append(f"kNN {evaluate(model, images, run.impl)['knn']:.2f} %")
     if args.data and args.probe_epochs:
-        found.append(f"linear {linear_probe(model, pictures, run):.2f} %")
+        scores.append(f"linear {linear_probe(model, images, run):.2f} %")
     if classes:
         model.classes = classes
-        found.append(f"classifier {accuracy(model, pictures):.2f} %")
-    say("test", f"{', '.join(found)}  {args.model}")
+        scores.append(f"classifier {accuracy(model, images):.2f} %")
+    log("test", f"{', '.join(scores)}  {args.model}")
 
 
-def train_probe(model, pictures, run, *, batch, rate, std=0.0, nesterov=False, decay=0.0):
-    """Percent of test pictures that a linear layer on the frozen features labels right: trained on crops of
-    at least 0.08 of a picture, whatever --crop is, and judged in the middle of pictures.
+def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nesterov=False, weight_decay=0.0):
+    """Train a linear layer on the frozen features, and return the percentage of test images that it labels
+    correctly. Training uses random crops of at least 0.08 of an image, whatever --crop is; testing uses
+    centre crops.
 
-    rate    (step from 0, steps) → learning rate
-    std     of the layer's first weights
-    decay   of its weights
+    batch           images in a batch
+    lr_schedule     function: (step from 0, number of steps) → learning rate
+    init_std        standard deviation of the layer's initial weights; 0: they start at zero
+    nesterov        use Nesterov momentum; the momentum is 0.9
+    weight_decay    weight decay of the layer
     """
     model.eval()
-    torch.manual_seed(run.args.seed)                           # the same after training and by --evaluate
-    labels, wanted = (side.labels.to(run.device) for side in (pictures.train, pictures.test))
-    layer = nn.Linear(model.width, len(pictures.classes), device=run.device)
-    nn.init.normal_(layer.weight, std=std) if std else nn.init.zeros_(layer.weight)
+    torch.manual_seed(run.args.seed)                           # so --evaluate repeats the probe of training
+    train_labels, labels = (split.labels.to(run.device) for split in (images.train, images.test))
+    layer = nn.Linear(model.feature_dim, len(images.classes), device=run.device)
+    nn.init.normal_(layer.weight, std=init_std) if init_std else nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0, momentum=0.9, nesterov=nesterov,
-                                weight_decay=decay)
-    epoch = len(pictures) // batch
-    total, crops = run.args.probe_epochs * epoch, pictures.crops._replace(least=0.08)
-    order = lambda: zip(range(total), batches(len(pictures), batch, run.args.seed, least=batch))
-    views = pictures.views(pictures.train, ((step // epoch, rows) for step, rows in order()), crops)
+                                weight_decay=weight_decay)
+    epoch = len(images) // batch
+    total, crops = run.args.probe_epochs * epoch, images.crops._replace(min_area=0.08)
+
+    def order():
+        return zip(range(total), batches(len(images), batch, run.args.seed, min_rows=batch))
+
+    views = images.views(images.train, ((step // epoch, rows) for step, rows in order()), crops)
     for (step, rows), x in progress(zip(order(), views), "linear probe", " steps", total=total):
-        set_lr(optimizer, rate(step, total))
+        set_lr(optimizer, lr_schedule(step, total))
         with torch.no_grad():
             h = model.features(x)
         optimizer.zero_grad()
-        F.cross_entropy(layer(h), labels[rows]).backward()
+        F.cross_entropy(layer(h), train_labels[rows]).backward()
         optimizer.step()
     with torch.no_grad():
-        right = layer(pictures.encode_side(pictures.test, model)).argmax(1) == wanted
-    return 100 * right.float().mean().item()
+        correct = layer(images.encode_split(images.test, model)).argmax(1) == labels
+    return 100 * correct.float().mean().item()

@@ -1,32 +1,40 @@
-"""LARS, the optimizer of SimCLR (You et al. 2017, arXiv 1708.03888), and those that may take its place."""
+"""LARS, the optimizer of SimCLR (You et al. 2017, arXiv 1708.03888), and its alternatives."""
 import functools
 
 import torch
 
 
-def make_optimizer(model, rate, args):
-    """lars (paper); sgd, with momentum, all weights decay (SupCon's code); nesterov or adam, all but norms do
-    (SimCLR's code)."""
+def make_optimizer(model, lr, args):
+    """Return the optimizer of --optimizer, for an ImageEncoder. All except adam have momentum 0.9.
+
+    lars              weight decay for weight matrices only (paper)
+    sgd               weight decay for all weights (SupCon's code)
+    nesterov, adam    weight decay for all weights except those of batch norms (SimCLR's code)
+    """
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
                  adam=torch.optim.Adam)
     weights = [p for p in model.parameters() if p.requires_grad]
-    apart, flags = set(), {}
+    special, options = set(), {}                               # weights with options of their own
     if args.optimizer in ("nesterov", "adam"):
         norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
-        apart, flags = {p for part in norms for p in part.parameters()}, dict(weight_decay=0.0)
+        special = {p for part in norms for p in part.parameters()}
+        options = dict(weight_decay=0.0)
     elif args.optimizer == "lars" and model.classes:
-        apart, flags = {model.head[-1].weight}, dict(trust=None)
-    groups = [dict(params=[p for p in weights if p not in apart]),
-              dict(params=[p for p in weights if p in apart], **flags)]
-    return kinds[args.optimizer](groups[: 1 + bool(apart)], lr=rate, weight_decay=args.weight_decay)
+        special = {model.head[-1].weight}
+        options = dict(trust=None)
+    groups = [dict(params=[p for p in weights if p not in special])]
+    if special:
+        groups.append(dict(params=[p for p in weights if p in special], **options))
+    return kinds[args.optimizer](groups, lr=lr, weight_decay=args.weight_decay)
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD, a weight matrix's step scaled by trust · |w| / |gradient|; norms and biases left out (paper).
+    """SGD with momentum and layer-wise learning rates: the step of a weight matrix is scaled by
+    trust · |w| / |gradient|. Norms and biases get plain steps, without weight decay (paper).
 
-    trust    None: the step as it is, which a classifier gets (released code). Its weights begin at 0, and
-             steps in proportion to their length would hold them there
+    trust    the trust coefficient; None: plain steps, which a classifier gets (released code). Its weights
+             start at 0, and a step in proportion to their norm would keep them there
     """
 
     def __init__(self, parameters, lr, weight_decay, momentum=0.9, trust=0.001):
@@ -41,9 +49,9 @@ class LARS(torch.optim.Optimizer):
                 if w.dim() > 1:
                     step = step + group["weight_decay"] * w
                 if w.dim() > 1 and group["trust"]:
-                    size, change = w.norm(), step.norm()
-                    scaled = (size > 0) & (change > 0)
-                    step = step * torch.where(scaled, group["trust"] * size / change, 1.0)
+                    w_norm, step_norm = w.norm(), step.norm()
+                    is_scaled = (w_norm > 0) & (step_norm > 0)
+                    step = step * torch.where(is_scaled, group["trust"] * w_norm / step_norm, 1.0)
                 v = self.state[w].setdefault("momentum", torch.zeros_like(w))
-                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # SGD's has not the rate in it
+                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # unlike in torch's SGD, lr is in v
                 w.sub_(v)

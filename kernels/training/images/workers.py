@@ -1,4 +1,4 @@
-"""Work in processes of its own: torch's DataLoader, whose workers here hear no signal but their parent's."""
+"""Worker processes: torch's DataLoader, with workers that react only to signals from their parent process."""
 import contextlib
 import multiprocessing
 import os
@@ -12,39 +12,40 @@ from torch.utils.data import DataLoader
 from .. import ranks
 from ..cli import SIGNALS
 
-METHOD = "fork" if sys.platform == "linux" else None           # others import PyTorch for every worker
+START_METHOD = "fork" if sys.platform == "linux" else None     # other methods import PyTorch in every worker
 
 
-def cores():
-    """That this process may use, where others of the machine have as many."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, there // ranks.number("LOCAL_WORLD_SIZE", 1))
+def usable_cores():
+    """Return the number of CPU cores for this rank: those of the machine, divided by the ranks on it."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // ranks.int_env("LOCAL_WORLD_SIZE", 1))
 
 
-def in_workers(work, items, workers):
-    """Yields work(*item) of each item, in order, done by so many processes, each two items ahead; 0: by this
-    one. Tensors come through shared memory."""
-    loader = DataLoader(Work(work), sampler=items, batch_size=None, num_workers=workers,
-                        worker_init_fn=begin_worker, multiprocessing_context=METHOD if workers else None,
-                        generator=torch.Generator())           # else it would draw from that of training
-    with signals_wait():
+def parallel_map(function, items, workers):
+    """Yield function(*item) for each item, in order. Each of the worker processes works up to two items
+    ahead; with 0 workers this process does the work. Tensors are passed through shared memory."""
+    loader = DataLoader(TaskDataset(function), sampler=items, batch_size=None, num_workers=workers,
+                        worker_init_fn=init_worker, multiprocessing_context=START_METHOD if workers else None,
+                        generator=torch.Generator())           # the default would use up training's generator
+    with signals_blocked():
         results = iter(loader)
     yield from results
 
 
-class Work:
-    """What a DataLoader takes for a dataset."""
+class TaskDataset:
+    """A dataset for DataLoader whose "indices" are the items of parallel_map."""
 
-    def __init__(self, work):
-        self.work = work
+    def __init__(self, function):
+        self.function = function
 
     def __getitem__(self, item):
-        return self.work(*item)
+        return self.function(*item)
 
 
 @contextlib.contextmanager
-def signals_wait():
-    """SIGNALS that come in the block come at its end: no process begins with its parent's handlers."""
+def signals_blocked():
+    """Block SIGNALS inside the block, and deliver them at its end. Workers start inside it, so that none of
+    them ever runs the signal handlers of its parent."""
     if not hasattr(signal, "pthread_sigmask"):                 # Windows
         yield
         return
@@ -55,17 +56,19 @@ def signals_wait():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def begin_worker(_):
-    """A worker says nothing: its parent does. A step that a signal ends is to be finished and saved, so
-    signals stay blocked, as signals_wait began it; it ends when its parent says so, or is gone."""
+def init_worker(_):
+    """Prepare a worker: silence its stderr, because the parent reports errors, and start exit_with_parent.
+    Signals stay blocked in it: after Ctrl-C the parent still needs it to finish and save the step."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if hasattr(signal, "sigtimedwait"):
-        threading.Thread(target=watch, args=(multiprocessing.parent_process(),), daemon=True).start()
+        parent = multiprocessing.parent_process()
+        threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def watch(parent):
+def exit_with_parent(parent):
+    """Thread of a worker: end the process when its parent has ended or sends it a signal."""
     while parent.is_alive():
-        heard = signal.sigtimedwait(SIGNALS, 1)
-        if heard and heard.si_pid == parent.pid:
+        received = signal.sigtimedwait(SIGNALS, 1)
+        if received and received.si_pid == parent.pid:
             break
     os._exit(0)

@@ -1,5 +1,5 @@
-"""Files of documents, one sentence per line, a blank line between documents: an endless stream of text pairs
-for BERT's pre-training, and the masks of their tokens."""
+"""BERT's pre-training data: an endless stream of sentence pairs from a file of documents, and masks of their
+tokens. The file has one sentence per line and a blank line between documents."""
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -7,33 +7,35 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cli import fail, memory
-from ..files import decoded, opened, stamp, unchanged
+from ..cli import fail, total_memory
+from ..files import check_unchanged, decoded_lines, file_signature, open_file
 from .tokens import tokenise
 
 
 def read_documents(path, offset=0):
-    """Yield ([sentence, ...], byte after them) of each document, from byte `offset` of the file on."""
-    if Path(path).suffix.lower() == ".gz":  # --resume would unpack all before its place
+    """Yield ([sentence, ...], byte after the document) for each document, starting at byte `offset`."""
+    if Path(path).suffix.lower() == ".gz":     # --resume would have to unpack everything before its position
         fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
-    sentences, start, most = [], offset, memory() // 8
-    with opened(path) as file:
+    sentences, start, max_bytes = [], offset, total_memory() // 8
+    with open_file(path) as file:
         file.seek(offset)
-        for line, size in decoded(file, path):
+        for line, size in decoded_lines(file, path):
             offset += size
-            if sentence := line.removeprefix("\ufeff").strip():    # of files that were put together
+            # Concatenated files may have a byte order mark in the middle.
+            if sentence := line.removeprefix("\ufeff").strip():
                 sentences.append(sentence)
             elif sentences:
                 yield sentences, offset
                 sentences, start = [], offset
-            if offset - start > most and sentences:
-                fail(f"{path}: a document of over {most / 2**30:.1f} GB; put a blank line between documents")
+            if offset - start > max_bytes and sentences:
+                limit = f"{max_bytes / 2**30:.1f} GB"
+                fail(f"{path}: a document of over {limit}; put blank lines between documents")
         if sentences:
             yield sentences, offset
 
 
-def read_round(path, offset):
-    """Yield documents of two or more sentences from byte `offset` on, then all of them again and again."""
+def cycle_documents(path, offset):
+    """Yield documents of two or more sentences endlessly, from byte `offset` on, later from the start."""
     for start in itertools.chain([offset], itertools.repeat(0)):
         found = False
         for document in read_documents(path, start):
@@ -44,37 +46,39 @@ def read_round(path, offset):
             fail(f"{path}: no documents of two or more sentences")
 
 
-def next_documents(path, offset, count, model, was=None):
-    """Tokenise the next `count` documents of two or more sentences from byte `offset`, round the file's end.
+def next_documents(path, offset, count, model, signature=None):
+    """Tokenise the next `count` documents of two or more sentences. At the file's end, continue at its start.
 
-    was       the file's stamp (files.stamp), if it must not have changed since
-    returns   [[ids of a sentence, ...] of each document], without special tokens; and the byte after them
+    offset     the byte to start from
+    signature  files.file_signature of the file when it was checked; None: the current one
+    returns    [[token ids of a sentence, ...] per document] without special tokens, and the byte after them
     """
-    with unchanged(path, was or stamp(path)):
-        found, ends = zip(*itertools.islice(read_round(path, offset), count))
+    with check_unchanged(path, signature or file_signature(path)):
+        found, ends = zip(*itertools.islice(cycle_documents(path, offset), count))
     rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
-    ids = (row[1:-1] for row in rows)  # without [CLS] and [SEP]: at most 512 (released code)
+    ids = (row[1:-1] for row in rows)          # drops [CLS] and [SEP]; 512 tokens at most (released code)
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
     documents = [document for document in documents if document]
     if len(documents) < 2:
-        known = f"{len(documents)} of {count:,} documents from byte {offset:,} on"
-        fail(f"{path}: {known} hold words of the tokenizer, wanted 2")
+        fail(f"{path}: {len(documents)} of {count:,} documents from byte {offset:,} on have tokens that the "
+             "tokenizer knows, expected at least 2")
     return documents, ends[-1]
 
 
 def sentence_pairs(documents, model, args, rng):
-    """Pairs [CLS] A [SEP] B [SEP] of documents of tokenised sentences, made as BERT's generator makes them.
+    """Make BERT's pairs [CLS] A [SEP] B [SEP] from documents of tokenised sentences.
 
-    Sentences of a document are taken in turn until they fill a pair or, in a tenth of the documents, a random
-    part of one. A is a random number of the first of these; B is the rest or, half of the time, a stretch of
-    another document. Then the rest is put back. If there is no rest, B is random.
+    Consecutive sentences of a document are collected up to a target length: the maximum or, in a tenth of
+    the documents, a random length. A is a random number of the first sentences, B the remaining ones. With
+    probability 0.5, or if none remain, B comes from another document; then the next pair starts after A.
 
-    returns   [(ids (L,), which tokens are of the second segment (L,), whether B is random)] in random order
+    returns   [(ids (L,), mask of the second segment (L,), whether B is random)] in random order
     """
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
-    pairs, most = [], args.max_length - 3
-    for place, document in enumerate(documents):
-        target, start = rng.randint(2, most) if rng.random() < 0.1 else most, 0
+    pairs, max_tokens = [], args.max_length - 3
+    for i, document in enumerate(documents):
+        target = rng.randint(2, max_tokens) if rng.random() < 0.1 else max_tokens
+        start = 0
         while start < len(document):
             end, length = start, 0
             while end < len(document) and length < target:
@@ -83,12 +87,13 @@ def sentence_pairs(documents, model, args, rng):
             a, b = document[start:split], document[split:end]
             is_random = not b or rng.random() < 0.5
             if is_random:
-                other = documents[(place + rng.randrange(1, len(documents))) % len(documents)]
-                at, wanted, b, end = rng.randrange(len(other)), target - sum(map(len, a)), [], split
-                while not b or at < len(other) and sum(map(len, b)) < wanted:
-                    b.append(other[at])
-                    at += 1
-            a, b = cut_pair(np.concatenate(a), np.concatenate(b), most, rng)
+                other = documents[(i + rng.randrange(1, len(documents))) % len(documents)]
+                j, room = rng.randrange(len(other)), target - sum(map(len, a))
+                b, end = [], split
+                while not b or j < len(other) and sum(map(len, b)) < room:
+                    b.append(other[j])
+                    j += 1
+            a, b = truncate_pair(np.concatenate(a), np.concatenate(b), max_tokens, rng)
             ids = np.concatenate([cls, a, sep, b, sep], dtype=np.int32)
             pairs.append((ids, np.arange(len(ids)) >= len(a) + 2, is_random))
             start = end
@@ -96,9 +101,10 @@ def sentence_pairs(documents, model, args, rng):
     return pairs
 
 
-def cut_pair(a, b, most, rng):
-    """Cut a pair to `most` tokens: the longer text, or B if they are equal, loses tokens at random ends."""
-    while len(a) + len(b) > most:                              # views: nothing is copied
+def truncate_pair(a, b, max_tokens, rng):
+    """Truncate a pair to `max_tokens`: until it fits, remove a token from a random end of the longer text, or
+    of B if they are equally long."""
+    while len(a) + len(b) > max_tokens:        # slices are views: nothing is copied
         front = rng.random() < 0.5
         if len(a) > len(b):
             a = a[front : len(a) - 1 + front]
@@ -108,51 +114,57 @@ def cut_pair(a, b, most, rng):
 
 
 def mask_pair(ids, model, args, rng):
-    """(masked ids, chosen) of a pair: 15 % of the tokens that are not special are chosen, at least one if
-    there is any, at most a quarter of --max-length. Of these 80 % become [MASK] and 10 % a random token. With
-    --whole-word 15 % of the words are chosen, at most a quarter; each piece of a word has its own luck."""
+    """Choose tokens of a pair to predict, and mask them as BERT does. Return (masked ids, chosen), both (L,).
+
+    15 % of the tokens are chosen: at least one, at most a quarter of --max-length, and no special tokens.
+    With --whole-word, 15 % of the words are chosen, at most a quarter of the pair's words. Each chosen token
+    independently becomes [MASK] with probability 0.8 and a random token with probability 0.1.
+    """
     words = []
-    for place, token in enumerate(ids.tolist()):
-        if args.whole_word and token in model.continuing and words and words[-1][-1] == place - 1:
-            words[-1].append(place)
-        elif token not in model.special:
-            words.append([place])
-    most, length = int(0.25 * args.max_length), len(ids)
+    for i, token in enumerate(ids.tolist()):
+        if args.whole_word and token in model.suffix_ids and words and words[-1][-1] == i - 1:
+            words[-1].append(i)
+        elif token not in model.special_ids:
+            words.append([i])
+    limit, length = int(0.25 * args.max_length), len(ids)
     if args.whole_word:
-        most, length = len(words) // 4, len(words)
+        limit, length = len(words) // 4, len(words)
     masked, chosen = ids.copy(), np.zeros(len(ids), bool)
-    for word in rng.sample(words, min(most, max(1, round(0.15 * length)), len(words))):
-        for place in word:
-            chosen[place], luck = True, rng.random()
-            if luck < 0.8:
-                masked[place] = model.tokenizer.mask_token_id
-            elif luck < 0.9:
-                masked[place] = rng.choice(model.ordinary)
+    for word in rng.sample(words, min(limit, max(1, round(0.15 * length)), len(words))):
+        for i in word:
+            chosen[i] = True
+            draw = rng.random()
+            if draw < 0.8:
+                masked[i] = model.tokenizer.mask_token_id
+            elif draw < 0.9:
+                masked[i] = rng.choice(model.regular_ids)
     return masked, chosen
 
 
-def stream(count, place, model, args, was=None):
-    """Yield (pair, place after it) endlessly, from a place on.
+def stream_pairs(count, position, model, args, signature=None):
+    """Yield (pair, position after it) endlessly, starting at a position.
 
-    Documents come in the order of the file, round its end, --buffer at a time, and their pairs are shuffled.
-    A buffer depends only on the seed, its number and the byte where it begins. A thread makes the next one.
+    Documents are read in file order, over and over, in buffers of --shuffle-buffer documents. The pairs of
+    a buffer are shuffled. A buffer depends only on the seed, its number and its first byte. A thread
+    prepares the next buffer.
 
-    count     how many documents the file has
-    place     [byte where the buffer begins, number of the buffer, pairs of it that were used]
-    was       the file's stamp, which must not change; default: its stamp when the stream begins
+    count      number of documents in the file
+    position   [first byte of the buffer, number of the buffer, how many of its pairs were used]
+    signature  files.file_signature of the file, which must not change; None: that at the start of the stream
     """
-    was = was or stamp(args.data)
+    signature = signature or file_signature(args.data)
 
-    def make(byte, number):
-        documents, end = next_documents(args.data, byte, min(count, args.buffer), model, was)
+    def make_buffer(byte, number):
+        size = min(count, args.shuffle_buffer)
+        documents, end = next_documents(args.data, byte, size, model, signature)
         return sentence_pairs(documents, model, args, random.Random(f"{args.seed} pairs {number}")), end
 
-    byte, number, used = place
+    byte, number, used = position
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(make, byte, number)
+        following = pool.submit(make_buffer, byte, number)
         while True:
             pairs, end = following.result()
-            following = pool.submit(make, end, number + 1)
-            for at in range(used, len(pairs)):
-                yield pairs[at], [byte, number, at + 1]
+            following = pool.submit(make_buffer, end, number + 1)
+            for i in range(used, len(pairs)):
+                yield pairs[i], [byte, number, i + 1]
             byte, number, used = end, number + 1, 0

@@ -1,4 +1,4 @@
-"""Transformers that read sentences: loaded, with pooling and head; checkpoint.py has their folders."""
+"""Load sentence encoders (transformer, pooling, head) and embed texts. checkpoint.py has their folders."""
 import contextlib
 import re
 from pathlib import Path
@@ -9,110 +9,124 @@ from transformers import AutoModel
 
 from kernels import embed_in_chunks
 
-from ..cli import fail, say
-from ..pretrained import blaming
+from ..cli import fail, log
+from ..pretrained import one_line_errors
 from ..progress import progress
-from ..tables import texts_of
-from .checkpoint import read_layout
+from ..tables import iter_texts
+from .checkpoint import read_saved_settings
 from .models import has_decoder, load_text_model, longest_input
-from .tokens import grouped, in_order, pad, tokenise
+from .tokens import group_by_length, pad, restore_order, tokenise
 
 
-def begin_linear(linear, config):
-    """The linear layer, drawn as BERT draws its own; XLM's kind has another name for the deviation."""
-    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))
+def init_linear(linear, config):
+    """Initialise a linear layer as BERT does (normal weights, zero bias) and return it."""
+    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))      # XLM: init_std
     torch.nn.init.normal_(linear.weight, std=std)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
     return linear
 
 
-def is_causal(encoder, named):
-    """Whether a token's state depends on those before it alone, as in a decoder."""
+def is_causal(encoder, source):
+    """Return whether the first token's state is independent of later tokens, as in a decoder. Messages begin
+    with `source`, the flag and the model's name."""
     ids, training = torch.tensor([[2, 3], [2, 4]]), encoder.training
     try:
         with torch.no_grad():
             output = encoder.eval()(input_ids=ids, attention_mask=ids > 0)
-        _, (first, second) = output.hidden_states, output.last_hidden_state[:, 0]
-    except Exception:                # T5 wants two texts, BART has states of the second, CLIP wants a picture
-        fail(f"{named}: {type(encoder).__name__} gives no states of a text's tokens; wanted a model like "
-             "BERT or Qwen")
+        _ = output.hidden_states       # BART has only decoder_hidden_states, of a second text
+        first, second = output.last_hidden_state[:, 0]
+    except Exception:                  # T5 needs two texts, CLIP needs an image
+        fail(f"{source}: {type(encoder).__name__} does not return a state for each token of a text, expected "
+             "a model like BERT or Qwen")
     encoder.train(training)
-    return bool((first - second).norm() < 1e-5 * first.norm())                 # rounding aside: the same
+    return bool((first - second).norm() < 1e-5 * first.norm())         # equal up to rounding
 
 
 class SentenceEncoder(torch.nn.Module):
     """A transformer, the pooling of its token states, and a head.
 
-    pooling      one of command.POOLINGS: the first token, the last one, or the mean over tokens of the last
-                 layer, of the last two, or of the first and the last
-    head         None, or what is behind the pooling in training; keep_head: and after it
+    pooling      one of cli.POOLINGS. cls, cls_before_pooler: the first token's state; last: the last token's;
+                 avg, avg_top2, avg_first_last: mean over the tokens of the last layer, the last two layers,
+                 or the first and the last layer
+    head         module to apply after pooling in training, or None
+    keep_head    also apply the head at inference
+
+    For the attributes max_length, normalise, lower_case, prompts and default_prompt see SavedSettings.
     """
 
     def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
         super().__init__()
-        self.has_pooler = hasattr(encoder, "pooler")           # BERT, RoBERTa: save can write the head there
+        self.has_pooler = hasattr(encoder, "pooler")           # BERT: then a head can be saved as the pooler
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
-        self.unused_pooler = (getattr(encoder, "pooler", None),)       # in a tuple: not trained, but saved
+        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # the tuple hides it from parameters()
         if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = torch.nn.Identity()               # SqueezeBERT's kind calls it in any case
+            encoder.pooler = torch.nn.Identity()               # SqueezeBERT would call None
         self.tokenizer, self.pooling = tokenizer, pooling
         self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(run.args, "chunk_size", None)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
-        self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # a decoder's
-        self.longest, self.normalise, self.lower = longest_input(encoder, tokenizer), False, False
-        self.prompts, self.scored = ("",), ""                  # before the texts of each column; of pairs
-        self.change_pass = None        # (mask, *more) → a context that changes the encoder's pass, see pool
+        self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # decoders
+        self.max_length, self.normalise, self.lower_case = longest_input(encoder, tokenizer), False, False
+        self.prompts, self.default_prompt = ("",), ""
+        # None, or a function (mask, *extra) -> context manager that can change the encoder's forward pass
+        self.change_pass = None
 
     def batch(self, *views):
-        """[(places (n,), ids (n, L), mask (n, L))] of lists of token ids: one view behind the other, in
-        groups of similar length. The loss needs the embeddings alone, so no row is padded to the longest of
-        its batch."""
+        """Return groups of texts of similar length, padded: [(row indices (n,), ids (n, L), mask (n, L))].
+
+        views   lists of token ids, one list per view; rows are numbered through all views
+        """
         flat, padding = [ids for view in views for ids in view], self.tokenizer.pad_token_id or 0
         groups = []
-        for places in grouped([len(ids) for ids in flat], self.device, self.chunk_size):
-            lengths = torch.tensor([len(flat[i]) for i in places])
-            ids = pad([flat[i] for i in places], padding)
+        for indices in group_by_length([len(ids) for ids in flat], self.device, self.chunk_size):
+            lengths = torch.tensor([len(flat[i]) for i in indices])
+            ids = pad([flat[i] for i in indices], padding)
             mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-            groups.append([x.to(self.device) for x in (torch.tensor(places), ids, mask)])
+            groups.append([x.to(self.device) for x in (torch.tensor(indices), ids, mask)])
         return groups
 
-    def prompted(self, cells):
-        """The texts of a row's columns behind their prompts, the last of which goes on."""
+    def add_prompts(self, cells):
+        """Return a row's texts, each after the prompt of its column. Further columns use the last prompt."""
         prompts = (self.prompts[min(i, len(self.prompts) - 1)] for i in range(len(cells)))
-        return [self.spelt(prompt + cell) for prompt, cell in zip(prompts, cells)]
+        return [self.normalise_case(prompt + cell) for prompt, cell in zip(prompts, cells)]
 
-    def spelt(self, text):
-        return text.lower() if self.lower else text
+    def normalise_case(self, text):
+        """Return the text, in lower case if the model's settings say so."""
+        return text.lower() if self.lower_case else text
 
     @property
     def width(self):
-        """H, of the embeddings in training."""
+        """H, the number of dimensions of the embeddings in training."""
         linears = [part for part in (self.head or []) if isinstance(part, torch.nn.Linear)]
         return linears[-1].out_features if linears else self.encoder.config.hidden_size
 
     def forward(self, batch):
-        """(rows, H) float32 embeddings in the order of the rows: one path for training and evaluation."""
+        """Return (rows, H) float32 embeddings of the groups in `batch`, in row order."""
         module = self.encoder if self.chunk_size else None
-        return in_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
+        return restore_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
-    def pool(self, ids, mask, *how):
-        """(n, H) float32 embeddings of ids (n, L). how: what else a batch's groups hold, for change_pass."""
-        changed = self.change_pass(mask, *how) if how else contextlib.nullcontext()
+    def pool(self, ids, mask, *extra):
+        """Return (n, H) float32 embeddings of ids (n, L) with mask (n, L).
+
+        extra   further items of a batch's group, such as view numbers; passed on to self.change_pass
+        """
+        changed = self.change_pass(mask, *extra) if extra else contextlib.nullcontext()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), changed:
             output = self.encoder(input_ids=ids, attention_mask=mask, **self.no_cache)
             return self.pool_states(output.last_hidden_state, mask, output.hidden_states)
 
     def pool_states(self, hidden, mask, layers=None):
-        """(n, H) float32 embeddings of the last hidden states (n, L, H), or of all layers' where the pooling
-        wants them."""
+        """Return (n, H) float32 embeddings of the last layer's states (n, L, H).
+
+        layers  the states of all layers, which avg_top2 and avg_first_last need
+        """
         if self.pooling == "avg_top2":
             hidden = (hidden + layers[-2]) / 2
-        if self.pooling == "avg_first_last":  # the first transformer layer; 0 is the word embeddings
+        if self.pooling == "avg_first_last":   # layers[0] is the word embeddings
             hidden = (hidden + layers[1]) / 2
-        if self.pooling.startswith("avg"):                     # special tokens count, padding does not
+        if self.pooling.startswith("avg"):     # includes special tokens, excludes padding
             z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-        elif self.pooling == "last":                           # of the text: padding is on the right
+        elif self.pooling == "last":           # the text's last token: padding is on the right
             z = hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
         else:
             z = hidden[:, 0]
@@ -121,193 +135,222 @@ class SentenceEncoder(torch.nn.Module):
         return z.float()
 
     def embed_texts(self, sentences, size=128):
-        """(N, H) embeddings of texts, which are not cut to --max-length."""
-        texts = [self.spelt(self.scored + text) for text in sentences]
-        rows, _ = tokenise(texts, self.tokenizer, self.longest)
+        """Return (N, H) embeddings of texts, in batches of `size`, without truncation to --max-length."""
+        texts = [self.normalise_case(self.default_prompt + text) for text in sentences]
+        rows, _ = tokenise(texts, self.tokenizer, self.max_length)
         return torch.cat([self(self.batch(rows[i : i + size])) for i in range(0, len(rows), size)])
 
     @torch.no_grad()
     def embed(self, texts, size=1024):
-        """((M, H) embeddings of the different ones among N texts, at rest; the row of each of the N)"""
-        distinct, training = sorted(set(texts), key=lambda text: (len(text), text)), self.training
+        """Embed N texts in eval mode. Return embeddings (M, H) of the M distinct texts, and for each of the N
+        texts the row of its embedding."""
+        distinct = sorted(set(texts), key=lambda text: (len(text), text))
+        training = self.training
         self.eval()
         bar = progress(range(0, len(distinct), size), "embedding texts")
         z = torch.cat([self.embed_texts(distinct[i : i + size]) for i in bar])
         self.train(training)
-        places = {text: i for i, text in enumerate(distinct)}
-        return z, [places[text] for text in texts]
+        row_of = {text: i for i, text in enumerate(distinct)}
+        return z, [row_of[text] for text in texts]
 
     def restore(self, folder):
-        """Puts the saved checkpoint back."""
-        saved = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
-        saved.pooler = getattr(self.encoder, "pooler", None)
-        self.encoder.load_state_dict(saved.state_dict())       # whose names are others in the file, as GTE's
+        """Load the weights of the checkpoint saved in `folder` into this model."""
+        loaded = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
+        loaded.pooler = getattr(self.encoder, "pooler", None)
+        # The file is not read directly, because some models, such as GTE, rename their weights in it.
+        self.encoder.load_state_dict(loaded.state_dict())
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
             linear.load_state_dict({name.removeprefix("linear."): x for name, x in load_file(file).items()})
 
 
-def build_encoder(args, run, pooling="cls", head=None, auto=AutoModel, columns=1, flag="--model"):
-    """The SentenceEncoder of --model, as its folder was written (layout.Layout), but for what --pooling,
-    --head, --prompt and --max-length say.
+def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, columns=1, flag="--model"):
+    """Load --model as a SentenceEncoder. --pooling, --head, --prompt, --max-length override saved settings.
 
-    pooling, head   where neither flag nor folder speaks. head: "keep", "train-only" or None, behind cls. A
-                    decoder's pooling is last
-    columns         of texts in a row of the data
-    Beside what is saved the model has `layout`, the folder's or None; `lm`, what auto made around the encoder
-    or None; `pooler`, the pretrained one as a head, or None, in a tuple; `origin`, whose head it is: "new",
-    "own", "pooler" or None.
+    pooling         default for models without saved settings; decoders always default to last
+    head            used if --head is not given, no head is saved and pooling is cls. "keep" or "train-only":
+                    add a new head for this use; None: no head
+    auto_class      class of transformers that loads the model
+    columns         number of texts in a row of the data
+    flag            the flag that names the model, for messages
+    returns         a SentenceEncoder with four more attributes. lm: the model around the encoder, or None.
+                    pooler: (the pretrained pooler as a head, or None,), a tuple to hide it from parameters().
+                    head_origin: "new", "saved", "pooler" or None. saved_settings: SavedSettings or None
     """
-    name, local, reading = args.model, Path(args.model).is_dir(), getattr(args, "evaluate", False)
-    layout = read_layout(name, flag) if local else None
-    texts = None if reading else texts_of(args.data)
-    loaded, tokenizer = load_text_model(name, texts, auto, flag, layout.subfolder if layout else "")
-    if not local and name != "scratch":                        # a hub that does not answer is asked once
-        layout = read_layout(name, flag)
-    with blaming(f"{flag} {name}"):
-        return assemble(loaded, tokenizer, layout, args, run, f"{flag} {name}", (pooling, head, columns))
+    name, local, evaluating = args.model, Path(args.model).is_dir(), getattr(args, "evaluate", False)
+    saved = read_saved_settings(name, flag) if local else None
+    texts = None if evaluating else iter_texts(args.data)
+    loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
+    if not local and name != "scratch":        # after the model: a hub that is down is asked only once
+        saved = read_saved_settings(name, flag)
+    with one_line_errors(f"{flag} {name}"):
+        return make_encoder(loaded, tokenizer, saved, args, run, f"{flag} {name}", (pooling, head, columns))
 
 
-def assemble(lm, tokenizer, layout, args, run, named, usual):
-    """The SentenceEncoder of what build_encoder has read; usual: its pooling, head and columns."""
-    encoder, (pooling, head, columns) = lm.base_model, usual
-    refuse_classifier(encoder, named)
-    usual = "last" if is_causal(encoder, named) else pooling
-    pooling = getattr(args, "pooling", None) or (layout.pooling if layout else usual)
-    if usual == "last" and pooling.startswith("cls"):
-        fail(f"--pooling {pooling}: the first token of {args.model}, a decoder, sees no other; "
-             "take last or avg")
+def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
+    """Return the SentenceEncoder of a loaded model. Messages begin with `source`. defaults: build_encoder's
+    (pooling, head, columns)."""
+    encoder = lm.base_model
+    default_pooling, default_head, columns = defaults
+    refuse_classifier(encoder, source)
+    if is_causal(encoder, source):
+        default_pooling = "last"
+    pooling = getattr(args, "pooling", None) or (saved.pooling if saved else default_pooling)
+    if default_pooling == "last" and pooling.startswith("cls"):
+        fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see the others; "
+             "use last or avg")
     pooler = getattr(getattr(encoder, "pooler", None), "dense", None)
-    pooler = pooler and torch.nn.Sequential(pooler, torch.nn.Tanh())
-    usual = head if pooling == "cls" and not getattr(args, "evaluate", False) else None
-    head, origin, where = choose_head(args, layout, pooling, usual, pooler, encoder.config)
-    check_widths(head, encoder.config.hidden_size, named)
-    model = SentenceEncoder(encoder, tokenizer, run, pooling, head, keep_head=where == "keep")
-    model.lm, model.origin, model.layout = None if lm is encoder else lm, origin, layout
+    if pooler is not None:
+        pooler = torch.nn.Sequential(pooler, torch.nn.Tanh())
+    if pooling != "cls" or getattr(args, "evaluate", False):
+        default_head = None
+    head, origin, use = choose_head(args, saved, pooling, default_head, pooler, encoder.config)
+    check_widths(head, encoder.config.hidden_size, source)
+    model = SentenceEncoder(encoder, tokenizer, run, pooling, head, keep_head=use == "keep")
+    model.lm = None if lm is encoder else lm
+    model.head_origin, model.saved_settings = origin, saved
     if model.lm is not None and not has_decoder(model.lm):
-        fail(f"{named}: {type(model.lm).__name__} is no masked language model like BERT or DistilBERT")
-    model.pooler = (pooler,)                                   # in a tuple: no part of it
-    fit_to_layout(model, layout, args, columns)
+        fail(f"{source}: {type(model.lm).__name__} is not a masked language model like BERT or DistilBERT")
+    model.pooler = (pooler,)
+    apply_saved_settings(model, saved, args, columns)
     if hasattr(args, "pooling"):
         args.pooling = pooling
-    try_out(model, named)
+    smoke_test(model, source)
     return model
 
 
 @torch.no_grad()
-def try_out(model, named):
-    """Embeds two texts of 5 and 3 tokens, before --out is begun."""
+def smoke_test(model, source):
+    """Embed two texts of 5 and 3 tokens, so that an unusable model fails before --out is created."""
     special = model.tokenizer.all_special_ids
     word = next((i for i in range(len(model.tokenizer)) if i not in special), 0)
     training, mask = model.training, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     z = model.eval().pool(torch.full_like(mask, word), mask)
     model.train(training)
     if z.shape != (2, model.width if model.keep_head else model.encoder.config.hidden_size):
-        fail(f"{named}: embeds two texts as {tuple(z.shape)}; wanted a vector for each")
+        fail(f"{source}: embeddings of two texts have shape {tuple(z.shape)}, expected one vector per text")
     if not z.isfinite().all():
-        fail(f"{named}: embeds a text as NaN or infinity; wanted a checkpoint of a training that went well")
+        fail(f"{source}: the embedding of a text is NaN or infinite, expected a model whose training did not "
+             "diverge")
 
 
-def check_widths(head, width, named):
-    """Refuses a head whose layers do not fit behind an encoder of this width, or each other."""
+def check_widths(head, width, source):
+    """Raise UserError if the head's linear layers do not fit each other or the hidden size `width`."""
     for linear in head or ():
         if isinstance(linear, torch.nn.Linear):
             if linear.in_features != width:
-                fail(f"{named}: a dense layer behind it reads {linear.in_features} numbers, where there are "
-                     f"{width}; wanted the layers of this encoder")
+                fail(f"{source}: a dense layer of its head has {linear.in_features} input features, expected "
+                     f"{width}; take the dense layers that were saved with this encoder")
             width = linear.out_features
 
 
-def refuse_classifier(encoder, named):
+def refuse_classifier(encoder, source):
+    """Raise UserError if the model was fine-tuned as a classifier."""
     heads = "For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice"
     if kinds := [kind for kind in encoder.config.architectures or [] if re.search(heads, kind)]:
-        fail(f"{named}: a classifier, {kinds[0]}; wanted an encoder of sentences, such as it was made from")
+        fail(f"{source}: {kinds[0]} is a classifier, expected a sentence encoder, such as the model it was "
+             "fine-tuned from")
 
 
-def choose_head(args, layout, pooling, usual, pooler, config):
-    """(head or None, whose it is, where it is at work) by --head, the folder, and what is usual."""
+def choose_head(args, saved, pooling, default_use, pooler, config):
+    """Choose the head from --head, the saved settings and the default.
+
+    default_use     "keep", "train-only", or None for no head
+    pooler          the pretrained pooler as a head, or None
+    returns         head, origin ("new" | "saved" | "pooler") and use ("keep" | "train-only"), or three None
+    """
     asked = getattr(args, "head", None) or []
-    where = [flag for flag in asked if flag in ("keep", "train-only")]
-    start = [flag for flag in asked if flag in ("new", "pooler")]
-    if max(len(where), len(start)) > 1:
-        fail(f"--head {' '.join(asked)}: wanted keep or train-only, and new or pooler")
-    where, start = (flags[0] if flags else None for flags in (where, start))
-    theirs = layout.head if layout and layout.pooling == pooling and start is None else None
-    if start == "pooler" or theirs == "pooler":
+    uses = [word for word in asked if word in ("keep", "train-only")]
+    weights = [word for word in asked if word in ("new", "pooler")]
+    if max(len(uses), len(weights)) > 1:
+        fail(f"--head {' '.join(asked)}: expected one of keep and train-only, and one of new and pooler")
+    use = uses[0] if uses else None
+    weights = weights[0] if weights else None
+    saved_head = saved.head if saved and saved.pooling == pooling and weights is None else None
+    if weights == "pooler" or saved_head == "pooler":
         if pooler is None:
-            fail(f"--head pooler: {args.model} has none")
-        return pooler, "pooler", where or theirs and "keep" or usual or "keep"
-    if theirs is not None:
-        return theirs, "own", where or "keep"
-    where = None if getattr(args, "evaluate", False) else where or usual
-    return (new_head(config), "new", where) if where else (None, None, None)
+            fail(f"--head pooler: {args.model} has no pooler")
+        return pooler, "pooler", use or (saved_head and "keep") or default_use or "keep"
+    if saved_head is not None:
+        return saved_head, "saved", use or "keep"
+    if getattr(args, "evaluate", False) or not (use or default_use):
+        return None, None, None
+    return new_head(config), "new", use or default_use
 
 
 def new_head(config):
-    """SimCSE's: a linear layer, drawn as BERT draws its own, and tanh."""
+    """Return SimCSE's head: a linear layer, initialised as in BERT, and tanh."""
     linear = torch.nn.Linear(config.hidden_size, config.hidden_size)
-    return torch.nn.Sequential(begin_linear(linear, config), torch.nn.Tanh())
+    return torch.nn.Sequential(init_linear(linear, config), torch.nn.Tanh())
 
 
-def fit_to_layout(model, layout, args, columns):
-    """Prompts, longest input and length 1 of the folder; says in one line where flags differ from it."""
+def apply_saved_settings(model, saved, args, columns):
+    """Set the model's prompts, maximum length, case and normalisation, and print what the flags override."""
+    evaluating = getattr(args, "evaluate", False)
     asked, differs = tuple(getattr(args, "prompt", None) or ()), []
     if len(asked) > 1 and len(asked) not in (2, columns) or len(asked) > columns:
-        wanted = "one" if columns == 1 else f"one for all, or one for each of {columns} columns"
-        fail(f"--prompt: found {len(asked)}, wanted {wanted}")
-    if layout:
-        model.normalise, model.longest = layout.normalise, min(layout.longest, model.longest)
-        model.prompts, model.scored, model.lower = layout.prompts, layout.scored, layout.lower
-        had_head = layout.head is not None and not (model.keep_head and model.origin in ("own", "pooler"))
-        if model.pooling.removesuffix("_before_pooler") != layout.pooling:
-            differs.append(f"{layout.pooling} pooling")
-        differs += ["a head"] * had_head + ["other prompts"] * (asked not in ((), layout.prompts))
+        wanted = "1" if columns == 1 else f"1 for all columns, or 1 for each of the {columns} columns"
+        fail(f"--prompt: found {len(asked)} texts, expected {wanted}")
+    if saved:
+        model.normalise, model.max_length = saved.normalise, min(saved.max_length, model.max_length)
+        model.prompts, model.default_prompt = saved.prompts, saved.default_prompt
+        model.lower_case = saved.lower_case
+        if model.pooling.removesuffix("_before_pooler") != saved.pooling:
+            differs.append(f"{saved.pooling} pooling")
+        if saved.head is not None and not (model.keep_head and model.head_origin in ("saved", "pooler")):
+            differs.append("a head")
+        if asked and asked != saved.prompts:
+            differs.append("other prompts")
     if asked:
-        model.prompts, model.scored = asked, asked[0]
-    reads = longest_input(model.encoder, model.tokenizer)
-    if not getattr(args, "evaluate", False) and args.max_length > model.longest:
-        if args.max_length > reads:
-            fail(f"--max-length {args.max_length}: {args.model} reads at most {reads} tokens")
-        differs.append(f"texts of up to {model.longest} tokens")
-        model.longest = args.max_length
-    reads = model.longest if getattr(args, "evaluate", False) else args.max_length
-    for prompt, ids in zip(model.prompts, tokenise(model.prompts, model.tokenizer, reads)[0]):
-        if prompt and len(ids) == reads:
-            fail(f"the prompt {prompt[:40]!r} of {len(prompt):,} letters leaves no room for a text: "
-                 f"{reads} tokens are read, see --prompt and --max-length")
+        model.prompts, model.default_prompt = asked, asked[0]
+    limit = longest_input(model.encoder, model.tokenizer)
+    if not evaluating and args.max_length > model.max_length:
+        if args.max_length > limit:
+            fail(f"--max-length {args.max_length}: {args.model} reads at most {limit} tokens")
+        differs.append(f"a maximum length of {model.max_length} tokens")
+        model.max_length = args.max_length
+    length = model.max_length if evaluating else args.max_length
+    for prompt, ids in zip(model.prompts, tokenise(model.prompts, model.tokenizer, length)[0]):
+        if prompt and len(ids) == length:
+            fail(f"the prompt {prompt[:40]!r} ({len(prompt):,} characters) leaves no room for a text: inputs "
+                 f"have at most {length} tokens, see --prompt and --max-length")
     if differs:
-        say("note", f"{args.model} was saved with {', '.join(differs)}; the flags win")
+        log("note", f"{args.model} was saved with {', '.join(differs)}; the flags override this")
 
 
-def dropouts(encoder):
-    """[(module, attribute)] of its probabilities of dropout: p of a layer, or a number that attention has."""
+def dropout_attributes(encoder):
+    """Return [(module, attribute name)] of all dropout probabilities, those of attention layers included."""
     return [(part, name) for part in encoder.modules() for name, value in vars(part).items()
             if type(value) in (int, float)
             and ("dropout" in name or name == "p" and isinstance(part, torch.nn.Dropout))]
 
 
 def set_dropout(encoder, p, name):
-    """Dropout with probability p wherever the encoder has one. Its config, which is saved, stays its own."""
+    """Set all dropout probabilities of the encoder to p, but not those in its config, which is saved. If it
+    has none, raise UserError with the model's `name`."""
     if p >= 1:
-        fail(f"--dropout {p}: wanted a probability from 0 to less than 1")
+        fail(f"--dropout {p}: expected a probability from 0 to less than 1")
     for part in list(encoder.modules()):
-        for its, child in list(part.named_children()):         # ModernBERT has no layer where its own p is 0
-            if "drop" in its and type(child) is torch.nn.Identity:
-                setattr(part, its, torch.nn.Dropout(0.0))
-    if not (places := dropouts(encoder)):
-        fail(f"--dropout {p}: {name} has no dropout that could be set")
-    for place in places:
-        setattr(*place, p)
+        for child_name, child in list(part.named_children()):  # ModernBERT has Identity where p was 0
+            if "drop" in child_name and type(child) is torch.nn.Identity:
+                setattr(part, child_name, torch.nn.Dropout(0.0))
+    attributes = dropout_attributes(encoder)
+    if not attributes:
+        fail(f"--dropout {p}: {name} has no dropout layers")
+    for part, attribute in attributes:
+        setattr(part, attribute, p)
 
 
 def describe_model(model, args):
-    """distilbert-base-cased, 65.2 M parameters, cls pooling, a new head in training alone"""
+    """Return for example "bert-base-cased, 108.3 M parameters, cls pooling, new head (training only)"."""
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     text = f"{args.model}, {size:.1f} M parameters, {model.pooling} pooling"
     if model.head is not None:
-        text += {"new": ", a new head", "own": ", its head", "pooler": ", its pooler as head"}[model.origin]
-        text += "" if model.keep_head else " in training alone"
-    dropped = any(getattr(*place) for place in dropouts(model.encoder))
-    if not getattr(args, "evaluate", False) and not dropped:   # two views of a text are one
+        heads = {"new": "new head", "saved": "saved head", "pooler": "pooler as head"}
+        text += f", {heads[model.head_origin]}"
+        if not model.keep_head:
+            text += " (training only)"
+    has_dropout = any(getattr(part, name) for part, name in dropout_attributes(model.encoder))
+    if not getattr(args, "evaluate", False) and not has_dropout:       # two views of a text are identical
         text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

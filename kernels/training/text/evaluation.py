@@ -1,133 +1,143 @@
-"""What sentence encoders are judged by: scored pairs, which choose the best checkpoint too, and labels."""
+"""Evaluate sentence encoders on scored sentence pairs and labelled texts, and select the best checkpoint."""
 import os
 from pathlib import Path
 
 import numpy as np
 
-from ..cli import fail, say
+from ..cli import fail, log
 from ..run import Run
-from ..tables import KINDS
-from .checkpoint import load_line, save
+from ..tables import FILE_EXTENSIONS
+from .checkpoint import load_hint, save
 from .encoders import build_encoder, describe_model
 from .sts import evaluate, load_sts
 
 
-class HeldOut:
-    """The data of --dev, which choose the best checkpoint, and of --test, --transfer and --cluster, which it
-    is read with. They are all read, and checked, before the first step."""
+class Evaluator:
+    """The evaluation data of a run: --dev selects the best checkpoint, and --test, --transfer and --cluster
+    score it at the end. All files are read and checked before the first step."""
 
     def __init__(self, args):
-        self.args, self.by, self.named = args, "spearman", "Spearman"          # what --dev is judged by
+        self.args, self.selection_metric, self.metric_label = args, "spearman", "Spearman"
         self.dev = self.load_dev(args) if args.dev else []
-        self.tests = {path: load_sts(path) for path in files(args.test, "--test")}
-        self.transfers = self.clusters = {}
+        self.tests = {path: load_sts(path) for path in expand_folders(args.test, "--test")}
+        self.transfers, self.clusters = {}, {}
         if args.transfer or args.cluster:
-            from ..extras.probes import load_clusters, load_parts
-            self.transfers = {path: load_parts(path) for path in files(args.transfer, "--transfer")}
-            self.clusters = {path: load_clusters(path) for path in files(args.cluster, "--cluster")}
+            from ..extras.probes import load_clusters, load_train_test
+            paths = expand_folders(args.transfer, "--transfer")
+            self.transfers = {path: load_train_test(path) for path in paths}
+            self.clusters = {path: load_clusters(path) for path in expand_folders(args.cluster, "--cluster")}
 
     def load_dev(self, args):
-        """The scored pairs of --dev; of simcse.py's --objective ranking, texts with candidates."""
+        """Return the rows of --dev: scored pairs or, with --objective ranking, also texts with candidates."""
         if getattr(args, "objective", None) == "ranking":
             from ..extras import candidates
             if not candidates.is_scored_pairs(args.dev):
-                self.by, self.named, rows = candidates.load_dev(args.dev)
+                self.selection_metric, self.metric_label, rows = candidates.load_dev(args.dev)
                 return rows
         return load_sts(args.dev)
 
-    def before(self, model, run):
-        """The score before the first step; how long it takes tells how long the test sets will."""
+    def evaluate_before(self, model, run):
+        """Evaluate on --dev before the first step. Its duration predicts how long the test sets will take."""
         if self.dev and run.step == 0:
             tests = sum(map(len, self.tests.values()))
-            with run.clock.apart(again=tests / len(self.dev), evaluation=True):
-                run.note_before(self.scores(model))
+            with run.clock.exclude(repeats=tests / len(self.dev), evaluation=True):
+                run.log_initial_scores(self.dev_scores(model))
         if self.dev:
-            say("before", f"dev {self.named} {self.shown(run.progress['before'])}")
+            log("before", f"dev {self.metric_label} {self.format_score(run.extra_state['before'])}")
 
-    def scores(self, model):
-        """Of --dev."""
-        if self.by == "spearman":
+    def dev_scores(self, model):
+        """Return {metric: value} of the model on --dev."""
+        if self.selection_metric == "spearman":
             return evaluate(model, self.dev, self.args.impl)
-        from ..extras.candidates import choose
-        return choose(model, self.dev)
+        from ..extras.candidates import evaluate_candidates
+        return evaluate_candidates(model, self.dev)
 
-    def shown(self, scores):
-        return f"{scores[self.by]:{'.4g' if self.by == 'chosen' else '.2f'}}"
+    def format_score(self, scores):
+        """Return the selection metric as text."""
+        digits = ".4g" if self.selection_metric == "chosen" else ".2f"
+        return f"{scores[self.selection_metric]:{digits}}"
 
-    def judge(self, model, run):
-        """Evaluate, and save the model if it is the best so far; without --dev, always."""
-        scores = self.scores(model) if self.dev else {}
-        if run.keeps(scores, by=self.by, shown=self.shown(scores) if scores else ""):
+    def evaluate_and_save(self, model, run):
+        """Evaluate the model on --dev and save it if it is the best so far; without --dev, always save it."""
+        scores = self.dev_scores(model) if self.dev else {}
+        shown = self.format_score(scores) if scores else ""
+        if run.should_save(scores, by=self.selection_metric, shown=shown):
             save(model, run)
 
-    def after(self, model, run):
-        """Reads the best checkpoint, tests it, and says how to load it."""
+    def finish(self, model, run):
+        """Load the best checkpoint, print its test scores, and print how to load it."""
         model.restore(run.out)
-        self.say_scores(model)
-        before, best = run.progress["before"], run.progress["saved"]
+        self.print_test_scores(model)
+        before, best = run.extra_state["before"], run.extra_state["saved"]
         rise = ""
         if self.dev:
-            rise = f"dev {self.named} {self.shown(before)} → {self.shown(best)} at step {best['step']}, "
-        run.done(rise)
-        say("load", load_line(model, run))
+            rise = (f"dev {self.metric_label} {self.format_score(before)} → {self.format_score(best)} "
+                    f"at step {best['step']}, ")
+        run.finish(rise)
+        log("load", load_hint(model, run))
 
-    def say_scores(self, model):
-        """A line a file, and of each kind the mean, as papers have it, of the scores as they are printed."""
-        kinds = {"test": self.of_pairs, "transfer": self.of_regressions, "cluster": self.of_clusters}
-        for label, scored in kinds.items():
+    def print_test_scores(self, model):
+        """Print one line per file of --test, --transfer and --cluster, and a mean per flag. As in papers, the
+        mean is that of the rounded scores."""
+        scorers = {"test": self.score_pairs, "transfer": self.score_transfer, "cluster": self.score_clusters}
+        for label, scorer in scorers.items():
             scores = []
-            for score, text in scored(model):
-                say(label, f"{score:.2f}{text}")
+            for score, text in scorer(model):
+                log(label, f"{score:.2f}{text}")
                 scores.append(round(score, 2))
             if scores:
-                say(label, f"{np.mean(scores):.2f}  mean")
+                log(label, f"{np.mean(scores):.2f}  mean")
 
-    def of_pairs(self, model, files=None):
+    def score_pairs(self, model, files=None):
+        """Yield (Spearman, text to print after it) for each of `files` {path: scored pairs}; None: --test."""
         for path, pairs in (files or self.tests).items():
             scores = evaluate(model, pairs, self.args.impl)
             more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
             yield scores["spearman"], f"  {''.join(more)}{path}"
 
-    def of_regressions(self, model):
-        from ..extras.probes import transfer
+    def score_transfer(self, model):
+        """Yield (accuracy of a logistic regression, text to print after it) for each file of --transfer."""
+        from ..extras.probes import evaluate_transfer
         for path, parts in self.transfers.items():
-            accuracy, strengths = transfer(model, *parts, self.args.seed)
+            accuracy, strengths = evaluate_transfer(model, *parts, self.args.seed)
             yield accuracy, f"  C {' '.join(f'{c:g}' for c in strengths)}  {path}"
 
-    def of_clusters(self, model):
-        from ..extras.probes import cluster
+    def score_clusters(self, model):
+        """Yield (mean V-measure of k-means, text to print after it) for each file of --cluster."""
+        from ..extras.probes import evaluate_clusters
         for path, data in self.clusters.items():
-            runs = np.array(cluster(model, data, self.args.seed))
-            (v, accuracy), (spread, _) = runs.mean(0), runs.std(0, ddof=1)
-            yield v, f" ± {spread:.2f}  accuracy {accuracy:.2f}  {path}"
+            runs = np.array(evaluate_clusters(model, data, self.args.seed))
+            v_measure, accuracy = runs.mean(0)
+            deviation = runs.std(0, ddof=1)[0]
+            yield v_measure, f" ± {deviation:.2f}  accuracy {accuracy:.2f}  {path}"
 
 
-def files(paths, flag):
-    """The paths, with the data files of a folder in its place."""
+def expand_folders(paths, flag):
+    """Return the paths, with each folder replaced by the data files in it."""
     found = []
     for path in paths:
         inside = [path]
-        if os.path.isdir(path):                                # Path's raises where a name is too long
+        if os.path.isdir(path):                # Path.is_dir raises OSError if a name is too long
             names = (str(file) for file in sorted(Path(path).iterdir()))
-            inside = [name for name in names if name.lower().removesuffix(".gz").endswith(KINDS)]
+            inside = [name for name in names if name.lower().removesuffix(".gz").endswith(FILE_EXTENSIONS)]
         if not inside:
-            fail(f"{flag} {path}: no file in this folder ends in {', '.join(KINDS)}")
+            fail(f"{flag} {path}: the folder has no file whose name ends in {', '.join(FILE_EXTENSIONS)}")
         found += inside
     return found
 
 
-def score(args, script, pooling="cls"):
-    """--evaluate of sentence encoders: the files of --dev and the other flags through --model."""
+def evaluate_model(args, script, pooling="cls"):
+    """Run --evaluate: score --model on the files of --dev, --test, --transfer and --cluster."""
     if not (args.dev or args.test or args.transfer or args.cluster):
-        fail("--evaluate: nothing to evaluate; name files of scored pairs by --dev or --test, of labels by "
-             "--transfer or --cluster")
-    held_out, run = HeldOut(args), Run(args, script)
+        fail("--evaluate: nothing to evaluate; name files of scored pairs by --dev or --test, or files of "
+             "labelled texts by --transfer or --cluster")
+    evaluator, run = Evaluator(args), Run(args, script)
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
-    say("model", describe_model(model, args))
-    if args.dev and held_out.by != "spearman":
-        found = (f"{name} {value:.4g}" for name, value in held_out.scores(model).items())
-        say("dev", f"{'  '.join(found)}  {args.dev}")
+    log("model", describe_model(model, args))
+    if args.dev and evaluator.selection_metric != "spearman":
+        found = (f"{name} {value:.4g}" for name, value in evaluator.dev_scores(model).items())
+        log("dev", f"{'  '.join(found)}  {args.dev}")
     elif args.dev:
-        (score, text), = held_out.of_pairs(model, {args.dev: held_out.dev})
-        say("dev", f"{score:.2f}{text}")
-    held_out.say_scores(model)
+        for score, text in evaluator.score_pairs(model, {args.dev: evaluator.dev}):
+            log("dev", f"{score:.2f}{text}")
+    evaluator.print_test_scores(model)

@@ -1,18 +1,20 @@
-"""The hidden states of every layer of an encoder, pooled over tokens."""
+"""Pool the hidden states of every layer of an encoder over tokens."""
 import torch
 
-from .tokens import in_order
+from .tokens import restore_order
 
 
 def pool_tokens(hidden, mask, pooling):
-    """Pool hidden states (n, L, H) over tokens to (n, H).
+    """Pool hidden states (n, L, H) over tokens. Return (n, H).
 
-    mask      (n, L): 1 for tokens, special ones too; 0 for padding, which is on the right and does not count.
-              A row of padding only gives no NaN
-    pooling   "cls", the first token | "last" | "max" | "mean" | "sum"
+    mask      (n, L): 1 for tokens, including special ones; 0 for padding, which is on the right and ignored.
+              A row that is all padding gives finite numbers, not NaN
+    pooling   "cls" (the first token) | "last" | "max" | "mean" | "sum"
     """
-    if pooling in ("cls", "last"):
-        ends = (mask.sum(1) - 1).clamp(min=0) * (pooling == "last")
+    if pooling == "cls":
+        return hidden[:, 0]
+    if pooling == "last":
+        ends = (mask.sum(1) - 1).clamp(min=0)
         return hidden[torch.arange(len(mask), device=mask.device), ends]
     if pooling == "max":
         return hidden.masked_fill(mask[:, :, None] == 0, -1e9).amax(1)
@@ -22,9 +24,11 @@ def pool_tokens(hidden, mask, pooling):
 
 @torch.no_grad()
 def pool_layers(model, encoder, batch, layers, poolings):
-    """(rows, layers, poolings, H) float32 in the order of the batch's rows; layer 0 is the word embeddings.
+    """Return the pooled states of an encoder as (rows, layers, poolings, H) float32, in row order.
 
-    model     a SentenceEncoder, which made the batch; encoder is one that reads the same tokens
+    model     the SentenceEncoder that made the batch
+    encoder   a transformer with the same tokenizer
+    layers    indices of layers; 0 is the word embeddings
     """
     pieces = []
     for _, ids, mask in batch:
@@ -33,4 +37,4 @@ def pool_layers(model, encoder, batch, layers, poolings):
         states = (output.hidden_states[layer].float() for layer in layers)
         pooled = [torch.stack([pool_tokens(x, mask, pooling) for pooling in poolings], 1) for x in states]
         pieces.append(torch.stack(pooled, 1))
-    return in_order(torch.cat(pieces), batch)
+    return restore_order(torch.cat(pieces), batch)

@@ -1,4 +1,4 @@
-"""Masked language models: tokens are masked, and the loss is read from the chosen ones alone."""
+"""Masked language modelling (MLM): mask tokens, and compute the loss of the chosen ones only."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -6,84 +6,92 @@ import torch.nn.functional as F
 from kernels import embed_in_chunks, linear_cross_entropy
 
 
-def mask_tokens(ids, may, tokenizer):
-    """(masked ids, chosen): 15 % of the tokens that may be are chosen; of these 80 % are masked, 10 %
-    replaced (BERT)."""
-    chosen = (torch.rand(ids.shape, device=ids.device) < 0.15) & may
-    dice = torch.rand(ids.shape, device=ids.device)
+def mask_tokens(ids, maskable, tokenizer):
+    """Mask tokens as BERT does. Return (masked ids, chosen): 15 % of the maskable tokens are chosen, of which
+    80 % become the mask token, 10 % become a random token, and 10 % stay."""
+    chosen = (torch.rand(ids.shape, device=ids.device) < 0.15) & maskable
+    draw = torch.rand(ids.shape, device=ids.device)
     random = torch.randint(len(tokenizer), ids.shape, device=ids.device)
-    masked = torch.where(chosen & (dice < 0.8), tokenizer.mask_token_id, ids)
-    return torch.where(chosen & (dice >= 0.9), random, masked), chosen
+    masked = torch.where(chosen & (draw < 0.8), tokenizer.mask_token_id, ids)
+    return torch.where(chosen & (draw >= 0.9), random, masked), chosen
 
 
-def lm_states(lm, encoder, ids, mask, chosen):
-    """(hidden states (n, L, H) of the encoder, states (chosen, H) of the masked-LM head before its decoder),
-    in one pass.
+def encoder_and_mlm_states(lm, encoder, ids, mask, chosen):
+    """Run a masked LM once, without its decoder, the output layer over the vocabulary.
 
-    The head is handed the chosen tokens alone, and its decoder, by far the widest layer, none.
+    returns     [hidden states (n, L, H) of the encoder, states (chosen, H) that the decoder would read]
     """
     found = []
 
-    def narrow(_, __, output):
+    def keep_chosen(_, __, output):            # the MLM head gets the chosen tokens only
         found.append(output.last_hidden_state)
         output.last_hidden_state = found[0][chosen][None]
         return output
 
-    def skip(_, inputs):
+    def skip_decoder(_, inputs):               # the decoder gets no tokens
         found.append(inputs[0][0])
         return inputs[0][:, :0]
 
-    with encoder.register_forward_hook(narrow), lm.get_output_embeddings().register_forward_pre_hook(skip):
+    decoder = lm.get_output_embeddings()
+    with encoder.register_forward_hook(keep_chosen), decoder.register_forward_pre_hook(skip_decoder):
         lm(input_ids=ids, attention_mask=mask)
     return found
 
 
 def decoder_loss(hidden, decoder, targets, *, impl="auto"):
-    """Mean cross entropy of a masked-LM head's last layer, whose (N, V) logits are not stored; scalar, 0
-    where N is 0.
+    """Return the mean cross entropy of a decoder, without storing its (N, V) logits. Return 0 if N is 0.
 
-    hidden (N, H) is what the decoder reads, decoder a torch.nn.Linear of V rows, targets (N,) are int64.
+    hidden      (N, H) states that the decoder reads
+    decoder     torch.nn.Linear with V output features
+    targets     (N,) int64
     """
     if not len(hidden):
         return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     weight = decoder.weight
-    if decoder.bias is not None:  # one more feature, 1 in every row; the zeros keep rows aligned
+    if decoder.bias is not None:               # the bias as one more feature, then zeros to keep rows aligned
         hidden = torch.cat([hidden, F.pad(torch.ones_like(hidden[:, :1]), (0, 15))], 1)
         weight = torch.cat([weight, F.pad(decoder.bias[:, None], (0, 15))], 1)
     return linear_cross_entropy(hidden, weight, targets, impl=impl)
 
 
-def free_decoder(lm):
-    """The masked LM, its decoder free to leave the word embeddings that it is tied to (SimCSE's released
-    code)."""
+def untie_decoder(lm):
+    """Untie a masked LM's decoder from its word embeddings, as SimCSE's released code does. Return the LM."""
     decoder = lm.get_output_embeddings()
     decoder.weight = torch.nn.Parameter(decoder.weight.detach().clone())
     return lm
 
 
 def masked_lm_loss(model, batch, impl="auto"):
-    """This rank's part of the mean cross entropy of the tokens chosen in a SentenceEncoder's batch, of all
-    ranks."""
-    total = lambda group: read_masked(model, group, impl)[1]
-    return mean_over_ranks(embed_in_chunks(total, batch, model.lm if model.chunk_size else None))
+    """Mask a SentenceEncoder's batch, and return this rank's part of the mean cross entropy over all ranks'
+    chosen tokens."""
+    def loss_sum(group):
+        return embed_masked(model, group, impl)[1]
+
+    return share_of_mean(embed_in_chunks(loss_sum, batch, model.lm if model.chunk_size else None))
 
 
-def read_masked(model, group, impl):
-    """((n, H) embeddings of a group whose tokens are masked, (1, 2) the sum of these tokens' cross entropies,
-    and how many)."""
+def embed_masked(model, group, impl):
+    """Mask the tokens of a group of SentenceEncoder.batch and run the encoder and the MLM head on it.
+
+    returns     embeddings (n, H); (1, 2) sum of the chosen tokens' cross entropies, and their number
+    """
     _, ids, mask, *_ = group
-    special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)  # padding is one of them
-    (masked, chosen), z = mask_tokens(ids, ~torch.isin(ids, special), model.tokenizer), []
-    pool = lambda _, __, out: z.append(model.pool_states(out.last_hidden_state, mask, out.hidden_states))
+    special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # includes padding
+    masked, chosen = mask_tokens(ids, ~torch.isin(ids, special), model.tokenizer)
+    z = []
+
+    def pool(_, __, output):
+        z.append(model.pool_states(output.last_hidden_state, mask, output.hidden_states))
+
     with (torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16),
           model.encoder.register_forward_hook(pool)):
-        _, states = lm_states(model.lm, model.encoder, masked, mask, chosen)
+        _, states = encoder_and_mlm_states(model.lm, model.encoder, masked, mask, chosen)
         mean = decoder_loss(states.float(), model.lm.get_output_embeddings(), ids[chosen], impl=impl)
     return z[0], torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
 
 
-def mean_over_ranks(sums):
-    """This rank's part of a mean, of parts (n, 2) of a sum and of how many it has."""
+def share_of_mean(sums):
+    """Return this rank's part of the mean over all ranks, from this rank's (n, 2) partial sums and counts."""
     loss, tokens = sums.sum(0)
     tokens = tokens.detach()
     if dist.is_initialized():

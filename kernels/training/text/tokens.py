@@ -1,4 +1,4 @@
-"""The tokens of sentences: on the disk, and in batches of groups of similar length."""
+"""Tokenise sentences, store their tokens in files, and group them by length into batches."""
 import itertools
 import os
 import shutil
@@ -7,27 +7,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cli import fail, say, written
+from ..cli import fail, log, writing
 
-# What one more group costs, in tokens: its launches, and a pass over all gradients. CPU: measured (2 layers
-# of 768, from 25 to 400 alike); CUDA: an estimate.
+# Cost of one more group in a batch, in tokens: its kernel launches, and a pass over all gradients.
+# CPU: measured with 2 layers of width 768; values from 25 to 400 gave the same speed. CUDA: an estimate.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
-WHOLE = 2**31 - 1                                              # tokens that no text has
-ROWS, LETTERS = 10_000, 2**21                                  # tokenised at a time: a letter takes 100 bytes
+NO_LIMIT = 2**31 - 1                           # as a maximum length: no truncation
+MAX_ROWS, MAX_CHARS = 10_000, 2**21            # tokenised at once, which takes about 100 bytes per character
 
 
-def portions(items, letters=len, rows=ROWS):
-    """Yields lists of the items, in their order, that can be tokenised at once: a million sentences, or a
-    thousand long ones, would hold tens of gigabytes.
+def text_batches(items, count=len, rows=MAX_ROWS):
+    """Yield the items, in order, in lists that can be tokenised at once: a million sentences, or a thousand
+    long texts, would need tens of gigabytes.
 
-    items       an iterable
-    letters     a function of an item: how many it has; a list has at most LETTERS, unless of one item
-    rows        the most items of a list
+    count       function: item -> number of characters. A list of several items has at most MAX_CHARS
+    rows        maximum number of items in a list
     """
     part, size = [], 0
     for item in items:
-        more = letters(item)
-        if part and (len(part) == rows or size + more > LETTERS):
+        more = count(item)
+        if part and (len(part) == rows or size + more > MAX_CHARS):
             yield part
             part, size = [], 0
         part.append(item)
@@ -36,69 +35,76 @@ def portions(items, letters=len, rows=ROWS):
         yield part
 
 
-def letters_of(texts):
-    """How many letters the texts have together."""
+def count_characters(texts):
+    """Return the total number of characters of the texts."""
     return sum(map(len, texts))
 
 
-def tokenise(sentences, tokenizer, longest):
-    """([int32 ids (L,)], how many were cut): each sentence alone, with special tokens and without padding."""
+def tokenise(sentences, tokenizer, max_length):
+    """Return ([int32 ids (L,)], number of truncated sentences), with special tokens and without padding.
+
+    max_length  truncate sentences to this many tokens
+    """
     backend, rows, cut = tokenizer.backend_tokenizer, [], 0
-    nothing = [tokenizer.pad_token_id or 0]  # of a text without tokens, where there are no special ones
+    nothing = [tokenizer.pad_token_id or 0]    # for empty texts, if the tokenizer adds no special tokens
     backend.no_padding()
-    backend.enable_truncation(longest, direction=tokenizer.truncation_side)
-    for part in portions(sentences):
+    backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
+    for part in text_batches(sentences):
         encoded = backend.encode_batch_fast(part)
         rows += [np.array(encoding.ids or nothing, np.int32) for encoding in encoded]
         cut += sum(bool(encoding.overflowing) for encoding in encoded)
-        del encoded                                            # before there are others
+        del encoded                            # frees its memory before the next part is tokenised
     return rows, cut
 
 
 def tokenise_table(table, model, run, name="tokens", whole=False):
-    """The TokenRows of all sentences of a table, as a model of SentenceEncoder's kind reads them, cut to
-    --max-length, or whole.
+    """Tokenise all sentences of a table for a SentenceEncoder and return them as TokenRows.
 
-    Rank 0 writes them into --out, and every rank reads them there, row by row: neither they nor the text have
-    to fit in memory. --resume writes them anew, so that nothing depends on what became of the old ones.
+    Rank 0 writes the tokens into the folder `name` in --out, and all ranks read them from there row by row,
+    so that they need not fit in memory. --resume always writes them again, so damaged files do no harm.
+
+    whole       do not truncate the sentences to --max-length
     """
     columns, folder = len(next(iter(table))[1]), run.out / name
-    longest = WHOLE if whole else min(run.args.max_length, model.longest)
+    max_length = NO_LIMIT if whole else min(run.args.max_length, model.max_length)
     if run.rank == 0:
-        with written(folder):
-            cut = write_tokens(table, model, longest, folder)
+        with writing(folder):
+            cut = write_tokens(table, model, max_length, folder)
         if not whole:
-            say(name, f"{cut:,} of {columns * len(table):,} sentences cut to {longest}")
-    if run.world > 1:
+            log(name, f"{cut:,} of {columns * len(table):,} sentences truncated to {max_length} tokens")
+    if run.world_size > 1:
         dist.barrier()
     if not folder.is_dir():
-        fail(f"--out {run.out}: what rank 0 writes is not there; name a folder that all machines share",
+        fail(f"--out {run.out}: this rank cannot see the files of rank 0, expected a folder on a shared disk",
              every_rank=True)
     return TokenRows(folder, columns)
 
 
-def write_tokens(table, model, longest, folder):
-    """Writes two files: `ids`, one sentence behind the other, and `ends`, a 0 and where each sentence ends.
-    Returns how many sentences were cut."""
+def write_tokens(table, model, max_length, folder):
+    """Write the table's tokens into a folder, and return the number of truncated sentences.
+
+    The folder gets two files. `ids` (int32): the token ids of all sentences, in order. `ends` (int64): 0,
+    then for each sentence the position in `ids` where it ends.
+    """
     aside, done, cut = folder.with_suffix(".tmp"), 0, 0
-    rows = (model.prompted(cells) for _, cells in table)
+    rows = (model.add_prompts(cells) for _, cells in table)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
         ends.write(bytes(8))
-        for part in portions(rows, letters_of):
-            sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, longest)
-            places = done + np.cumsum([len(sentence) for sentence in sentences])
+        for part in text_batches(rows, count_characters):
+            sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, max_length)
+            part_ends = done + np.cumsum([len(sentence) for sentence in sentences])
             ids.write(np.concatenate(sentences).tobytes())
-            ends.write(places.tobytes())
-            done, cut = places[-1], cut + more
+            ends.write(part_ends.tobytes())
+            done, cut = part_ends[-1], cut + more
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(aside, folder)
     return cut
 
 
 class TokenRows:
-    """Rows of tokens in a folder that write_tokens wrote: rows[i] has the int32 ids (L,) of each column."""
+    """The tokens in a folder of write_tokens: rows[i] is a tuple with the int32 ids (L,) of each column."""
 
     def __init__(self, folder, columns):
         self.folder, self.columns = folder, columns
@@ -109,39 +115,44 @@ class TokenRows:
         return self.length
 
     def __getitem__(self, i):
-        place = range(len(self))[i] * self.columns
-        first, *ends = self.read_part(self.ends, np.int64, place, self.columns + 1).tolist()
-        ids = self.read_part(self.ids, np.int32, first, ends[-1] - first)
+        sentence = range(len(self))[i] * self.columns          # number of the row's first sentence
+        first, *ends = self.read_array(self.ends, np.int64, sentence, self.columns + 1).tolist()
+        ids = self.read_array(self.ids, np.int32, first, ends[-1] - first)
         return tuple(ids[start - first : end - first] for start, end in zip((first, *ends), ends))
 
-    def read_part(self, file, kind, place, count):
-        """An array of a part of the file. It is no memmap: where a file is cut meanwhile that kills the
-        process."""
-        found = np.empty(count, kind)
-        file.seek(place * found.itemsize)
+    def read_array(self, file, dtype, start, count):
+        """Read `count` elements of a file, from element `start` on. It does not use memmap, because reading a
+        mapped file that another process has truncated would kill this process."""
+        found = np.empty(count, dtype)
+        file.seek(start * found.itemsize)
         if file.readinto(found) != found.nbytes:
-            fail(f"{self.folder}: was cut while it was read; --resume makes it anew", every_rank=True)
+            fail(f"{self.folder}: the file was truncated while it was read; --resume writes it again",
+                 every_rank=True)
         return found
 
-    def views(self, places, count):
-        """[[ids] a view]: the rows at these places, column after column, and round again until there are so
-        many."""
-        columns = list(zip(*(self[i] for i in places)))
+    def views(self, indices, count):
+        """Return the rows' tokens as `count` lists of ids (L,), one list per column. If `count` exceeds the
+        number of columns, start again with the first column."""
+        columns = list(zip(*(self[i] for i in indices)))
         return [columns[i % self.columns] for i in range(count)]
 
 
-def grouped(lengths, device, most=None):
-    """[places]: which sequences of these lengths share a tensor: as few padding tokens and groups as are
-    cheapest."""
+def group_by_length(lengths, device, max_rows=None):
+    """Divide sequences of these lengths into groups, each to be padded to one tensor, at the least cost: the
+    tokens with padding plus GROUP_COST per group.
+
+    max_rows    maximum number of sequences in a group, or None
+    returns     [[index of a sequence, ...] per group]
+    """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    cuts = length_groups([lengths[i] for i in order], GROUP_COST[device.type], most)
+    cuts = length_groups([lengths[i] for i in order], GROUP_COST[device.type], max_rows)
     return [order[start:end] for start, end in cuts]
 
 
-def length_groups(lengths, cost, most=None):
-    """Cuts (start, end) of ascending lengths into groups: the least Σ (rows · longest + cost), by dynamic
-    programming. No group has more than `most` rows."""
-    best = {0: (0, 0)}  # the first n rows: (least cost, start of their last group)
+def length_groups(lengths, cost, max_rows=None):
+    """Divide ascending lengths into groups [(start, end)] with the least Σ (rows · longest + cost), by
+    dynamic programming. Then divide groups of more than `max_rows` rows."""
+    best = {0: (0, 0)}                         # n: (least cost of the first n rows, start of the last group)
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
             longest = lengths[end - 1]
@@ -150,16 +161,17 @@ def length_groups(lengths, cost, most=None):
     while end:
         cuts.append((best[end][1], end))
         end = best[end][1]
-    most = most or len(lengths)
-    return [(first, min(first + most, end)) for start, end in cuts[::-1] for first in range(start, end, most)]
+    max_rows = max_rows or len(lengths)
+    return [(first, min(first + max_rows, end))
+            for start, end in cuts[::-1] for first in range(start, end, max_rows)]
 
 
-def in_order(x, batch):
-    """The rows of a batch's groups (places, ...), back in the order of the batch."""
-    return x[torch.cat([places for places, *_ in batch]).argsort()]
+def restore_order(x, batch):
+    """Return the rows of x, which are in the order of the batch's groups (row indices, ...), in row order."""
+    return x[torch.cat([indices for indices, *_ in batch]).argsort()]
 
 
 def pad(rows, value):
-    """(n, L) int64 of 1-D arrays, filled up with value."""
+    """Return 1-D arrays as one int64 tensor (n, L), padded with `value` on the right."""
     tensors = [torch.from_numpy(row).long() for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

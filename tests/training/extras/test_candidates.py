@@ -1,4 +1,4 @@
-"""Candidates of --dev (SimCLS): which are chosen, and what their scores say; the recipe end to end."""
+"""Candidates in --dev (SimCLS): which ones are selected, their scores, and the recipe from end to end."""
 import contextlib
 import csv
 import io
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import simcse
-from kernels.training.cli import Fault
-from kernels.training.extras.candidates import choose, is_scored_pairs, load_candidates
-from running import DATA, NLI, embed_saved, refuse, run
+from kernels.training.cli import UserError
+from kernels.training.extras.candidates import evaluate_candidates, is_scored_pairs, load_candidates
+from running import DATA, NLI, embed_saved, rejects, run
 
 ROWS = [[*row, *other] for row, other in zip(NLI[:12], NLI[1:13])]     # text, reference, four candidates
 
@@ -24,8 +24,8 @@ def write(path, rows, header=None):
 HEADER = ["text", "reference", "cand1", "cand2", "cand3", "cand4", "rouge"]
 
 
-def test_the_nearest_candidate_is_chosen(tmp_path, bert):
-    """By cosine; its score is the row's, the best one stands beside it."""
+def test_nearest_candidate_is_selected(tmp_path, bert):
+    """The cosine selects. The scores are those of the selected candidates, and of the best ones."""
     scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
     rows = [[*row, " ".join(map(str, x.tolist()))] for row, x in zip(ROWS, scores)]
     found = load_candidates(write(tmp_path / "x.csv", rows, HEADER))
@@ -39,33 +39,33 @@ def test_the_nearest_candidate_is_chosen(tmp_path, bert):
     vectors = {text: F.normalize(embed_saved(bert, [text], "avg")[0].double(), dim=0)
                for row in ROWS for text in row}
     at = [max(range(4), key=lambda i: (vectors[row[0]] @ vectors[row[2 + i]]).item()) for row in ROWS]
-    wanted = {"chosen": scores[range(12), at].mean().item(), "best": scores.amax(1).mean().item(),
+    expected = {"chosen": scores[range(12), at].mean().item(), "best": scores.amax(1).mean().item(),
               "first": 100 * at.count(0) / 12}
-    assert choose(Model(), found) == pytest.approx(wanted, abs=1e-6) and 0 < at.count(0) < 12
+    assert evaluate_candidates(Model(), found) == pytest.approx(expected, abs=1e-6) and 0 < at.count(0) < 12
     bare = load_candidates(write(tmp_path / "y.csv", ROWS, HEADER[:6]))
-    assert choose(Model(), bare) == {"first": pytest.approx(100 * at.count(0) / 12)}
+    assert evaluate_candidates(Model(), bare) == {"first": pytest.approx(100 * at.count(0) / 12)}
 
 
-@pytest.mark.parametrize("rows, header, wanted", [
-    ([[*ROWS[0], "1 2 3"]] * 2, HEADER, r"line 2: 3 scores \(1, 2, 3\) for 4 candidates; wanted text, .*"),
+@pytest.mark.parametrize("rows, header, expected", [
+    ([[*ROWS[0], "1 2 3"]] * 2, HEADER, r"line 2: 3 scores \(1, 2, 3\) for 4 candidates; expected text, .*"),
     ([[*ROWS[0], "1 2 x 4"]] * 2, HEADER, r"line 2: 4 scores \(1, 2, x, 4\) for 4 candidates; .* number .*"),
-    ([ROWS[0][:2]] * 2, HEADER[:2], "line 2: 0 candidates; wanted text, reference, candidates"),
+    ([ROWS[0][:2]] * 2, HEADER[:2], "line 2: 0 candidates; expected text, reference, candidates"),
     ([[*ROWS[0][:2], "", *ROWS[0][3:]]] * 2, HEADER[:6], "line 2: an empty cell.*")])
-def test_what_cannot_be_read(rows, header, wanted, tmp_path):
-    with pytest.raises(Fault, match=wanted):
+def test_bad_rows(rows, header, expected, tmp_path):
+    with pytest.raises(UserError, match=expected):
         load_candidates(write(tmp_path / "x.csv", rows, header))
 
 
-def test_scored_pairs_are_told_from_candidates(tmp_path):
+def test_scored_pairs_are_not_candidates(tmp_path):
     assert is_scored_pairs(DATA / "sts.tsv")
     assert not is_scored_pairs(write(tmp_path / "x.csv", ROWS, HEADER[:6]))
     assert not is_scored_pairs(write(tmp_path / "y.csv", [row[:3] for row in ROWS]))
     assert is_scored_pairs(write(tmp_path / "z.csv", [["2.5", *row[:2]] for row in ROWS]))
 
 
-def test_the_recipe(tmp_path):
-    """As released, on scored candidates: the best checkpoint is that with the highest score of the chosen;
-    --evaluate says the same of it."""
+def test_recipe(tmp_path):
+    """--recipe simcls keeps the checkpoint with the highest mean score of the selected candidates. --evaluate
+    prints the same score."""
     rows = [[*row, "0.9 0.5 0.25 0.1"] for row in ROWS]
     dev = write(tmp_path / "dev.csv", rows, HEADER)
     data = write(tmp_path / "data.csv", ROWS, HEADER[:6])
@@ -78,7 +78,7 @@ def test_the_recipe(tmp_path):
     rates = [step["lr"] for step in result.steps]
     assert rates[0] == pytest.approx(20 * 1e-6, rel=1e-6) and rates[-1] == pytest.approx(20 * 12e-6, rel=1e-6)
     scores = [step["dev_chosen"] for step in result.steps if "dev_chosen" in step]
-    assert result.run.progress["saved"]["chosen"] == max(scores) and max(scores) <= 0.9
+    assert result.run.extra_state["saved"]["chosen"] == max(scores) and max(scores) <= 0.9
     assert "score of the chosen" in result.said["before"] and "score of the chosen" in result.said["done"]
     with contextlib.redirect_stdout(io.StringIO()) as lines:
         model = str(tmp_path / "out")
@@ -86,8 +86,8 @@ def test_the_recipe(tmp_path):
     assert f"dev      chosen {max(scores):.4g}  best 0.9  first" in lines.getvalue()
 
 
-def test_candidates_are_cut_and_keep_their_ends(tmp_path, bert):
-    """Documents and references have --max-length; a candidate's last token stays its [SEP]."""
+def test_candidates_are_truncated_before_their_end_token(tmp_path, bert):
+    """--candidate-length applies to candidates only, whose last token is still [SEP]."""
     from types import SimpleNamespace
 
     from kernels.training.extras.text_views import TextViews
@@ -100,13 +100,13 @@ def test_candidates_are_cut_and_keep_their_ends(tmp_path, bert):
     rows = tokenise([row[0] for row in NLI[:3]], model.tokenizer, 64)[0]
     views = TextViews(args, model, [["a"]])
     tokens = SimpleNamespace(views=lambda places, count: [[rows[i] for i in places]] * count)
-    batch = views.batch(tokens, range(3))
+    batch = views.make_batch(tokens, range(3))
     found = {int(i): ids[mask.bool()].tolist() for group in batch for i, ids, mask in zip(*group)}
     for i in range(12):
         whole = rows[i % 3].tolist()
         assert found[i] == (whole if i < 6 else [*whole[:5], whole[-1]])
 
 
-def test_flags_of_candidates(here, capfd):
-    refuse("simcse", capfd, "--candidate-length: is for --objective ranking, which is not given", "--model",
+def test_flags_of_candidates(cwd, capfd):
+    rejects("simcse", capfd, "--candidate-length: only --objective ranking uses it; leave it out", "--model",
            "scratch", "--data", DATA / "nli.csv", "--candidate-length", 8, "--batch-size", 8)

@@ -1,4 +1,4 @@
-"""The lazily updated table against an embedding trained by torch's AdamW."""
+"""LazyEmbedding compared with an embedding trained by torch.optim.AdamW."""
 import pytest
 import torch
 
@@ -6,14 +6,14 @@ from kernels.training.extras.lazy_embedding import LazyEmbedding
 from kernels.training.loop import warmup_linear
 
 
-@pytest.mark.parametrize("size", [1e-7, 1.0])                  # of gradients: AdamW's eps counts, or not
-def test_table_is_a_dense_one(size):
-    """Rows repeat in a batch, rest for a few steps, for hundreds, for ever."""
+@pytest.mark.parametrize("size", [1e-7, 1.0])                  # with small gradients eps matters
+def test_lazy_updates_equal_adamw(size):
+    """Rows occur twice in a batch, or are idle for a few steps, for hundreds of steps, or for all."""
     torch.manual_seed(0)
     rates = [warmup_linear(step, 300, 20, 3e-3) for step in range(300)]
     start = torch.randn(40, 6)
     dense, table = start.clone().requires_grad_(), LazyEmbedding(start.clone(), 8)
-    table.schedule(rates, 0)
+    table.set_schedule(rates, 0)
     optimizer = torch.optim.AdamW([dense], weight_decay=0.0)
     for step, optimizer.param_groups[0]["lr"] in enumerate(rates):
         ids = torch.randint(0, 30 if step % 200 < 20 else 5, (4, 2))

@@ -1,10 +1,10 @@
-"""The optimizers and learning rates of ConSERT, DeCLUTR and SimCLS, each written out."""
+"""The optimizers and learning rates of ConSERT, DeCLUTR and SimCLS, compared with plain references."""
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.training.extras.optimizers import clip_gradient, make_optimizer, rate_of
+from kernels.training.extras.optimizers import clip_gradient, learning_rate, make_optimizer
 from kernels.training.extras.sentence_flags import OPTIMIZERS
 
 
@@ -17,8 +17,8 @@ def model_of(seed=0):
     ("simcse", 1e-8, True, 0.0, 1.0), ("consert", 1e-6, False, 0.01, 1.0), ("declutr", 1e-6, False, 0.1, 1.0),
     ("simcls", 1e-8, True, 0.0, None)])
 def test_steps(name, eps, corrected, decay, clip):
-    """Adam's averages, with or without the correction of their zeros; matrices alone decay."""
-    model, args = model_of(), SimpleNamespace(optimizer_of=name, lr=0.01)
+    """Adam's update with or without bias correction, with weight decay for matrices only."""
+    model, args = model_of(), SimpleNamespace(optimizer_recipe=name, lr=0.01)
     optimizer = make_optimizer(model, args)
     weights = [w.detach().clone() for w in model.parameters()]
     m, v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
@@ -34,24 +34,25 @@ def test_steps(name, eps, corrected, decay, clip):
             m[i] = 0.9 * m[i] + 0.1 * scale * gradient
             v[i] = 0.999 * v[i] + 0.001 * (scale * gradient) ** 2
             up, down = (1 - 0.9**step, 1 - 0.999**step) if corrected else (1, 1)
-            weights[i] = weights[i] * (1 - 0.01 * decay * (weights[i].dim() > 1))
+            if weights[i].dim() > 1:
+                weights[i] = weights[i] * (1 - 0.01 * decay)
             weights[i] = weights[i] - 0.01 * (m[i] / up) / ((v[i] / down).sqrt() + eps)
     torch.testing.assert_close([w.detach() for w in model.parameters()], weights, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name, wanted", [
+@pytest.mark.parametrize("name, expected", [
     ("simcse", [1, 0.95, 0.9, 0.5, 0.05]), ("consert", [0, 0.5, 1, 10 / 18, 1 / 18]),
     ("declutr", [1 / 32, (1 + 31 / 2) / 32, 1, (1 + 31 * 10 / 18) / 32, (1 + 31 / 18) / 32]),
     ("simcls", [1e-6, 2e-6, 3e-6, 11e-6, 2e-5])])
-def test_rates(name, wanted):
-    """Of steps 0, 1, 2, 10 and 19 of 20; SimCLS's is at its highest in step 10,000, and falls as a root."""
-    args = SimpleNamespace(optimizer_of=name, lr=2.0)
-    assert [rate_of(step, 20, args) / 2 for step in (0, 1, 2, 10, 19)] == pytest.approx(wanted)
+def test_learning_rates(name, expected):
+    """At steps 0, 1, 2, 10 and 19 of 20. SimCLS's rate is highest at step 10,000, then falls like 1/√step."""
+    args = SimpleNamespace(optimizer_recipe=name, lr=2.0)
+    assert [learning_rate(step, 20, args) / 2 for step in (0, 1, 2, 10, 19)] == pytest.approx(expected)
     if name == "simcls":
-        assert rate_of(9_999, 1, args) == pytest.approx(0.02)
-        assert rate_of(39_999, 1, args) == pytest.approx(0.01)
+        assert learning_rate(9_999, 1, args) == pytest.approx(0.02)
+        assert learning_rate(39_999, 1, args) == pytest.approx(0.01)
 
 
-def test_names_are_the_same():
+def test_flag_and_module_have_the_same_optimizers():
     from kernels.training.extras import optimizers
     assert {*OPTIMIZERS} == {*optimizers.OPTIMIZERS}

@@ -1,4 +1,4 @@
-"""CLINE's triples: words that are replaced, their labels, files of them, labels of sub-words."""
+"""CLINE's triples: replaced words, their labels, .csv files of triples, and labels of tokens."""
 import csv
 import math
 import random
@@ -32,32 +32,34 @@ TEXTS = [text for text, in SENTENCES]
 @pytest.mark.parametrize("side, text, kinds", [
     ("synonym", LATE, {0.33: "hypernym", 0.34: "synonym", 0.66: "synonym", 0.67: "inflected"}),
     ("antonym", LATE, {0.49: "antonym", 0.51: "random"}), ("antonym", "day", {0.0: "antonym"}),
-    ("synonym", "Baker!", {0.0: "hypernym"}), ("synonym", "thing", {0.0: "inflected"}),        # falls through
+    ("synonym", "Baker!", {0.0: "hypernym"}), ("synonym", "thing", {0.0: "inflected"}), # the next kind
     ("synonym", "the soon", {0.0: "synonym"}), ("antonym", "dog", {0.0: "random"}),
     ("synonym", "fully", {0.0: None}), ("antonym", "him", {0.0: None})])
-def test_a_text_has_one_kind_of_replacement(side, text, kinds):
-    draw, [words] = random.Random(0), tag_words([text], None, WORDNET)
-    for first, kind in kinds.items():
-        draw.random = lambda: first
-        new, labels = replace_words(text, words, KINDS[side], 1, WORDNET, draw)
+def test_one_kind_of_replacement_per_text(side, text, kinds, monkeypatch):
+    rng = random.Random(0)
+    words, = tag_words([text], None, WORDNET)
+    for number, kind in kinds.items():
+        monkeypatch.setattr(rng, "random", lambda: number)     # noqa: B023 - called before the next loop
+        new, labels = replace_words(text, words, KINDS[side], 1, WORDNET, rng)
         assert {code for *_, code in labels} - {0} == ({CODES[kind]} if kind else set())
         assert (new == text) == (kind is None)
 
 
-def made(rates, seed=42):
+def triples_of_texts(rates, seed=42):
     args = SimpleNamespace(synonym_rate=rates[0], antonym_rate=rates[1], seed=seed, tagger="lexicon")
     return make_triples(TEXTS, WORDNET, args)
 
 
 @pytest.mark.parametrize("rates", [(0.4, 0.1), (1, 0.2), (0.4, 1)])
 def test_triples(rates, capsys, tmp_path):
-    """What is between candidates stays; what is replaced is an option of its kind; the rate is the most; the
-    shares that are printed are those of the labels. They depend on the seed alone; saved they are read
-    again."""
-    triples, names = made(rates), {0: None} | {code: kind for kind, code in CODES.items()}
-    said = r"words tagged by lexicon; replaced: ([\d.]+) % .* synonym side .*, ([\d.]+) % .* antonym side"
-    printed = re.search(said, capsys.readouterr().out).groups()
-    assert triples == made(rates) != made(rates, seed=1) and [row[0] for row in triples] == TEXTS
+    """The text between candidates stays. Each replacement is one of its kind, and their number does not
+    exceed the rate. The printed percentages are those of the labels. Triples depend on the seed only, and can
+    be saved and read again."""
+    triples, names = triples_of_texts(rates), {0: None} | {code: kind for kind, code in CODES.items()}
+    expected = r"words tagged by lexicon; replaced: ([\d.]+) % .* synonym side .*, ([\d.]+) % .* antonym side"
+    printed = re.search(expected, capsys.readouterr().out).groups()
+    assert triples == triples_of_texts(rates) != triples_of_texts(rates, seed=1)
+    assert [row[0] for row in triples] == TEXTS
     words = list(tag_words(TEXTS, None, WORDNET))
     for i, (side, rate, share) in enumerate(zip(KINDS, rates, printed), 1):
         kinds, full = Counter(), 0
@@ -66,7 +68,7 @@ def test_triples(rates, capsys, tmp_path):
             for (start, end, pos), (a, b, code) in reversed(list(zip(candidates, row[i + 2], strict=True))):
                 old, new, kind = row[0][start:end], row[i][a:b], names[code]
                 restored = restored[:a] + old + restored[b:]
-                assert new in WORDNET.options(kind, old.lower(), pos) if kind else new == old
+                assert new in WORDNET.replacements(kind, old.lower(), pos) if kind else new == old
                 kinds[kind] += 1
             count, most = sum(code > 0 for *_, code in row[i + 2]), math.floor(rate * len(tagged) + 1e-9)
             assert restored == row[0] and count <= most
@@ -84,7 +86,7 @@ def test_triples(rates, capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["triples.csv"]
 
 
-def test_three_columns_are_aligned():
+def test_labels_of_three_columns():
     words = [(0, 1, 0), (2, 5, 1), (6, 9, 0), (9, 10, 0), (11, 14, 1), (15, 18, 0), (18, 19, 0)]
     assert align_words("A dog, a cat.", "A big dog, one cat.") == words
     texts = "a b", "a c", "d b"
@@ -92,29 +94,31 @@ def test_three_columns_are_aligned():
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])
-def test_labels_of_sub_words(form):
-    """The released code's: that of the word which holds a sub-word's first letter. Offsets of word pieces,
-    and of byte-level tokenizers, which may begin with a space or be one, or share a letter of some bytes."""
+def test_labels_of_tokens(form):
+    """A token has the label of the word with its first character, as in the released code. The offsets are
+    those of word pieces and of byte-level tokenizers: a token may begin with a space, be a space, or share a
+    character of several bytes with another."""
     text, words = "naïve bread makers go — 日本 ", [(0, 5, 0), (6, 18, 3), (22, 23, 5)]
     offsets = [(0, 0), (0, 2), (2, 5), (5, 11), (6, 11), (11, 14), (14, 18), (18, 21), (19, 21), (21, 22),
                (22, 23), (22, 23), (23, 25), (24, 25), (24, 25), (25, 26), (26, 27), (0, 0)]
     encoding = SimpleNamespace(offsets=offsets, special_tokens_mask=[1, *[0] * 16, 1])
     labels = token_labels(text, words, encoding, 2, form)
     other = 0 if form == "paper" else -100
-    wanted = [-100, 0, 0, *[2] * 4, other, other, 2, 2, 2, *[other] * 5, -100]
-    assert labels.dtype == np.int8 and labels.tolist() == wanted
+    expected = [-100, 0, 0, *[2] * 4, other, other, 2, 2, 2, *[other] * 5, -100]
+    assert labels.dtype == np.int8 and labels.tolist() == expected
 
 
-def test_tokenised_triples_are_cut_with_their_labels(bert):
-    """In the middle of a replaced word too; rows that differ no more, or never did, are left out, and of
-    those that stay the place in the file is kept, for messages."""
+def test_tokenised_triples_are_truncated_with_their_labels(bert):
+    """Also within a replaced word. Rows without a difference, before or after truncation, are left out; the
+    others keep their index, for error messages."""
     model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert))
     rows = [("a dog eats", "a hound eats", "a cat eats", [(2, 7, 2), (8, 12, 0)], [(2, 5, 4)]),
             ("the small dog", "the small hound", "a cat", [(10, 15, 2)], [(0, 1, 1)]),
             ("a", "b", "a", [(0, 1, 2)], []), ("a", "b", "c", [(0, 1, 2)], [(0, 1, 4)])]
-    found, cut = tokenise_triples(rows, model, SimpleNamespace(form="paper", max_length=8))
-    (first, last), none = found, -100
-    assert cut == 5 and (first[5], last[5]) == (0, 3)          # 6 letters of each and two special tokens
+    found, truncated = tokenise_triples(rows, model, SimpleNamespace(form="paper", max_length=8))
+    first, last = found
+    none = -100
+    assert truncated == 5 and (first[5], last[5]) == (0, 3)    # 6 letters and two special tokens fit
     assert [len(x) for x in first[:5]] == [8] * 5
     labels = [x.tolist() for x in (*first[3:5], *last[3:5])]
     assert labels[:2] == [[none, 0, 1, 1, 1, 1, 1, none], [none, 0, 2, 2, 2, 0, 0, none]]

@@ -1,4 +1,4 @@
-"""Files of entity vectors."""
+"""Read files of entity vectors."""
 import bz2
 import gzip
 
@@ -13,7 +13,8 @@ GLOVE = TABS.replace(" York", "_York").replace("\t", " ")
 @pytest.mark.parametrize("pack, name", [(bytes, "a.txt"), (gzip.compress, "a.gz"), (bz2.compress, "a.bz2")])
 @pytest.mark.parametrize("text", [TABS, GLOVE, "5 3\n" + GLOVE])
 def test_entity_vectors(text, pack, name, tmp_path):
-    """Wikipedia2Vec's three text formats; words are no entities, and entities without a vector are random."""
+    """Wikipedia2Vec's three text formats, compressed or not. Word vectors are ignored, and entities that are
+    not in the file get random vectors."""
     (tmp_path / name).write_bytes(pack(text.encode()))
     vectors, found = load_entity_vectors(str(tmp_path / name), ["Ulm", "the", "New York"])
     assert found == 2 and vectors[[0, 2]].tolist() == [[0.25, 3, 4], [1, -2, 0.5]]

@@ -1,4 +1,4 @@
-"""WordNet's reader: lemmas, what may replace a word, which words of a text are such words, damaged files."""
+"""The WordNet reader: lemmas, replacements of a word, parts of speech of a text, and damaged files."""
 import os
 import re
 import shutil
@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kernels.training.cli import Fault
+from kernels.training.cli import UserError
 from kernels.training.extras.wordnet import WordNet, inflect, load_tagger, tag_words
 from running import DATA
 
@@ -19,7 +19,7 @@ def wordnet():
     return WordNet(DATA / "wordnet")
 
 
-@pytest.mark.parametrize("kind, pos, wanted", [
+@pytest.mark.parametrize("kind, pos, expected", [
     ("lemma", "noun", dict(dogs="dog", women="woman", coaches="coach", parties="", leave="")),
     ("lemma", "verb", dict(threw="throw", baked="bake", chases="chase", left="leave", leaving="leave",
                            carries="")),
@@ -27,20 +27,22 @@ def wordnet():
     ("synonym", "noun", {"dogs": "hound", "baker": "bread maker", "woman": "lady", "twelve": "noon"}),
     ("synonym", "verb", {"walk": ""}), ("synonym", "adv", {"again": "once more"}),
     ("hypernym", "noun", {"ponies": "horse", "thing": ""}), ("hypernym", "verb", {"leave": "go, move"}),
-    ("antonym", "noun", {"boys": "girl", "male child": "girl"}),               # of any word of the synset
+    ("antonym", "noun", {"boys": "girl", "male child": "girl"}), # antonyms of all words in the synset
     ("antonym", "adj", {"asleep": "awake", "unknown": ""}),
     ("inflected", "noun", {"dog": "dogs", "children": "child"}),
     ("inflected", "verb", {"took": "take, taken, takes, taking", "stops": "stop, stopped, stopping",
                            "winning": "win, wins, won"}),
     ("inflected", "adj", {"old": "older, oldest", "best": "better, good", "perfect": ""}),
     ("inflected", "adv", {"soon": ""})])
-def test_lemmas_and_options(wordnet, kind, pos, wanted):
-    read = lambda word: wordnet.lemmas(word, pos) if kind == "lemma" else wordnet.options(kind, word, pos)
-    assert {word: ", ".join(read(word)) for word in wanted} == wanted
+def test_lemmas_and_replacements(wordnet, kind, pos, expected):
+    def find(word):
+        return wordnet.lemmas(word, pos) if kind == "lemma" else wordnet.replacements(kind, word, pos)
+
+    assert {word: ", ".join(find(word)) for word in expected} == expected
 
 
-def test_random_words_are_single_ones(wordnet):
-    words = wordnet.options("random", "dog", "noun")
+def test_random_replacements_are_single_words(wordnet):
+    words = wordnet.replacements("random", "dog", "noun")
     assert words == sorted(set(words)) and len(words) > 200 and {"dog", "buy", "scarlet", "soon"} < set(words)
     assert all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
 
@@ -50,8 +52,8 @@ def test_random_words_are_single_ones(wordnet):
     "play plays playing played player", "miss misses missing missed misser", "dye dyes dyeing dyed dyer",
     "echo echoes echoing echoed echoer", "radio radios radioing radioed radioer"])
 def test_inflect(forms):
-    word, *wanted = forms.split()
-    assert [inflect(word, ending) for ending in ("es", "ing", "ed", "er")] == wanted
+    word, *expected = forms.split()
+    assert [inflect(word, ending) for ending in ("es", "ing", "ed", "er")] == expected
     assert inflect("photo", "s") == "photos" and inflect("box", "s") == "boxes"
 
 
@@ -64,9 +66,11 @@ def test_lexicon_tags_words(wordnet):
 
 
 def test_spacy_tags_words(monkeypatch):
-    """With a spaCy that knows two sentences. A model that is not there is WordNet's turn only where none was
-    asked for."""
-    word = lambda n, idx, pos: Mock(idx=idx, pos_=pos, is_space=pos == "SPACE", __len__=lambda _: n)
+    """With a fake spaCy that knows two sentences. If the default model is not installed, WordNet is used; if
+    another model is not, UserError."""
+    def word(n, idx, pos):
+        return Mock(idx=idx, pos_=pos, is_space=pos == "SPACE", __len__=lambda _: n)
+
     docs = [[word(1, 0, "DET"), word(3, 2, "NOUN"), word(2, 5, "SPACE"), word(3, 7, "VERB")],
             [word(2, 0, "ADV")]]
     model = SimpleNamespace(meta=dict(lang="en", name="tiny", version="1.2"), pipe=lambda texts: iter(docs))
@@ -79,46 +83,47 @@ def test_spacy_tags_words(monkeypatch):
     assert list(tag_words(["A dog  ran", "Up"], tagger, None)) == words
     spacy.load.side_effect, args.tagger = OSError("[E050] Can't find model.\nMore"), None
     assert load_tagger(args) is None and args.tagger == "lexicon" and load_tagger(args) is None
-    with pytest.raises(Fault, match=r"^--tagger none: \[E050\] Can't find model\.; install it, or take .*"):
+    with pytest.raises(UserError, match=r"^--tagger none: \[E050\] Can't find model\.; install it, .*"):
         load_tagger(SimpleNamespace(tagger="none"))
 
 
-DAMAGED = r"w/data\.noun line %d: not what a WordNet database has at this place; it is damaged, copy it anew"
-LACKS = r"--wordnet w: data\.%s; wanted the folder of a WordNet database"
+DAMAGED = r"w/data\.noun line %d: not a valid line of a WordNet database; the database is damaged; .*"
+BAD_FOLDER = r"--wordnet w: data\.%s; expected the folder of a WordNet database"
 
 
-@pytest.mark.parametrize("name, old, new, wanted", [
-    ("data.noun", None, None, LACKS % r"noun: No such file or directory"),
-    ("data.verb", None, None, LACKS % r"verb: No such file or directory"),
-    ("data.verb", b"(?s).+", b"", LACKS % r"verb is empty"),
+@pytest.mark.parametrize("name, old, new, expected", [
+    ("data.noun", None, None, BAD_FOLDER % r"noun: No such file or directory"),
+    ("data.verb", None, None, BAD_FOLDER % r"verb: No such file or directory"),
+    ("data.verb", b"(?s).+", b"", BAD_FOLDER % r"verb is empty"),
     ("data.noun", b"00000131", b"x00000131", DAMAGED % 3), ("data.noun", b"individual", b"\xff", DAMAGED % 3),
     ("data.noun", rb" @ 00000131 n 0000", b" @ 00000131 n 00-1",
      r"w/data\.noun: synset 00000217 points to word -1 of 00000131 in data\.noun, .*"),
     ("data.noun", b" 001 @", b" 002 @", DAMAGED % 3), ("data.noun", b"00000131.*\n", b"", DAMAGED % 3),
     ("data.noun", b"\n", b"\r\n", DAMAGED % 2), ("data.noun", rb" +\n\Z", b"", DAMAGED % 118),
     ("data.noun", b"(?s)00000742 00 n.*", b"", r"w/data\.noun: synset 00000644 points to word 1 of 00000742 "
-     r"in data\.noun, which is not there; the database is damaged, copy it anew"),
-    ("noun.exc", b"(?s).+", b"\n", r"w/noun\.exc line 1: not what .*")])
-def test_a_damaged_database(tmp_path, monkeypatch, name, old, new, wanted):
+     r"in data\.noun, which does not exist; the database is damaged; copy it again"),
+    ("noun.exc", b"(?s).+", b"\n", r"w/noun\.exc line 1: not a valid .*")])
+def test_damaged_database(tmp_path, monkeypatch, name, old, new, expected):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(DATA / "wordnet", "w")
     path = Path("w", name)
     path.write_bytes(re.sub(old, new, path.read_bytes(), count=1)) if old else path.unlink()
-    with pytest.raises(Fault, match=f"^{wanted}$"):
+    with pytest.raises(UserError, match=f"^{expected}$"):
         WordNet("w")
 
 
 @pytest.mark.parametrize("name", ["data.noun", "noun.exc"])
-@pytest.mark.parametrize("make, wanted", [
-    (os.mkfifo, "a pipe, a socket or a device, which cannot be read twice; wanted a file"),
+@pytest.mark.parametrize("make, expected", [
+    (os.mkfifo, "a pipe, a socket or a device, which cannot be read twice; expected a file"),
     (os.mkdir, "Is a directory"), (lambda path: path.symlink_to("/dev/zero"), "a pipe, a socket .*"),
     (lambda path: path.symlink_to("none"), "No such file or directory")])
-def test_what_is_no_file_of_a_database(name, make, wanted, tmp_path, alarm):
-    """An irregular form that cannot be read is not one that is missing."""
+def test_not_a_regular_file(name, make, expected, tmp_path, alarm):
+    """UserError also for the files of irregular forms, which may be missing but not unreadable."""
     shutil.copytree(DATA / "wordnet", tmp_path / "w")
-    (path := tmp_path / "w" / name).unlink()
+    path = tmp_path / "w" / name
+    path.unlink()
     make(path)
-    with pytest.raises(Fault, match=rf"{name}: {wanted}$"):
+    with pytest.raises(UserError, match=rf"{name}: {expected}$"):
         WordNet(tmp_path / "w")
 
 

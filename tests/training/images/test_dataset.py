@@ -1,4 +1,4 @@
-"""Pictures: reading, the encoder, neighbours, probes, saving; small whole runs of both picture scripts."""
+"""ImageDataset, image encoders and their evaluation, and small complete runs of simclr.py and moco.py."""
 import json
 import os
 import pickle
@@ -23,23 +23,23 @@ from transformers import (
 
 import moco
 import simclr
-from kernels.training.cli import Fault
-from kernels.training.images import dataset, evaluation
-from kernels.training.images import encoders as nets
+from kernels.training.cli import UserError
+from kernels.training.images import dataset, encoders, evaluation
 from kernels.training.images.augmentation import Crops
-from running import DATA, equal, free_port, refuse, run
+from running import DATA, equal, free_port, rejects, run
 
 SCRIPTS = {"simclr": simclr, "moco": moco}
 FLAGS = ["--model", "tiny", "--batch-size", 12, "--epochs", 4, "--eval-every", 4, "--probe-epochs", 0]
-OWN = {"simclr": ["--warmup", 0], "moco": ["--bn-splits", 6, "--queue", 24]}
+OWN = {"simclr": ["--warmup-epochs", 0], "moco": ["--bn-splits", 6, "--queue-size", 24]}
+# flags of the runs that test_three_processes_equal_one compares; the first word of a name is the script
 CASES = {"moco": "--symmetric", "moco 2": "--memory-bank",
          "simclr": "--batch-size 11", "simclr 2": "--batch-size 11 --supervised",
          "simclr 3": "--batch-size 11 --from-layer 0 --finetune DATA"}
-nets.RESNETS["tiny"] = nets.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
+encoders.RESNETS["tiny"] = encoders.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
 
 
 def write(path, content):
-    """A file of bytes, of arrays, or of a picture."""
+    """Write a file with these bytes, arrays or image, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, dict):
         np.savez(path, **content)
@@ -52,7 +52,8 @@ def write(path, content):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """30 pictures and 30 for tests, a class in a colour: two steps of 12 an epoch, six left over."""
+    """Write an .npz of 30 training and 30 test images; each of the 3 classes has its own colour. With
+    batches of 12, an epoch has two steps, and six images are left over."""
     with np.load(DATA / "shapes.npz") as file:
         x, y = file["images"][:60, ::2, ::2] // 2, file["labels"][:60] % 3
     x[np.arange(60), :, :, y] += 120
@@ -64,273 +65,276 @@ COLOURS = np.random.default_rng(0).integers(0, 256, (10, 32, 32, 3)).astype(np.u
 GOOD = COLOURS[:8, :8, :8]
 
 
-def pictures_of(data, script=simclr, **more):
-    """Pictures on the CPU, as by these flags."""
-    usual = dict(dev=None, evaluate=False, batch_size=1, seed=3, size=None, workers=0, skip_damaged=False)
-    args = SimpleNamespace(data=data, **usual | dict(model="tiny") | more)
-    pictures = dataset.Pictures(args, script.CROPS)
-    pictures.join(SimpleNamespace(device=torch.device("cpu"), known={}))
-    return pictures
+def make_dataset(data, script=simclr, **more):
+    """Return an ImageDataset on the CPU, made with these flags."""
+    defaults = dict(dev=None, evaluate=False, batch_size=1, seed=3, image_size=None, workers=0,
+                    skip_damaged=False, model="tiny")
+    args = SimpleNamespace(data=data, **defaults | more)
+    images = dataset.ImageDataset(args, script.CROPS)
+    images.to_device(SimpleNamespace(device=torch.device("cpu"), known_checksums={}))
+    return images
 
 
-def middles(pictures, side):
-    """(N, S, S, 3) float32 from 0 to 255 of a side, as they are judged."""
-    order = ((0, range(i, min(i + 4, len(side)))) for i in range(0, len(side), 4))
-    return 255 * torch.cat([*pictures.views(side, order)]).permute(0, 2, 3, 1)
+def centre_crops(images, split):
+    """Return the evaluation views of a split, (N, S, S, 3) float32 in [0, 255]."""
+    order = ((0, range(i, min(i + 4, len(split)))) for i in range(0, len(split), 4))
+    return 255 * torch.cat([*images.views(split, order)]).permute(0, 2, 3, 1)
 
 
-def test_a_folder_and_cifars_batches_hold_the_same_pictures(tmp_path):
-    for i, picture in enumerate(COLOURS):
-        write(tmp_path / "folder" / f"class{i // 4}" / f"{i:03}.png", picture)
-    pictures, wanted = pictures_of(tmp_path / "folder"), torch.from_numpy(COLOURS).float()
-    torch.testing.assert_close(middles(pictures, pictures.train), wanted)
-    assert pictures.train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 2 and pictures.test is None
-    assert pictures.classes == ["class0", "class1", "class2"]
+def test_a_folder_and_cifar_batches_of_the_same_images_are_equal(tmp_path):
+    for i, image in enumerate(COLOURS):
+        write(tmp_path / "folder" / f"class{i // 4}" / f"{i:03}.png", image)
+    images, expected = make_dataset(tmp_path / "folder"), torch.from_numpy(COLOURS).float()
+    torch.testing.assert_close(centre_crops(images, images.train), expected)
+    assert images.train.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 2 and images.test is None
+    assert images.classes == ["class0", "class1", "class2"]
     batch = {b"data": COLOURS.transpose(0, 3, 1, 2).reshape(10, -1), b"labels": list(range(10))}
     for name in ("data_batch_1", "data_batch_2", "test_batch"):
         write(tmp_path / "cifar" / name, pickle.dumps(batch))
-    pictures = pictures_of(tmp_path / "cifar")
-    torch.testing.assert_close(middles(pictures, pictures.train), torch.cat([wanted, wanted]))
-    torch.testing.assert_close(middles(pictures, pictures.test), wanted)
-    assert pictures.train.labels.tolist() == [*range(10)] * 2
-    assert pictures.test.labels.tolist() == [*range(10)]
+    images = make_dataset(tmp_path / "cifar")
+    torch.testing.assert_close(centre_crops(images, images.train), torch.cat([expected, expected]))
+    torch.testing.assert_close(centre_crops(images, images.test), expected)
+    assert images.train.labels.tolist() == [*range(10)] * 2
+    assert images.test.labels.tolist() == [*range(10)]
 
 
 @pytest.mark.parametrize("size, share", [(32, 1), (33, 0.875)])
-def test_the_middle_is_judged(size, share, tmp_path):
-    """Of files of any shape: all of it up to 32 pixels, of a larger one 0.875 of the shorter side."""
+def test_evaluation_uses_centre_crop(size, share, tmp_path):
+    """Views of up to 32 pixels show the whole shorter side of an image, larger views show 0.875 of it."""
     photo = Image.fromarray(COLOURS[0]).resize((120, 80), Image.Resampling.BICUBIC)
     photo.save(tmp_path / "a.png")
     side = round(80 * share)
     left, top = (120 - side) // 2, (80 - side) // 2
     part = photo.crop((left, top, left + side, top + side))
-    wanted = part.resize((size, size), Image.Resampling.BICUBIC)
-    pictures = pictures_of(tmp_path, size=size)
-    assert np.array_equal(middles(pictures, pictures.train)[0].round().byte(), np.asarray(wanted))
+    expected = part.resize((size, size), Image.Resampling.BICUBIC)
+    images = make_dataset(tmp_path, image_size=size)
+    assert np.array_equal(centre_crops(images, images.train)[0].round().byte(), np.asarray(expected))
 
 
-def test_fewer_pictures_than_ranks_are_read_by_each(tmp_path, monkeypatch):
-    pictures = pictures_of(write(tmp_path / "x.npz", dict(images=COLOURS)))
-    wanted = middles(pictures, pictures.train).flatten(1)
+def test_with_fewer_images_than_ranks_each_rank_encodes_all(tmp_path, monkeypatch):
+    images = make_dataset(write(tmp_path / "x.npz", dict(images=COLOURS)))
+    expected = centre_crops(images, images.train).flatten(1)
     for name, value in dict(is_initialized=True, get_world_size=11, get_rank=10).items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     model = SimpleNamespace(encode_batches=lambda batches, logits: torch.cat([255 * x for x in batches]))
-    found = pictures.encode_side(pictures.train, model).permute(0, 2, 3, 1).flatten(1)
-    torch.testing.assert_close(found, wanted)
+    found = images.encode_split(images.train, model).permute(0, 2, 3, 1).flatten(1)
+    torch.testing.assert_close(found, expected)
 
 
-def test_size_of_views(tmp_path):
-    """Of arrays theirs; of files that of the model, 224, or that of the largest."""
+def test_default_view_size(tmp_path):
+    """Arrays: the images' own size. Files: the model's input size or 224, or less if all are smaller."""
     for i, (width, height) in enumerate([(50, 40), (300, 45), (30, 30)]):
         write(tmp_path / "x" / f"{i}.png", np.zeros((height, width, 3), np.uint8))
     arrays = write(tmp_path / "x.npz", dict(images=np.resize(COLOURS, (3, 40, 48, 3))))
     model = tmp_path / "model"
     write(model / "preprocessor_config.json", b'{"size": {"shortest_edge": 36}}')
-    assert pictures_of(tmp_path / "x").size == 45 and pictures_of(arrays).size == 40
-    assert pictures_of(tmp_path / "x", model=model).size == 36 and pictures_of(arrays, model=model).size == 40
-    assert pictures_of(tmp_path / "x", size=16).size == pictures_of(arrays, size=16).size == 16
-    write(tmp_path / "x" / "3.png", np.zeros((230, 240, 3), np.uint8))
-    assert pictures_of(tmp_path / "x").size == 224
-    assert [pictures_of(arrays, size=size).small for size in (32, 33)] == [True, False]
-    with pytest.raises(Fault, match=r"--size 1000000: 1 pictures would need .* GB of memory, .*"):
-        pictures_of(arrays, size=10**6)
+    files = tmp_path / "x"
+    assert make_dataset(files).size == 45 and make_dataset(arrays).size == 40
+    assert make_dataset(files, model=model).size == 36 and make_dataset(arrays, model=model).size == 40
+    assert make_dataset(files, image_size=16).size == make_dataset(arrays, image_size=16).size == 16
+    write(files / "3.png", np.zeros((230, 240, 3), np.uint8))
+    assert make_dataset(files).size == 224
+    assert [make_dataset(arrays, image_size=size).is_small for size in (32, 33)] == [True, False]
+    with pytest.raises(UserError, match=r"--image-size 1000000: 1 images would need .* GB of memory, .*"):
+        make_dataset(arrays, image_size=10**6)
 
 
-def test_a_share_is_of_each_class(tmp_path):
-    """Drawn by the seed, at least one of each; the same pictures, with their labels."""
+def test_subsample_keeps_a_share_of_each_class(tmp_path):
+    """The seed decides which images are kept, at least one of each class, and images keep their labels."""
     labels = np.repeat([4, 7, 9], [100, 30, 2])
-    looks = np.arange(132, dtype=np.uint8)[:, None, None, None].repeat(3, 3)
-    data, kept = write(tmp_path / "x.npz", dict(images=looks, labels=labels)), {}
+    arrays = np.arange(132, dtype=np.uint8)[:, None, None, None].repeat(3, 3)
+    data, kept = write(tmp_path / "x.npz", dict(images=arrays, labels=labels)), {}
     for seed, share in ((1, 0.1), (1, 0.1), (2, 0.1), (1, 1)):
-        pictures = pictures_of(data, seed=seed)
-        pictures.keep_share(share)
-        rows = middles(pictures, pictures.train)[:, 0, 0, 0].round().int().tolist()
-        assert pictures.train.labels.tolist() == [[4, 7, 9].index(labels[row]) for row in rows]
-        assert pictures.train.labels.bincount().tolist() == ([10, 3, 1] if share < 1 else [100, 30, 2])
+        images = make_dataset(data, seed=seed)
+        images.subsample(share)
+        rows = centre_crops(images, images.train)[:, 0, 0, 0].round().int().tolist()
+        assert images.train.labels.tolist() == [[4, 7, 9].index(labels[row]) for row in rows]
+        assert images.train.labels.bincount().tolist() == ([10, 3, 1] if share < 1 else [100, 30, 2])
         assert rows == sorted(set(rows)) and kept.setdefault((seed, share), rows) == rows
     assert kept[1, 0.1] != kept[2, 0.1]
 
 
-X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue 8 --bn-splits 2"
+X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue-size 8 --bn-splits 2"
 
 
-@pytest.mark.parametrize("name, files, flags, wanted", [
+@pytest.mark.parametrize("name, files, flags, expected", [
     ("simclr", {}, "", r"x: No such file or directory"),
-    ("simclr", {"x": b"x"}, "", r"x: wanted a folder of pictures, CIFAR's python batches, .*"),
-    ("moco", A | {"x/b/1.png": GOOD[1][:4]}, "", "x: 2 pictures, wanted at least --batch-size, which is 4"),
+    ("simclr", {"x": b"x"}, "", r"x: expected a folder of images, CIFAR's python batches, .*"),
+    ("moco", A | {"x/b/1.png": GOOD[1][:4]}, "", "x: 2 images, expected at least --batch-size, which is 4"),
     ("moco", {"x.npz": b"PK\3\4"}, "", r"x\.npz: File is not a zip file"),
-    ("simclr", X, "--batch-size 9", r"x\.npz: 8 pictures, wanted at least --batch-size, which is 9"),
-    ("simclr", X, "--supervised", r"--supervised wants labels, and x\.npz has none: sub-folders, .*"),
-    ("simclr", X, "--distill=", "--distill: an empty name, which would be this folder"),
-    ("simclr", X, "--finetune=", "--finetune: an empty name, which would be this folder"),
-    ("moco", X, "--queue 10", r"--queue 10 is no multiple of the 4 keys of a step; try 8"),
-    ("moco", X, "--queue 12 --symmetric", r"--queue 12 is no multiple of the 8 keys of a step; try 8"),
-    ("moco", X, "--queue 8", r"--bn-splits 8 does not divide --batch-size, which is 4"),
-    ("moco", X, f"{B} --chunk-size 3", r"--chunk-size 3: wanted a multiple of 2, --batch-size / --bn-splits"),
-    ("moco", X, f"{B} --memory-bank --symmetric", "--symmetric: a memory bank takes one view of a picture.*"),
-    ("moco", X, f"{B} --momentum 1.5", r"argument --momentum: 1\.5: wanted a number from 0 to 1"),
-    ("moco", X, f"{B} --model none/such", r"--model none/such: no such folder, and the hub does not give .*"),
-    ("moco", X | {"m/a": b""}, f"{B} --model m", r"--model m: no config\.json in this folder, so .*"),
+    ("simclr", X, "--batch-size 9", r"x\.npz: 8 images, expected at least --batch-size, which is 9"),
+    ("simclr", X, "--supervised", r"--supervised needs labels, but x\.npz has none; .*"),
+    ("simclr", X, "--distill=", "--distill: empty; expected a name"),
+    ("simclr", X, "--finetune=", "--finetune: empty; expected a name"),
+    ("moco", X, "--queue-size 10", "--queue-size 10: expected a multiple of 4, the keys per step; try 8"),
+    ("moco", X, "--queue-size 12 --symmetric", "--queue-size 12: expected a multiple of 8, .*"),
+    ("moco", X, "--queue-size 8", r"--bn-splits 8: expected a divisor of --batch-size, which is 4"),
+    ("moco", X, f"{B} --chunk-size 3", "--chunk-size 3: expected a multiple of 2, --batch-size / .*"),
+    ("moco", X, f"{B} --memory-bank --symmetric", "--symmetric: a memory bank uses one view per image.*"),
+    ("moco", X, f"{B} --momentum 1.5", r"argument --momentum: 1\.5: expected a number from 0 to 1"),
+    ("moco", X, f"{B} --model none/such", r"--model none/such: no such folder, and the hub .* failed; .*"),
+    ("moco", X | {"m/a": b""}, f"{B} --model m", r"--model m: no config\.json in this folder; .*"),
     ("moco", X | {"m/config.json": b"{"}, f"{B} --model m", r"--model m: \w+: .*"),
-    ("moco", X, f"{B} --model BERT", r"--model .*: bert is no image encoder like ResNet")])
-def test_bad_pictures_and_flags(name, files, flags, wanted, bert, here, capfd):
+    ("moco", X, f"{B} --model BERT", r"--model .*: bert is not an image encoder like ResNet")])
+def test_bad_data_and_flags_are_rejected(name, files, flags, expected, bert, cwd, capfd):
     for file, content in files.items():
         write(Path(file), content)
     data, flags = "x.npz" if "x.npz" in files else "x", flags.replace("BERT", str(bert)).split()
-    refuse(name, capfd, wanted, "--data", data, "--batch-size", 4, *flags)
+    rejects(name, capfd, expected, "--data", data, "--batch-size", 4, *flags)
 
 
-def test_neighbours_vote():
+def test_knn_votes_are_weighted_by_similarity():
     bank, labels = torch.eye(4).repeat(3, 1), torch.arange(4).repeat(3)
     assert evaluation.knn_accuracy(bank, labels, torch.eye(4), torch.tensor([1, 1, 2, 3]), k=3) == 75
     bank, labels = torch.tensor([[1.0, 0], [1, 2], [1, -2]]), torch.tensor([0, 1, 1])
-    assert evaluation.knn_accuracy(bank, labels, bank[:1], labels[:1]) == 100    # one near outweighs two far
+    assert evaluation.knn_accuracy(bank, labels, bank[:1], labels[:1]) == 100    # near ones count more
     assert simclr.knn_accuracy is moco.knn_accuracy is evaluation.knn_accuracy
 
 
 @pytest.mark.parametrize("size", [8, 112])
-def test_saved_encoders_load_as_they_were(size, tmp_path):
-    """Small ones by our own module, without any code in the folder; of pictures without a test set the last
-    is saved."""
+def test_saved_encoder_reloads_to_equal_features(size, tmp_path):
+    """A ResNet for small images is loaded by our own function, without any code in the folder. Without a test
+    set, the last checkpoint is saved."""
     out, smooth = tmp_path / "out", [Image.fromarray(x).resize((size, size)) for x in COLOURS[:, :5, :5]]
-    pictures = np.resize(COLOURS, (16, 8, 8, 3)) if size == 8 else np.stack([*map(np.asarray, smooth)] * 2)
-    flags = ["--data", write(tmp_path / "x.npz", dict(images=pictures)), *FLAGS, *OWN["moco"], "--steps", 1]
+    images = np.resize(COLOURS, (16, 8, 8, 3)) if size == 8 else np.stack([*map(np.asarray, smooth)] * 2)
+    flags = ["--data", write(tmp_path / "x.npz", dict(images=images)), *FLAGS, *OWN["moco"], "--steps", 1]
     result = run("moco", out, *flags)
-    model, seen = result.model, pictures_of(flags[1], moco)
-    wanted, line = seen.encode_side(seen.train, model), result.said["load"]
+    model, seen = result.model, make_dataset(flags[1], moco)
+    expected, line = seen.encode_split(seen.train, model), result.said["load"]
     assert "auto_map" not in (out / "config.json").read_text() and line in (out / "README.md").read_text()
     assert [file.name for file in out.glob("*.py")] == ["moco.py"]
-    words = f"v2: {len(pictures)} pictures from .*, views of {size} px, no labelled test set: no evaluation"
+    words = f"v2: {len(images)} images from .*, views of {size} px, no labelled test set: no evaluation"
     assert re.fullmatch(words, result.said["moco"])
     try:
         processor = AutoImageProcessor.from_pretrained(out)
-    except ImportError:                    # some versions of transformers (5.17) want torchvision here
+    except ImportError:                    # some versions of transformers (5.17) need torchvision here
         processor = ConvNextImageProcessor.from_pretrained(out)
-    prepared = processor([*pictures], return_tensors="pt")
+    prepared = processor([*images], return_tensors="pt")
     given = {"AutoModel": AutoModel}
-    exec(re.sub(r"(\w+(\.\w+)?\(.*\))$", r"theirs = \1", line), given)
-    theirs = given["theirs"].eval()(**prepared).pooler_output.flatten(1)
+    exec(re.sub(r"(\w+(\.\w+)?\(.*\))$", r"loaded = \1", line), given)
+    features = given["loaded"].eval()(**prepared).pooler_output.flatten(1)
     if size == 8:
-        torch.testing.assert_close(theirs, wanted, rtol=1e-4, atol=1e-5)
-    else:                                                      # all of it is resized, and cut then
+        torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-5)
+    else:                      # the processor resizes first and crops then, so results are similar, not equal
         x = prepared["pixel_values"] * model.std + model.mean
-        x, middle = 255 * x.permute(0, 2, 3, 1), middles(seen, seen.train)
-        assert (x - middle).abs().mean() < 2 and torch.cosine_similarity(theirs, wanted).min() > 0.99
-    if size == 8:                                              # never another net in silence
+        x, crops = 255 * x.permute(0, 2, 3, 1), centre_crops(seen, seen.train)
+        assert (x - crops).abs().mean() < 2 and torch.cosine_similarity(features, expected).min() > 0.99
+    if size == 8:              # AutoModel must fail instead of loading a different network silently
         with pytest.raises(RuntimeError, match="mismatched"):
             AutoModel.from_pretrained(out)
-    model.encoder = nets.load_image_encoder(str(out), True)    # as --model: the checkpoint decides
-    assert torch.equal(seen.encode_side(seen.train, model), wanted) and not (out / ".saving").exists()
+    model.encoder = encoders.load_image_encoder(str(out), True)    # as by --model OUT
+    assert torch.equal(seen.encode_split(seen.train, model), expected) and not (out / ".saving").exists()
 
 
 def change(folder, **settings):
-    """Changes the config.json of a folder."""
+    """Change settings in the config.json of a folder."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
 @pytest.fixture
-def folder(here):
-    """A small encoder in a folder."""
-    nets.load_image_encoder("tiny", True).save_pretrained("model")
+def folder(cwd):
+    """Save a small encoder to a folder, and return the folder."""
+    encoders.load_image_encoder("tiny", True).save_pretrained("model")
     return Path("model")
 
 
 def test_code_of_a_folder_is_never_run(folder):
-    """Folders from before, with the code of their stem, load without it; any other code is refused."""
-    weights = nets.load_image_encoder("model").state_dict()
+    """Old folders, with Python code for their stem, load without running it. Other code is rejected."""
+    weights = encoders.load_image_encoder("model").state_dict()
     for file in ("modeling.py", "evil.py"):
         (folder / file).write_text("raise SystemExit('it ran')\n")
-    change(folder, auto_map=nets.OLD_CODE, small_stem=None)
-    loaded = nets.load_image_encoder("model")
+    change(folder, auto_map=encoders.OLD_CODE, small_stem=None)
+    loaded = encoders.load_image_encoder("model")
     assert loaded.config.small_stem and equal(loaded.state_dict(), weights)
     loaded.save_pretrained("again")
-    assert equal(nets.load_image_encoder("again").state_dict(), weights)
+    assert equal(encoders.load_image_encoder("again").state_dict(), weights)
     assert "auto_map" not in Path("again/config.json").read_text()
-    for code in ({"AutoModel": "evil.Evil"}, nets.OLD_CODE | {"AutoConfig": "evil.Evil"}, None):
+    for code in ({"AutoModel": "evil.Evil"}, encoders.OLD_CODE | {"AutoConfig": "evil.Evil"}, None):
         change(folder, auto_map=code)
         if not code:
             write(folder / "preprocessor_config.json", b'{"auto_map": {"AutoImageProcessor": "evil.Evil"}}')
-        with pytest.raises(Fault, match="--model model: wants to run Python that lies in it, which is never"):
-            nets.load_image_encoder("model")
+        with pytest.raises(UserError, match="--model model: needs to run its own Python code"):
+            encoders.load_image_encoder("model")
 
 
-@pytest.mark.parametrize("settings, wanted", [
-    (dict(depths=[10**9, 1]), r"config\.json has depths 1000000000; wanted at most 1,000,000"),
-    (dict(hidden_sizes=[8, 10**9]), r".* a model of more than .*, its weight files have [\d,]+ bytes; .*"),
+@pytest.mark.parametrize("settings, expected", [
+    (dict(depths=[10**9, 1]), r"config\.json has depths 1000000000; expected at most 1,000,000"),
+    (dict(hidden_sizes=[8, 10**9]), r".* a model of more than .*, but its weight files have .* bytes; .*"),
     (dict(embedding_size=10**9), r".* a model of more than .*"),
-    (dict(depths=[1, -1]), "config.json has -1 layers or channels, wanted at least 1"),
+    (dict(depths=[1, -1]), "config.json has -1 layers or channels, expected at least 1"),
     (dict(depths="many"), r"\w+: .*"),
-    (dict(num_channels=1), "reads pictures of 1 channels, wanted 3"),
+    (dict(num_channels=1), "its input images have 1 channels, expected 3"),
     (dict(hidden_sizes=[8, 17]), r"\d+ weights, such as .*, are missing or do not fit its config\.json"),
     (dict(small_stem=False), r"1 weights, such as embedder.*, are missing or do not fit its config\.json")])
-def test_a_config_that_is_not_of_its_weights(settings, wanted, folder):
+def test_a_config_that_does_not_fit_its_weights_is_rejected(settings, expected, folder):
     change(folder, **settings)
-    with pytest.raises(Fault, match=f"--model model: {wanted}$"):
-        nets.load_image_encoder("model")
+    with pytest.raises(UserError, match=f"--model model: {expected}$"):
+        encoders.load_image_encoder("model")
 
 
-@pytest.mark.parametrize("content, wanted", [
+@pytest.mark.parametrize("content, expected", [
     ("{", "ValueError.*"), ("[]", "AttributeError.*"), ('{"image_std": [1, 0, 1]}', "image_mean .*"),
     ('{"image_mean": ["a", 0, 0]}', ".*"), ('{"image_mean": [0, 0, 1e999]}', "image_mean .*inf.*")])
-def test_damaged_statistics(content, wanted, data, folder, capfd):
+def test_damaged_mean_and_std_are_rejected(content, expected, data, folder, capfd):
     (folder / "preprocessor_config.json").write_text(content)
     given = ["--evaluate", "--data", data, "--model", "model", "--probe-epochs", 0]
-    capfd.readouterr()                                         # the bar of saving
-    refuse("moco", capfd, rf"--model model: (its preprocessor_config\.json is damaged \()?{wanted}", *given)
+    capfd.readouterr()                                         # discard the progress bar of saving
+    message = rf"--model model: (its preprocessor_config\.json is damaged \()?{expected}"
+    rejects("moco", capfd, message, *given)
 
 
-def test_what_pools_otherwise_is_refused(here):
+def test_encoders_without_pooled_features_are_rejected(cwd):
     names = "depths sr_ratios hidden_sizes strides mlp_ratios patch_sizes num_attention_heads"
     config = SegformerConfig(num_encoder_blocks=1, **{name: [1] for name in names.split()})
     SegformerModel(config).save_pretrained("m")
-    with pytest.raises(Fault, match="--model m: segformer is no image encoder like ResNet"):
-        nets.load_image_encoder("m")
+    with pytest.raises(UserError, match="--model m: segformer is not an image encoder like ResNet"):
+        encoders.load_image_encoder("m")
 
 
-def test_pictures_of_other_sizes_are_judged(data, tmp_path):
-    """--dev may be files where --data is an .npz: views are of one size."""
+def test_dev_images_may_differ_in_size_from_training_images(data, tmp_path):
+    """--dev may be image files when --data is an .npz; all views have one size."""
     for i in range(6):
         colour = np.zeros((20 + i, 30, 3), np.uint8) + np.eye(3, dtype=np.uint8)[i % 3] * 120
         write(tmp_path / "dev" / "012"[i % 3] / f"{i}.png", colour)
     flags = ["--data", data, "--dev", tmp_path / "dev", *FLAGS, *OWN["simclr"], "--workers", 1]
     result = run("simclr", tmp_path / "out", *flags)
-    assert "views of 8 px, 3 classes, 6 test pictures" in result.said["simclr"]
+    assert "views of 8 px, 3 classes, 6 test images" in result.said["simclr"]
     assert 0 <= result.steps[-1]["dev_knn"] <= 100
 
 
 def test_labels_are_numbered_without_gaps(tmp_path):
-    """However large they are, and whichever of them a test set has; of folders a name is one label."""
+    """Labels may be large, and may differ in the test set. Equal folder names are equal labels."""
     large = dict(images=GOOD, labels=np.array([5, 10**12] * 4))
     large |= dict(test_images=GOOD, test_labels=np.arange(4, 12))
-    pictures = pictures_of(write(tmp_path / "x.npz", large))
-    assert pictures.train.labels.tolist() == [0, 1] * 4
-    assert pictures.test.labels.tolist() == [2, 0, 3, 4, 5, 6, 7, 8]
-    assert pictures.classes == [*map(str, (5, 10**12, 4, 6, 7, 8, 9, 10, 11))]
+    images = make_dataset(write(tmp_path / "x.npz", large))
+    assert images.train.labels.tolist() == [0, 1] * 4
+    assert images.test.labels.tolist() == [2, 0, 3, 4, 5, 6, 7, 8]
+    assert images.classes == [*map(str, (5, 10**12, 4, 6, 7, 8, 9, 10, 11))]
     for name in ("data/a", "data/c", "dev/b", "dev/c"):
         write(tmp_path / name / "0.png", GOOD[0])
-    pictures = pictures_of(tmp_path / "data", dev=tmp_path / "dev")
-    assert pictures.train.labels.tolist() == [0, 1] and pictures.test.labels.tolist() == [2, 1]
-    assert pictures.classes == ["a", "c", "b"]
-    for name in ("5", "1000000000000"):                        # numbers on one side, names on the other
+    images = make_dataset(tmp_path / "data", dev=tmp_path / "dev")
+    assert images.train.labels.tolist() == [0, 1] and images.test.labels.tolist() == [2, 1]
+    assert images.classes == ["a", "c", "b"]
+    for name in ("5", "1000000000000"):                        # numbers in --data, folder names in --dev
         write(tmp_path / "named" / name / "0.png", GOOD[0])
-    pictures = pictures_of(tmp_path / "x.npz", dev=tmp_path / "named")
-    assert pictures.train.labels.tolist() == [0, 1] * 4 and pictures.test.labels.tolist() == [1, 0]
+    images = make_dataset(tmp_path / "x.npz", dev=tmp_path / "named")
+    assert images.train.labels.tolist() == [0, 1] * 4 and images.test.labels.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("name, flags", [
     ("moco", "--bn-splits 12"), ("simclr", "--chunk-size 1"), ("simclr", "--chunk-size 1 --form code")])
-def test_norms_want_more_than_one_value(name, flags, here, capfd):
+def test_batch_norms_need_more_than_one_value(name, flags, cwd, capfd):
     np.save("x.npy", COLOURS[:1, :2, :2].repeat(12, 0))
-    wanted = r"batch norms see a single value of each channel; wanted more pictures at a time: .*"
-    own = ["--queue", 12] if name == "moco" else []
+    expected = r"a batch norm gets a single value per channel, expected at least two: raise --batch-size .*"
+    own = ["--queue-size", 12] if name == "moco" else []
     with pytest.raises(SystemExit, match="2"):
         SCRIPTS[name].main([*map(str, ["--data", "x.npy", *FLAGS, *own, *flags.split(), "--model", "tiny"])])
-    assert re.fullmatch(rf"{name}\.py: {wanted}\n", capfd.readouterr().err)
+    assert re.fullmatch(rf"{name}\.py: {expected}\n", capfd.readouterr().err)
 
 
 def same_views(x, args):
-    """No colours: the second view, where there are two, is in a mirror."""
+    """Replace augmentation: no colour changes; if there are two views, the second one is flipped."""
     if getattr(args, "memory_bank", False):
         return x
     first, second = x.chunk(2)
@@ -340,18 +344,19 @@ def same_views(x, args):
 @pytest.mark.parametrize("name, flags, least, tracked", [
     ("simclr", "--optimizer sgd --lr 2 --form code --head-layers 3", 0.4, 30),
     ("simclr", "--optimizer sgd --lr 0.5 --supervised --chunk-size 48", 0.6, 60),
-    ("simclr", "--lr 10", 0.6, 30), ("moco", "--queue 60", 0.4, 30),
-    ("moco", "--queue 60 --symmetric", 0.8, 60), ("moco", "--queue 60 --v1 --chunk-size 10", 0.4, 90),
-    ("moco", "--memory-bank", 0.4, 30)])
-def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkeypatch):
-    """A chunk moves batch statistics once; the probe on what was saved learns, and moves nothing."""
+    ("simclr", "--lr 10", 0.6, 30), ("moco", "--queue-size 60", 0.4, 30),
+    ("moco", "--queue-size 60 --symmetric", 0.8, 60), ("moco", "--memory-bank", 0.4, 30),
+    ("moco", "--queue-size 60 --v1 --chunk-size 10", 0.4, 90)])
+def test_loss_falls_on_one_batch(name, flags, least, tracked, data, tmp_path, monkeypatch):
+    """Batch statistics are updated once per chunk (`tracked` updates in all). The linear probe on the saved
+    encoder learns the classes and does not change the encoder."""
     monkeypatch.setattr(SCRIPTS[name], "augment", same_views)
     monkeypatch.setattr(dataset, "flip", lambda x: x)
     own = ["--data", data, *FLAGS, *OWN[name], "--batch-size", 30, "--temperature", 0.2, "--steps", 30]
     result = run(name, tmp_path / "out", *own, "--crop", 1, "--lr", 1, "--probe-epochs", 60, *flags.split())
-    first = result.losses[4 if name == "moco" else 0]          # MoCo's first steps fill the queue
+    first = result.losses[4 if name == "moco" else 0]          # MoCo's first steps only fill the queue
     assert result.losses[-1] < first - least
-    assert result.said["30/30"].endswith(" saved")             # the last is kept, whether best or not
+    assert result.said["30/30"].endswith(" saved")             # the last checkpoint is kept, even if not best
     assert [*result.steps[-1]][:5] == ["step", "loss", "lr", "dev_knn", "saved"]
     assert "dev_knn" not in result.steps[-2] and result.steps[-1]["dev_knn"] > 90
     assert float(re.search(r"linear ([\d.]+) %", result.said["done"])[1]) > 90
@@ -363,55 +368,63 @@ def test_one_batch_is_learnt(name, flags, least, tracked, data, tmp_path, monkey
 @pytest.mark.parametrize("name, precision", [
     ("simclr", "fp32"), ("moco", "fp32"), ("moco", "bf16"), ("moco", "bf16 --memory-bank")])
 def test_resume_is_exact(name, precision, data, tmp_path, monkeypatch):
-    """Steps 5 and 6, which the interrupted run did after its evaluation, are done again."""
+    """Steps 5 and 6, which the interrupted run did after its last checkpoint, are repeated."""
     flags = ["--data", data, *FLAGS, *OWN[name], "--precision", *precision.split()]
     whole = run(name, tmp_path / "whole", *flags)
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr(SCRIPTS[name], "sum_gradients", Mock(side_effect=[None] * 6 + [KeyboardInterrupt]))
+        interrupted = Mock(side_effect=[None] * 6 + [KeyboardInterrupt])
+        patch.setattr(SCRIPTS[name], "all_reduce_gradients", interrupted)
         run(name, tmp_path / "parts", *flags)
     parts = run(name, tmp_path / "parts", *flags, "--resume")
     assert whole.losses == parts.losses and equal(whole.state, parts.state)
-    if name == "moco":                                         # its queue waits in the type of its products
+    if name == "moco":                                         # the queue has the dtype of its matmuls
         queue, keys = parts.state["model"]["queue"], parts.model.queue
         assert queue.dtype == keys.dtype == (torch.float32 if precision == "fp32" else torch.float16)
         torch.testing.assert_close(queue.float().norm(dim=1), torch.ones(len(queue)), atol=1e-3, rtol=0)
 
 
 def test_crops_of_training_and_of_the_probe(data, tmp_path, monkeypatch):
-    """--crop is for training alone."""
-    drawn, draw = [], Crops.draw
-    monkeypatch.setattr(Crops, "draw", lambda crops, seed, epoch, rows, sizes, views: drawn.append(
-        (crops.least, views, epoch)) or draw(crops, seed, epoch, rows, sizes, views))
+    """--crop changes the crops of training only, not those of the linear probe."""
+    calls, sample_boxes = [], Crops.sample_boxes
+
+    def record(crops, seed, epoch, rows, sizes, views):
+        calls.append((crops.min_area, views, epoch))
+        return sample_boxes(crops, seed, epoch, rows, sizes, views)
+
+    monkeypatch.setattr(Crops, "sample_boxes", record)
     run("moco", tmp_path, "--data", data, *FLAGS, *OWN["moco"], "--crop", 0.7, "--probe-epochs", 2)
-    assert drawn == [(0.7, 2, epoch // 2) for epoch in range(8)] + [(0.08, 1, epoch) for epoch in range(2)]
+    assert calls == [(0.7, 2, epoch // 2) for epoch in range(8)] + [(0.08, 1, epoch) for epoch in range(2)]
 
 
-def test_keys_are_encoded_by_what_followed(data, tmp_path, monkeypatch):
-    """With momentum 0 every weight of the copy is the encoder's when keys are encoded."""
+def test_momentum_update_precedes_key_encoding(data, tmp_path, monkeypatch):
+    """With momentum 0, the weights of key encoder and query encoder are equal whenever keys are encoded."""
     def checked(model, *rest, encode=moco.encode_keys):
-        followed = dict(model.key.named_parameters())
-        assert equal(followed, {name: w for name, w in model.named_parameters() if name in followed})
+        weights = dict(model.key.named_parameters())
+        assert equal(weights, {name: w for name, w in model.named_parameters() if name in weights})
         return encode(model, *rest)
     monkeypatch.setattr(moco, "encode_keys", checked)
     run("moco", tmp_path / "out", "--data", data, *FLAGS, *OWN["moco"], "--momentum", 0)
 
 
-def test_profile_times_and_writes_nothing(data, here, capsys):
+def test_profile_prints_times_and_writes_nothing(data, cwd, capsys):
     simclr.main(["--profile", "--data", str(data), "--model", "tiny", "--batch-size", "8"])
-    said = re.search(r"step ([\d.]+) ms, loss ([\d.]+) ms, ([\d.]+) % of it", capsys.readouterr().out)
-    step, loss, share = map(float, said.groups())
+    times = re.search(r"step ([\d.]+) ms, loss ([\d.]+) ms, ([\d.]+) % of the step", capsys.readouterr().out)
+    step, loss, share = map(float, times.groups())
     assert 0 < loss < step and share == pytest.approx(100 * loss / step, abs=0.5)
     assert [*map(str, Path().iterdir())] == ["good.csv"]
 
 
 def all_cases(rank, port, data, out):
-    """As one of three processes, or, the fourth, alone; in float64, so that equal runs stay equal to nine
-    digits; SimCLR's without batch statistics, because processes on CPUs have statistics of their own."""
+    """Train all CASES: ranks 0 to 2 train together, rank 3 alone. float64 keeps equal runs equal to nine
+    digits. SimCLR runs without batch statistics, because SyncBatchNorm does not exist for CPUs."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    torch.Tensor.float, torch.cuda.is_available = torch.Tensor.double, lambda: False
-    moco.augment = simclr.augment = same_views                 # fine-tuning has none
-    dataset.flip = lambda x: x                                  # boxes are drawn, the same for any rank
+    torch.Tensor.float = torch.Tensor.double
+    torch.cuda.is_available = lambda: False
+    # Random colours and flips differ between ranks, so replace them. Random crop boxes do not.
+    moco.augment = same_views
+    simclr.augment = same_views
+    dataset.flip = lambda x: x
     for i, (case, flags) in enumerate(CASES.items()):
         name = case.split()[0]
         if rank < 3:
@@ -425,7 +438,8 @@ def all_cases(rank, port, data, out):
 
 
 def test_three_processes_equal_one(data, tmp_path):
-    """Unequal shares of SimCLR's rows; MoCo's shuffled and split batch norms, queue and pointer."""
+    """Ranks may have different numbers of rows (SimCLR). MoCo's shuffling, split batch norms, queue and
+    pointer do not depend on the number of ranks either."""
     given = free_port(), data, tmp_path
     torch.multiprocessing.start_processes(all_cases, given, nprocs=4, start_method="forkserver")
     for case in CASES:

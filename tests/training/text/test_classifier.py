@@ -1,4 +1,4 @@
-"""Labelled texts: their columns, tokens and batches, the scores of a classifier, and that others load it."""
+"""Classifiers: columns of labelled texts, tasks, tokens, metrics, and loading a saved model elsewhere."""
 import json
 
 import numpy as np
@@ -7,11 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
-from kernels.training.cli import Fault
-from kernels.training.extras.classifier_losses import classify_vectors
+from kernels.training.cli import UserError
+from kernels.training.extras.classifier_losses import classify_with_features
 from kernels.training.text.classifier import (
+    classification_metrics,
     classify,
-    confusion_scores,
     describe_scores,
     find_columns,
     make_batch,
@@ -27,16 +27,17 @@ NAMED = '{"premise": "A", "hypothesis": "B", "gold": 1}\n{"premise": "C", "hypot
 
 @pytest.mark.parametrize("kind, content, flags, texts, answer, labels", [
     ("tsv", PAIRS, "", ("A 1.", "B 1."), "yes", "no yes"),
-    ("tsv", PAIRS, "--label relatedness", ("A 1.", "B 1."), 0.5, ""),
-    ("tsv", PAIRS, "--label relatedness --text sentence2 --task classification", ("B 1.",), "0.5",
-     "0.0 0.5 1.0 1.5 2.0 2.5"),
+    ("tsv", PAIRS, "--label-column relatedness", ("A 1.", "B 1."), 0.5, ""),
+    ("tsv", PAIRS, "--label-column relatedness --text-columns sentence2 --task classification",
+     ("B 1.",), "0.5", "0.0 0.5 1.0 1.5 2.0 2.5"),
     ("csv", MOVES, "", ("Oh, no.",), "9", "-1 9 10"),
     ("csv", MOVES, "--task regression", ("Oh, no.",), 9.0, ""),
     ("jsonl", NAMED, "", ("C", "D"), "0", "0 1"),
     ("jsonl", '["A", "B", 1.0]\n["C", "D", 5]\n', "", ("C", "D"), 5.0, ""),
     ("tsv", "label\tid\tsentence\ny\t1\tA\nx\t2\tB\n", "", ("B",), "x", "x y")])
 def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels):
-    (data := tmp_path / f"a.{kind}").write_text(content)
+    data = tmp_path / f"a.{kind}"
+    data.write_text(content)
     args = make_parser().parse_args(["--data", str(data), "--batch-size", "2", *flags.split()])
     found, label = load_data(data, args)[1]
     task = ("classification", "accuracy") if labels else ("regression", "spearman")
@@ -47,39 +48,44 @@ def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels
 @pytest.mark.parametrize("labels, wanted", [
     (["9" * 5000, "1"], ["1", "9" * 5000]), (["1" * 200_000 + "x", "2"], ["1" * 200_000 + "x", "2"]),
     (["1" + "0" * 30, "-5"], ["-5", "1" + "0" * 30]), (["10", "9"], ["9", "10"]),
-    (["1e99", "1.5"], "label '1e99', wanted a number below 1e18"),
-    (["1.5", "9" * 400], "label '9{40}', wanted a number below 1e18"), (["1e17", "-2.5e-09"], [])])
-def test_labels_of_any_size(labels, wanted, tmp_path, alarm):
-    """In time, and no number that float32 lacks."""
-    (data := tmp_path / "a.tsv").write_text("".join(f"A {label[:3]}.\t{label}\n" for label in labels))
+    (["1e99", "1.5"], "label '1e99', expected a number below 1e18"),
+    (["1.5", "9" * 400], "label '9{40}', expected a number below 1e18"), (["1e17", "-2.5e-09"], [])])
+def test_huge_labels(labels, wanted, tmp_path, alarm):
+    """Long labels do not take long to read. Regression labels must be in the range of float32."""
+    data = tmp_path / "a.tsv"
+    data.write_text("".join(f"A {label[:3]}.\t{label}\n" for label in labels))
     args = make_parser().parse_args(["--data", str(data), "--batch-size", "2"])
     if isinstance(wanted, str):
-        with pytest.raises(Fault, match=rf"a\.tsv line \d: {wanted}$"):
+        with pytest.raises(UserError, match=rf"a\.tsv line \d: {wanted}$"):
             load_data(data, args)
     else:
         load_data(data, args)
         assert args.labels == wanted
 
 
-def test_a_message_about_columns_has_its_end(tmp_path):
-    (data := tmp_path / "a.jsonl").write_text(json.dumps({f"name of a column {i}": "A" for i in range(9999)}))
-    with pytest.raises(Fault, match=r"^.{1,900}; name them by --text and --label$"):
+def test_long_column_lists_are_shortened(tmp_path):
+    """The message ends with what to do, even if there are thousands of columns."""
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps({f"name of a column {i}": "A" for i in range(9999)}))
+    with pytest.raises(UserError, match=r"^.{1,900}; name them by --text-columns and --label-column$"):
         find_columns(data, make_parser().parse_args(["--data", str(data)]))
 
 
 @pytest.mark.parametrize("labels, n", [("01", 40), (["no", "yes"], 40), ("abcd", 60)])
-def test_confusion_scores(labels, n):
-    """d occurs nowhere and has no part in the mean; Matthews' is a correlation of one-hot rows, or 0."""
+def test_classification_metrics(labels, n):
+    """Label d never occurs and does not count for the mean F1. The Matthews correlation is the correlation of
+    one-hot rows, or 0."""
     rng = np.random.default_rng(0)
-    truth, said = rng.integers(0, min(len(labels), 3), (2, n))
-    said[: n // 2] = truth[: n // 2]
-    f1 = [2 * sum((truth == c) & (said == c)) / (sum(truth == c) + sum(said == c)) for c in np.unique(truth)]
-    one, two = (np.eye(len(labels))[x] - np.eye(len(labels))[x].mean(0) for x in (truth, said))
-    scores = confusion_scores(truth, said, list(labels))
-    assert scores["accuracy"] == pytest.approx((truth == said).mean())
+    truth, predicted = rng.integers(0, min(len(labels), 3), (2, n))
+    predicted[: n // 2] = truth[: n // 2]
+    f1 = [2 * sum((truth == c) & (predicted == c)) / (sum(truth == c) + sum(predicted == c))
+          for c in np.unique(truth)]
+    one, two = (np.eye(len(labels))[x] - np.eye(len(labels))[x].mean(0) for x in (truth, predicted))
+    scores = classification_metrics(truth, predicted, list(labels))
+    assert scores["accuracy"] == pytest.approx((truth == predicted).mean())
     assert scores["matthews"] == pytest.approx((one * two).sum() / np.sqrt((one**2).sum() * (two**2).sum()))
     assert scores["f1"] == pytest.approx(f1[1] if labels == "01" else np.mean(f1))
-    assert confusion_scores(truth, truth * 0, labels)["matthews"] == 0
+    assert classification_metrics(truth, truth * 0, labels)["matthews"] == 0
 
 
 SHAPE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5)
@@ -89,10 +95,10 @@ KINDS = {"bert": {}, "distilbert": {}, "roberta": dict(pad_token_id=0), "electra
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", ["texts", "pairs", "regression"])
-def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp_path, bert):
-    """By the line that was printed. Its logits of single rows are ours of a padded batch (XLNet reads its
-    last token, so it pads left), its labels the file's, and our scores those of its answers. Its last layer
-    makes the logits of the vectors."""
+def test_every_family_is_fine_tuned_and_loaded_by_pipeline(kind, task, tmp_path, bert):
+    """The printed line loads the model. The pipeline's logits of single rows equal ours of a padded batch
+    (padded on the left for XLNet, which reads its last token), it has the file's labels, and its answers have
+    our scores. The last linear layer maps the features of classify_with_features to the logits."""
     tokenizer = BertTokenizer.from_pretrained(bert, padding_side="left" if kind == "xlnet" else "right")
     tokenizer.save_pretrained(tmp_path / "model")
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SHAPE, **KINDS[kind])
@@ -101,14 +107,15 @@ def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp
     texts = [(one,) if task == "texts" else (one, two) for one, two, _ in rows]
     answers = [score if task == "regression" else f"about {float(score):.0f}" for *_, score in rows]
     lines = ["\t".join((*text, answer)) for text, answer in zip(texts, answers)]
-    (data := tmp_path / "data.tsv").write_text("\n".join(lines))
+    data = tmp_path / "data.tsv"
+    data.write_text("\n".join(lines))
     flags = ["--data", data, "--dev", data, "--model", tmp_path / "model", "--max-length", 300, "--mode", "F"]
     result = run("childtuning", tmp_path / "out", *flags, "--steps", 2, "--batch-size", 8)
     tokens, cut = tokenise_texts([(text, 2) for text in texts], result.model, 300)
     inputs, labels = make_batch(tokens, result.model)
     with torch.no_grad():
         ours = classify(result.model.eval(), inputs)
-        logits, vectors = classify_vectors(result.model, inputs)
+        logits, vectors = classify_with_features(result.model, inputs)
         last = [part for part in result.model.modules() if isinstance(part, torch.nn.Linear)][-1]
         torch.testing.assert_close((logits, last(vectors)), (ours, ours), atol=1e-5, rtol=1e-5)
     assert cut == 0 and labels.tolist() == [2] * 30
@@ -123,8 +130,8 @@ def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp
         metric, score = "dev_pearson", np.corrcoef(found[:, 0], np.array(answers, float))[0, 1]
         assert theirs.model.config.problem_type == "regression"
     else:
-        said = [names[i] for i in found.argmax(1)]
-        metric, score = "dev_accuracy", np.mean([one == other for one, other in zip(said, answers)])
+        predicted = [names[i] for i in found.argmax(1)]
+        metric, score = "dev_accuracy", np.mean([one == other for one, other in zip(predicted, answers)])
     assert result.steps[-1][metric] == pytest.approx(100 * score, abs=1e-2)
     lengths = [len(row["input_ids"]) for row, _ in tokens]
     tokens, cut = tokenise_texts([(text, 2) for text in texts], result.model, 40)
@@ -133,7 +140,7 @@ def test_any_classifier_is_tuned_and_saved_and_pipeline_loads_it(kind, task, tmp
     assert '"truncation": null' in (tmp_path / "out" / "tokenizer.json").read_text()
 
 
-def test_which_f1_it_is_is_said():
+def test_printed_names_of_f1():
     scores = {"accuracy": 75.0, "f1": 50.0}
     assert describe_scores(scores, ["0", "1"]) == "accuracy 75.00, f1 of label 1 50.00"
     assert describe_scores(scores, ["a", "b"]) == "accuracy 75.00, macro f1 50.00"

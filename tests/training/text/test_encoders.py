@@ -1,5 +1,5 @@
-"""Encoders of sentences: what cannot be one, every pooling against its definition, and folders that other
-libraries load."""
+"""Sentence encoders: every pooling against its definition, saved folders in other libraries, and models that
+cannot be loaded."""
 import itertools
 import json
 import os
@@ -14,17 +14,18 @@ import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, CanineTokenizer, XLMConfig
 
 import simcse
-from kernels.training.cli import POOLINGS, Fault
+from kernels.training.cli import POOLINGS, UserError
 from kernels.training.text import tokens
-from kernels.training.text.encoders import SentenceEncoder, begin_linear
+from kernels.training.text.encoders import SentenceEncoder, init_linear
 from kernels.training.text.models import load_text_model
-from running import NLI, SENTENCES, SMALL, one_by_one, refuse, run_text
+from running import NLI, SENTENCES, SMALL, embed_unbatched, rejects, run_text
 
 CASES = [*((pooling, NLI) for pooling in POOLINGS), ("cls", SENTENCES)]
-every_pooling = pytest.mark.parametrize("pooling, data", CASES)  # cls of one column: no head in evaluation
+every_pooling = pytest.mark.parametrize("pooling, data", CASES)  # cls with one column: no head at inference
 
 
-def encoder_of(folder, pooling, head=None, **more):
+def make_encoder(folder, pooling, head=None, **more):
+    """Return the SentenceEncoder of a folder with this pooling and head."""
     encoder, tokenizer = load_text_model(str(folder))
     args = SimpleNamespace(model=str(folder), max_length=32, chunk_size=more.pop("chunk_size", None))
     run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
@@ -33,15 +34,15 @@ def encoder_of(folder, pooling, head=None, **more):
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("keep", [True, False])
-def test_embeddings_are_the_pooling_of_every_row(pooling, keep, bert, monkeypatch):
-    """However rows are ordered and grouped. The head is used in training, and in evaluation where it is
-    kept."""
+def test_embeddings_match_the_definition(pooling, keep, bert, monkeypatch):
+    """Embeddings do not depend on the order and the groups of the rows. The head is used in training, and at
+    inference only with keep_head."""
     sentences = ["Yes.", "no, " * 20, *(row[0] for row in NLI[:10])]
     torch.manual_seed(1)
     head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) if pooling == "cls" else None
-    model = encoder_of(bert, pooling, head, keep_head=keep)
-    rows, groups = tokens.tokenise(sentences, model.tokenizer, 512)[0], set()
-    bare = one_by_one(model.encoder, model.tokenizer, sentences, pooling)
+    model = make_encoder(bert, pooling, head, keep_head=keep)
+    rows, group_counts = tokens.tokenise(sentences, model.tokenizer, 512)[0], set()
+    bare = embed_unbatched(model.encoder, model.tokenizer, sentences, pooling)
     headed = model.head(bare) if pooling == "cls" else bare
     for training, cost in itertools.product((True, False), (0, 60, 10**6)):
         model.train(training)
@@ -49,19 +50,19 @@ def test_embeddings_are_the_pooling_of_every_row(pooling, keep, bert, monkeypatc
         wanted = headed if training or keep else bare
         for order in (range(12), range(11, -1, -1), [7, 1, 3, 0, 3]):
             batch = model.batch([rows[i] for i in order])
-            groups.add(len(batch))
+            group_counts.add(len(batch))
             torch.testing.assert_close(model(batch), wanted[list(order)], atol=1e-5, rtol=0)
         views = model.batch(rows, rows[::-1])
         torch.testing.assert_close(model(views), torch.cat([wanted, wanted.flip(0)]), atol=1e-5, rtol=0)
-    assert min(groups) == 1 and max(groups) > 4
-    read = model.eval().embed_texts(sentences, size=5)
-    torch.testing.assert_close(read, headed if keep else bare, atol=1e-5, rtol=0)
+    assert min(group_counts) == 1 and max(group_counts) > 4
+    embedded = model.eval().embed_texts(sentences, size=5)
+    torch.testing.assert_close(embedded, headed if keep else bare, atol=1e-5, rtol=0)
 
 
 @every_pooling
 @pytest.mark.parametrize("library", ["transformers", "sentence_transformers"])
-def test_others_load_the_folder(library, pooling, data, tmp_path, bert):
-    """By the line that was printed: the embeddings are those of the weights in state.pt."""
+def test_other_libraries_load_the_folder(library, pooling, data, tmp_path, bert):
+    """The printed line loads a model whose embeddings equal those of the weights in state.pt."""
     module = pytest.importorskip(library)
     flags = ["--model", bert, "--pooling", pooling, "--batch-size", 8, "--steps", 3, "--lr", 1e-2]
     result = run_text("simcse", tmp_path, data[:24], *flags, "--max-length", 16)
@@ -76,19 +77,19 @@ def test_others_load_the_folder(library, pooling, data, tmp_path, bert):
         model = eval(auto_model, {"AutoModel": AutoModel})
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
         headed = pooling == "cls" and data is NLI
-        if not headed:                                         # the pooler that was loaded, no random one
+        if not headed:                         # the folder has the pretrained pooler, not a random one
             pretrained = AutoModel.from_pretrained(bert).pooler.dense.weight
             assert torch.equal(model.pooler.dense.weight, pretrained)
-        theirs = one_by_one(model, tokenizer, sentences, "pooler" if headed else pooling)
+        theirs = embed_unbatched(model, tokenizer, sentences, "pooler" if headed else pooling)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
 
 
-def test_no_dimension_is_lost_in_a_chunk(bert):
-    """A batch of one row, and chunks of one row, with the gradients of the whole."""
+def test_batches_and_chunks_of_one_row(bert):
+    """They keep their dimensions, and chunks give the gradients of the whole batch."""
     rows = tokens.tokenise([row[0] for row in NLI[:5]], AutoTokenizer.from_pretrained(bert), 32)[0]
     gradients = []
     for size in (None, 1, 2):
-        model = encoder_of(bert, "avg", chunk_size=size)
+        model = make_encoder(bert, "avg", chunk_size=size)
         z = model(model.batch(rows))
         assert z.shape == (5, 32) and model(model.batch(rows[:1])).shape == (1, 32)
         z.square().sum().backward()
@@ -98,46 +99,51 @@ def test_no_dimension_is_lost_in_a_chunk(bert):
         torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-4)
 
 
-# ── what cannot be loaded ──
+# ── models that cannot be loaded ──
 
 
 def damage(path, change):
-    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+    """Replace the file's bytes by change(bytes), or delete the file if change is None."""
+    if change:
+        path.write_bytes(change(path.read_bytes()))
+    else:
+        path.unlink()
 
 
 @pytest.mark.parametrize("file, change, wanted", [
-    ("config.json", None, r"no config\.json in this folder, so it is no transformers model"),
+    ("config.json", None, r"no config\.json in this folder; expected a model of the transformers library"),
     ("config.json", lambda old: b"{", r".*config\.json.* not a valid JSON file.*"),
     ("config.json", lambda old: old.replace(b"128", b"64"),
      r"\d+ weights, such as .*, .* do not fit its config\.json"),
     ("model.safetensors", None, r".*no file named model\.safetensors.*"),
     ("model.safetensors", lambda old: old[:-9], r"SafetensorError: .*"),
     ("tokenizer.json", None, r"the words of its tokenizer are missing .*")])
-def test_model_folder(here, capfd, finished, file, change, wanted):
+def test_damaged_model_folder(cwd, capfd, finished, file, change, wanted):
     shutil.copytree(finished, "model")
     damage(Path("model", file), change)
-    refuse("simcse", capfd, "--model model: " + wanted, *SMALL, "--model", "model")
+    rejects("simcse", capfd, "--model model: " + wanted, *SMALL, "--model", "model")
 
 
-def test_a_slow_tokenizer_is_refused(tmp_path):
-    """One without words in a file, in a folder whose weights fit."""
+def test_slow_tokenizer_is_rejected(tmp_path):
+    """CanineTokenizer has no vocabulary file; the weights in the folder are fine."""
     shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
     BertModel(BertConfig(vocab_size=16, **shape)).save_pretrained(tmp_path)
     CanineTokenizer().save_pretrained(tmp_path)
-    with pytest.raises(Fault) as end:
+    with pytest.raises(UserError) as end:
         load_text_model(str(tmp_path), flag="--guide")
-    wanted = f"--guide {tmp_path}: CanineTokenizer is a slow tokenizer; wanted one with a tokenizer.json"
+    wanted = f"--guide {tmp_path}: CanineTokenizer is a slow tokenizer, expected one with a tokenizer.json"
     assert str(end.value) == wanted
 
 
-def test_in_a_process_of_its_own(here, finished):
-    """Where libraries write to the true stderr, and nothing has asked for Triton's interpreter."""
+def test_errors_in_a_separate_process(cwd, finished):
+    """stderr has one line there, too, although libraries write to it. Triton's interpreter is not switched
+    on."""
     shutil.copytree(finished, "model")
     damage(Path("model/config.json"), lambda old: old.replace(b'layers": 2', b'layers": 3'))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    lost = "--model model: 16 weights, such as encoder.layer.2."
-    for flags, wanted in ((["--model", "model"], lost), (["--impl", "triton"], "--impl: 'triton'")):
-        if wanted == lost or not torch.cuda.is_available():    # a GPU needs no interpreter
+    missing = "--model model: 16 weights, such as encoder.layer.2."
+    for flags, wanted in ((["--model", "model"], missing), (["--impl", "triton"], "--impl: 'triton'")):
+        if wanted == missing or not torch.cuda.is_available():         # with a GPU, --impl triton works
             command = [sys.executable, simcse.__file__, *SMALL, *flags]
             done = subprocess.run(command, env=environment, text=True, capture_output=True)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1) and wanted in done.stderr, done.stderr
@@ -145,6 +151,6 @@ def test_in_a_process_of_its_own(here, finished):
 
 
 @pytest.mark.parametrize("config", [BertConfig(initializer_range=0.3), XLMConfig(init_std=0.3)])
-def test_new_layers_are_drawn_as_the_model_says(config):
-    linear = begin_linear(torch.nn.Linear(300, 300), config)
+def test_new_layers_have_the_models_initialisation(config):
+    linear = init_linear(torch.nn.Linear(300, 300), config)
     assert linear.weight.std().item() == pytest.approx(0.3, rel=0.05) and linear.bias.eq(0).all()

@@ -1,4 +1,4 @@
-"""Masked language models: what is masked, and losses against all logits of the same model."""
+"""Masked language models: which tokens are masked, and losses compared with those of the full logits."""
 import itertools
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,16 +16,16 @@ from transformers import (
 )
 
 import simcse
-from formulas import agree, points
+from formulas import check_equal, randn
 from kernels import blockwise
 from kernels.training.text import tokens
 from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.mlm import (
     decoder_loss,
-    free_decoder,
-    lm_states,
+    encoder_and_mlm_states,
     mask_tokens,
     masked_lm_loss,
+    untie_decoder,
 )
 from kernels.training.text.models import has_decoder
 from running import NLI, equal
@@ -33,11 +33,11 @@ from running import NLI, equal
 
 def test_mask_tokens():
     torch.manual_seed(0)
-    ids, may = torch.randint(5, 1000, (400, 500)), torch.rand(400, 500) < 0.9
-    masked, chosen = mask_tokens(ids, may, Mock(mask_token_id=4, __len__=lambda self: 1000))
-    assert not (chosen & ~may).any() and equal(masked[~chosen], ids[~chosen])
+    ids, maskable = torch.randint(5, 1000, (400, 500)), torch.rand(400, 500) < 0.9
+    masked, chosen = mask_tokens(ids, maskable, Mock(mask_token_id=4, __len__=lambda self: 1000))
+    assert not (chosen & ~maskable).any() and equal(masked[~chosen], ids[~chosen])
     random = (masked != ids) & (masked != 4)
-    shares = [chosen[may], (masked == 4)[chosen], (masked == ids)[chosen], random[chosen]]
+    shares = [chosen[maskable], (masked == 4)[chosen], (masked == ids)[chosen], random[chosen]]
     assert [x.double().mean().item() for x in shares] == pytest.approx([0.15, 0.8, 0.1, 0.1], abs=0.01)
     assert masked.min() < 4 and len(masked[random].unique()) > 900
 
@@ -45,24 +45,25 @@ def test_mask_tokens():
 @pytest.mark.parametrize("impl", ["blockwise", "eager"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_decoder_loss(impl, bias, monkeypatch):
-    for name, value in dict(SMALL=0, ROWS=3, STRIP_LOGITS=1).items():
+    for name, value in dict(SINGLE_STRIP_LOGITS=0, MIN_STRIP_ROWS=3, MAX_STRIP_LOGITS=1).items():
         monkeypatch.setattr(blockwise, name, value)
-    hidden, weight, biases = points(7, 5, 11), points(13, 5, 12), points(13, 1, 13)[:, 0]
+    hidden, weight, biases = randn(7, 5, 11), randn(13, 5, 12), randn(13, 1, 13)[:, 0]
     targets = torch.tensor([0, 12, 3, 3, 7, 1, 0])
 
     def ours(h, w, b):
         decoder = SimpleNamespace(weight=w, bias=b if bias else None)
         return decoder_loss(h, decoder, targets[: len(h)], impl=impl) + 0 * b.sum()
 
-    agree(ours, lambda h, w, b: F.cross_entropy(h @ w.T + bias * b, targets), hidden, weight, biases)
-    none = ours(hidden[:0].requires_grad_(), weight, biases)
-    none.backward()
-    assert none == 0 and none.dtype == torch.float64
+    check_equal(ours, lambda h, w, b: F.cross_entropy(h @ w.T + bias * b, targets), hidden, weight, biases)
+    empty = ours(hidden[:0].requires_grad_(), weight, biases)
+    empty.backward()
+    assert empty == 0 and empty.dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind, wanted", [("albert", True), ("mobilebert", False), ("t5", False)])
 def test_has_decoder(kind, wanted):
-    """MobileBERT multiplies by two tables, T5's reads a second text; random numbers and dropout stay."""
+    """MobileBERT's decoder multiplies by two matrices, and T5's reads a second text. The check leaves the
+    random state and the training mode unchanged."""
     shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     config = AutoConfig.for_model(kind, vocab_size=40, embedding_size=8, intra_bottleneck_size=16, **shape)
     auto = AutoModelForMaskedLM if kind != "t5" else AutoModelForSeq2SeqLM
@@ -74,31 +75,34 @@ def test_has_decoder(kind, wanted):
 @pytest.mark.parametrize("config", [
     RobertaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2),
     DistilBertConfig(vocab_size=40, dim=16, n_layers=2, n_heads=2, hidden_dim=32)])
-def test_lm_states(config):
-    """The head of each kind: what it makes of all tokens, its decoder gives for the chosen ones."""
+def test_encoder_and_mlm_states(config):
+    """The decoder applied to the chosen tokens' states gives the full model's logits of these tokens, for
+    each kind of MLM head."""
     torch.manual_seed(0)
     model = AutoModelForMaskedLM.from_config(config).eval()
     decoder, ids, chosen = model.get_output_embeddings(), torch.randint(3, 40, (3, 9)), torch.rand(3, 9) < 0.4
     torch.nn.init.normal_(decoder.bias)
     mask = (torch.arange(9) < torch.tensor([[9], [5], [7]])).long()
     output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-    hidden, states = lm_states(model, model.base_model, ids, mask, chosen)
+    hidden, states = encoder_and_mlm_states(model, model.base_model, ids, mask, chosen)
     torch.testing.assert_close(hidden, output.hidden_states[-1])
     torch.testing.assert_close(decoder(states), output.logits[chosen])
     assert not model.base_model._forward_hooks and not decoder._forward_pre_hooks
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize("chosen, dice, becomes", [(0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""),
+@pytest.mark.parametrize("chosen, draw, becomes", [(0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""),
                                                    (0.2, 0.7, "")])
-def test_masked_lm_loss(chosen, dice, becomes, chunk_size, bert, monkeypatch):
-    """All tokens have the same luck: masked, replaced by an e, left as they are, not chosen. Special ones
-    never are. Its weight in SimCSE's loss, and its decoder free of the embeddings."""
+def test_masked_lm_loss(chosen, draw, becomes, chunk_size, bert, monkeypatch):
+    """With fixed random numbers, all tokens are masked, replaced by an e, unchanged, or not chosen; special
+    tokens are never chosen. Also checks the weight of the loss in simcse.py, and that the decoder is
+    untied."""
     lm, tokenizer = AutoModelForMaskedLM.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
     run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, chunk_size=chunk_size),
                           device=torch.device("cpu"), bf16=False)
     model = SentenceEncoder(lm.base_model, tokenizer, run, "avg")
-    model.lm, decoder, embeddings = free_decoder(lm), lm.get_output_embeddings(), lm.get_input_embeddings()
+    model.lm = untie_decoder(lm)
+    decoder, embeddings = lm.get_output_embeddings(), lm.get_input_embeddings()
     assert decoder.weight.data_ptr() != embeddings.weight.data_ptr()
     assert equal(decoder.weight, embeddings.weight)
     views = [tokens.tokenise([row[i] for row in NLI[:6]], tokenizer, 64)[0] for i in range(2)]
@@ -107,9 +111,11 @@ def test_masked_lm_loss(chosen, dice, becomes, chunk_size, bert, monkeypatch):
         words = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
         logits = lm(input_ids=torch.where(words & bool(becomes), letter, ids)[None]).logits[0]
         losses.append(F.cross_entropy(logits[words], ids[words], reduction="none"))
-    expected = torch.cat(losses).mean() * (chosen < 0.15)
-    luck = itertools.cycle([chosen, dice])
-    monkeypatch.setattr(torch, "rand", lambda shape, device: torch.full(shape, next(luck)))
+    expected = torch.cat(losses).mean()
+    if chosen >= 0.15:                         # no token is chosen
+        expected = 0 * expected
+    draws = itertools.cycle([chosen, draw])
+    monkeypatch.setattr(torch, "rand", lambda shape, device: torch.full(shape, next(draws)))
     monkeypatch.setattr(torch, "randint", lambda high, shape, device: torch.full(shape, letter))
     monkeypatch.setitem(tokens.GROUP_COST, "cpu", 0)
     batch = model.batch(*views)

@@ -1,4 +1,4 @@
-"""Scored pairs: the reader, Spearman, alignment and uniformity, against slow, independent versions."""
+"""Scored pairs: reading files, and Spearman, alignment and uniformity compared with slow direct versions."""
 import itertools
 import math
 import random
@@ -13,21 +13,21 @@ from transformers import AutoModel, AutoTokenizer
 import simcse
 from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.sts import evaluate, load_sts
-from running import SMALL, refuse
+from running import SMALL, rejects
 
 
 def slow_spearman(a, b):
-    """Ranks counted pair by pair, then Pearson written out."""
+    """Count ranks pair by pair, then compute Pearson's correlation from its definition."""
     ranks = [[sum(y < v for y in x) + (sum(y == v for y in x) + 1) / 2 for v in x] for x in (a, b)]
     da, db = ([r - sum(x) / len(x) for r in x] for x in ranks)
     return sum(p * q for p, q in zip(da, db)) / math.sqrt(sum(p * p for p in da) * sum(q * q for q in db))
 
 
 def test_spearman():
-    draw, spearman = random.Random(0), simcse.spearman
+    rng, spearman = random.Random(0), simcse.spearman
     for n in (2, 3, 10, 200):
-        a = np.array([draw.random() for _ in range(n)])
-        b = [0, 1, *draw.choices(range(4), k=n - 2)]           # which has ties
+        a = np.array([rng.random() for _ in range(n)])
+        b = [0, 1, *rng.choices(range(4), k=n - 2)]            # has ties
         assert spearman(a, b) == pytest.approx(slow_spearman(a, b), abs=1e-12)
         assert spearman(a, -a) == pytest.approx(-1) and spearman(a, np.exp(a)) == pytest.approx(1)
     assert spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)                # 1 - 6·4 / (5·24)
@@ -43,7 +43,8 @@ def test_spearman():
     ("sts.tsv", 'E\tF\t\n"A" cat.\tIt eats.\t5\nB\tC\t.0\n'),
     ("sts.tsv", '5.000\t"A" cat.\tIt eats.\n\tE\tF\n0\tB\tC\n')])
 def test_load_sts(tmp_path, name, content):
-    """Columns by name or score first or last; '"' is only a quote in csv; E and F have no score."""
+    """Columns are found by name, or the score is first or last. Only .csv files have quotes. The pair of E
+    and F has no score and is skipped."""
     (tmp_path / name).write_text(content)
     assert load_sts(tmp_path / name) == [('"A" cat.', "It eats.", 5.0), ("B", "C", 0.0)]
 
@@ -55,32 +56,32 @@ STS = "sentence1\tsentence2\tscore\nA man eats.\tHe eats.\t5\n"
 @pytest.mark.parametrize("content, wanted", [
     (None, r"sts\.tsv: No such file or directory"),
     ("sentence1\tsentence2\nA\tb\n",
-     r"sts\.tsv: sentence1, sentence2; wanted sentence1, sentence2, score, or 3 columns.*"),
-    (STS + "A\tb\tmany\n", r"sts\.tsv line 3: score 'many', wanted a number from 0 to 5"),
-    (STS + "A\tb\t7\n", r"sts\.tsv line 3: score '7', wanted a number from 0 to 5"),
-    *((STS + f"A\tb\t{score}\n", r"sts\.tsv line 3: score '.{1,40}', wanted a number from 0 to 5")
+     r"sts\.tsv: found sentence1, sentence2; expected sentence1, sentence2, score, or 3 columns.*"),
+    (STS + "A\tb\tmany\n", r"sts\.tsv line 3: score 'many', expected a number from 0 to 5"),
+    (STS + "A\tb\t7\n", r"sts\.tsv line 3: score '7', expected a number from 0 to 5"),
+    *((STS + f"A\tb\t{score}\n", r"sts\.tsv line 3: score '.{1,40}', expected a number from 0 to 5")
       for score in ("inf", "1e400", "-1", "1_0", "0x1", "\u00b2", "9" * 5000, "1" * 200_000 + "x")),
-    (STS + "A\tb\tnan\n", r"sts\.tsv line 3: score 'nan', wanted a number from 0 to 5"),
+    (STS + "A\tb\tnan\n", r"sts\.tsv line 3: score 'nan', expected a number from 0 to 5"),
     (STS + "A\t \t1\n", r"sts\.tsv line 3: an empty sentence"),
-    (STS + "A\tb\t\n", r"sts\.tsv: 1 scored pairs, wanted at least 2")])
-def test_faults(here, capfd, flag, content, wanted):
+    (STS + "A\tb\t\n", r"sts\.tsv: 1 scored pairs, expected at least 2")])
+def test_invalid_files(cwd, capfd, flag, content, wanted):
     if content is not None:
         Path("sts.tsv").write_text(content)
-    refuse("simcse", capfd, wanted, *SMALL, flag, "sts.tsv")
+    rejects("simcse", capfd, wanted, *SMALL, flag, "sts.tsv")
 
 
 @torch.no_grad()
 def test_evaluate(tmp_path, bert):
-    """One Spearman over all subsets, alignment and uniformity, by loops over embeddings taken one sentence at
-    a time."""
-    draw, path = random.Random(1), tmp_path / "sts.tsv"
+    """Spearman over all subsets together, alignment and uniformity equal those of loops over embeddings that
+    are computed one sentence at a time."""
+    rng, path = random.Random(1), tmp_path / "sts.tsv"
     words = "cat dog man sun eats runs sees old red".split()
-    sentences = [" ".join(draw.choices(words, k=2 + i)) for i in range(12)]
-    rows = [(*draw.sample(sentences, 2), draw.randint(0, 3), "a") for _ in range(30)]  # unlike, low scores
-    rows += [(one, one + " cat", draw.randint(2, 5), "b") for one in sentences]  # alike, high scores
+    sentences = [" ".join(rng.choices(words, k=2 + i)) for i in range(12)]
+    rows = [(*rng.sample(sentences, 2), rng.randint(0, 3), "a") for _ in range(30)]    # different sentences
+    rows += [(one, one + " cat", rng.randint(2, 5), "b") for one in sentences]         # similar sentences
     head = ("sentence1", "sentence2", "score", "subset")
     path.write_text("\n".join("\t".join(map(str, row)) for row in [head, *rows]))
-    args = SimpleNamespace(model="bert", max_length=3, chunk_size=None)  # which does not cut
+    args = SimpleNamespace(model="bert", max_length=3, chunk_size=None)        # evaluation ignores max_length
     run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
     encoder, tokenizer = AutoModel.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
     model, pairs = SentenceEncoder(encoder, tokenizer, run, "avg"), load_sts(path)
@@ -91,11 +92,11 @@ def test_evaluate(tmp_path, bert):
         hidden = encoder(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0]
         mean = hidden.double().mean(0).numpy()
         z[text] = mean / np.linalg.norm(mean)
-    chosen = ([(z[one] @ z[two], score) for one, two, score, name in rows if name in names]
-              for names in ("ab", "a", "b"))
-    both, a, b = (100 * slow_spearman(*zip(*pairs)) for pairs in chosen)
+    subsets = ([(z[one] @ z[two], score) for one, two, score, name in rows if name in names]
+               for names in ("ab", "a", "b"))
+    both, a, b = (100 * slow_spearman(*zip(*subset)) for subset in subsets)
     assert result["spearman"] == pytest.approx(both, abs=1e-3)
-    assert abs(both - (a + b) / 2) > 5                         # the mean over subsets is another number
+    assert abs(both - (a + b) / 2) > 5         # the mean over subsets differs
     near = [sum((z[one] - z[two]) ** 2) for one, two, score in pairs if score > 4]
     assert result["alignment"] == pytest.approx(np.mean(near), rel=1e-4)
     far = [math.exp(-2 * sum((x - y) ** 2)) for x, y in itertools.combinations(z.values(), 2)]

@@ -1,4 +1,4 @@
-"""Tokens on the disk and in batches."""
+"""Tokens in files and in batches."""
 import itertools
 import random
 from types import SimpleNamespace
@@ -11,10 +11,10 @@ import cline
 from kernels.training.text import tokens
 from kernels.training.text.classifier import tokenise_texts
 from kernels.training.text.tokens import (
-    grouped,
+    count_characters,
+    group_by_length,
     length_groups,
-    letters_of,
-    portions,
+    text_batches,
     tokenise,
     tokenise_table,
 )
@@ -22,14 +22,14 @@ from kernels.training.text.tokens import (
 
 @pytest.mark.parametrize("columns", [1, 2, 3])
 def test_rows_are_the_tokens_of_each_sentence(columns, tmp_path, bert, capsys):
-    """In the order of the file, whatever the pieces that it is read in."""
+    """Rows are in file order, and do not depend on how many texts are tokenised at once."""
     texts = ["Yes.", "He sang a very long song about the sea.", "No.", "\u00e4"] * 6_000 * columns
     table = [(None, tuple(texts[i : i + columns])) for i in range(0, len(texts), columns)]
-    model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert), longest=512, prompted=list,
+    model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert), max_length=512, add_prompts=list,
                             encoder=SimpleNamespace(get_input_embeddings=lambda: None))
-    run = SimpleNamespace(out=tmp_path, rank=0, world=1, args=SimpleNamespace(max_length=8))
+    run = SimpleNamespace(out=tmp_path, rank=0, world_size=1, args=SimpleNamespace(max_length=8))
     rows = tokenise_table(table, model, run)
-    cut = f"{6_000 * columns:,} of {24_000 * columns:,} sentences cut to 8"
+    cut = f"{6_000 * columns:,} of {24_000 * columns:,} sentences truncated to 8 tokens"
     assert len(rows) == len(table) and capsys.readouterr().out == f"tokens   {cut}\n"
     for i in (0, 1, 2, 9_999, 10_000, 10_001, 19_999, 20_000, 23_999):
         wanted = [model.tokenizer(text, truncation=True, max_length=8)["input_ids"] for text in table[i][1]]
@@ -40,22 +40,24 @@ def test_rows_are_the_tokens_of_each_sentence(columns, tmp_path, bert, capsys):
     with pytest.raises(IndexError):
         rows[len(rows)]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tokens"]
-    assert rows[0][0].flags.writeable                          # which torch.from_numpy warns of
+    assert rows[0][0].flags.writeable          # torch.from_numpy warns of read-only arrays
 
 
-def test_portions_have_so_many_rows_and_letters(monkeypatch):
-    monkeypatch.setattr(tokens, "LETTERS", 100)
-    for draw in map(random.Random, range(50)):
-        items = ["a" * draw.choice([0, 1, 9, 40, 300]) for _ in range(draw.randint(0, 60))]
-        found = list(portions(iter(items), rows=(most := draw.randint(1, 9))))
+def test_text_batches_keep_the_limits(monkeypatch):
+    """No batch exceeds the limits on rows and characters, and none could take the next item, too."""
+    monkeypatch.setattr(tokens, "MAX_CHARS", 100)
+    for rng in map(random.Random, range(50)):
+        items = ["a" * rng.choice([0, 1, 9, 40, 300]) for _ in range(rng.randint(0, 60))]
+        most = rng.randint(1, 9)
+        found = list(text_batches(iter(items), rows=most))
         assert [item for part in found for item in part] == items and [] not in found
-        assert all(len(part) <= most and (len(part) == 1 or letters_of(part) <= 100) for part in found)
-        for part, following in itertools.pairwise(found):      # none that could be longer
-            assert len(part) == most or letters_of([*part, following[0]]) > 100
+        assert all(len(part) <= most and (len(part) == 1 or count_characters(part) <= 100) for part in found)
+        for part, following in itertools.pairwise(found):
+            assert len(part) == most or count_characters([*part, following[0]]) > 100
 
 
-class Watched:
-    """A tokenizer that notes how many letters it gets at once."""
+class RecordingTokenizer:
+    """A tokenizer that records the number of characters of each call in `sizes`."""
 
     def __init__(self, real, sizes):
         self.real, self.sizes = real, sizes
@@ -65,27 +67,30 @@ class Watched:
 
     @property
     def backend_tokenizer(self):
-        return Watched(self.real.backend_tokenizer, self.sizes)
+        return RecordingTokenizer(self.real.backend_tokenizer, self.sizes)
 
     def encode_batch_fast(self, texts):
-        self.sizes.append(letters_of(texts))
+        self.sizes.append(count_characters(texts))
         return self.real.encode_batch_fast(texts)
 
-    def __call__(self, *columns, **how):
-        self.sizes.append(sum(map(letters_of, columns)))
-        return self.real(*columns, **how)
+    def __call__(self, *columns, **options):
+        self.sizes.append(sum(map(count_characters, columns)))
+        return self.real(*columns, **options)
 
 
 def test_long_texts_are_tokenised_few_at_a_time(bert, tmp_path, monkeypatch):
-    """And to the same tokens: of tables, lists, labelled texts and triples."""
+    """The tokens of tables, lists, labelled texts and triples do not change if few texts are tokenised at
+    once."""
     pairs = [(f"He sang song {i} about the sea. " * (1 + i % 5), "He sang.") for i in range(60)]
-    tokenizer = Watched(AutoTokenizer.from_pretrained(bert), sizes := [])
+    sizes = []
+    tokenizer = RecordingTokenizer(AutoTokenizer.from_pretrained(bert), sizes)
     args = SimpleNamespace(max_length=20, form="paper")
-    model = SimpleNamespace(tokenizer=tokenizer, longest=512, prompted=list, forward=lambda input_ids: None,
+    model = SimpleNamespace(tokenizer=tokenizer, max_length=512, add_prompts=list,
+                            forward=lambda input_ids: None,
                             encoder=SimpleNamespace(get_input_embeddings=lambda: None))
-    run = SimpleNamespace(out=tmp_path, rank=0, world=1, args=args)
+    run = SimpleNamespace(out=tmp_path, rank=0, world_size=1, args=args)
 
-    def each(name):
+    def tokenise_each(name):
         table = tokenise_table([(None, pair) for pair in pairs], model, run, name)
         yield [[ids.tolist() for ids in row] for row in table]
         found, cut = tokenise([text for text, _ in pairs], tokenizer, 20)
@@ -95,19 +100,20 @@ def test_long_texts_are_tokenised_few_at_a_time(bert, tmp_path, monkeypatch):
         found, cut = cline.tokenise_triples([[*pair, "No.", [], []] for pair in pairs], model, args)
         yield [[*map(list, ids[:3]), place] for *ids, place in found], cut
 
-    whole, most = [*each("whole")], max(sizes)
+    at_once = [*tokenise_each("at-once")]
+    largest = max(sizes)
     sizes.clear()
-    monkeypatch.setattr(tokens, "LETTERS", 700)
-    found = each("parts")
-    for wanted in whole:
-        assert next(found) == wanted and len(sizes) > 5 and max(sizes) <= 700 < most
+    monkeypatch.setattr(tokens, "MAX_CHARS", 700)
+    in_parts = tokenise_each("in-parts")
+    for wanted in at_once:
+        assert next(in_parts) == wanted and len(sizes) > 5 and max(sizes) <= 700 < largest
         sizes.clear()
 
 
-def test_length_groups_cost_least():
-    for draw in map(random.Random, range(200)):
-        lengths = sorted(draw.choices(range(1, 12), k=draw.randint(1, 9)))
-        cost = draw.choice([0, 1, 5, 30, 1000])
+def test_length_groups_have_the_least_cost():
+    for rng in map(random.Random, range(200)):
+        lengths = sorted(rng.choices(range(1, 12), k=rng.randint(1, 9)))
+        cost = rng.choice([0, 1, 5, 30, 1000])
 
         def total(cuts):
             return sum((end - start) * lengths[end - 1] + cost for start, end in cuts)
@@ -118,14 +124,15 @@ def test_length_groups_cost_least():
 
 
 @pytest.mark.parametrize("most", [None, 1, 4])
-def test_groups_hold_every_row_once(most, monkeypatch):
+def test_groups_contain_every_row_once(most, monkeypatch):
+    """Groups are ordered by length, respect the maximum size, and become fewer if groups cost more."""
     lengths = random.Random(1).choices(range(3, 40), k=50)
     sizes = []
     for cost in (0, 60, 10**6):
         monkeypatch.setitem(tokens.GROUP_COST, "cpu", cost)
-        groups = grouped(lengths, SimpleNamespace(type="cpu"), most)
+        groups = group_by_length(lengths, SimpleNamespace(type="cpu"), most)
         assert sorted(sum(groups, [])) == list(range(50)) and (most is None or max(map(len, groups)) <= most)
-        in_order = [lengths[i] for group in groups for i in group]
-        assert in_order == sorted(in_order)
+        grouped = [lengths[i] for group in groups for i in group]
+        assert grouped == sorted(grouped)
         sizes.append(len(groups))
     assert sizes == sorted(sizes, reverse=True) and (most or (sizes[2] == 1 < sizes[1] < sizes[0]))

@@ -1,4 +1,4 @@
-"""Columns without names: what is no text to train on is told from texts by its looks, and texts are not."""
+"""Columns without names: numbers, ids, labels and single words are recognised and rejected, texts are not."""
 import random
 from types import SimpleNamespace
 
@@ -6,9 +6,9 @@ import pytest
 
 import cline
 import selfguided
-from kernels.training.cli import Fault
-from kernels.training.tables import SENTENCES, Table, read_table
-from kernels.training.text.labelled import find_columns
+from kernels.training.cli import UserError
+from kernels.training.tables import SENTENCE_COLUMNS, Table, read_table
+from kernels.training.text.label_columns import find_columns
 from kernels.training.text.sts import load_sts
 from running import NLI
 
@@ -21,16 +21,18 @@ THAI = "ผู้ชายกำลังกินข้าวในสวน �
 DRAW = random.Random(0)
 
 
-def column(of, count=60):
-    """So many cells: of a list some at random, of a function those of the numbers."""
-    return [of(i) if callable(of) else of if isinstance(of, str) else DRAW.choice(of) for i in range(count)]
+def column(source, count=60):
+    """Return cells: source(i) for each i, or one text repeated, or random choices from a list."""
+    if callable(source):
+        return [source(i) for i in range(count)]
+    return [source if isinstance(source, str) else DRAW.choice(source) for _ in range(count)]
 
 
-def fault_of(*columns):
+def find_error(*columns):
     try:
-        read_table(Table([*zip(*columns)]), roles=SENTENCES)
-    except Fault as fault:
-        return str(fault).split(": ", 1)[1]
+        read_table(Table([*zip(*columns)]), roles=SENTENCE_COLUMNS)
+    except UserError as error:
+        return str(error).split(": ", 1)[1]
 
 
 @pytest.mark.parametrize("kind, cells", [
@@ -55,15 +57,17 @@ def fault_of(*columns):
         ["0", "1"], [0, 1], ["-1", "1"], lambda i: i / 3, lambda i: f"{i},100", lambda i: f"-{i}.5",
         lambda i: "-" if i == 7 else str(i))),
     ("single words", lambda i: WORDS[i % 14] + "abcde"[i // 14])])
-def test_columns_that_are_no_texts(kind, cells):
-    """In any place beside two columns of sentences; but for words, which may be answers, beside one."""
-    odd, kinds = column(cells), dict(labels="few different labels", ids="ids or codes")
-    for columns, place, texts in ([ANCHORS, POSITIVES, odd], 3, "1 2"), ([odd, ANCHORS, POSITIVES], 1, "2 3"):
-        fault = fault_of(*columns)
-        assert fault and fault.startswith(f"column {place} holds {kinds.get(kind, kind)}, such as '"), fault
-        assert fault.endswith(f"'; number those to read: --columns {texts} (1 2 3, if all are texts)"), fault
-    assert (fault_of(ANCHORS, odd) is None) == (kind == "single words")
-    assert fault_of(odd) is None                               # one column is read whatever it holds
+def test_columns_that_are_not_texts(kind, cells):
+    """They are rejected next to two text columns; next to one, single words are accepted as answers."""
+    other, kinds = column(cells), dict(labels="few different labels", ids="ids or codes")
+    for columns, number, texts in (([ANCHORS, POSITIVES, other], 3, "1 2"),
+                                   ([other, ANCHORS, POSITIVES], 1, "2 3")):
+        error = find_error(*columns)
+        assert error and error.startswith(f"column {number} holds {kinds.get(kind, kind)}, such as '"), error
+        advice = f"choose the columns to read: --columns {texts} (or 1 2 3, if all are texts)"
+        assert error.endswith(f"'; {advice}"), error
+    assert (find_error(ANCHORS, other) is None) == (kind == "single words")
+    assert find_error(other) is None                           # a single column is always read
 
 
 @pytest.mark.parametrize("columns", [
@@ -88,33 +92,33 @@ def test_columns_that_are_no_texts(kind, cells):
 def test_columns_that_are_texts(columns):
     columns = [cells if cells in (ANCHORS, POSITIVES, NEGATIVES) else column(cells) for cells in columns]
     for count in 60, 10, 3:
-        assert fault_of(*(cells[:count] for cells in columns)) is None
+        assert find_error(*(cells[:count] for cells in columns)) is None
 
 
-def test_several_columns_and_those_to_read():
+def test_message_suggests_the_text_columns():
     numbers, ids = column(lambda i: i), column(lambda i: f"q{i}")
-    assert fault_of(numbers, ids, ANCHORS, POSITIVES, column(["1"])) == (
+    assert find_error(numbers, ids, ANCHORS, POSITIVES, column(["1"])) == (
         "column 1 holds numbers, such as '0', column 2 holds ids or codes, such as 'q0', column 5 holds "
-        "numbers, such as '1'; number those to read: --columns 3 4 (1 2 3 4 5, if all are texts)")
-    assert fault_of(numbers, numbers).endswith("; wanted texts")
+        "numbers, such as '1'; choose the columns to read: --columns 3 4 (or 1 2 3 4 5, if all are texts)")
+    assert find_error(numbers, numbers).endswith("; expected texts")
     rows = [*zip(ids, ANCHORS, POSITIVES)]
     for columns, read in (["2", "3"], slice(1, 3)), (["1", "2", "3"], slice(0, 3)):
-        _, table = read_table(Table(rows), roles=SENTENCES, columns=columns)
+        _, table = read_table(Table(rows), roles=SENTENCE_COLUMNS, columns=columns)
         assert [tuple(cells) for _, cells in table] == [row[read] for row in rows]
     named = [dict(zip(("anchor", "positive"), row)) for row in zip(ANCHORS, column(["yes", "no"]))]
-    assert len(read_table(Table(named), roles=SENTENCES)[1]) == 60             # as they are called
+    assert len(read_table(Table(named), roles=SENTENCE_COLUMNS)[1]) == 60  # names are believed
 
 
-def test_sorted_rows_are_judged_by_all_of_them():
-    """The first hundreds belong to one short query."""
+def test_sorted_rows_are_sampled_from_the_whole_table():
+    """In a sorted table the first hundreds of rows may have the same short query."""
     queries = [f"{a} {b}" for a in WORDS for b in CITIES for _ in range(40)]
     texts = [f"{query} and what is told of it in line {i}" for i, query in enumerate(queries)]
-    assert fault_of(queries, texts) is None
-    assert fault_of(queries[:500], texts).startswith("column 1 holds few different labels, such as 'cat P")
+    assert find_error(queries, texts) is None
+    assert find_error(queries[:500], texts).startswith("column 1 holds few different labels, such as 'cat P")
 
 
-def test_words_of_cline(tmp_path):
-    """Which stand behind its three texts, without a header too; a label in their place is told."""
+def test_word_columns_of_cline(tmp_path):
+    """Without a header, word positions are accepted in columns 4 and 5; labels in column 3 are rejected."""
     rows = [f"{a},{b},{c}".replace('"', "") for a, b, c in zip(WORDS, CITIES, WORDS)]
     path, parser = tmp_path / "a.csv", cline.make_parser()
     args = parser.parse_args(["--data", str(path), "--batch-size", "2"])
@@ -122,36 +126,42 @@ def test_words_of_cline(tmp_path):
                             for row in WORDS))
     assert len(cline.load_data(path, args)[0]) == len(rows)
     path.write_text("".join(f"The {row} of it now.,The new {row} is,entailment\n" for row in WORDS))
-    with pytest.raises(Fault, match="column 3 holds few different labels, such as 'entailment'; .* 1 2 "):
+    with pytest.raises(UserError, match="column 3 holds few different labels, such as 'entailment'; .* 1 2 "):
         cline.load_data(path, args)
 
 
-def test_readers_of_other_columns(tmp_path):
-    """Self-guided's sentences, texts with labels, scored pairs."""
+def test_sentences_labelled_texts_and_scored_pairs(tmp_path):
     path, flags = tmp_path / "a.tsv", ["--data", str(tmp_path / "a.tsv"), "--batch-size", "2"]
-    write = lambda *columns: path.write_text("".join("\t".join(row) + "\n" for row in zip(*columns)))
-    sentences = lambda *more: [text for _, (text,) in selfguided.load_data(
-        path, selfguided.make_parser().parse_args([*flags, *more]))]
+
+    def write(*columns):
+        path.write_text("".join("\t".join(row) + "\n" for row in zip(*columns)))
+
+    def read_sentences(*more):
+        args = selfguided.make_parser().parse_args([*flags, *more])
+        return [text for _, (text,) in selfguided.load_data(path, args)]
+
+    def find_texts(text_columns=None):
+        return find_columns(path, SimpleNamespace(text_columns=text_columns, label_column=None))[1]
+
     ids, labels, scores = column(lambda i: f"q{i}"), column(["good", "bad"]), column(lambda i: str(i % 6))
     for head in [], ["sentence", "label"]:
         write([*head[:1], *ANCHORS], [*head[1:], *labels])
-        with pytest.raises(Fault, match=r"column 2 holds few .*; number those to read: --columns 1 \(1 2, "):
-            sentences()
-        assert sentences("--columns", "1") == ANCHORS
-    assert sentences("--columns", "sentence") == ANCHORS
-    assert len(sentences("--columns", "1", "2")) == 120
+        with pytest.raises(UserError, match=r"column 2 holds few .*; .*: --columns 1 \(or 1 2, "):
+            read_sentences()
+        assert read_sentences("--columns", "1") == ANCHORS
+    assert read_sentences("--columns", "sentence") == ANCHORS
+    assert len(read_sentences("--columns", "1", "2")) == 120
     write(ANCHORS, POSITIVES, scores)
-    assert len(sentences()) == 120 and len(load_sts(path)) == 60
-    find = lambda text=None: find_columns(path, SimpleNamespace(text=text, label=None))[1]
-    assert find() == [0, 1]
+    assert len(read_sentences()) == 120 and len(load_sts(path)) == 60
+    assert find_texts() == [0, 1]
     write(ids, ANCHORS, labels)
-    with pytest.raises(Fault, match="column 1 holds ids or codes, such as 'q0'; name those to read in a "):
-        find()
-    assert find(["column 1", "column 2"]) == [0, 1]
-    write(column(["food", "price"]), ANCHORS, labels)          # what the text is judged by
-    assert find() == [0, 1]
+    with pytest.raises(UserError, match="column 1 holds ids or codes, such as 'q0'; "):
+        find_texts()
+    assert find_texts(["column 1", "column 2"]) == [0, 1]
+    write(column(["food", "price"]), ANCHORS, labels)          # the aspect that the label is about
+    assert find_texts() == [0, 1]
     write(ids, ANCHORS, scores)
-    with pytest.raises(Fault, match="column 1 holds ids or codes, such as 'q0'; write a header: sent"):
+    with pytest.raises(UserError, match="column 1 holds ids or codes, such as 'q0'; "):
         load_sts(path)
     write(column(WORDS), ANCHORS, scores)
     assert len(load_sts(path)) == 60

@@ -1,0 +1,204 @@
+"""Gradient for large D: a kernel computes blocks of softmax weights W, and cuBLAS multiplies them with rows.
+
+W is (N, M), so only one block of it exists at a time, of at most heuristics.WEIGHT_BUFFER_BYTES (8192 × 8192
+in a half type). The kernel computes a block from q, k and the softmax statistics (formulas: gradient.py).
+cuBLAS does the other products, with float32 sums:
+
+               columns J                          for each block of rows I, each block of columns J:
+            ┌──────────────┐                          W      = kernel(q_I, k_J)     in q's dtype
+     rows I │ W (I × J)    │                          dq_I  += W  @ k_J
+            └──────────────┘                          dk_J  += Wᵀ @ q_I
+
+6 N·M·D operations: 4 as in eager's backward pass, and 2 that recompute the logits. W is written once and read
+twice. With self-similarity W is symmetric: a block above the diagonal contributes to the gradient of its rows
+and of its columns, and blocks below the diagonal are never computed, 3 N²D in all.
+"""
+import torch
+import triton
+import triton.language as tl
+from torch.torch_version import TorchVersion
+
+from .. import heuristics
+from .launch import FinishArgs, contiguous_rows, kernel_args, matmul_operands, tile_config, transposed_mask
+from .tiles import (
+    WEIGHT_SCALE,
+    cast_for_matmul,
+    finish_gradient,
+    keep_mask,
+    kernel,
+    load_factors,
+    log2e_over_tau,
+    needs_mask,
+    qk_tile,
+    softmax_weights,
+    swizzle_program_id,
+)
+
+ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm: half operands, float32 result
+
+
+@kernel
+def weights_kernel(W, X_SIDE, Y_SIDE, BOUND, first_x, first_y, tiles_x, tiles_y, w_row_stride,
+                   Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                   MIRROR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write WEIGHT_SCALE · dloss/ds to W, for the block that starts at tile (first_x, first_y).
+
+    MIRROR: the block lies on the diagonal of a self-similarity. Tiles above the diagonal are also stored
+    transposed, at their mirrored place, and those below it are not computed.
+    """
+    tile_i, tile_j = swizzle_program_id(tl.program_id(0), tiles_x, tiles_y)
+    if MIRROR and tile_i > tile_j:
+        return
+    i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
+    rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
+    qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+    row_factor, row_m = load_factors(X_SIDE, rows, N)
+    w = softmax_weights(qk, log2e_over_tau(MASK), row_factor, row_m, columns, X_SIDE, Y_SIDE, BOUND, M)
+    if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+        w = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
+    w = cast_for_matmul(w, W, PRECISION)
+    tl.store(W + i.to(tl.int64)[:, None] * w_row_stride + j[None, :], w)
+    if MIRROR and tile_i < tile_j:
+        tl.store(W + j.to(tl.int64)[:, None] * w_row_stride + i[None, :], w.T)
+
+
+@kernel
+def finish_gradient_kernel(DX, DOT, SUM, ROW_FACTORS, X_SIDE, Y_SIDE, MASK, N, M, FINISH,
+                           EXCLUDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write DX = finish_gradient(ROW_FACTORS · SUM), and to DOT, if given, partial sums of x·dx per row."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    place = rows.to(tl.int64)[:, None] * FINISH.features + d[None, :]
+    dx = tl.load(SUM + place, mask=(rows < N)[:, None] & (d < FINISH.features)[None, :], other=0.0)
+    if ROW_FACTORS is not None:
+        dx = dx * tl.load(ROW_FACTORS + rows, mask=rows < N, other=0.0)[:, None]
+    dx, inside, dots = finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE,
+                                       DOT is not None)
+    tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
+    if DOT is not None:
+        tl.store(DOT + tl.program_id(1) * N + rows, dots, mask=rows < N)
+
+
+def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, self_similarity):
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
+    unpadded = contiguous_rows(q), contiguous_rows(k)
+    q, k = matmul_operands(q, k)
+    sums = gradient_sums(q, k, *needs)
+    two_sided = rows.dloss_dlse is not None and columns.dloss_dlse is not None
+    config = tile_config(q, mask, two_sided)
+    if two_sided:
+        config |= dict(maxnreg=255, num_warps=4 if q.element_size() == 2 else 8)
+    operands, rest = kernel_args(q, k, temperature, mask, config)
+
+    def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
+        mirror = self_similarity and first_x == first_y and config["BLOCK_N"] == config["BLOCK_M"]
+        warps = dict(num_warps=8) if mirror else {}               # a tile and its mirror take registers
+        weights_kernel[tiles_x * tiles_y,](w, rows, columns, bound, first_x, first_y, tiles_x, tiles_y,
+                                           w_row_stride, *operands, MIRROR=mirror, **rest | warps)
+
+    add_blocks(*sums, q, k, config, fill_weights, self_similarity)
+    return finish_gradients(sums, *unpadded, operands[2], mask.exclude, rows, columns, scaling, needs[2])
+
+
+def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
+    """Return [(N, D), (M, D)] float32 zeros for Σ_j w_ij k_j and Σ_i w_ij q_i.
+
+    A sum that is not needed has no rows.
+    """
+    needed = (q, needs_q or needs_temperature), (k, needs_k)
+    return [torch.zeros(len(x) if is_needed else 0, x.shape[1], dtype=torch.float32, device=x.device)
+            for x, is_needed in needed]
+
+
+def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False):
+    """Add W k to sums_q and Wᵀ q to sums_k, block by block.
+
+    sums_q, sums_k   from gradient_sums; one or both may have no rows
+    fill_weights     fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y), called for each block,
+                     writes its weights to the buffer w, which is None if neither sum has rows. The block
+                     starts at tile (first_x, first_y) and has tiles_x × tiles_y tiles
+    self_similarity  True: W is symmetric, and all products are added to sums_q
+    """
+    height, width = weight_block_shape(q, k, self_similarity)
+
+    def whole_tiles(count, block):
+        return triton.cdiv(count, config[block]) * config[block]
+
+    buffer, w_row_stride = None, whole_tiles(width, "BLOCK_M")
+    if len(sums_q) or len(sums_k):
+        buffer = torch.empty(whole_tiles(height, "BLOCK_N"), w_row_stride, dtype=q.dtype, device=q.device)
+    for i in range(0, len(q), height):
+        for j in range(i if self_similarity else 0, len(k), width):
+            at_i, at_j = slice(i, min(i + height, len(q))), slice(j, min(j + width, len(k)))
+            tiles = (triton.cdiv(at.stop - at.start, config[block])
+                     for at, block in ((at_i, "BLOCK_N"), (at_j, "BLOCK_M")))
+            fill_weights(buffer, w_row_stride, i // config["BLOCK_N"], j // config["BLOCK_M"], *tiles)
+            w = None if buffer is None else buffer[:at_i.stop - i, :at_j.stop - j]
+            if len(sums_q):
+                add_product(sums_q[at_i], w, k[at_j])
+            if len(sums_k) or self_similarity and i != j:
+                add_product((sums_q if self_similarity else sums_k)[at_j], w.T, q[at_i])
+
+
+def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_dot, q_factors=None):
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None) from the list of sums that add_blocks has filled.
+
+    The list is emptied, so that the sums of dq are freed before dk is allocated.
+    mask       the KernelMask
+    q_factors  (N,) factors of the rows of the sum for dq, applied first; None: no factors
+    """
+    dot = None
+    dq = sums.pop(0)
+    if len(dq):
+        dq, dot = finish_side(dq, q, k, mask, exclude, rows, columns, scaling, needs_dot, q_factors)
+    dk = sums.pop()
+    if len(dk):
+        dk, _ = finish_side(dk, k, q, transposed_mask(mask), exclude, columns, rows, scaling)
+    return dq.to(scaling.dtype), dk.to(scaling.dtype), dot
+
+
+def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, x_factors=None):
+    """Return (gradient of x, partial sums of x·dx per row or None). A float32 gradient overwrites sums."""
+    dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
+    grid = triton.cdiv(len(x), 32), triton.cdiv(x.shape[1], 128)
+    dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if needs_dot else None
+    if exclude == "target" and mask.row_ids is None:              # several rows of y may have one target in x
+        if scaling.positives:
+            subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
+        scaling = scaling._replace(positives=False)
+    finish_gradient_kernel[grid](dx, dot, sums, x_factors, x_side, y_side, mask, len(x), len(y),
+                                 FinishArgs.make(x, y, scaling), EXCLUDE=exclude, BLOCK_N=32, BLOCK_D=128)
+    return dx, dot
+
+
+def add_product(total, a, b):
+    """Add a @ b to total, in place, with float32 sums whatever the dtype of a and b."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif not a.is_cuda:
+        total.addmm_(a.float(), b.float())  # for the interpreter: the CPU has no such product
+    elif ADDMM_TO_FLOAT32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(a, b, out_dtype=torch.float32)
+
+
+def subtract_targets(sums, q, targets, dloss_dlse):
+    """Compute sums[target_i] −= WEIGHT_SCALE · dloss_dlse_i · q_i, for 8192 rows at a time.
+
+    index_put_ adds the rows of a repeated target in a fixed order.
+    """
+    for rows in torch.arange(len(q), device=q.device).split(8192):
+        added = q[rows] * (dloss_dlse[rows] * -WEIGHT_SCALE.value)[:, None]
+        sums.index_put_((targets[rows],), added, accumulate=True)
+
+
+def weight_block_shape(q, k, square):
+    """Return (rows, columns) of the largest block of weights, nearly square, that fits in the buffer."""
+    entries = heuristics.WEIGHT_BUFFER_BYTES // q.element_size()
+    side = 1 << (entries.bit_length() - 1) // 2
+    if square:
+        return min(len(q), side), min(len(q), side)
+    height = min(len(q), max(side, entries // len(k) // 128 * 128))
+    return height, min(len(k), entries // (triton.cdiv(height, 128) * 128) // 128 * 128)

@@ -1,0 +1,116 @@
+"""Gradient for small D: a program keeps its rows x_i and their gradient in registers and loops over y_j.
+
+           ┌─ (BLOCK_D, BLOCK_M) ─┐
+    x_i ·  │        y_Jᵀ          │  = s       w = softmax_weights(s)      dx_i += w · y_J   (see gradient.py)
+           └──────────────────────┘
+
+A tile of y is read once for both products, and dx stays in registers, so no weight goes to memory. The kernel
+runs once with x = q, y = k for dq, and once with x = k, y = q for dk: 4 N·M·D operations each, of which half
+recompute s. With D > 256, which comes here only for few rows or with groups (within=), a program computes 128
+features of dx, and the programs of the other features compute s again; both cases have few tiles.
+
+If the column ids of groups are sorted, a program loops only from the first to the last column of the groups
+of its rows, so the cost is proportional to the number of kept pairs.
+"""
+import torch
+import triton
+import triton.language as tl
+from torch.torch_version import TorchVersion
+
+from ..masks import transposed
+from .launch import FinishArgs, capability, column_ranges, contiguous_rows, kernel_args, tile_config
+from .tiles import (
+    finish_gradient,
+    keep_mask,
+    kept_column_range,
+    kernel,
+    load_factors,
+    load_tile,
+    log2e_over_tau,
+    needs_mask,
+    qk_tile,
+    softmax_weights,
+)
+
+# before 3.7, on sm_90, Triton cannot pipeline the loads of a loop with a branch between two products
+CAN_PIPELINE = TorchVersion(triton.__version__) >= (3, 7)
+
+
+@kernel
+def small_d_kernel(DX, DOT, BOUND, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHAPE, FINISH,
+                   EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write a tile of DX, and to DOT[feature block, rows], if given, the sums of x·dx over its features.
+
+    The grid is (row tiles, feature blocks). RESIDENT: D fits in one feature block, and x is loaded once.
+    """
+    row = tl.program_id(0) * BLOCK_N
+    rows = row + tl.arange(0, BLOCK_N)
+    first_d = tl.program_id(1) * BLOCK_D
+    scale = log2e_over_tau(MASK)
+    row_factor, row_m = load_factors(X_SIDE, rows, N)
+    if RESIDENT:
+        x = load_tile(X, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
+    start, stop = kept_column_range(RANGES, tl.program_id(0), 0, M, BLOCK_M)
+    dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for column in range(start, stop, BLOCK_M):
+        columns = column + tl.arange(0, BLOCK_M)
+        y = load_tile(Y, column, first_d, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
+        if RESIDENT:
+            xy = tl.dot(x, y.T, input_precision=PRECISION)
+        else:
+            xy = qk_tile(X, Y, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        w = softmax_weights(xy, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, BOUND, M)
+        if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+            w = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
+        dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
+    d = first_d + tl.arange(0, BLOCK_D)
+    dx, inside, dots = finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE,
+                                       DOT is not None)
+    place = rows.to(tl.int64)[:, None] * FINISH.features + d[None, :]
+    tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
+    if DOT is not None:
+        tl.store(DOT + tl.program_id(1) * N + rows, dots, mask=rows < N)
+
+
+def small_d_config(x, mask):
+    """Return tile_config() with whole rows in one tile, if these and their gradient fit, else 128 features.
+
+    Up to 128 features, two programs share an SM of an H100, or three (168 registers per thread) if the mask
+    has ids or groups, which reduce BLOCK_M to 64.
+    """
+    config, features = tile_config(x, mask), max(16, triton.next_power_of_2(x.shape[1]))
+    config |= dict(BLOCK_N=64, BLOCK_D=features if features <= 256 else 128, RESIDENT=features <= 256,
+                   num_stages=2)
+    if features > 128 or mask.row_features is not None:
+        columns = 32 if features == 256 and mask.row_features is not None else 64
+        return config | dict(BLOCK_M=min(columns, config["BLOCK_M"]), num_warps=8, maxnreg=255)
+    if capability(x) == 9 and config["BLOCK_M"] == 128:
+        return config | dict(num_warps=4, num_stages=3, maxnreg=255)
+    registers = 168 if capability(x) == 9 else 255
+    return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4, maxnreg=registers)
+
+
+def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, self_similarity):
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
+    def gradient_of(x, y, mask, x_side, y_side, needs_dot):
+        config = small_d_config(x, mask) | (dict(maxnreg=255) if needs_dot else {})
+        if bound is not None and config["RESIDENT"] and capability(x) == 9 and not CAN_PIPELINE:
+            config["num_stages"] = 1
+        grid = triton.cdiv(len(x), config["BLOCK_N"]), triton.cdiv(x.shape[1], config["BLOCK_D"])
+        dx = torch.empty_like(x, dtype=scaling.dtype, memory_format=torch.contiguous_format)
+        dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if needs_dot else None
+        operands, rest = kernel_args(x, y, temperature, mask, config)
+        finish = FinishArgs.make(contiguous_rows(x), contiguous_rows(y), scaling)
+        small_d_kernel[grid](dx, dot, bound, column_ranges(mask, config), x_side, y_side, *operands,
+                             finish, **rest)
+        return dx, dot
+
+    needs_q, needs_k, needs_dot = needs
+    dq, dk = (q.new_empty(0, q.shape[1], dtype=scaling.dtype) for _ in range(2))
+    dot = None
+    if needs_q:
+        dq, dot = gradient_of(q, k, mask, rows, columns, needs_dot)
+    if needs_k:
+        dk, _ = gradient_of(k, q, transposed(mask), columns, rows, False)
+    return dq, dk, dot

@@ -1,0 +1,174 @@
+"""Keys without gradient (a queue, a frozen encoder): log-sum-exp or queue loss, and its gradient.
+
+    lse_i = log Σ_j exp(q_i·k_j / τ)    p_ij = exp(q_i·k_j / τ − lse_i)
+    o_i = Σ_j p_ij k_j                  dq_i = (g_i / τ) o_i,  g_i the gradient that reaches lse_i
+
+o is attention with the keys as values, so the forward loop computes it: 4 N·M·D operations, where a backward
+pass that recomputes the logits would make it 6. No logit is written to memory. A program takes BLOCK_N rows
+and loops over tiles of keys J. It reads each tile once for both products:
+
+           ┌─ (BLOCK_D, BLOCK_M) ─┐
+    q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
+           └──────────────────────┘
+
+Few rows alone would leave most of the GPU idle. So frozen_keys_kernel splits the columns over several
+programs, each with its own m, l and o, and merge_splits_kernel merges them with the weights
+l_split exp2(m_split − m). o stays in registers, which limits this file to half types and D ≤ 256.
+
+The positive of a queue loss is not among the keys, so merge_splits_kernel adds it, gap_i = lse_i − q_i·k_i/τ:
+
+    loss_i = softplus(gap_i)        dq_i = σ(gap_i) (o_i − k_i) / τ        dk_i = −σ(gap_i) q_i / τ
+"""
+import torch
+import triton
+import triton.language as tl
+
+from .launch import MULTIPROCESSORS, check_device, column_ranges, contiguous_rows, kernel_args, tile_config
+from .tiles import (
+    LOG2E,
+    exp2_scaled,
+    finite_max,
+    keep_mask,
+    kept_column_range,
+    kernel,
+    load_tile,
+    log2e_over_tau,
+    lse_minus_positive,
+    needs_mask,
+    softplus,
+)
+
+
+@kernel
+def frozen_keys_kernel(STATS, O, RANGES, split_columns,
+                       Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write STATS[split, :, rows], m and log2 l, and O[split, rows, :] for one row tile and one split.
+
+    A split is a range of split_columns columns. The grid is (row tiles, splits).
+    """
+    row = tl.program_id(0) * BLOCK_N
+    rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    q = load_tile(Q, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
+    scale = log2e_over_tau(MASK)
+    first = tl.program_id(1) * split_columns
+    start, stop = kept_column_range(RANGES, tl.program_id(0), first, tl.minimum(first + split_columns, M),
+                                    BLOCK_M)
+    m_i = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_N,), tl.float32)
+    o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for column in range(start, stop, BLOCK_M):
+        k = load_tile(K, column, 0, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
+        qk = tl.dot(q, k.T, input_precision=PRECISION)
+        if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+            qk = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk,
+                          float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
+        p = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
+        shrink = tl.exp2(m_i - finite_max(m_new))
+        l_i = l_i * shrink + tl.sum(p, 1)
+        o = tl.dot(p.to(k.dtype), k, o * shrink[:, None], input_precision=PRECISION)
+        m_i = m_new
+    slot = tl.program_id(1).to(tl.int64) * N
+    tl.store(STATS + 2 * slot + rows, m_i, mask=rows < N)
+    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l would spill registers
+    o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O + (slot + rows)[:, None] * SHAPE.D + d[None, :], o,
+             mask=(rows < N)[:, None] & (d < SHAPE.D)[None, :])
+
+
+@kernel
+def merge_splits_kernel(LSE, O, LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, loss_factor, splits, N,
+                        padded_D, D, q_stride, positive_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Merge the splits of each row and write the results.
+
+    Without POSITIVE_KEYS write LSE and O; with them write LOSS, DQ and DK, all multiplied by loss_factor.
+    SPLIT_O is (splits, N, padded_D); O, DQ and DK are (N, D).
+    """
+    rows, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    row_inside, inside = rows < N, (rows < N)[:, None] & (d < D)[None, :]
+    m_i = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_N,), tl.float32)
+    o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for split in range(0, splits):
+        at = split * N + rows
+        split_m = tl.load(STATS + 2 * split * N + rows, mask=row_inside, other=float("-inf"))
+        log2_l = tl.load(STATS + (2 * split + 1) * N + rows, mask=row_inside, other=float("-inf"))
+        m_new = tl.maximum(m_i, split_m)
+        shrink, weight = tl.exp2(m_i - finite_max(m_new)), tl.exp2(split_m - finite_max(m_new) + log2_l)
+        split_o = tl.load(SPLIT_O + at.to(tl.int64)[:, None] * padded_D + d[None, :],
+                          mask=row_inside[:, None] & (d < padded_D)[None, :], other=0.0)
+        l_i = l_i * shrink + weight
+        o = o * shrink[:, None] + split_o * weight[:, None]
+        m_i = m_new
+    o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    at = rows.to(tl.int64)[:, None] * D + d[None, :]
+    if POSITIVE_KEYS is None:
+        tl.store(LSE + rows, (m_i + tl.log2(l_i)) / LOG2E, mask=row_inside)
+        tl.store(O + at, o, mask=inside)
+    else:
+        q = tl.load(Q + rows.to(tl.int64)[:, None] * q_stride + d[None, :], mask=inside,
+                    other=0.0).to(tl.float32)
+        k = tl.load(POSITIVE_KEYS + rows.to(tl.int64)[:, None] * positive_stride + d[None, :], mask=inside,
+                    other=0.0)
+        k = k.to(tl.float32)
+        loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, tl.sum(q * k, 1), log2e_over_tau(MASK)))
+        tl.store(LOSS + rows, loss * loss_factor, mask=row_inside)
+        dloss_dlse = (dloss_dlse * loss_factor * log2e_over_tau(MASK) / LOG2E)[:, None]
+        tl.store(DQ + at, dloss_dlse * (o - k), mask=inside)
+        tl.store(DK + at, -dloss_dlse * q, mask=inside)
+
+
+def frozen_keys_config(q, mask):
+    """Return tile_config() with whole rows in one tile, and few enough columns that o fits beside the logits.
+
+    maxnreg is set because the assembler would spill registers in order to run more programs per SM.
+    """
+    config, features = tile_config(q, mask), max(16, triton.next_power_of_2(q.shape[1]))
+    columns = 64 if features <= 128 else 32 if mask.row_features is None else 16
+    return {**config, "BLOCK_N": 64, "BLOCK_M": min(columns, config["BLOCK_M"]), "BLOCK_D": features,
+            "num_warps": 4 if features <= 128 else 8, "num_stages": 2, "maxnreg": 255}
+
+
+def run_splits(q, k, temperature, mask):
+    """Run frozen_keys_kernel and return its results: one m, log2 l and o per split.
+
+    returns  (m and log2 l (splits, 2, N), o (splits, N, padded D), KernelMask, BLOCK_D)
+    """
+    check_device(q)
+    config = frozen_keys_config(q, mask)
+    operands, rest = kernel_args(q, k, temperature, mask, config)
+    row_tiles, column_tiles = triton.cdiv(len(q), config["BLOCK_N"]), triton.cdiv(len(k), config["BLOCK_M"])
+    at_once = MULTIPROCESSORS * (3 if config["num_warps"] == 4 else 1)
+    splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
+    split_columns = triton.cdiv(column_tiles, splits) * config["BLOCK_M"]
+    splits = triton.cdiv(len(k), split_columns)
+    stats = torch.empty(splits, 2, len(q), dtype=torch.float32, device=q.device)
+    o = torch.empty(splits, len(q), operands[-1].D, dtype=torch.float32, device=q.device)
+    frozen_keys_kernel[row_tiles, splits](stats, o, column_ranges(mask, config), split_columns,
+                                          *operands, **rest)
+    return stats, o, operands[2], config["BLOCK_D"]
+
+
+def similarity_lse(q, k, temperature, mask):
+    """Return (lse (N,), o (N, D)), both float32."""
+    split_stats, split_o, _, features = run_splits(q, k, temperature, mask)
+    lse = torch.empty(len(q), dtype=torch.float32, device=q.device)
+    o = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    merge_splits_kernel[triton.cdiv(len(q), 16),](
+        lse, o, None, None, None, split_stats, split_o, None, None, None, 1.0, len(split_stats), len(q),
+        split_o.shape[2], q.shape[1], 0, 0, BLOCK_N=16, BLOCK_D=features, enable_fp_fusion=True)
+    return lse, o
+
+
+def queue_loss(q, k, queue, temperature, mask):
+    """Return (mean loss, its gradients in q and k (N, D)), all float32; see kernels.queue_loss."""
+    split_stats, split_o, kernel_mask, features = run_splits(q, queue, temperature, mask)
+    q, k = contiguous_rows(q), contiguous_rows(k)
+    loss = torch.empty(len(q), dtype=torch.float32, device=q.device)
+    dq, dk = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    merge_splits_kernel[triton.cdiv(len(q), 16),](
+        None, None, loss, dq, dk, split_stats, split_o, q, k, kernel_mask, 1 / len(q), len(split_stats),
+        len(q), split_o.shape[2], q.shape[1], q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=features,
+        enable_fp_fusion=True)
+    return loss.sum(), dq, dk

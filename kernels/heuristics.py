@@ -1,0 +1,80 @@
+"""Choose the kernels by shapes and dtypes, never by values: no GPU synchronisation; fake tensors work too.
+
+"Small D" means: half types, any mask but "target" (linear_cross_entropy), and at least one of these: D ≤ 256,
+at most FEW_ROWS rows, groups (within=). "Large D" is everything else.
+
+                                  small D                           large D
+    row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
+    row and column softmax, or    lse_forward, gradient_small_d     lse_forward, gradient_large_d
+        self-similarity
+    similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient_large_d
+        keys without gradient     lse_frozen_keys (if D ≤ 256)      lse_forward, gradient_large_d
+    sigmoid_loss                  sigmoid                           sigmoid
+
+The thresholds follow from the number of registers (which tests/gpu/test_compile.py prints) and from counting
+operations. They have not been tuned by measurements yet.
+"""
+import importlib.util
+
+import torch
+
+from .checks import IMPLS, check_impl, describe  # noqa: F401 - IMPLS is also read from here
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+MAX_SMALL_D = 256              # largest D for which rows and their gradient fit into a program's registers
+FEW_ROWS = 1024                # with at most this many rows, a kernel launch costs more than its arithmetic
+TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
+WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
+STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; you may set both to less
+MIN_STRIP_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
+
+
+def choose_impl(impl, x):
+    """Return the implementation that impl selects for the tensor x: what "auto" means, else impl itself."""
+    check_impl(impl)
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"x: found {describe(x)}, expected a tensor")
+    if impl == "auto":
+        return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
+    if impl == "triton":
+        if not HAS_TRITON:
+            raise ValueError("impl: 'triton' needs the package triton, which is not installed; "
+                             "use 'blockwise'")
+        if x.dtype == torch.float64:
+            raise ValueError("impl: 'triton' does not support float64; use 'blockwise' or 'eager'")
+    return impl
+
+
+def is_small_d(q, k, mask):
+    """Return whether gradient_small_d computes the gradient (see the table above)."""
+    few = max(len(q), len(k)) <= FEW_ROWS
+    small = q.shape[1] <= MAX_SMALL_D or few or mask.row_groups is not None
+    return q.element_size() == 2 and mask.exclude != "target" and small
+
+
+def uses_frozen_keys_op(q, impl, product_dtype):
+    """Return whether lse_frozen_keys is used if the keys need no gradient: the lse and the gradient of q."""
+    return impl == "blockwise" or (product_dtype or q.dtype).itemsize == 2 and q.shape[1] <= MAX_SMALL_D
+
+
+def strip_height(q, k):
+    """Return the number of rows of a strip in fused_forward_backward, a multiple of the tile size 128."""
+    return STRIP_BYTES // (q.element_size() * -(-len(k) // 128) * 128) // 128 * 128
+
+
+def gradient_dtype(dtype, temperature, impl):
+    """Return the dtype in which gradients computed in forward are kept until backward.
+
+    For bfloat16 rows in Triton it is bfloat16, which has the range of float32. Else it is the dtype of
+    temperature (float32, or float64 for float64): in float16 small gradients would underflow.
+    """
+    return torch.bfloat16 if impl == "triton" and dtype == torch.bfloat16 else temperature.dtype
+
+
+def fuses_backward(q, k, both, mask, impl, needs):
+    """Return whether a softmax loss computes its gradients in forward, together with its value."""
+    if impl == "blockwise":
+        return True
+    if both or k is None or not any(needs) or is_small_d(q, k, mask):
+        return False
+    return strip_height(q, k) >= min(MIN_STRIP_ROWS, -(-len(q) // 128) * 128)

@@ -1,0 +1,124 @@
+"""Masks: which columns each row excludes, given by indices and id vectors, never by an (N, M) tensor."""
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_gathered, check_number, check_offset, check_pair, check_rows, describe
+
+
+class Mask(NamedTuple):
+    """A mask whose parts have been checked, with its fields in the order of the operations' arguments.
+
+    exclude                      "none" | "diagonal" (j = i + offset) | "pair" (the two columns j = i and
+                                 j = i ± N/2) | "ids" (equal ids) | "target" (j = row_ids[i]; in a transposed
+                                 mask i = column_ids[j])
+    row_ids, column_ids          for "ids" integers (N,) and (M,); for "target" row_ids (N,) holds the target
+                                 of each row, and column_ids is None; else both are None
+    row_groups, column_groups    integers (N,), (M,): a row keeps only columns of its group; None: no groups
+    row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are excluded; None: no features
+    offset                       index of row 0 among the columns
+    phi                          threshold for products of features
+    """
+    exclude: str = "none"
+    row_ids: Tensor | None = None
+    column_ids: Tensor | None = None
+    row_groups: Tensor | None = None
+    column_groups: Tensor | None = None
+    row_features: Tensor | None = None
+    column_features: Tensor | None = None
+    offset: int = 0
+    phi: float = 0.0
+
+
+def positive_columns(mask, n, device):
+    """Return (n,) the column of each row's positive, which "diagonal", "pair" or "target" excludes."""
+    if mask.exclude == "target":
+        return mask.row_ids
+    rows = torch.arange(n, device=device)
+    return (rows + n // 2) % n if mask.exclude == "pair" else rows + mask.offset
+
+
+def is_symmetric(mask):
+    """Return whether the mask is symmetric for self-similarity: i excludes j whenever j excludes i."""
+    by_index = mask.exclude in ("none", "diagonal", "pair") and mask.offset == 0
+    return by_index and all(part is None for part in mask[1:7])
+
+
+def transposed(mask):
+    """Return the mask of the transposed matrix, with rows and columns swapped."""
+    return mask._replace(row_ids=mask.column_ids, column_ids=mask.row_ids, row_groups=mask.column_groups,
+                         column_groups=mask.row_groups, row_features=mask.column_features,
+                         column_features=mask.row_features, offset=-mask.offset)
+
+
+def make_mask(q, k, self_similarity, exclude=None, within=None, similar=None, offset=0):
+    """Return the Mask for the public arguments; raise ValueError if one of them does not fit."""
+    check_offset(offset)
+    groups = (None, None) if within is None else check_ids("within", within, q, k)
+    *features, phi = (None, None, 0.0) if similar is None else check_similar(similar, q, k)
+    rest = (*groups, *features, offset, phi)
+    if exclude is None or isinstance(exclude, str):
+        if exclude not in (None, "diagonal", "pair"):
+            expected = 'None, "diagonal", "pair" or a pair of id vectors'
+            raise ValueError(f"exclude: {describe(exclude)}, expected {expected}")
+        if exclude == "pair" and (not self_similarity or len(q) % 2):
+            found = f"found {len(q)} rows" if self_similarity else "found a k"
+            raise ValueError('exclude: "pair" needs k=None and an even number of rows, two views stacked; '
+                             f"{found}")
+        if exclude == "diagonal":
+            check_gathered(q, k, offset)
+        return Mask(exclude or "none", None, None, *rest)
+    return Mask("ids", *check_ids("exclude", exclude, q, k), *rest)
+
+
+def check_ids(name, ids, q, k):
+    """Return (row ids (N,), column ids (M,)), contiguous, of one integer dtype, on q's device."""
+    rows, columns = check_pair(name, ids, "of tensors: row ids (N,) and column ids (M,)")
+    check_rows(q=(q, "n D"), m=len(k), **{f"{name}: row ids": (rows, "n", int),
+                                          f"{name}: column ids": (columns, "m", int)})
+    if rows.dtype != columns.dtype:        # Triton would find int8's -1 equal to uint8's 255
+        rows, columns = rows.long(), columns.long()
+    return rows.contiguous(), columns.contiguous()
+
+
+def check_similar(similar, q, k):
+    """Return (row features (N, E), column features (M, E), phi), the features detached."""
+    if not isinstance(similar, (tuple, list)) or len(similar) != 3:
+        expected = "(row features (N, E), column features (M, E), phi)"
+        raise ValueError(f"similar: found {type(similar).__name__}, expected {expected}")
+    f_q, f_k, phi = similar
+    check_rows(q=(q, "n D"), m=len(k), **{"similar: row features": (f_q, "n E"),
+                                          "similar: column features": (f_k, "m E")})
+    if f_q.dtype != f_k.dtype:
+        raise ValueError(f"similar: column features are {f_k.dtype}, expected {f_q.dtype} like row features")
+    check_number("similar: phi", phi, -math.inf, math.inf)
+    # Triton reads raw memory, so resolve_neg() materialises lazily negated views such as x.conj().imag
+    return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)
+
+
+def excluded(mask, rows, m, at=slice(None)):
+    """Return a bool matrix (len(rows), m), True for excluded entries; None if the mask excludes nothing.
+
+    rows  vector of row indices
+    at    slice of the m columns to which the result is restricted
+    """
+    columns = torch.arange(m, device=rows.device)[at]
+    out = None
+    if mask.exclude == "diagonal":
+        out = columns == rows[:, None] + mask.offset
+    elif mask.exclude == "pair":
+        out = (columns - rows[:, None]) % (m // 2) == 0
+    elif mask.exclude == "target":
+        out = columns == mask.row_ids[rows, None]
+    elif mask.exclude == "ids":
+        out = mask.row_ids[rows, None] == mask.column_ids[at]
+    if mask.row_groups is not None:
+        other = mask.row_groups[rows, None] != mask.column_groups[at]
+        out = other if out is None else out | other
+    if mask.row_features is not None:
+        wide = torch.float64 if mask.row_features.dtype == torch.float64 else torch.float32
+        similar = mask.row_features[rows].to(wide) @ mask.column_features[at].T.to(wide) >= mask.phi
+        out = similar if out is None else out | similar
+    return out
