@@ -33,7 +33,7 @@ def to_accumulation_dtype(q, k, temperature):
 
 
 def zeros_if(needed, x):
-    """Return zeros like x for a gradient that is needed, else a tensor without rows."""
+    """Return zeros like x if its gradient is needed, else a tensor without rows."""
     return torch.zeros_like(x if needed else x[:0])
 
 
@@ -63,8 +63,8 @@ def logit_strips(q, k, temperature, mask, upper=False, min_columns=1, bias=None)
 def strip_slices(n, m, mask, upper, min_columns):
     """Yield the slice of rows and the slice of columns of each strip.
 
-    If row groups and column groups are both sorted (checked on the CPU only), a strip holds several small
-    groups, or a part of a large one, and only their columns.
+    If row and column groups are both sorted (checked on the CPU only) and the matrix is not small, a strip
+    has the rows of several small groups, or some rows of a large one, and only the columns of these groups.
     """
     rows, columns = mask.row_groups, mask.column_groups
     one_strip = n * m <= SINGLE_STRIP_LOGITS
@@ -107,7 +107,7 @@ def apply_mask(s, mask, rows, columns, n, m):
 
 
 def replace_entries_(s, columns, new):
-    """Write new into s[i, columns_i] for each row i for which s has the column columns_i.
+    """Write new to s[i, columns_i] for each row i, but change nothing in rows where s has no such column.
 
     returns  (old values (n,), bool (n,): True where s has the column; elsewhere the old value is meaningless)
     """
@@ -259,7 +259,7 @@ def two_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
     targets = positive_columns(mask, len(q), q.device)
     positive = torch.empty_like(targets, dtype=q.dtype)
 
-    def take_positives_out(rows, s):
+    def remove_positives(rows, s):
         first = rows.start if self_similarity else 0
         logit, exists = replace_entries_(s, targets[rows] - first, -torch.inf)
         positive[rows] = torch.where(exists, logit, positive[rows])
@@ -267,15 +267,15 @@ def two_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
             positive[targets[rows]] = torch.where(exists, logit, positive[targets[rows]])
             s.diagonal().fill_(-torch.inf)
 
-    stats, skip_max, only = two_sided_stats(q, k, temperature, Mask(), self_similarity, take_positives_out)
+    stats, skip_max, strip = two_sided_stats(q, k, temperature, Mask(), self_similarity, remove_positives)
     gaps = [(maximum - positive) + total.log() for maximum, total in stats]
     loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
     dq, dk = zeros_if(needs_q, q), zeros_if(needs_k, k)
     if needs_q or needs_k:
         dloss_dlse = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
-        strips = logit_strips(q, k, temperature, mask, upper=self_similarity) if only is None else [only]
+        strips = logit_strips(q, k, temperature, mask, upper=self_similarity) if strip is None else [strip]
         add_two_sided_gradients(dq, dk, q, k, strips, dloss_dlse, stats, skip_max, self_similarity,
-                                is_exp=skip_max and only is not None)
+                                is_exp=skip_max and strip is not None)
         # the positives last, because their coefficient is the largest
         of_positives = (dloss_dlse[0] + dloss_dlse[-1][targets])[:, None]
         pairs = [(dq, k, of_positives), (dk, q, of_positives)]
@@ -288,15 +288,15 @@ def two_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
     return loss, dq, dk
 
 
-def two_sided_stats(q, k, temperature, mask, self_similarity, take_positives_out=None):
-    """Return (stats, skip_max, only): the statistics of the row and the column softmax.
+def two_sided_stats(q, k, temperature, mask, self_similarity, remove_positives=None):
+    """Return (stats, skip_max, strip): the statistics of the row and the column softmax.
 
-    take_positives_out  function of (rows, s) that is called on each strip first, or None
-    stats               [(2, N) maximum and sum of each row, of each column]; self-similarity: of rows only
-    skip_max            True: |s| < 69, so exp(s) neither overflows nor underflows, and 0 is used in place of
-                        every maximum
-    only                the only strip as (slice of rows, None for all columns, s), so that the gradient need
-                        not compute it again; s holds exp(s) if skip_max. None if there are several strips
+    remove_positives  function of (rows, s) that is called on each strip first, or None
+    stats             [(2, N) maximum and sum of each row, of each column]; self-similarity: of rows only
+    skip_max          True: |s| < 69, so exp(s) neither overflows nor underflows, and 0 is used in place of
+                      every maximum
+    strip             None if there are several strips. Else (slice of rows, None for all columns, s), so that
+                      the gradient need not compute s again; s holds exp(s) if skip_max
     """
     lowest = torch.full_like(q[:, 0], torch.finfo(q.dtype).min)
     of_rows = torch.stack([lowest, torch.zeros_like(lowest)])
@@ -306,16 +306,16 @@ def two_sided_stats(q, k, temperature, mask, self_similarity, take_positives_out
     for rows, _, s in logit_strips(q, k, temperature, mask, upper=self_similarity):
         # self-similarity: the first columns are the strip's own rows, and are already counted as rows
         first, inner = (rows.start, rows.stop - rows.start) if self_similarity else (0, 0)
-        if take_positives_out:
-            take_positives_out(rows, s)
+        if remove_positives:
+            remove_positives(rows, s)
         if skip_max:
             s.exp_()
         for part, x, axis in (of_rows[:, rows], s, 1), (of_columns[:, first + inner:], s[:, inner:], 0):
             maximum = x.new_zeros(()) if skip_max else finite_max(x, axis)
             e = x if skip_max else (x - maximum.unsqueeze(axis)).exp_()
             merge_stats(part, maximum, e.sum(axis))
-    only = (rows, None, s) if len(q) * len(k) <= SINGLE_STRIP_LOGITS else None
-    return [of_rows] if self_similarity else [of_rows, of_columns], skip_max, only
+    strip = (rows, None, s) if len(q) * len(k) <= SINGLE_STRIP_LOGITS else None
+    return [of_rows] if self_similarity else [of_rows, of_columns], skip_max, strip
 
 
 def skipped_max(q, stats):

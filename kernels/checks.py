@@ -22,9 +22,9 @@ def check_rows(offset=0, /, **named):
     Example: check_rows(offset, z=(z, "N D"), ids=(ids, "M t", int), t=1) expects z of shape (N, D), floating
     point, and ids of shape (M, 1), integers.
 
-    named    name=(tensor, dimensions, kinds...), all tensors on one device. dimensions has a letter for each
-             dimension: the same letter is the same size in all tensors, a capital letter is at least 1, and
-             letter=size sets its size. kinds are bool, int, float (the default), and None if x may be None
+    named    name=(tensor, dimensions, kinds...), all tensors on one device; or letter=size for a known size.
+             dimensions has one letter per dimension: the same letter means the same size in all tensors, a
+             capital letter means a size ≥ 1. kinds: bool, int, float (the default), and None if x may be None
     offset   this rank's first row: row i of the tensor (N, ...) belongs to row offset + i of the tensor
              (M, ...), so M ≥ N + offset is expected
     """
@@ -120,7 +120,7 @@ def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
 
 
 def check_temperature(temperature, device, name="temperature"):
-    """Raise ValueError if it is neither a number that float32 can divide by nor a 0-dim tensor on device."""
+    """Raise ValueError unless x is a number that float32 can divide by, or a 0-dim tensor on the device."""
     check_number(name, temperature, SMALLEST, LARGEST, device)
 
 
@@ -218,7 +218,7 @@ def check_offset(offset):
 
 
 def check_positives(queries, keys, offset):
-    """Raise ValueError if a row i of queries has no row offset + i in keys; both are pairs (name, tensor)."""
+    """Raise ValueError unless keys has row offset + i for each row i of queries; both are (name, tensor)."""
     name_q, q = queries
     name_k, k = keys
     n, m = q.shape[0], k.shape[0]

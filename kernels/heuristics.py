@@ -53,7 +53,7 @@ def is_small_d(q, k, mask):
 
 
 def uses_frozen_keys_op(q, impl, product_dtype):
-    """Return whether lse_frozen_keys is used if the keys need no gradient: the lse and the gradient of q."""
+    """Return whether keys without gradient use the cheaper operation, which computes lse and dq together."""
     return impl == "blockwise" or (product_dtype or q.dtype).itemsize == 2 and q.shape[1] <= MAX_SMALL_D
 
 

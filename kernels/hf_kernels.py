@@ -4,7 +4,7 @@
 script's folder first. transformers would then miss the names that it needs. So a name or a submodule that
 this folder does not have is taken from the installed package, which is loaded on first use. Its modules keep
 their usual names in sys.modules, and each file is loaded once. If both have a module of the same name,
-`import` finds the one in this folder; while the installed package is being loaded, it finds its own.
+`import` finds the one in this folder; but while the installed package is being loaded, the installed one.
 """
 import importlib
 import importlib.util
@@ -52,7 +52,7 @@ def load(wait=True):
 
 
 def run_init(spec):
-    """Run the __init__ of the installed package; meanwhile `import kernels.x` finds its modules first."""
+    """Run the installed package's __init__; meanwhile `import kernels.x` looks there first."""
     global package
     package = importlib.util.module_from_spec(spec)
     folders = spec.submodule_search_locations
@@ -82,7 +82,7 @@ def has_module(folders, name):
 
 
 def pop_modules(*packages):
-    """Remove from sys.modules, and return, the submodules of `kernels` that all these packages have."""
+    """Remove from sys.modules the submodules of `kernels` that exist in each of the packages; return them."""
     names = [name for name in list(sys.modules) if name.startswith("kernels.")]
     names = [name for name in names if all(has_module(folders, name) for folders in packages)]
     for name in names:
@@ -91,7 +91,7 @@ def pop_modules(*packages):
 
 
 def attribute(module, name):
-    """Return `name` of the installed `kernels`, or of a module that both have; else raise AttributeError."""
+    """Return the attribute `name` of `module` in the installed package, or raise AttributeError."""
     found = None if name.startswith("__") else load()          # inspect and others look up many __names__
     for part in module.split(".")[1:]:
         found = getattr(found, part, None)
@@ -118,7 +118,7 @@ class Finder:
 class PackageFirst:
     """Loader that runs the installed package's __init__ before it imports one of the package's submodules.
 
-    Python does the same for every package.
+    Python does this for every package, but here it has run only the __init__ of this folder.
     """
 
     def create_module(self, spec):

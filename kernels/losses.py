@@ -86,7 +86,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     queue        (K, D) negatives of all rows; never receives a gradient, which makes this loss cheaper
     temperature  float > 0 (see similarity_lse), or a 0-dim tensor, which then receives a gradient
     normalize    True: divide the rows of q, k and queue by their norms first; see similarity_lse. For the
-                 queue this costs O(K·D) in each call, which a queue of unit rows saves
+                 queue this costs O(K·D) in each call; to save it, pass unit rows and False
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
     source       He et al. 2020 (MoCo), eq. 1

@@ -18,7 +18,7 @@ class Mask(NamedTuple):
                                  of each row, and column_ids is None; else both are None
     row_groups, column_groups    integers (N,), (M,): a row keeps only columns of its group; None: no groups
     row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are excluded; None: no features
-    offset                       index of row 0 among the columns
+    offset                       row i belongs to column i + offset; negative in a transposed mask
     phi                          threshold for products of features
     """
     exclude: str = "none"

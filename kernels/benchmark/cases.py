@@ -19,8 +19,8 @@ IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS]
 
 
 def make_inputs(loss, size, dtype, device, trained):
-    """Return (q, k, targets) of a case. q (N, D) and k (M, D) are unit vectors and require a gradient; k of
-    queue_loss is the queue followed by the N positives, and requires none.
+    """Return (q, k, targets) of a case. q (N, D) and k (M, D) are unit vectors and require a gradient. For
+    queue_loss, k is the queue followed by the N positives, and requires no gradient.
 
     size       (N, M, D)
     trained    make row i of q and its positive so similar that the mean loss is about 5e-3; False: random

@@ -77,7 +77,7 @@ def draw_curves(axis, lines, column):
     value.
 
     lines     {implementation: [(N, ms, extra MB)]}
-    column    which of the three is on the y axis: 1 or 2
+    column    1: ms is on the y axis; 2: extra MB is on the y axis
     """
     ends, largest = [], max(point[0] for points in lines.values() for point in points)
     for impl in sorted(lines, key=IMPLS.index):

@@ -22,8 +22,8 @@ HBM_SHARE = 0.9                          # share of the HBM rate that a kernel c
 
 
 class Chip(NamedTuple):
-    """Rates and sizes of a GPU, from NVIDIA's data sheets and white papers. 312, 989 and 2,250 dense bf16
-    TFLOP/s are 2,048, 4,096 and 8,192 FLOP per clock and SM. Only A100's L2 rate is published."""
+    """Rates and sizes of a GPU, from NVIDIA's data sheets and white papers. Dense bf16 peaks of 312, 989 and
+    2,250 TFLOP/s mean 2,048, 4,096 and 8,192 FLOP per clock and SM. Only A100's L2 rate is published."""
     name: str
     multiprocessors: int
     ghz: float

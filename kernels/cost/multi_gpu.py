@@ -20,8 +20,8 @@ taken as float32, 4 bytes. gather_rows sums gradients in the dtype of the gather
 the scripts, which gather float32 rows, and 2 bytes too much if half-precision rows are gathered.
 
 clip_loss gathers both sides, which doubles bytes, pairs and memory. Gathering is assumed not to overlap with
-computation. The tables call it too large if it takes more than MAX_MEMORY_SHARE of the GPU's memory, because
-the encoder needs the rest, and too slow if it takes more than MAX_TIME_SHARE of the step.
+computation. The second table shows "full" if gathering takes more than MAX_MEMORY_SHARE of the GPU's memory,
+because the encoder needs the rest, and "!" if gathering takes more than MAX_TIME_SHARE of the step.
 """
 from typing import NamedTuple
 
@@ -52,8 +52,8 @@ def step_costs(rows, ranks, d, size, sides, link, tflop, peak, library):
     rows, ranks    N and R
     d, size        features of a row, and their size in bytes
     sides          1, or 2 if queries are gathered as well as keys
-    link           bytes per second of a rank
-    tflop          of the encoder, per row
+    link           network bandwidth of a rank, in bytes per second
+    tflop          TFLOP of the encoder for one row
     peak           FLOP/s of the GPU
     library        share of the peak that matrix products reach
     """
@@ -119,7 +119,7 @@ def format_count(rows):
 
 
 def three_digits(x):
-    """Return a number as text with three significant digits (one below 0.01), or rounded from 100 on."""
+    """Return x as text: three significant digits, one digit below 0.01, a whole number from 100 on."""
     if x >= 100:
         return f"{x:.0f}"
     return f"{x:.3g}" if x >= 0.01 or not x else f"{x:.1g}"

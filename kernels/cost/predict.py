@@ -12,7 +12,7 @@ The loss is traced forward and backward on tensors that have shapes but no data,
 would launch is compiled for the chip (launches.py). The instructions of a warp are counted in the kernel's
 machine code (sass.py); the arguments of the launch tell how many programs and loop iterations there are
 (kernel_costs.py). For each resource, the clock cycles of a launch are its work divided by the rate. The first
-four rows are for the busiest streaming multiprocessor (SM), L2 and HBM are for all programs:
+four rows count the work of the busiest streaming multiprocessor (SM). L2 and HBM count all programs:
 
     tensor     FLOP of the tensor cores
     MUFU       results of the special function unit (exp2)

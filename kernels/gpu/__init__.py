@@ -37,7 +37,7 @@ Letters and words that all files use:
     config           the constexpr parameters and launch options of a kernel: BLOCK_N, num_warps, ...
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
-The package imports this folder only for impl="triton". From the folder above, this folder uses only
+The package imports this folder only for impl="triton". From `kernels` this folder imports only
 `heuristics`, which chooses the kernels, and `masks`, which defines the excluded columns; both are plain
 Python.
 """

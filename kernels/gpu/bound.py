@@ -13,7 +13,7 @@ and dot products are rounded. Then
     r = max(B − 106, 0)          terms up to 2¹⁰⁶, and sums of 2²⁰ of them, are in float32's range
 
 If B ≤ 106, as for unit rows at τ ≥ 0.0137, then r = 0 and no term underflows. For a larger B, terms below
-2⁻¹²⁶ underflow, which does not change a digit of a sum above 2⁻⁸⁰. If the sum of a row is smaller (at τ =
+2⁻¹²⁶ underflow, but they are too small to change a sum above 2⁻⁸⁰. If the sum of a row is smaller (at τ =
 0.01: if its nearest column has a cosine below −0.29), forward computes that row again with its own maximum.
 Backward computes one exponential per logit if all rows and columns have the same m, namely r, else two.
 
@@ -109,7 +109,7 @@ def common_maximum(row_stats, column_stats, n, m):
 def run_bound_kernel(x, y, n, m, mask):
     """Run bound_kernel on the first n numbers of x and the first m numbers of y, and return its result.
 
-    x, y  norms; or, if mask is None, stats, whose first numbers are the maxima
+    x, y  norms; if mask is None: stats, of which only the first row, m, is read
     """
     bound = torch.empty((), dtype=torch.float32, device=x.device)
     bound_kernel[1,](bound, x, y, mask, n, m, FROM_NORMS=mask is not None, BLOCK=4096, num_warps=8,
@@ -118,7 +118,7 @@ def run_bound_kernel(x, y, n, m, mask):
 
 
 def make_side(statistics):
-    """Return the SoftmaxSide of (stats, dloss_dlse), or of None; without factors for few rows."""
+    """Return the SoftmaxSide of (stats, dloss_dlse), without factors for few rows; None: an empty one."""
     if statistics is None:
         return SoftmaxSide()
     # Triton would compile another kernel for unaligned pointers

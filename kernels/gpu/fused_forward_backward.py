@@ -21,8 +21,8 @@ strip into weights. They contain f_i, so neither q nor dq has to be multiplied b
 
 The kernels read the shift on the GPU, so there is no synchronisation: scale_strip_kernel is always launched,
 and returns immediately if the shift is 0. A strip is written once and read twice, 6 N·M bytes in half types;
-scale_strip_kernel reads and writes it once more. Its size is at most heuristics.STRIP_BYTES. dk adds the
-strips in order, so the same input gives the same bits.
+scale_strip_kernel reads and writes it once more. A strip has at most heuristics.STRIP_BYTES. The strips'
+products are added to dk in order, so the same input gives the same bits.
 """
 import functools
 
@@ -91,7 +91,7 @@ def scale_strip_kernel(E, TABLE, STATS, DLOSS_DLSE, BOUND, height, l_offset, M, 
                        PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """Turn the exponentials E into weights, WEIGHT_SCALE · w_ij, in place; do nothing if BOUND is 0.
 
-    A program takes a column tile of strip_kernel, with its maxima in TABLE, and BLOCK_N rows of it.
+    A program takes BLOCK_N rows of one column tile of strip_kernel; their maxima are in TABLE.
     """
     if bound_is_zero(BOUND):
         return
@@ -144,7 +144,7 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
 
 
 def accumulate_strips(dq, dk, q, k, temperature, mask, weights):
-    """Compute the loss and add the products of all strips to dq and dk; one without rows is skipped.
+    """Compute the loss and add the products of all strips to dq and dk; a dq or dk without rows is skipped.
 
     returns  (loss, SoftmaxSide of the rows, q_factors, KernelMask). The caller must multiply row i of dq by
              q_factors[i], (N,); None: the strips already contain these factors

@@ -163,7 +163,7 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
     grid = triton.cdiv(len(x), 32), triton.cdiv(x.shape[1], 128)
     dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if needs_dot else None
-    if exclude == "target" and mask.row_ids is None:              # several rows of y may have one target in x
+    if exclude == "target" and mask.row_ids is None:              # rows of y may share a target in x
         if scaling.positives:
             subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
         scaling = scaling._replace(positives=False)

@@ -74,7 +74,7 @@ def small_d_kernel(DX, DOT, BOUND, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHA
 
 
 def small_d_config(x, mask):
-    """Return tile_config() with whole rows in one tile, if these and their gradient fit, else 128 features.
+    """Return tile_config() with whole rows in one tile if D ≤ 256, else with 128 features in one tile.
 
     Up to 128 features, two programs share an SM of an H100, or three (168 registers per thread) if the mask
     has ids or groups, which reduce BLOCK_M to 64.

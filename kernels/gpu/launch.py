@@ -28,7 +28,7 @@ class MatmulShape(NamedTuple):
 
 
 class KernelMask(NamedTuple):
-    """The mask without its name (EXCLUDE), and the temperature, as kernel arguments.
+    """The mask and the temperature as kernel arguments; mask.exclude is passed on its own, as EXCLUDE.
 
     Triton compiles no code for a field that is None.
     """
@@ -100,8 +100,8 @@ def tile_config(x, mask, two_sided=False):
     two_sided    the kernel reduces a tile along its rows and its columns, or weights it with vectors of both
     tests/gpu/test_compile.py checks that these sizes fit into registers and shared memory.
     """
-    # ids of columns (64-bit) and the product of features need registers: one or two of the three kinds of
-    # mask halve the tile, all three leave a quarter
+    # 64-bit column ids and the product of features need registers: one or two of the three mask parts (ids,
+    # groups, features) halve BLOCK_M, all three leave a quarter of it
     kinds = sum(part is not None for part in (mask.row_ids, mask.row_groups, mask.row_features))
     columns = (128, 64, 64, 32)[kinds]
     full = torch.get_float32_matmul_precision() == "highest"
@@ -132,7 +132,7 @@ def contiguous_rows(x):
 
 
 def aligned_rows(x):
-    """Return x if its rows are contiguous, aligned and a multiple of 16 long, else a copy padded with zeros.
+    """Return x if its rows are contiguous, aligned and have 16·n features, else a copy padded with zeros.
 
     Kernels read 16 bytes at a time, and descriptors require it; the zeros do not change a product. float32
     rows are copied and rounded to TF32 unless products are in full float32: tensor cores would cut the last

@@ -8,7 +8,7 @@ Eager                                      bytes moved, N·M logits       here
 Two algorithms share this file; s is in log2 units:
 
     function          used for                                     kernels, in order
-    tile_max_forward  row softmax only, k is not q; and all cases  tile_stats_kernel, merge_stats_kernel
+    tile_max_forward  row softmax only, k is not q; any softmax,   tile_stats_kernel, merge_stats_kernel
                       if q and k have at most FEW_ROWS rows
     bounded_forward   row and column softmax, or self-similarity   bounded_sums_kernel, add_sums_kernel,
                                                                    finish_sums_kernel
@@ -211,7 +211,7 @@ def add_sums_kernel(TOTAL, TABLE, tiles, count, BLOCK: tl.constexpr):
 def finish_sums_kernel(STATS, LSE, DLOSS_DLSE, LOSS, POSITIVE, BOUND, weight,
                        Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Complete STATS, which already holds l, by m = r = BOUND. Then write the results.
+    """Write m = r = BOUND to STATS, which already holds l. Then write the results.
 
     The results are LSE; or, for a loss, DLOSS_DLSE, and in LOSS one partial sum of the loss per program.
     Rows whose l underflowed are computed again, with a maximum of their own.
@@ -251,7 +251,7 @@ def merge_stats_kernel(STATS, LSE, DLOSS_DLSE, LOSS, TABLE, POSITIVE, WEIGHTS, M
 
     Then write those that are given: LSE, DLOSS_DLSE, and in LOSS one partial sum of the loss per program.
     OVERWRITE  ignore what STATS holds
-    BOUND      the shift r: if it is 0, all m are 0 and TABLE holds only l; else, or if None, m and l
+    BOUND      the shift r, or None. If r is 0, all m are 0 and TABLE holds only l; otherwise m and l
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
@@ -389,8 +389,8 @@ def bounded_forward(q, k, temperature, mask, bound, loss):
                 row_sums, column_sums, positive, bound, i, j, height, width, tiles_per_program, *operands,
                 TRIANGLE=on_diagonal, **rest)
             if on_diagonal:
-                # the table holds row sums, then column sums, `height` numbers in each row of it; by symmetry
-                # the column sums too belong to l of these rows
+                # height = width, so each row of the table has `height` sums; by symmetry the column sums also
+                # belong to l of these rows
                 add_sums(l_sums[0, i:i + height], table)
             else:
                 add_sums(l_sums[0, i:i + height], row_sums)
@@ -433,8 +433,8 @@ def merge_stats(stats, table, overwrite=False, lse=None, positive=None, dloss_dl
     positive   (N,) dot products of the positives, for a loss
     weights    (N,) row weights of the loss; None: 1 / mean_over, whose default is N
     mask       KernelMask with the temperature, for a loss
-    bound      the shift r, a 0-dim tensor: if it is 0, all m are 0 and the table holds only l; else, or if
-               None, m and l
+    bound      the shift r, a 0-dim tensor, or None. If r is 0, all m are 0 and the table holds only l;
+               otherwise it holds m and l
     returns    the loss, a scalar; None without positive
     """
     sides, _, n = stats.shape

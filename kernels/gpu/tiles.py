@@ -114,8 +114,8 @@ def keep_mask(rows, column, index_base, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
 
     This is masks.excluded on the device, negated.
     index_base  subtracted from all indices before they are compared; it does not change the result. Pass
-                `column` in a loop over rows: with 0, the index vectors do not change in the loop, so the
-                compiler would hold them in registers
+                `column` in a loop over rows: with 0, the column indices would not change in the loop, so the
+                compiler would keep them in registers
     """
     at = column - index_base + tl.arange(0, BLOCK_M)
     keep = (rows < N)[:, None] & (at < M - index_base)[None, :]
@@ -212,7 +212,7 @@ def row_factors(STATS, DLOSS_DLSE, rows, mask, l_offset):
 
 @triton.jit
 def load_factors(SIDE, at, count):
-    """Return (factor, m) of row_factors for the rows `at` of a side; unused (1, 0) if the loss lacks it."""
+    """Return (factor, m) of row_factors for rows `at` of a side; if the loss lacks it, (1, 0), never used."""
     factor, m = 1.0, 0.0
     if SIDE.dloss_dlse is not None:
         if SIDE.factors is not None:                               # computed once, padded to whole tiles
@@ -302,7 +302,7 @@ def softplus_sum(x):
     """
     u = tl.exp(-tl.abs(x))
     sigma, v = tl.where(x > 0, 1.0, u) / (1 + u), u
-    for _ in tl.static_range(4):       # (1 + v)(1 + v') − 1 = v + v' + v v' < 2¹⁶, and a small v is not lost
+    for _ in tl.static_range(4):       # v becomes (1 + v)(1 + v') − 1 < 2¹⁶; a small v is not rounded away
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
@@ -327,7 +327,7 @@ def round_to_tf32(x):
 
 @triton.jit
 def cast_for_matmul(x, X, PRECISION: tl.constexpr):
-    """Return x in the dtype of X, rounded to TF32 if a matrix product will read float32 X in TF32."""
+    """Return x in the dtype of X; if that is float32 and matrix products use TF32, round x to TF32."""
     if PRECISION == "tf32" and X.dtype.element_ty == tl.float32:
         x = round_to_tf32(x)
     return x.to(X.dtype.element_ty)
