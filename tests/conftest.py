@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
-# The interpreter multiplies with NumPy. On some CPUs its OpenBLAS (Haswell and Zen kernels) rounds a product
-# and its transpose differently, which no GPU does: tests of extreme logits would fail. Read when imported.
+# Triton's interpreter multiplies with NumPy. OpenBLAS's code for Haswell and Zen CPUs rounds a product and
+# its transpose differently, so tests of extreme logits would fail. NumPy reads this variable on import.
 if platform.machine() == "x86_64":
     os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
@@ -26,13 +26,13 @@ ON_THE_GPU = """test_kernels test_ops test_fuzz test_losses test_pair_losses tes
 @pytest.fixture(autouse=True)
 def scripts_stay_on_the_cpu(request, monkeypatch):
     """Hide the GPU from all tests but those of the kernels."""
-    if request.module.__name__ not in ON_THE_GPU:       # on a GPU they would need other tolerances
+    if request.module.__name__ not in ON_THE_GPU:       # others would need other tolerances
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):
-    """A folder with a BERT of three layers, a token per character, large random weights and no dropout."""
+    """Return a folder with a BERT: 3 layers, one token per character, large random weights, no dropout."""
     from running import small_bert
     return small_bert(tmp_path_factory.mktemp("bert"))
 
@@ -47,7 +47,7 @@ def cwd(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """The --out of a run of simcse.py on good.csv, for --model or --resume."""
+    """Return the --out of a finished run of simcse.py on good.csv, to pass to --model or --resume."""
     import simcse
     from running import GOOD, KEPT
     folder = tmp_path_factory.mktemp("finished")
@@ -60,7 +60,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
-    """folder_of(family) returns a folder with a small random model of this architecture."""
+    """Return the function folder_of(family): a folder with a small random model of this architecture."""
     from families import small_model
     return functools.cache(lambda family: small_model(family, tmp_path_factory.mktemp(family)))
 

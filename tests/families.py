@@ -11,7 +11,7 @@ ENCODERS = {
     "Bert": SHAPE, "Roberta": SHAPE, "XLMRoberta": SHAPE, "MPNet": SHAPE,
     "DistilBert": dict(dim=32, n_layers=3, n_heads=2, hidden_dim=64, max_position_embeddings=130,
                        initializer_range=0.2, pad_token_id=0),
-    "SqueezeBert": SHAPE | dict(embedding_size=32), "Esm": SHAPE,              # its tokenizer files differ
+    "SqueezeBert": SHAPE | dict(embedding_size=32), "Esm": SHAPE,  # Esm's file has other weight names
     "XLM": dict(emb_dim=32, n_layers=3, n_heads=2, max_position_embeddings=130, init_std=0.2, pad_index=0),
     "DebertaV2": SHAPE | dict(relative_attention=True, position_buckets=16, pos_att_type="p2c|c2p",
                               position_biased_input=False, norm_rel_ebd="layer_norm", share_att_key=True),

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 both_impls = pytest.mark.parametrize("impl", ["blockwise", "eager"])
-POOL = dict(max=lambda x: x.amax(0), mean=lambda x: x.mean(0), sum=lambda x: x.sum(0))      # of states (L, H)
+POOL = dict(max=lambda x: x.amax(0), mean=lambda x: x.mean(0), sum=lambda x: x.sum(0))      # states (L, H)
 every_path = pytest.mark.parametrize("path", ["blockwise", "eager", "ranks"])
 
 
@@ -30,7 +30,7 @@ def check_equal(loss, formula, *inputs, tolerance=1e-10):
 def loss_by_path(path, n, loss):
     """Return the loss of n rows, computed in one of several ways.
 
-    way    an impl; or "ranks": the sum of the shares of three ranks, with 1, 2 and n - 3 rows
+    path   an impl; or "ranks": the sum of the shares of three ranks, with 1, 2 and n - 3 rows
     loss   loss(rows, offset=, impl=): mean loss of a slice of the rows
     """
     cuts, impl = ((0, 1, 3, n), "auto") if path == "ranks" else ((0, n), path)

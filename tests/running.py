@@ -26,7 +26,7 @@ from transformers.utils import import_utils
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
-GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"    # good.csv, see `here`
+GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"    # good.csv; see `cwd`
 SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
 KEPT = [*SMALL, "--keep-state", "always"]
 ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # 12 rows, not truncated
@@ -50,8 +50,8 @@ def small_bert(folder):
 def run(name, out, *flags):
     """Run a script's main in this process.
 
-    returns   script: its module; run: its Run, with args and model; norms: the gradient norm of each step;
-              said: {label: printed line}; state: content of state.pt; steps: rows of metrics.jsonl; losses
+    returns   script: its module; run: its Run, with args and model; norms, losses: one per step; state:
+              content of state.pt; steps: rows of metrics.jsonl; said: {first word: rest} of printed lines
     """
     script, runs, norms = importlib.import_module(name), [], []
     real_run, real_all_reduce = script.Run, script.all_reduce_gradients
@@ -69,7 +69,7 @@ def run(name, out, *flags):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as lines:
         patch.setattr(script, "Run", make_run)
         patch.setattr(script, "all_reduce_gradients", all_reduce_and_measure)
-        # the loop of simcse.py with methods of other papers
+        # simcse.py calls this module for flags such as --views
         patch.setattr("kernels.training.extras.sentence_papers.all_reduce_gradients", all_reduce_and_measure)
         script.main([*map(str, flags), "--out", str(out), *keep])
     said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
@@ -134,19 +134,19 @@ def run_distributed(world_size, name, out, flags):
 
 
 def one_of_several(rank, world_size, port, name, out, flags):
-    """Body of one process of in_processes."""
+    """Run one process (rank) of run_distributed."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.cuda.is_available = lambda: False
     torch.set_num_threads(1)
-    if rank:                                                   # run() reads files that rank 0 may still write
+    if rank:                                                   # not run(): rank 0 may still write its files
         importlib.import_module(name).main([*map(str, flags), "--out", str(out)])
     else:
         torch.save(run(name, out, *flags).norms, out / "norms")
 
 
 def start(name, out, *flags, before=None, **variables):
-    """Start a script in a new process. before: called in it first; variables: environment variables."""
+    """Start a script in a new process, which calls before() first. variables: environment variables."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     command = [sys.executable, "-u", f"{name}.py", *flags, "--out", out]
@@ -190,13 +190,13 @@ def embed_unbatched(encoder, tokenizer, sentences, pooling):
 
 
 def embed_saved(folder, sentences, pooling):
-    """Return one_by_one for the model in a folder."""
+    """Return embed_unbatched for the model and tokenizer in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return embed_unbatched(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
 
 
 def install_for_transformers(folder):
-    """Write a fake package `kernels` that transformers accepts. It has every name and records their use."""
+    """Write a fake package `kernels` that transformers accepts. It logs the names imported from it."""
     version = getattr(import_utils, "KERNELS_MIN_VERSION", "0.17.2")
     (folder / "kernels").mkdir(parents=True)
     (folder / "kernels-1.dist-info").mkdir()

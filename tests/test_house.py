@@ -54,8 +54,8 @@ def test_a_flag_means_the_same_everywhere():
 
 
 T = "kernels.training"
-# {folder: folders that its modules may import}; "": the scripts. LATER: further folders for imports inside
-# functions, which run only when a flag needs them.
+# {folder: folders that its modules may import}; "": the scripts. LATER: {folder: more folders, but only in
+# imports inside functions, which run when a flag needs them}.
 MAY_IMPORT = {"kernels.gpu": {"kernels.gpu"}, "kernels": {"kernels"}, "kernels.benchmark": {"kernels"},
               "kernels.cost": {"kernels", "kernels.gpu", "kernels.benchmark"}, T: {"kernels"},
               f"{T}.text": {"kernels", T}, f"{T}.images": {"kernels", T},

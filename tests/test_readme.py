@@ -100,7 +100,7 @@ def test_both_packages_called_kernels_were_used(run):
     assert "get_kernel" in (run[0] / "site/kernels/__init__.py.used").read_text().split()
 
 
-def test_python_runs(run, monkeypatch):
+def test_python_of_readme_runs(run, monkeypatch):
     monkeypatch.chdir(run[0])
     names, code = {}, "\n".join(block for language, block in read(README)[1] if language == "python")
     for part in code.split("\n\n"):
@@ -109,7 +109,7 @@ def test_python_runs(run, monkeypatch):
     assert names["encoder"].weight.grad.isfinite().all() and names["tokenizer"]
 
 
-def test_loss_of_the_eleventh_paper():
+def test_loss_printed_in_contributing_is_simcse():
     names, (z1, z2) = {name: getattr(kernels, name) for name in kernels.__all__}, torch.randn(2, 8, 16)
     names["F"] = F
     for block in [block for language, block in read(CONTRIBUTING)[1] if language == "python"]:
@@ -127,9 +127,8 @@ def test_links_and_lengths():
         assert [line for line in long if not line.startswith(allowed)] == []
 
 
-def test_cpc_of_other_papers():
-    """The printed class gives the loss and the bound on mutual information: bilinear scores of all times and
-    sequences, with one matrix per step."""
+def test_cpc_class_in_others():
+    """For each step ahead, CPC returns InfoNCE over all times and sequences, and log N minus this loss."""
     names = {}
     exec(next(block for language, block in read(OTHERS)[1] if language == "python"), names)
     torch.manual_seed(0)
@@ -142,8 +141,8 @@ def test_cpc_of_other_papers():
         assert torch.allclose(loss, expected) and torch.allclose(bound, math.log(len(scores)) - expected)
 
 
-def test_mrasp2_of_other_papers(tmp_path):
-    """The printed flags classify each source among all targets of the batch, on means over tokens."""
+def test_mrasp2_command_in_others(tmp_path):
+    """The loss is that of mRASP2: each source against all targets of the batch, with mean pooling."""
     flags = next(flags for program, flags in commands(OTHERS) if "en-de.tsv" in flags)
     rows = [("A man eats.", "Ein Mann isst."), ("It rains.", "Es regnet."), ("Two dogs.", "Zwei Hunde.")]
     data = tmp_path / "en-de.tsv"

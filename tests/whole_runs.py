@@ -38,12 +38,12 @@ def check_resume(name, folder, flags, others, done, evaluations, *more):
 def check_processes(one, out, norms, loose=1):
     """Check that the run of several processes in `out` equals the run `one` of a single process.
 
-    norms   its gradient norms. They are compared, because clipping and Adam hide a gradient of wrong length
+    norms   its gradient norms, compared because clipping and Adam hide that a gradient is wrongly scaled
     loose   factor on the tolerances
     """
     assert norms == pytest.approx(one.norms, rel=1e-4 * loose)
     several = metrics(out)
-    for name in one.steps[0].keys() - {"seconds"}:             # the terms of the loss, too
+    for name in one.steps[0].keys() - {"seconds"}:             # the loss and its terms
         wanted = [step[name] for step in one.steps]
         assert [step[name] for step in several] == pytest.approx(wanted, rel=1e-5, abs=1e-5 * loose), name
     for key, weight in torch.load(out / "state.pt", weights_only=True)["model"].items():

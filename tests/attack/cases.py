@@ -208,7 +208,7 @@ def start_alone(case, folder, log_path):
                                    stdout=subprocess.PIPE if case.shell == "|" else out)
     if case.shell == "|":
         process.stdout.close()
-    if case.signal_in_imports:                                 # PyTorch is being imported
+    if case.signal_in_imports:                                 # wait for PyTorch's import
         wait_until(lambda: b"libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_bytes())
         process.send_signal(case.signal_in_imports)
     return process
@@ -434,7 +434,7 @@ def snapshot(folder):
 
 def find_problem(case, code, out, err, here, before):
     """Return why the outcome of the case is wrong, or None if it is as expected."""
-    err = re.sub("\n*libgomp: [^\n]*\n", "", err)              # on a bad OMP_NUM_THREADS
+    err = re.sub("\n*libgomp: [^\n]*\n", "", err)              # for a bad OMP_NUM_THREADS
     after, folder = snapshot(here), here / out_flag(case.argv)
     written = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     whole = all(is_whole(path) for path in written if folder in path.parents)
@@ -489,7 +489,7 @@ def out_flag(argv):
 
 
 def is_whole(path):
-    """Return whether a file can be read, if it is one that --resume or --model reads."""
+    """Return whether a file can be read; True for a file that neither --resume nor --model reads."""
     if path.suffix in READERS.keys() - {".jsonl"} and path.is_file() and ".saving" not in path.parts:
         try:
             READERS[path.suffix](path)

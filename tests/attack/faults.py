@@ -44,7 +44,7 @@ STAGES = {
     "a step": ("all_reduce_gradients", STEP.format(1)), "an evaluation": ("should_save", STEP.format(2)),
     "saving weights": ("atomic_output", STEP.format(2)), "saving state.pt": ("write_state", STEP.format(3)),
     "the end": ("finish", LAST)}
-# Functions that a script does not call.
+# {script: the functions in STAGES that it does not call}
 MISSING_STAGES = {script: ("load_sts", "tokenise_table") for script in SCRIPTS if script not in SENTENCES}
 MISSING_STAGES["childtuning"] += ("log_initial_scores",)
 SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
@@ -196,9 +196,9 @@ def machine_cases():
 
 
 def check_syncs():
-    """Exit if the run renames a file that it has not synced to disk first.
+    """Exit if the run renames a file before it has synced it to disk.
 
-    Folders are not checked: after a power failure --resume writes the folder tokens again.
+    The rename of the folder tokens/ is not checked: after a power failure --resume writes it again.
     """
     synced, sync, rename = {}, os.fsync, os.replace
 

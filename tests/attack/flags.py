@@ -12,7 +12,7 @@ NUMBERS = ["x", "nan", "inf", "-1", "0", "1e30", "1" + "0" * 12, str(2**63), "",
            "٣", "1e400", "-0.0", "1e-320", "1.5"]
 NAMES = ["none/such", "", "a\nb", "\udcff", "b" * 5000, "-", "~", "/dev/null", "/proc/self/mem"]
 CHOICES = ["x", "", "CLS", "a\nb", "\x1b[2J", "b" * 5000, "\udcff", "paper,code"]
-# A flag, and the words that follow its value, without which the script ignores the flag.
+# {flag: more flags that the command needs, because without them the script ignores this flag}
 NEEDED_FLAGS = {"--layer-study": "--dev sts.tsv", "--contrast-set": "topics.tsv",
                 "--ood": "--dev topics.tsv"}
 COMBINATIONS = {

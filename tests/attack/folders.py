@@ -18,7 +18,7 @@ MODEL_FLAGS = [("simcse", "--model"), ("vascl", "--model"), ("selfguided", "--mo
                ("cline", "--model"), ("tacl", "--model"), ("dclr", "--model"), ("dclr", "--guide"),
                ("childtuning", "--model"), ("tacl", "--teacher")]
 CODE = {kind: f"code.{kind}" for kind in ("AutoConfig", "AutoModel", "AutoModelForMaskedLM",
-                                          "AutoModelForSequenceClassification")}      # an auto_map
+                                          "AutoModelForSequenceClassification")}      # for "auto_map"
 PICKLED_BOMB = pickle.dumps(Bomb(), 2)
 write_bomb = write_file("bert/code.py", Bomb.write)
 
@@ -144,7 +144,7 @@ def model_cases():
         script, flag = next(uses)
         yield model_case(f"{flag}: {name}", script, [flag, "bert"], make,
                          "one line" if name in REFUSED else "either",
-                         may_leave_out="bits" in name)         # changed weights may show first in the loss
+                         may_leave_out="bits" in name)         # flipped bits may show only in the loss
     for script, flag in MODEL_FLAGS:
         make = change_weights(lambda old: {name: to_nan(x) for name, x in old.items()})
         yield model_case(f"{flag}: weights of nan", script, [flag, "bert"], make, "one line",

@@ -79,7 +79,7 @@ def folder_cases():
     few = all_of(write_photos(), write_file("photos/7.png", b""))
     yield case("skipped: too many", next(scripts), ["--data", "photos", "--skip-damaged"], few, "one line")
     for name, make in ODD_FILES.items():
-        expected = "either" if name == "a folder" else "one line"              # which is empty
+        expected = "either" if name == "a folder" else "one line"              # an empty folder may pass
         yield case(f"folder: {name}", next(scripts), ["--data", "photos"], enforce_permissions=True,
                    expected=expected,
                    make=all_of(write_photos(), lambda here, make=make: make(here / "photos/x.png")))

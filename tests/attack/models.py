@@ -46,7 +46,7 @@ INNER_MODEL = {"model_type": "trocr", "auto_map": AUTO_MAP}  # a model inside a 
 
 
 def foreign_model(name, **more):
-    """Return a `make` that turns bert/ into a model of this kind, with code to run."""
+    """Return a `make` that gives bert/ this model_type, and an auto_map that names code to run."""
     return all_of(write_bombs, change_settings(model_type=name, auto_map=AUTO_MAP, **more))
 
 
@@ -291,7 +291,7 @@ LAYOUTS = {
 
 
 def overlap_weights(here):
-    """Replace the weights by a .bin in which a bias is one expanded number, and two weights share memory."""
+    """Replace the weights by a .bin where a bias is one number, expanded, and two weights share memory."""
     from safetensors.torch import load_file
 
     found = load_file(here / "bert/model.safetensors")

@@ -1,4 +1,4 @@
-"""The environment of a run: torchrun's variables, others, and control characters in names and data."""
+"""Bad values of torchrun's and other environment variables, and control characters in names and data."""
 import itertools
 import socket
 from functools import partial
@@ -66,7 +66,7 @@ HIDDEN = "a\u202eb\u2066c\u061cd\ufeffe\U000e0041f\xadg\x9bh"   # bidi controls,
 
 
 def letter_cases():
-    """Yield cases with characters that reorder or hide text on a terminal. Joiners are kept (Persian)."""
+    """Yield cases with characters that reorder or hide text on a terminal; joiners are allowed."""
     few, out, sts = (DATA / "nli.csv").read_text("utf-8"), f"{HIDDEN}.csv", f"1\t{HIDDEN}\tb\n2\tc\td\n"
     for script, argv, make, expected in [
             ("simcse", ["--data", out], None, "one line"),

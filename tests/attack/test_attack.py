@@ -46,12 +46,12 @@ def name(case):
     return f"{case.category}: {case.script}.py: {case.name}"
 
 
-def test_every_name_is_one_case():
+def test_names_of_cases_are_unique():
     assert [case for case, times in Counter(map(name, CASES)).items() if times > 1] == []
 
 
 @pytest.mark.parametrize("case", sum(map(select_cases, CATEGORIES), []), ids=lambda case: name(case)[:90])
-def test_one_line_or_a_right_result(case):
+def test_outcome_is_as_expected(case):
     verdict, description = run_case(case)
     assert verdict != "failed", description
 

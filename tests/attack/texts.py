@@ -53,7 +53,7 @@ def insert_in_middle(data, new, old=b" "):
     return data[:start] + new + data[start + len(old) :]
 
 
-REFUSED = {                                                    # in every file format
+REFUSED = {                                                    # whatever the file format
     "latin-1": lambda data: insert_in_middle(data, b" caf\xe9 "), "empty": lambda data: b"",
     "blank": lambda data: b"\n" * 9,
     "utf-16": lambda data: data.decode().encode("utf-16"), "noise": lambda data: NOISE,

@@ -1,4 +1,4 @@
-"""python -m kernels.benchmark: results, table, plot, one-line errors, and failures in a result's process."""
+"""python -m kernels.benchmark: results, table, plot, one-line errors, crashes of the measuring process."""
 import importlib.util
 import json
 import os
@@ -46,7 +46,7 @@ def case(folder, loss, impl):
 
 
 def test_every_loss_has_results(tmp_path, monkeypatch, capsys):
-    """A result has numbers or a reason of failure. The float64 gradient is computed once per case."""
+    """A result has numbers or the reason why it failed. The float64 gradient is computed once per case."""
     calls, our_loss = [], benchmark.our_loss
 
     def record(*args):
@@ -69,7 +69,7 @@ def test_every_loss_has_results(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
 def test_results_of_the_interpreter_are_marked(tmp_path, capsys):
-    """In the saved result, the printed line and the table. Plain PyTorch is not marked."""
+    """The saved result, the printed line and the table have a mark. Plain PyTorch is not marked."""
     for impl, is_marked in (("triton", True), ("blockwise", False)):
         benchmark.print_result(case(tmp_path, "info_nce", impl))
         row = dict(loss="info_nce", size=[32, 32, 8], set="random") | json.loads(capsys.readouterr().out)
@@ -80,8 +80,7 @@ def test_results_of_the_interpreter_are_marked(tmp_path, capsys):
 
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "linear_cross_entropy"])
 def test_both_losses_of_liger_are_called_correctly(loss, tmp_path, monkeypatch, capsys):
-    """As Liger's documentation says: the plain loss has no temperature, the scaled one returns a loss per
-    row."""
+    """In Liger's documentation, the plain loss has no temperature; the scaled one returns a loss per row."""
     def plain(weight, x, target):
         return F.cross_entropy(x @ weight.T, target)
 
@@ -99,8 +98,8 @@ def test_both_losses_of_liger_are_called_correctly(loss, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("loss", ["sigmoid_loss", "clip_loss"])
-def test_siglip_kernel_has_our_scale_and_bias(loss, tmp_path, monkeypatch, capsys):
-    """For clip_loss it is a related loss: its speed is measured, but no error."""
+def test_siglip_kernel_gets_our_scale_and_bias(loss, tmp_path, monkeypatch, capsys):
+    """As clip_loss it computes a slightly different loss: its time is measured, but not its error."""
     def fused_siglip_loss(q, k, log_scale, bias):
         match = 2 * torch.eye(len(q)) - 1
         return -F.logsigmoid(match * (q @ k.T * log_scale.exp() + bias)).sum() / len(q)
@@ -124,7 +123,7 @@ def test_siglip_kernel_has_our_scale_and_bias(loss, tmp_path, monkeypatch, capsy
     ("--limit 1.5", "argument --limit: 1.5: expected a number of at least 1"),
     ("--repeat 0", "argument --repeat: 0: expected a number of at least 1")])
 def test_bad_flags_are_rejected(flags, expected, tmp_path, monkeypatch, capsys):
-    """With a one-line message, before anything is measured."""
+    """The message is one line, and comes before anything is measured."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("# A")
     (tmp_path / "[].json").write_text("[]")
@@ -136,7 +135,7 @@ def test_bad_flags_are_rejected(flags, expected, tmp_path, monkeypatch, capsys):
     assert re.sub("choose from .*[)]", "choose from NAMES)", message) == expected + "\n"
 
 
-# ── failures of a result's process ──────────────────────────────────────────────────────────────────────────
+# ── failures of the measuring process ───────────────────────────────────────────────────────────────────────
 
 # A module that starts a child process, writes both process ids to a file, and sleeps
 HANGS = """
@@ -151,7 +150,7 @@ time.sleep(999)
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """Return a function that writes modules, which replace installed packages in the process of a result."""
+    """Return a function that writes modules, which hide installed packages from the measuring process."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.chdir(ROOT)
 
@@ -259,7 +258,7 @@ def points(axis):
 
 @needs_matplotlib
 def test_panels_of_time_and_memory(monkeypatch):
-    """Losses with several sizes are plotted, sorted by N, without failed results and without a second set."""
+    """Losses with several sizes are plotted, sorted by N, without failed results, for one set of inputs."""
     figures = []
     monkeypatch.setattr(benchmark_report, "save_figure", lambda figure, path: figures.append(figure.axes))
     large, small = [512, 512, 8], [64, 64, 8]
@@ -285,7 +284,7 @@ def test_shipped_results_are_plotted(tmp_path):
 
 
 def test_nothing_to_plot(tmp_path, capsys):
-    """One result has no time, the other has that of Triton's interpreter."""
+    """One result has no time. The time of the other is that of Triton's interpreter, which does not count."""
     case = "nt_xent", [64, 64, 8], "random"
     found = make_results((*case, "eager"), (*case, "triton", 1, 1))
     found["rows"][1]["interpreted"] = True

@@ -1,4 +1,4 @@
-"""python -m kernels.cost: instructions per tile under limits, counting and arithmetic, one-line errors."""
+"""python -m kernels.cost: limits on instructions per tile, counted code path, arithmetic, errors."""
 import importlib
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# {kernel: {features D: most instructions per warp and tile on sm_90}}: those with Triton 3.7, plus 5 %
+# {kernel: {features D: most instructions per warp and tile on sm_90}}: the count with Triton 3.7, plus 5 %
 LIMITS = {"bounded_sums_kernel": {128: 386, 768: 1480}, "small_d_kernel": {128: 461},
           "weights_kernel": {768: 2400}, "strip_kernel": {768: 1775},
           "frozen_keys_kernel": {128: 361}, "sigmoid_kernel": {768: 3346}}
@@ -26,7 +26,7 @@ CASES = [("nt_xent", [32768, 32768, 128]), ("nt_xent", [32772, 32772, 128]), ("n
 @pytest.fixture
 def cost(monkeypatch):
     """Return kernels.cost.predict, imported without TRITON_INTERPRET."""
-    # Other tests run the kernels in the interpreter, so they must be imported while it is still selected.
+    # Import the kernels before TRITON_INTERPRET is deleted, because other tests run them in the interpreter.
     for module in ("gradient", "lse_frozen_keys", "lse_forward", "fused_forward_backward", "sigmoid", "topk"):
         importlib.import_module(f"kernels.gpu.{module}")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -72,8 +72,8 @@ SASS = """
 
 
 def test_counted_code_path():
-    """The path goes through the loop, and skips the masked block and the wait. It does not take the early
-    exit, which would be the shortest path."""
+    """The path through SASS that is counted takes the loop, and skips the masked block and the wait. It does
+    not take the early exit, although this would be the shortest path."""
     from kernels.cost import sass
     blocks, successors = sass.control_flow(sass.LINE.findall(SASS))
     loops = sass.find_loops(blocks, successors)
@@ -88,23 +88,23 @@ def test_counted_code_path():
     assert sass.best_path(blocks, successors, loops, counts, "") == [0x00, 0xf0]
 
 
-def test_load_of_the_multiprocessors(cost):
+def test_tiles_per_multiprocessor(cost):
+    """The tiles of each program and SM, and the use of SMs by cuBLAS, equal numbers computed by hand."""
     from kernels.cost.kernel_costs import busiest_sm, tiles_of_programs
     assert busiest_sm((7,) * 512, 132) == (4, 28) and busiest_sm((6, 1, 1, 1, 1, 1), 2) == (1, 6)
-    assert tiles_of_programs(4, 4, 2, 1, True) == (1, 2, 2, 2, 0, 0, 1, 2)      # columns 0 to 3, twice
+    assert tiles_of_programs(4, 4, 2, 1, True) == (1, 2, 2, 2, 0, 0, 1, 2)      # 4 tiles of x, 2 steps
     assert tiles_of_programs(2, 5, 4, 1, False) == (4, 4, 1, 1)
 
     def tensor_cycles(rows):
         return cost.product_cost(rows, 768, 8192, 2 ** 37, 0, cost.CHIPS["sm_90"])["cycles"]["tensor"]
 
     full_speed = 132 * 4096 * cost.CUBLAS_EFFICIENCY
-    assert tensor_cycles(8192) == pytest.approx(2 ** 37 / full_speed)           # 192 tiles, 11 pieces each
-    assert tensor_cycles(128) == pytest.approx(2 ** 37 / full_speed * 132 / 48)  # 3 tiles, 16 pieces each
+    assert tensor_cycles(8192) == pytest.approx(2 ** 37 / full_speed)  # 192 tiles x 11 pieces = 16 x 132 SMs
+    assert tensor_cycles(128) == pytest.approx(2 ** 37 / full_speed * 132 / 48)  # 3 tiles x 16 pieces: 48
 
 
 def test_step_of_many_ranks(cost):
-    """Compared with numbers computed by hand for 8 ranks, 64 rows of 16 bf16 features, and 2 gathered
-    sides."""
+    """The costs equal numbers computed by hand: 8 ranks, 64 rows of 16 bf16 features, 2 gathered sides."""
     from kernels.cost import multi_gpu
     case = dict(d=16, size=2, sides=2, link=1e3, tflop=1e-9, peak=1e6, library=0.5)
     step = multi_gpu.step_costs(64, 8, **case)
@@ -135,8 +135,8 @@ def test_every_line_says_predicted(cost, tmp_path, monkeypatch, capsys):
     assert json.loads(path.read_text())["targets"] == [result]
 
 
-def test_predictions_in_the_docs_are_those_of_the_file(cost):
-    """docs/scale.md and kernels/results/cost.json."""
+def test_docs_show_the_saved_predictions(cost):
+    """The table in docs/scale.md has the times of kernels/results/cost.json."""
     from kernels.cost.multi_gpu import three_digits
     shipped = json.loads((ROOT / "kernels/results/cost.json").read_text())
     targets = shipped["targets"]

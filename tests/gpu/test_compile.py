@@ -5,8 +5,8 @@
     python tests/gpu/test_compile.py [90]                           print registers, spills and shared memory
 
 The host functions are called as in use, with a driver that compiles for the GPU and runs nothing. The tests
-check three things: no kernel spills registers, except a word of predicates (other versions of Triton spill a
-little more); shared memory is within the GPU's limit; half types use the GPU's own tensor core instruction.
+check three things: no kernel spills registers, except 8 bytes of predicates (other versions of Triton spill
+more); shared memory is within the GPU's limit; half types use the GPU's own tensor core instruction.
 """
 import importlib
 import itertools
@@ -24,7 +24,7 @@ TUNED = "3.6", "3.7"           # the tile sizes of the kernels were chosen with 
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # instruction of each GPU generation
 DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest"),
           ("float16", "high")]
-# titles of launches that fill the registers or shared memory of some GPU, and each kernel on each tensor core
+# titles of launches that nearly fill the registers or shared memory of some GPU; at least one of each kernel
 TIGHT = {
     ("bfloat16", "high"): ["forward 128 self-similarity", "small d 256 within", "small d 128 self-similarity",
                            "small d 768 one side", "frozen keys 128 within", "large d 256 two sides",
@@ -37,7 +37,7 @@ TIGHT = {
 
 
 def launches(name, precision):
-    """Yield (title, function): all launches for rows of the dtype `name`; the function makes one.
+    """Yield (title, function) for every launch with rows of the dtype `name`; calling the function launches.
 
     precision  the float32 matmul precision, which is set here
     """
@@ -60,15 +60,15 @@ def launches(name, precision):
         gradient.gradients(*arguments)
 
     def without_bound(f):
-        """Call f as for few rows, which use no bound."""
+        """Call f with the kernels for few rows, which subtract row maxima instead of a bound."""
         bound.FEW_ROWS = 1024
         f()
         bound.FEW_ROWS = 0
 
     torch.set_float32_matmul_precision(precision)
     half = name != "float32"
-    only_features = (name, precision) == ("bfloat16", "highest")  # differs from "high" for features
-    like_bfloat16 = name == "float16"                             # uses exactly as many registers
+    only_features = (name, precision) == ("bfloat16", "highest")  # precision matters for features only
+    like_bfloat16 = name == "float16"                             # it uses as many registers
     t, needs, rows = torch.ones(()), (True, True, True), (torch.ones(300),) * 2
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
@@ -239,7 +239,7 @@ def count_variants():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
 def test_other_batch_sizes_compile_few_kernels():
-    """Forward and backward, rows and columns may compile different code; batch sizes must not."""
+    """A kernel may have variants for forward and backward, rows and columns, but not for batch sizes."""
     command = [sys.executable, __file__, "--variants"]
     done = subprocess.run(command, env=compiling_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -249,13 +249,13 @@ def test_other_batch_sizes_compile_few_kernels():
 
 
 def compiling_environment():
-    """Return the environment of a process that compiles; in this process Triton is the interpreter."""
+    """Return an environment without TRITON_INTERPRET, for a process that compiles."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
 @pytest.mark.parametrize("chip", TENSOR_CORE)
-def test_no_spills_within_shared_memory_on_tensor_cores(chip):
+def test_spills_shared_memory_and_tensor_cores(chip):
     flags = [] if os.environ.get("TENCL_COMPILE") == "all" else ["--tight"]
     command = [sys.executable, __file__, str(chip), *flags]
     done = subprocess.run(command, env=compiling_environment(), text=True, stdout=subprocess.PIPE,

@@ -114,12 +114,12 @@ def test_bad_shapes_and_values_name_the_argument(call, message):
 
 
 def test_a_queue_is_checked_twice(monkeypatch):
-    """Unit rows are checked at first use and after the first enqueue, so step two finds raw keys."""
+    """Unit rows are checked at first use, and once after an enqueue: its keys may be unnormalised."""
     checked, aminmax = [], torch.Tensor.aminmax
     monkeypatch.setattr(torch.Tensor, "aminmax", lambda x: checked.append(x) or aminmax(x))
     queue, raw = (F.normalize(torch.randn(12, 6), dim=1) for _ in range(2))
     for step in range(4):
-        moco_loss(Z, Z, queue)                                 # twice, as for two views
+        moco_loss(Z, Z, queue)                                 # two calls, as for two views
         moco_loss(Z, Z, queue)
         enqueue(queue, 4 * step % 12, F.normalize(Z[:4], dim=1))
     assert len(checked) == 2
@@ -131,7 +131,7 @@ def test_a_queue_is_checked_twice(monkeypatch):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_losses_skip_the_checks(dynamic):
-    """Losses compile to one graph, without a graph break for reading values."""
+    """Checks that read values would break the graph, so compiled losses skip them."""
     ids = LABELS[:, None].repeat(1, 4)
     losses = {"simcse": lambda z: simcse_loss(z, Z, HARD, ids=ids), "moco": lambda z: moco_loss(z, Z, UNIT),
               "ease": lambda z: ease_loss(z, Z, HARD)}
@@ -142,7 +142,7 @@ def test_compiled_losses_skip_the_checks(dynamic):
 
 
 def test_mixed_dtypes_are_accepted():
-    """For example a queue in autocast's dtype. check_rows accepts size 0 for lower-case letters, and None."""
+    """A queue may have autocast's dtype. In check_rows, a lower-case letter allows size 0."""
     labels = LABELS.int(), "N", int
     check_rows(z1=(Z, "N D"), z2=(None, "M n D", None), z3=(Z[:0].half(), "n D"), labels=labels)
     with torch.autocast("cpu", torch.float16):
@@ -335,7 +335,7 @@ def test_mismatched_tensors_work_or_are_rejected(loss, good):
 
 @every_function
 def test_meta_tensors_are_rejected(loss, good):
-    """Also if all tensors are on the meta device."""
+    """They are rejected even if all tensors are on the meta device."""
     def to_meta(x):
         return x.to("meta") if isinstance(x, torch.Tensor) else x
 
@@ -353,7 +353,7 @@ class Subclass(torch.Tensor):
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise"])
 def test_tensor_subclasses_and_fake_tensors_are_accepted(impl):
-    """A fake tensor reports the CPU as its device, although it has no data. A temperature is never read."""
+    """A fake tensor is on the CPU, but has no data. So losses must not read values or τ."""
     rows = Z.as_subclass(Subclass), Z8.as_subclass(Subclass)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake_rows = [fake.from_tensor(x) for x in (Z, Z8)]

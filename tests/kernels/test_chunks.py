@@ -24,7 +24,7 @@ class Encoder(nn.Module):
 
 
 def gradients(embed_all, encoder):
-    """Return the loss, the gradients and the next random numbers of one step on two views, the two halves."""
+    """Return loss, gradients and the next random numbers of a step. Each half of the rows is a view."""
     torch.manual_seed(5)
     z = nn.functional.normalize(embed_all(), dim=1) + 0.1 * torch.rand(1)  # a loss may use random numbers too
     loss = info_nce(*z.chunk(2), temperature=0.2, symmetric=True)
@@ -48,7 +48,7 @@ def test_gradients_equal_those_of_the_whole_graph(size, norm):
     assert all(torch.equal(tensor, state[name]) for name, tensor in encoder.state_dict().items())
 
 
-def test_autocast_is_repeated():
+def test_recomputation_uses_the_same_autocast():
     torch.manual_seed(2)
     encoder, chunks = Encoder(), torch.randn(8, 6).split(3)
 
@@ -62,7 +62,7 @@ def test_autocast_is_repeated():
     expected = gradients(lambda: in_bfloat16(embed_whole), encoder)
     found = gradients(lambda: in_bfloat16(lambda: embed_in_chunks(encoder, chunks, encoder)), encoder)
     assert torch.equal(expected[0], found[0])
-    for a, b in zip(expected, found):  # the whole graph sums the gradients of a weight in bfloat16
+    for a, b in zip(expected, found):  # unchunked, a weight's gradients are summed in bfloat16
         torch.testing.assert_close(a, b, rtol=0.02, atol=2e-3)
 
 
@@ -98,9 +98,9 @@ def test_graphs_hold_one_chunk():
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc")
 @pytest.mark.parametrize("seconds, freed", [(0, True), (1, False)])
 def test_freed_memory_returns_to_the_system(seconds, freed, monkeypatch):
-    """malloc_trim returns memory that glibc keeps because a later allocation (a gradient) is still in use.
+    """malloc_trim returns freed memory that glibc keeps if a later allocation (a gradient) is in use.
 
-    It is not called if the last call, in this backward pass or another, is less than TRIM_SECONDS ago.
+    It is skipped if its last call, in any backward pass, was less than TRIM_SECONDS ago.
     """
     def resident_mb():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20

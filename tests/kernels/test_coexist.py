@@ -40,7 +40,7 @@ def installed(tmp_path):
 
 
 def run(code, folder, **variables):
-    """Run the code in a new process whose sys.path has our folder first and then this folder."""
+    """Run the code in a new process whose sys.path has the repository first, then `folder`."""
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **variables}
     command = [sys.executable, "-S", "-c", code]               # -S: no other installed packages
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -93,7 +93,7 @@ def test_a_package_that_fails_to_load_can_be_loaded_again(installed):
 
 
 def test_nothing_installed(tmp_path):
-    """A second copy of our folder on sys.path, or another folder of this name, is not the installed one."""
+    """A second copy of our package, or a folder named kernels, does not count as an installed package."""
     (tmp_path / "kernels").symlink_to(ROOT / "kernels")
     run("""if True:
         import sys, kernels
@@ -110,7 +110,7 @@ def test_nothing_installed(tmp_path):
 
 
 def test_benchmark_has_names_of_both(monkeypatch):
-    """kernels.benchmark is in both packages (Hugging Face's 0.17), whose other files import names from it."""
+    """Hugging Face's kernels 0.17 has a module `benchmark` too, and imports names from it."""
     other_package = SimpleNamespace(benchmark=SimpleNamespace(Benchmark="a class", measure="not ours"))
     monkeypatch.setattr(hf_kernels, "package", other_package)
     assert benchmark.Benchmark == "a class" and benchmark.measure is measure

@@ -40,7 +40,7 @@ from kernels.similarity import similarity_lse, similarity_topk
 CASES = int(os.environ.get("TENCL_FUZZ", 40))
 DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
           "triton": [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]}
-# force the code paths for many rows, or for a large D; heuristics last, as the others import FEW_ROWS from it
+# force the paths for many rows or a large D; heuristics last: importing the other modules copies its FEW_ROWS
 MANY_ROWS = {"gpu.bound.FEW_ROWS": 0, "gpu.launch.FEW_ROWS": 0, "heuristics.FEW_ROWS": 0}
 LARGE_D = MANY_ROWS | {"heuristics.MAX_SMALL_D": 0}
 BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128),
@@ -124,7 +124,7 @@ def test_lse(seeds, monkeypatch):
 
 @twenty_at_a_time
 def test_losses(seeds, monkeypatch):
-    """The mean losses on the same rows, on the paths for small and large D, in blocks of random sizes."""
+    """Check the mean losses on random rows, also with random block sizes and limits for a large D."""
     for seed in seeds:
         impl, q, k, temperature, _ = draw(seed)
         pick = random.Random(seed)
@@ -260,12 +260,11 @@ def perturbed_copies(seed, *tensors):
 
 
 def errors(f, impl, q, k, temperature):
-    """Return the largest errors of value, dq, dk and dτ, in units of eager's error.
+    """Return the largest errors of value, dq, dk and dτ, divided by eager's error.
 
-    Eager may happen to be exact. So its error is the largest of several: with permuted features, with τ
-    divided before or after the product, and in float64 with q and k perturbed by float32's rounding. Then 8
-    rounding errors of the terms that cancel are added. Only rows of a gradient that are finite in eager are
-    compared.
+    Eager may be exact by chance. So take its largest error in several equivalent computations: with permuted
+    features, with τ divided before or after the product, and in float64 with q and k perturbed by float32's
+    rounding. Add 8 rounding errors of the terms that cancel. Skip gradient rows that are not finite in eager.
     """
     t = torch.tensor(temperature, dtype=torch.float32, device=DEVICE)
     with mock.patch.object(torch.Tensor, "logsumexp", accurate_logsumexp):
@@ -327,7 +326,7 @@ def relative_errors(loss, impl, q, k, temperature):
 @pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "queue_loss",
                                   "sigmoid_loss", "sup_con_loss", "lse"])
 def test_small_temperatures(impl, settings, loss, monkeypatch):
-    """Softmax weights are as accurate as eager's for huge logits: no rounding error scales a whole row."""
+    """For huge logits, softmax weights are as accurate as eager's: rounding must not scale a whole row."""
     patch_kernels(monkeypatch, settings)
     q, k = unit_rows(30, 24, torch.float32, 70), unit_rows(30, 24, torch.float32, 71)
     for temperature in (1e-4, 1e-7):
@@ -356,7 +355,7 @@ def test_large_logits(impl, settings, norm, monkeypatch):
 @pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "sigmoid_loss",
                                   "sup_con_loss"])
 def test_collapsed_rows(impl, settings, loss, monkeypatch):
-    """If all rows are equal, the true gradient is 0, and the error is that of rounding rows, not logits."""
+    """If all rows are equal, the true gradient is 0. Errors may come from rounding rows, but not logits."""
     patch_kernels(monkeypatch, settings)
     one, t = unit_rows(1, 24, torch.float32, 74), torch.tensor(1e-4, device=DEVICE)
     allowed = 8 * torch.finfo(torch.float32).eps / 1e-4 / 40
@@ -395,7 +394,7 @@ def test_a_bad_query_does_not_affect_others(impl, settings, dtype, loss, monkeyp
         found.append(torch.autograd.grad(total, x, allow_unused=True, materialize_grads=True))
     for dq, dk in found[1:]:
         torch.testing.assert_close(dq[others], found[0][0][others], rtol=1e-3, atol=1e-5)
-        if loss == "queue_loss":                               # where a key belongs to one query
+        if loss == "queue_loss":                               # here each query has its own key
             torch.testing.assert_close(dk[others], found[0][1][others], rtol=1e-3, atol=1e-5)
 
 
@@ -417,7 +416,7 @@ def test_ignored_rows_may_hold_nan(impl, settings, monkeypatch):
 
 
 @every_impl
-def test_zero_rows(impl):
+def test_rows_of_zeros(impl):
     q, k = positive_pairs(9, 20, torch.float32)
     q[2], k[5] = 0, 0
     for loss in (info_nce, clip_loss, nt_xent):
@@ -450,7 +449,7 @@ def test_nan_is_the_nearest_neighbour(impl, exclude):
 
 @every_impl
 def test_targets_out_of_range(impl, monkeypatch):
-    """ValueError where targets are read. Elsewhere (on a GPU) the loss is NaN; no read is out of bounds."""
+    """A bad target raises ValueError on the CPU. On a GPU or when traced, the loss is NaN instead."""
     h, w = (unit_rows(n, 8, torch.float32, 83).requires_grad_() for n in (5, 12))
 
     def f(target):

@@ -3,8 +3,8 @@
 Tolerances calibrate themselves: an implementation may have three times the error of eager in the same dtype,
 plus a few units of rounding, because eager may happen to be exact. Triton runs on a GPU if there is one,
 else in its interpreter. The interpreter's bfloat16 products are wrong, so bfloat16 is tested on a GPU only.
-Most tests cover pairs of parameters, not all combinations; a kernel's tests combine mask, dtype and more
-than one tile.
+Every mask is tested with every small shape, in one implementation and dtype. On several tiles, Triton is
+tested with all masks and dtypes.
 """
 import itertools
 
@@ -146,7 +146,7 @@ def test_keys_without_gradient(impl, dtype, shape, name, monkeypatch):
         return similarity_lse(q, k.detach(), t, impl=impl, **mask_arguments(name, n, m)) + 0 * k.sum()
 
     compare(lse, q, k, impl=impl)
-    if impl == "triton" and dtype in HALF and m == 140:  # one program per column tile above, now one for all
+    if impl == "triton" and dtype in HALF and m == 140:  # above a program per column tile, here one for all
         patch_kernels(monkeypatch, {"gpu.lse_frozen_keys.MULTIPROCESSORS": 0})
         compare(lse, q, k)
 
@@ -173,7 +173,7 @@ def test_numbers_of_features(impl, dtype, d):
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_row_without_columns(impl):
-    """Its lse is −∞, with gradient 0."""
+    """The lse of such a row is −∞, and its gradient is 0."""
     q, ids = unit_rows(5, 8, torch.float32, 9).requires_grad_(), torch.tensor([0, 0, 1, 0, 0], device=DEVICE)
     lse = similarity_lse(q, q.detach(), 0.1, exclude=(ids, torch.ones_like(ids)), impl=impl)
     assert lse[2] == -torch.inf and lse[[0, 1, 3, 4]].isfinite().all()
@@ -340,13 +340,13 @@ def test_normalize_under_autocast(impl, loss):
 
 LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 SEPARATE_BACKWARD = LARGE_D | {"ops.fuses_backward": lambda *x: False}
-WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.bound.FEW_ROWS": 0}  # as for many rows: no row maxima
+WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.bound.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
 LSE_IN_BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda q, k: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
     "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128)}
-# for 150 rows, which are at least two tiles, each path that a shape or a GPU can select: the settings that
-# force it, and the losses that it affects in float32, where every D is large, and in half types
+# {path that a shape or a GPU can select: (settings that force it, losses that use it in float32, the same in
+# half types)}. The rows are 150, at least two tiles. In float32 every D counts as large.
 CODE_PATHS = {
     "lse with bound": (WITH_BOUND, "clip_loss nt_xent", "clip_loss nt_xent"),
     "pointers": ({"gpu.launch.EMULATED_CAPABILITY": 8},
@@ -434,7 +434,7 @@ STRIPS_OF_3 = {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.MAX_STRIP_LOGITS": 1,
 
 @pytest.mark.parametrize("name", MASKS)
 def test_many_strips(name, monkeypatch):
-    """Strips of 3 rows instead of one strip; the last strip is shorter."""
+    """The rows are cut into strips of 3 instead of one strip; the last strip is shorter."""
     patch_kernels(monkeypatch, STRIPS_OF_3)
     q, k = unit_rows(37, 12, torch.float64, 12), unit_rows(53, 12, torch.float64, 13)
     arguments = mask_arguments(name, 37, 53)
@@ -458,7 +458,7 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monk
 @pytest.mark.parametrize("keys", ["with gradient", "without"])
 @pytest.mark.parametrize("order", ["sorted", "only columns sorted", "only rows sorted"])
 def test_sorted_groups_skip_other_groups(order, keys, monkeypatch):
-    """For sorted groups the work is proportional to the pairs that are kept, and results stay the same.
+    """For sorted groups the work is proportional to the number of pairs within groups; results are the same.
 
     Groups have 1 to 90 rows; some have no columns, and some columns have no rows.
     """
@@ -528,6 +528,7 @@ def test_blockwise_never_holds_the_matrix(monkeypatch):
 @pytest.mark.parametrize("n, m, size", [
     (1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
 def test_blocks_fit_their_buffers(n, m, size):
+    """Blocks of weights, strips of logits and tables of row statistics stay within their limits."""
     from kernels.gpu import gradient_large_d, lse_forward
 
     def whole_tiles(count):
@@ -538,7 +539,7 @@ def test_blocks_fit_their_buffers(n, m, size):
         height, width = gradient_large_d.weight_block_shape(q, q if square else k, square)
         bytes_used = whole_tiles(height) * whole_tiles(width) * size
         assert 1 <= height <= n and 1 <= width <= max(n, m) and bytes_used <= heuristics.WEIGHT_BUFFER_BYTES
-        # a block starts with a tile
+        # the next block starts with a tile
         assert height in (n, whole_tiles(height)) and width in (n if square else m, whole_tiles(width))
         assert square or height * width == n * m or bytes_used > heuristics.WEIGHT_BUFFER_BYTES // 4
     assert whole_tiles(heuristics.strip_height(q, k)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
@@ -565,7 +566,7 @@ def test_limits_may_be_set_lower(monkeypatch):
 @both_impls
 @all_triton
 def test_gradient_is_accurate_for_small_losses(impl, dtype):
-    """At a mean loss of about 5e-3 a positive's coefficient is 1 − 0.995, a difference that eager rounds."""
+    """At a loss of 5e-3 the weight of a positive in the gradient is 1 − 0.995: eager loses digits in it."""
     q = unit_rows(256, 64, torch.float64, 19)
     k = F.normalize(q + 0.5 * unit_rows(256, 64, torch.float64, 20), dim=1).to(dtype)
     q = q.to(dtype)
@@ -582,7 +583,7 @@ def test_gradient_is_accurate_for_small_losses(impl, dtype):
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_all_targets_ignored_or_one_class(impl):
-    """Both losses are 0, with gradient 0."""
+    """In both cases the loss and its gradient are 0."""
     h, w = unit_rows(4, 8, torch.float32, 21).requires_grad_(), unit_rows(6, 8, torch.float32, 22)
     targets = torch.zeros(4, dtype=torch.long, device=DEVICE)
     for classes, ignore_index in ((w, 0), (w[:1], -100)):
@@ -592,7 +593,7 @@ def test_all_targets_ignored_or_one_class(impl):
 
 
 @both_impls
-def test_repeated_targets_of_half_rows(impl):
+def test_repeated_targets_in_float16(impl):
     """The gradient of a frequent word sums over a thousand rows; summed in float16 it would stop growing."""
     h, w = unit_rows(1500, 16, torch.float16, 45), unit_rows(40, 16, torch.float16, 46)
     targets = torch.zeros(1500, dtype=torch.long, device=DEVICE)
@@ -647,7 +648,7 @@ def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
 @both_impls
 @pytest.mark.parametrize("n, programs", [(1, 264), (5, 1), (64, 264), (65, 264)])
 def test_topk(impl, n, programs, monkeypatch):
-    """n may exceed the slots of the Triton kernel. A program has one tile of columns, or all tiles."""
+    """n = 65 exceeds the 64 slots of the Triton kernel. A program has one tile of columns, or all tiles."""
     patch_kernels(monkeypatch, {"gpu.topk.TARGET_PROGRAMS": programs})
     q, k = unit_rows(30, 16, torch.float32, 42), unit_rows(230, 16, torch.float32, 43)
     values, columns = similarity_topk(q, k, n, exclude="diagonal", offset=3, impl=impl)
@@ -684,7 +685,7 @@ on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
 @on_a_gpu
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss"])
 def test_cuda_graph(loss):
-    """A CUDA graph captures forward and backward, so nothing synchronises; a replay reads the rows again."""
+    """A CUDA graph captures forward and backward, so nothing synchronises; a replay reads the new q."""
     q, k = (unit_rows(1024, 128, torch.bfloat16, seed).requires_grad_() for seed in (51, 52))
 
     def step():
@@ -708,7 +709,7 @@ def test_cuda_graph(loss):
 @pytest.mark.parametrize("dtype, precision", [
     (torch.float32, "highest"), (torch.float32, "high"), *((dtype, "highest") for dtype in HALF)], ids=str)
 def test_gpu_at_size(dtype, precision, d):
-    """Thousands of rows on a GPU, in all dtypes and precisions."""
+    """Check every mask on thousands of rows, in all dtypes and precisions."""
     q, k = unit_rows(4099, d, dtype, 29), unit_rows(8201, d, dtype, 30)
     torch.set_float32_matmul_precision(precision)
     try:

@@ -77,7 +77,7 @@ def test_simcse_of_many_hard_negatives_and_equal_texts(path, n, hard, w, ids):
 
 
 def test_one_hard_negative_has_the_same_bits_in_all_forms():
-    """As z3 (M, D), as z3 (M, 1, D), and with ids that are all different."""
+    """The forms are z3 (M, D), z3 (M, 1, D), and ids that are all different."""
     z = [randn(9, 6, seed).float() for seed in range(3)]
     losses = {simcse_loss(*z, hard_negative_weight=0.3).item(),
               simcse_loss(*z[:2], z[2][:, None], hard_negative_weight=0.3).item(),
@@ -138,7 +138,7 @@ def test_dtypes(name, dtype):
 @pytest.mark.parametrize("impl", ["auto", "eager"])
 @pytest.mark.parametrize("name", SENTENCE_LOSSES)
 def test_only_eager_stores_all_pairs(name, impl):
-    """The matrix of 3,500 rows has 47 MB. DCLR's released form computes blocks of it, with any impl."""
+    """3,500 × 3,500 logits take 47 MB. DCLR's released form computes blocks of them, with any impl."""
     rows = [randn(3500, 6, seed).float().requires_grad_() for seed in (17, 18)]
     with Memory() as memory:
         SENTENCE_LOSSES[name](*rows, impl).backward()
@@ -147,7 +147,7 @@ def test_only_eager_stores_all_pairs(name, impl):
 
 
 def test_ease_reweights_hard_negatives_under_autocast():
-    """EASE reweights a row's hard negatives in the sum. Under autocast, rounding may make them exceed it."""
+    """EASE needs the share of a row's hard negatives in the sum. Autocast may round this share above 1."""
     z, entity, noise = (randn(64, 32, seed).float() for seed in (21, 22, 23))
     rows = z, entity, (z + 0.05 * noise)[:, None]
     exact = ease_loss(*(x.double() for x in rows), 0.01, -5.0)

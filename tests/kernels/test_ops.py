@@ -1,4 +1,4 @@
-"""The operations apart from their values: tracing, number of launches, errors for bad input."""
+"""The custom ops, except their values: tracing, number of launches, errors for bad input."""
 import os
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from kernels.masks import Mask, make_mask
 @both_impls
 @pytest.mark.parametrize("name", ["all", "ids within", "diagonal similar within"])
 def test_opcheck(impl, name):
-    """opcheck passes for masks without tensors, and with each of their tensors."""
+    """opcheck passes for a mask without tensors, and for masks with every kind of tensor."""
     q, k = (unit_rows(n, 5, torch.float32, 23).requires_grad_() for n in (6, 9))
     t = torch.tensor(0.3, device=DEVICE, requires_grad=True)
     selected = make_mask(q, k, False, **mask_arguments(name, 6, 9))
@@ -113,12 +113,12 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("n", [64, 1024] if GPU else [64])
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent"])
 def test_small_batches_take_two_launches(loss, n, monkeypatch):
-    """At most two in forward and two in backward, because a launch costs more than such a batch.
+    """Forward and backward take at most two each, because a launch costs more than such a batch.
 
-    nt_xent has one more, a cat of its two views.
+    The forward of nt_xent takes one more, a cat of its two views.
     """
     from kernels.gpu.lse_forward import tile_stats_kernel
-    kernel_class = type(tile_stats_kernel)        # a class of Triton's compiler, or of its interpreter
+    kernel_class = type(tile_stats_kernel)        # Triton's class of compiled or of interpreted kernels
     launch, ran = kernel_class.__getitem__, []
 
     def recorded(kernel, grid):
@@ -128,7 +128,7 @@ def test_small_batches_take_two_launches(loss, n, monkeypatch):
                 launch(kernel, grid)(*arguments, **named)
         return run
 
-    # so that call_op runs the operations directly, and Launches sees inside them
+    # call_op now skips the dispatcher, so Launches sees what the op launches
     monkeypatch.setattr("kernels.custom_op.is_in_torch_dispatch_mode", lambda: False)
     monkeypatch.setattr(Launches, "ran", ran)
     monkeypatch.setattr(kernel_class, "__getitem__", recorded)
@@ -181,7 +181,7 @@ def test_bad_input_names_the_argument(call, message):
 
 @both_impls
 def test_negated_views(impl):
-    """x.conj().imag shares memory with x.imag, with a flag for the other sign; Triton reads the memory."""
+    """x.conj().imag is x.imag's memory with a flag for the sign, which a Triton kernel would not see."""
     x, k = torch.randn(6, 16, dtype=torch.complex64, device=DEVICE), unit_rows(6, 16, torch.float32, 3)
     for f in (lambda q, k: info_nce(q, k, 0.5, impl=impl), lambda q, k: info_nce(k, q, 0.5, impl=impl),
               lambda q, k: nt_xent(q, q, 0.5, impl=impl), lambda q, k: sigmoid_loss(q, k, impl=impl),

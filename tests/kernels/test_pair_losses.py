@@ -1,6 +1,6 @@
 """sigmoid_loss, sup_con_loss, triplet_loss and margin_loss against float64 formulas written pair by pair.
 
-Also learned bias and temperature, the parts of a gathered batch, memory, and errors.
+Also: gradients of bias and temperature, one rank's part of a gathered batch, memory, and errors.
 """
 import math
 
@@ -139,10 +139,10 @@ def test_sup_con_loss_of_large_logits():
 
 
 def test_one_tensor_for_both_temperatures():
-    """The factor τ/τ_base is then 1 without a gradient.
+    """If τ and τ_base are one tensor, the factor τ/τ_base is 1 and gets no gradient.
 
-    The rows are nearly equal, so the loss hardly depends on τ. The rounding of two gradients that cancel,
-    those of τ and τ_base, would be visible.
+    Two gradients, of τ and of τ_base, would cancel only up to rounding. The rows are nearly equal, so the
+    true gradient is tiny, and this rounding would show.
     """
     z, t = randn(1, 8, 24) + 1e-4 * randn(40, 8, 25), torch.tensor(200.0, requires_grad=True)
     z = torch.nn.functional.normalize(z, dim=1).view(20, 2, 8)
@@ -154,7 +154,7 @@ def test_one_tensor_for_both_temperatures():
 
 @pytest.mark.parametrize("loss", ["sigmoid", "sup_con"])
 def test_less_than_a_seventh_of_eagers_memory(loss):
-    """In forward and backward with 3,000 rows; with more rows, the fraction is smaller."""
+    """Check forward and backward with 3,000 rows; with more rows, the fraction is smaller."""
     peaks = []
     for impl in ("blockwise", "eager"):
         q, k = (randn(3000, 16, seed).float().requires_grad_() for seed in (13, 14))
@@ -186,7 +186,7 @@ def test_triplet_loss(margin):
 
 
 def test_hard_negative_is_the_nearest_other_row():
-    """Nearest by distance, not by dot product; the rows have different lengths."""
+    """It is the nearest by distance, not by dot product; the rows have different lengths."""
     a, p = randn(30, 4, 18), randn(30, 4, 19) * torch.linspace(0.1, 5, 30, dtype=torch.float64)[:, None]
     far = torch.cdist(a, p).fill_diagonal_(torch.inf)
     near = far.argmin(1)
@@ -197,7 +197,7 @@ def test_hard_negative_is_the_nearest_other_row():
 
 
 def semi_hard(a, p):
-    """Return, row by row, the index of the nearest row of p farther than p_i, or of the farthest row."""
+    """Return for each row a_i the index of the nearest row of p farther than p_i, or else of the farthest."""
     chosen = []
     for i, x in enumerate(a):
         far = [(distance(x, y).item(), j) for j, y in enumerate(p) if j != i]

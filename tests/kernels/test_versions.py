@@ -37,12 +37,12 @@ def test_old_versions_are_reported(monkeypatch, text):
     assert problem_with(monkeypatch, {"torch": text}) == message
 
 
-def test_other_packages(monkeypatch):
-    assert problem_with(monkeypatch, {}) is None                      # importable, without metadata
+def test_missing_packages_old_triton_old_python(monkeypatch):
+    assert problem_with(monkeypatch, {}) is None        # torch can be imported, without metadata
     triton = problem_with(monkeypatch, {"torch": "2.9", "triton": "3.3.1"})
     assert triton == "triton 3.3.1 is installed, expected 3.4.0 or newer: pip install -U triton"
     assert problem_with(monkeypatch, {"torch": "2.9", "triton": "3.4"}) is None
-    monkeypatch.setitem(sys.modules, "torch", None)            # not importable
+    monkeypatch.setitem(sys.modules, "torch", None)            # torch is missing
     missing = problem_with(monkeypatch, {})
     assert missing == "torch is not installed, expected 2.9 or newer: pip install -U torch"
     monkeypatch.setattr(versions.platform, "python_version", lambda: "3.9.2")
