@@ -45,10 +45,10 @@ def random_masks(weights, seed):
 @pytest.mark.parametrize("mode, p", [("none", 0.3), ("D", 0.3), ("F", 0.3), ("F", 0.9), (None, 1), ("D", 1),
                                      ("ChildTuning-F", 1)])
 def test_steps_follow_the_released_rule(mode, p, correct_bias, as_on_a_gpu, monkeypatch):
-    """30 steps equal a numpy version, both in blocks (CPU) and over whole tensors (GPU).
+    """30 steps equal a numpy version, both in blocks (as on a CPU) and over whole tensors (as on a GPU).
 
     There are two parameter groups and a falling learning rate. In every third step a weight has no gradient.
-    In the last step some gradients are NaN: masked ones count as 0. p = 1 samples nothing.
+    In the last step some gradients are NaN; where the mask is 0 they count as 0. With p = 1 there is no mask.
     """
     monkeypatch.setattr(masked_adamw, "BLOCK", 16)
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", as_on_a_gpu, raising=False)
@@ -90,9 +90,9 @@ def test_steps_follow_the_released_rule(mode, p, correct_bias, as_on_a_gpu, monk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.3, 0.75, 0.999])
 def test_sampled_masks(p, dtype):
-    """Masks of mode F, seen in the first moment (1 − β1) g M / p.
+    """The first moment after a step, (1 − β1) g M / p, shows the sampled masks M.
 
-    A fraction p of the weights is kept, independently of place and step. 1 / p has the weights' dtype.
+    Weights are kept with probability p, independently of neighbours and of seeds. g / p has their dtype.
     PyTorch's default generator is not used, and the default seed is 0, so that ranks sample the same masks.
     """
     w, masks, untouched = torch.nn.Parameter(torch.zeros(999, 401, dtype=dtype)), [], torch.get_rng_state()
@@ -140,7 +140,7 @@ def test_compile_and_saved_state(mode, tmp_path):
     eager, other = optimizers
     step = torch.compile(other.step, backend=frames, fullgraph=mode != "F")
     compiled = take_steps(8, weights, other, lambda closure: (closure(), step())[0])
-    assert 1 <= frames.call_count <= (2 if mode != "F" else 6)  # the first step makes the state
+    assert 1 <= frames.call_count <= (2 if mode != "F" else 6)  # the first step also creates the state
     expected = take_steps(8, eager.weights(), eager, eager.step)
     torch.testing.assert_close(compiled, expected, rtol=1e-12, atol=1e-12)
     torch.save(eager.state_dict(), tmp_path / "state.pt")
@@ -181,7 +181,7 @@ def test_fisher_information(clip, capsys):
 
 
 def test_threshold_of_more_than_16_million_values():
-    """This is more than torch.quantile accepts. F is (i / n)² for shuffled i; 30 % of 17 million are kept."""
+    """torch.quantile accepts at most 16 million values. F is (i / n)² for shuffled i < n = 17 million."""
     gradient = torch.randperm(17_000_000, generator=torch.Generator().manual_seed(0)) / 17e6
     model = torch.nn.ParameterDict(dict(w=torch.zeros_like(gradient)))
     masks, threshold = fisher_mask(model, [dict(w=gradient)], loss, 0.3)
@@ -214,8 +214,8 @@ def test_invalid_arguments_raise():
 @pytest.mark.parametrize("form", ["paper", "code"])
 @pytest.mark.parametrize("classes", [1, 2, 4])
 def test_rdrop(form, classes, monkeypatch):
-    """Check values, and gradients of both passes, for a batch and for the parts that two processes have of
-    it."""
+    """The values and the gradients of both passes equal the formula, for the whole batch and for the sum of
+    two processes' shares."""
     a, b = (randn(6, classes, seed=i).requires_grad_() for i in (1, 2))
     labels = torch.arange(6) % classes
     p, q = (x.exp() / x.exp().sum(1, keepdim=True) for x in (a, b))
@@ -238,7 +238,7 @@ def test_rdrop(form, classes, monkeypatch):
 @pytest.mark.parametrize("labels", [[0, 5, 0, 0, 5, 7], [0, 1, 2, 3, 4, 5], [3, 3, 3, 3, 3, 3]])
 def test_supcon(views, labels, monkeypatch):
     """Value and gradients equal explicit sums over the views that have a positive. compute_loss mixes SCL
-    with the task loss, which is R-Drop's for two views."""
+    with the task loss; with two views, this is R-Drop's loss."""
     z, labels = randn(6, views, 5).requires_grad_(), torch.tensor(labels)
     rows = (z / z.square().sum(2, keepdim=True).sqrt()).flatten(0, 1)
     kinds, losses = labels.repeat_interleave(views).tolist(), []
@@ -262,8 +262,8 @@ def test_supcon(views, labels, monkeypatch):
 
 
 def small_command(folder, rows=36):
-    """Return flags of the docstring's first command, for the first rows of its files: four batches of 8, one
-    of 4."""
+    """Return flags of the docstring's first command for the first rows of its files: by default 36 rows, four
+    batches of 8 and one of 4."""
     for name in ("topics.tsv", "topics_dev.tsv"):
         (folder / name).write_bytes(b"".join((DATA / name).read_bytes().splitlines(True)[: rows + 1]))
     files = ["--data", folder / "topics.tsv", "--dev", folder / "topics_dev.tsv"]
@@ -274,7 +274,7 @@ def small_command(folder, rows=36):
     ("paper", "F", None, 3), ("code", "none", None, 3), ("code", "F", None, 0), ("code", "D", None, 0),
     ("code", "D", 0.2, 5), ("paper", "none", 0.0, 0)])
 def test_warmup_steps(form, mode, given, wanted):
-    """A tenth of 25 steps, rounded up, but none in modes F and D of the released code."""
+    """The default is a tenth of the 25 steps, rounded up, but 0 in modes F and D of the released code."""
     assert warmup_steps(SimpleNamespace(form=form, mode=mode, warmup_ratio=given), 25) == wanted
 
 
@@ -317,9 +317,9 @@ def check_same_sweep(resumed, out, uninterrupted):
 
 
 def test_a_trial_is_an_ordinary_run(uninterrupted, tmp_path):
-    """A trial of a sweep equals a single run of its mode and seed bit by bit, even if that is not evaluated.
+    """A trial of a sweep equals a single run with its mode and seed bit by bit, even a run without --dev.
 
-    A Fisher pass with dropout does not change later random numbers. The loss of a short batch is a mean.
+    A Fisher pass with dropout does not change later random numbers. The loss of a short batch is its mean.
     """
     flags, _, found = uninterrupted
     flags, trials = flags[:-2], found.trials                   # without --dev
@@ -332,14 +332,14 @@ def test_a_trial_is_an_ordinary_run(uninterrupted, tmp_path):
     assert [step["lr"] for step in alone.steps] == pytest.approx([0, 0.01, 7.5e-3, 5e-3, 2.5e-3])
     first = [trials[name].losses[0] for name in ("D-42", "D-43", "F-42", "F-43")]
     assert first[:2] == first[2:] and first[0] != first[1]
-    assert all(min(trial.losses) > 1.5 for trial in trials.values())           # ln 8 is 2.1
+    assert all(min(trial.losses) > 1.5 for trial in trials.values())           # untrained: ln 8 = 2.1
     for trial in trials.values():
         assert ["dev_accuracy" in step for step in trial.steps] == [False, False, True, False, True]
 
 
 def test_table_and_best_trial(uninterrupted):
-    """The table shows mean, standard deviation and best score. OUT has the first of the best trials, and
-    loads."""
+    """The table shows mean, standard deviation and best score. OUT has the files of the first best trial, and
+    transformers loads it."""
     _, out, found = uninterrupted
     scores = {name: trial.steps[-1]["dev_accuracy"] for name, trial in found.trials.items()}
     for mode in "DF":
@@ -357,8 +357,8 @@ def test_table_and_best_trial(uninterrupted):
 
 @pytest.mark.parametrize("stop", [4, 10, 19])
 def test_resume_skips_finished_trials(stop, uninterrupted, tmp_path, monkeypatch):
-    """The interrupted trial continues from its state, which contains masks and generator; later trials
-    start."""
+    """The interrupted trial continues from its state, which contains masks and generator. Later trials run
+    from the start."""
     interrupt = Mock(side_effect=[None] * stop + [KeyboardInterrupt])
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(childtuning, "all_reduce_gradients", interrupt)
@@ -387,7 +387,7 @@ def test_resume_after_kill(trial, uninterrupted, tmp_path):
 
 
 def test_a_sweep_rejects_unusable_folders(uninterrupted, tmp_path, monkeypatch, capfd):
-    """A finished sweep, changed flags, another running process, foreign files, a damaged trial."""
+    """Cases: a finished sweep, changed flags, another running process, foreign files, a damaged trial."""
     flags, out, _ = uninterrupted
     monkeypatch.chdir(tmp_path)
     shutil.copytree(out, "out")
@@ -424,8 +424,8 @@ def test_a_sweep_rejects_unusable_folders(uninterrupted, tmp_path, monkeypatch, 
 def test_child_network(form, flags, masked, seen, tmp_path, monkeypatch):
     """Mode D masks the right weights, and learns a repeated batch.
 
-    seen    batch sizes, dropout and clipping in the Fisher pass. Paper: single rows, off, none, and the whole
-            encoder is masked. Code: batches, on, norm 1, and only layers are masked
+    masked  the text that the names of all masked weights contain
+    seen    (batch sizes, dropout, clipping norm) of the Fisher pass; the defaults of paper and code differ
     Without weight decay, masked weights outside the child do not change; unmasked parameters do.
     """
     before = {}
@@ -470,7 +470,7 @@ def test_nan_gradients_are_skipped(tmp_path, monkeypatch):
     result = run_sweep(tmp_path / "out", *small_command(tmp_path), *flags)
     first, second = result.trials["none-42"], result.trials["none-43"]
     calls = [call.args[1][1].tolist() for call in compute_loss.call_args_list]             # their labels
-    assert result.said["note"].startswith("step 1:") and calls[1] != calls[5]  # calls 0 and 4 test the model
+    assert result.said["note"].startswith("step 1:") and calls[1] != calls[5]  # calls 0 and 4: smoke tests
     assert first.losses[2] == first.losses[1] and "2 steps skipped" in result.said["done"]
     assert [math.isnan(loss) for loss in first.losses + second.losses] == [False] * 3 + [True] + [False] * 2
     assert [step["skipped"] for step in first.steps + second.steps] == [0, 0, 1, 1, 1, 1]
@@ -520,7 +520,7 @@ def write_contrast_set(folder, rows):
 
 
 def test_contrast_set(tmp_path, capsys):
-    """Both accuracies and the consistency agree with transformers' pipeline, asked text by text. --evaluate
+    """Both accuracies and the consistency agree with transformers' pipeline on single texts. --evaluate
     prints the same scores."""
     rows = (DATA / "topics_dev.tsv").read_text().splitlines()[1:41]
     files = write_contrast_set(tmp_path, rows)
@@ -542,7 +542,7 @@ def test_contrast_set(tmp_path, capsys):
 
 @pytest.mark.parametrize("name, flags", [("tacl", []), ("cline", ["--wordnet", DATA / "wordnet"])])
 def test_fine_tunes_models_of_tacl_and_cline(name, flags, tmp_path):
-    """With --lr 0 the encoder's weights stay bit for bit those of the saved model; the classifier is new."""
+    """The encoder has the weights of the saved model bit by bit, as --lr is 0. The classifier is new."""
     texts = (DATA / "sentences.txt").read_text().splitlines()
     documents = ["\n".join(texts[i : i + 8]) for i in range(0, 64, 8)]
     data = tmp_path / "data.txt"

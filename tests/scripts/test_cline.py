@@ -38,7 +38,7 @@ def reference_contrastive(o, s, a, form="paper"):
 @pytest.mark.parametrize("scale", [1, 30, 1e4])
 @pytest.mark.parametrize("b, d", [(1, 1), (2, 16), (9, 5)])
 def test_contrastive_loss(form, scale, b, d):
-    """Also for large products, whose exponentials would overflow. The default form is "paper"."""
+    """The loss equals the formula, even if exponentials overflow. The default form is "paper"."""
     views = [scale * randn(b, d, seed) for seed in range(3)]
     options = ["code"] if form == "code" else []
     check_equal(lambda *x: contrastive_loss(*x, *options), lambda *x: reference_contrastive(*x, form), *views)
@@ -60,8 +60,8 @@ def reference_replaced(logits, labels, form):
 @both_forms
 @pytest.mark.parametrize("labels", [[[0, 1, 1]], [[-100, 0, 2, 1, -100], [-100, 1, -100, -100, -100]]])
 def test_replaced_token_loss(form, labels):
-    """Labels of −100 are ignored; if all are, the loss is 0. In the paper's form all labels above 0 are one
-    class."""
+    """Labels of −100 are ignored; if all labels are −100, the loss is 0. In the paper's form all labels above
+    0 are one class."""
     labels = torch.tensor(labels)
     logits = randn(labels.numel(), 3, 1).view(*labels.shape, 3)[..., slice(3) if form == "code" else 0]
     check_equal(lambda x: replaced_token_loss(x, labels, form), lambda x: reference_replaced(x, labels, form),
@@ -73,7 +73,7 @@ def test_replaced_token_loss(form, labels):
 
 
 def test_total_loss():
-    """The derivative of max(s, 0) is 1 at s = 0, so the third term counts as s."""
+    """Check Σ_i exp(−s_i) L_i + max(s_i, 0), and that the derivative of max(s_i, 0) is 1 at s_i = 0."""
     losses, s = torch.tensor([[2.0, 0.3, 0.7], [0.6, -0.4, 0.0]], dtype=torch.float64)
     check_equal(total_loss,
                 lambda x, s: sum(math.e ** -s[i] * x[i] + (s[i] if i != 1 else 0) for i in range(3)),
@@ -92,7 +92,7 @@ def fixed_masks(ids, maskable, tokenizer):
 def reference_losses(model, rows, mask, form):
     """Return (MLM, RTD, CTS) and the vectors of the three views, one text at a time without padding.
 
-    mask    whether originals are masked. MLM comes from the library's own head
+    mask    whether to mask tokens of the originals, for the MLM loss of transformers' own head
     """
     special = torch.tensor(model.tokenizer.all_special_ids)
     vectors, mlm, rtd = [[], [], []], [], []
@@ -120,15 +120,15 @@ def make_rows(form, bert, texts):
     return model, cline.tokenise_triples(triples, model, args)[0], args
 
 
-def test_row_numbers_are_those_of_the_file():
-    """Rows may have been left out before, and numbers count from 1."""
+def test_messages_number_rows_as_in_the_file():
+    """Row numbers start at 1, and also count rows that were left out."""
     assert cline.format_row_numbers([(None, 0), (None, 3)], [1, 0]) == "rows 4, 1, ..."
 
 
 @both_forms
 def test_compute_loss(form, bert, monkeypatch):
-    """Value and gradients equal those of texts encoded one by one, for many small groups and for a single
-    one. --impl reaches the decoder's loss. A batch without masks has finite gradients."""
+    """Value and gradients equal those of texts encoded one by one, both with many small length groups and
+    with a single group. --impl reaches the decoder's loss. A batch without masks has finite gradients."""
     model, rows, args = make_rows(form, bert, 9)
     decoder_loss = Mock(wraps=cline.decoder_loss)
     monkeypatch.setattr(cline, "mask_tokens", fixed_masks)
@@ -160,7 +160,7 @@ def test_compute_loss(form, bert, monkeypatch):
 
 @both_forms
 def test_evaluate_triples(form, bert):
-    """With more rows than fit into one batch of 64: twelve rows, eight times each."""
+    """The scores equal the reference. Twelve rows, eight times each, need more than one batch of 64."""
     model, rows, args = make_rows(form, bert, 12)
     with torch.no_grad():
         (_, rtd, cts), vectors = reference_losses(model, rows, False, form)
@@ -183,8 +183,8 @@ def small_command(folder, rows, *flags):
 
 @both_forms
 def test_resume_is_exact(form, tmp_path, bert):
-    """A resumed run, and a run without evaluations on the saved triples, equal the whole run bit by bit. The
-    printed line loads the encoder, in the code's form with the trained pooler."""
+    """A resumed run equals the whole run bit by bit, and so does a run without evaluations on the saved
+    triples. The printed line loads the encoder, with --form code including the trained pooler."""
     flags = small_command(tmp_path, 36, "--model", bert, "--form", form, "--held-out-rows", 4, "--steps", 8)
     triples = tmp_path / "triples.csv"
     again = [*flags, "--data", triples]
@@ -199,7 +199,7 @@ def test_resume_is_exact(form, tmp_path, bert):
 
 
 def test_learns(tmp_path):
-    """All three losses fall, and on held-out texts the margin and the hits rise."""
+    """All three losses fall. On held-out texts the margin and the share of positive margins rise."""
     flags = [*COMMAND, "--synonym-rate", 0.6, "--antonym-rate", 0.6, "--lr", 4e-3, "--steps", 60]
     flags += ["--batch-size", 16, "--eval-every", 20, "--held-out-rows", 60]
     result = run("cline", tmp_path / "out", *flags)
@@ -220,7 +220,7 @@ def run_rank(rank, *rest):
 
 def test_several_processes_equal_one(tmp_path, bert, monkeypatch):
     """Ranks have different numbers of rows, masked tokens and scored tokens. max(s, 0), which is not a mean
-    over rows, counts once over all ranks."""
+    over rows, is added once, not once per rank."""
     flags = small_command(tmp_path, 23, "--model", bert, "--form", "code", "--steps", 3, "--lr", 1e-4)
     flags += ["--warmup-steps", 1, "--held-out-rows", 2]
     monkeypatch.setattr(cline, "mask_tokens", fixed_masks)

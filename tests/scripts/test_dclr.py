@@ -60,7 +60,7 @@ def random_inputs(n, k):
     (6, 3, -1.5, 0.05), (1, 3, 0.9, 0.05), (2, 0, 1.5, 0.05), (1, 0, 0.9, 0.05), (4, 0, -1.5, 0.05)])
 def test_loss_matches_the_formula(form, path, n, k, phi, temperature, monkeypatch):
     """With φ = 0.999 only the duplicate has weight 0, with 1.5 no pair, with −1.5 every pair. Without
-    negatives, loss and gradient are 0. Unless the way is eager, the code form runs in blocks of two rows.
+    negatives, loss and gradient are 0. The code form runs in blocks of two rows, except with impl "eager".
     Noise and guide embeddings get no gradient."""
     z1, z2, noise, f1, f2 = random_inputs(n, k)
     apply, flags = dclr.BlockwiseSum.apply, (phi, temperature, form)
@@ -131,8 +131,8 @@ def test_noise_steps_have_full_length_or_none(form, dtype, temperature):
 
 @pytest.fixture(scope="module")
 def guides(bert, tmp_path_factory):
-    """Folders of guides: modules.json for mean pooling, and another vocabulary; modules.json for the first
-    token; without a pooler; with a pooler."""
+    """Return {name: folder} of four guides. mean: modules.json with mean pooling, and another vocabulary;
+    first: modules.json with [CLS] pooling; bare: no pooler; pooler: a pooler."""
     home = tmp_path_factory.mktemp("guides")
     made = {name: shutil.copytree(bert, home / name) for name in ("mean", "first", "bare")}
     for name, mode in ("mean", "mean"), ("first", "cls"):
@@ -168,7 +168,7 @@ def test_first_loss_matches_the_formula(form, per_sentence, name, pooling, more,
                                         monkeypatch):
     """The first loss equals the formula on the embeddings of model and guide, which have their own
     tokenizers, and on the sampled noise. The models have no dropout, and the batch holds all rows. With
-    --form code the head is on top of the pooler. The flags of the noise reach its ascent."""
+    --form code the head is on top of the pooler. noise_negatives gets the noise flags."""
     ascend = Mock(wraps=noise_negatives)
     monkeypatch.setattr(dclr, "noise_negatives", ascend)
     rows = SENTENCES[:10] + SENTENCES[:2]                      # two sentences occur twice

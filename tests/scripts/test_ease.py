@@ -52,7 +52,7 @@ def test_loss_matches_the_formula(path, n, m, tau, w):
     for masked in ((None, None), (ids, None), (ids, hard_ids)):
         flags = dict(entity_ids=masked[0], hard_ids=masked[1])
 
-        def loss(z, e, h=None):                                # times τ: at 100, gradients are tiny
+        def loss(z, e, h=None):                                # times τ: for τ = 100 gradients are tiny
             return tau * loss_by_path(
                 path, n, lambda own, **more: ease_loss(z[own], e, h, tau, w, **flags, **more))
 
@@ -68,8 +68,8 @@ def write_tsv(path, rows):
 
 
 @pytest.mark.parametrize("page", [[], ["page"], ["article"], ["origin_entity"]])
-def test_hard_negatives_of_a_type_are_not_on_the_page(page, tmp_path):
-    """Hard negatives are entities of one type of the row that are not on its page. All are sampled about
+def test_hard_negatives_share_a_type_and_are_not_on_the_page(page, tmp_path):
+    """A row's hard negatives are entities of one of its types that are not on its page. All are sampled about
     equally often, and those of a row differ from each other. Without a column for the page, or with an empty
     cell, the text is the page. The sample depends on seed, epoch and row only."""
     pages = ["" if i % 2 == 0 else f"p{i % 4}" for i in range(36)]
@@ -103,8 +103,8 @@ def test_hard_negatives_of_a_type_are_not_on_the_page(page, tmp_path):
     ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100 tests the default flags
 def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, bert, monkeypatch):
     """The first loss equals the formula on the embeddings of the model. --form code has groups of 8 and 4
-    rows, also if these 4 are all rows of a rank, and masks no entities by default. The columns have the
-    released names, or the other names in another order."""
+    rows, even if a rank has only the last 4, and does not mask equal entities by default. The columns have
+    the released names, or other accepted names and another order."""
     rows, paper = ROWS[:8] + ROWS[:4], form == "paper"         # four entities occur twice
     renamed = [["language", "negative_entity", "entity", "sentence"]]
     renamed += [["de", row[2], row[1].replace(" ", "_"), row[0]] for row in rows]

@@ -97,7 +97,7 @@ def test_childtuning(regression, cwd, capsys):
     assert line == f"test     {result.said['dev'].split(': ')[1]}  few.tsv"
 
 
-def test_cline_without_replaced_words(cwd, capfd):
+def test_cline_rejects_rows_without_replaced_words(cwd, capfd):
     Path("same.csv").write_text("original,synonym,antonym\nHe eats.,He eats.,He sleeps.\n")
     run("cline", Path("out"), "--data", DATA / "sentences.txt", "--wordnet", DATA / "wordnet", "--model",
         "scratch", "--batch-size", 8, "--steps", 1, "--tagger", "lexicon")

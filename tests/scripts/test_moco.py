@@ -1,4 +1,4 @@
-"""moco.py: the loss against single terms, queue, key encoder, split and shuffled batch norms, learning
+"""moco.py: the loss against its formula, queue, key encoder, split and shuffled batch norms, learning
 rates."""
 import math
 from functools import partial
@@ -18,7 +18,7 @@ randn = partial(torch.randn, dtype=torch.float64)
 @pytest.mark.parametrize("impl, near", [("eager", 1e-10), ("blockwise", 1e-10), ("triton", 2e-5)])
 @pytest.mark.parametrize("n, k", [(1, 1), (5, 12)])
 def test_moco_loss(n, k, impl, near):
-    """It equals the paper's formula, and keys get no gradient."""
+    """The loss equals the paper's formula, and keys get no gradient."""
     torch.manual_seed(10)
     q, keys = randn(n, 16, requires_grad=True), randn(n, 16, requires_grad=True)
     others = F.normalize(randn(k, 16), dim=1)
@@ -82,8 +82,8 @@ def test_update_key_encoder(momentum):
 
 
 def test_split_batch_norm():
-    """It equals a separate batch norm for each split; running statistics are their mean. In eval mode it is
-    an ordinary batch norm."""
+    """The layer equals a separate batch norm for each split; running statistics are their mean. In eval mode
+    it is an ordinary batch norm."""
     x, parts = randn(8, 3, 4, 4), [nn.BatchNorm2d(3).double() for _ in range(4)]
     network = nn.Sequential(nn.BatchNorm2d(3).double())
     moco.use_split_batch_norm(network, split_size=2)
@@ -106,7 +106,7 @@ def test_keys_are_shuffled_for_encoding_only():
 
 @pytest.mark.parametrize("v1", [True, False])
 def test_lr_factor(v1):
-    """Two steps for v1, half a cosine for v2."""
+    """v1 divides the rate by 10 after 60 % and 80 % of the epochs; v2 follows half a cosine."""
     epochs = 0, 100, 119, 120, 160
     wanted = [1, 1, 1, 0.1, 0.01] if v1 else [0.5 + math.cos(math.pi * x / 200) / 2 for x in epochs]
     assert [moco.lr_factor(x, 200, SimpleNamespace(v1=v1)) for x in epochs] == pytest.approx(wanted)

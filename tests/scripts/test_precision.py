@@ -52,7 +52,7 @@ CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {"similarity_lse": UNIT}),
 @pytest.mark.parametrize("precision, name, flags, wanted", [
     *(("bf16", *call) for call in CALLS), *(("fp32", *call) for call in CALLS[::4])])
 def test_unit_rows_are_multiplied_in_float16(name, flags, wanted, precision, bert, tmp_path, monkeypatch):
-    """Kernels get rows in float32 and return gradients in float32, whose values do not fit in 16 bits."""
+    """Kernels get float32 rows and return float32 gradients, which are not rounded to 16 bits."""
     documents = tmp_path / "documents.txt"
     lines = [row[0] for row in SENTENCES[:80]]
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
@@ -126,7 +126,7 @@ def relative_errors(dtype, loss, q, k, *tau):
 @pytest.mark.parametrize("kind", SETS)
 @pytest.mark.parametrize("d", [128, 768])
 @pytest.mark.parametrize("tau", TEMPERATURES)
-def test_float16_has_far_less_error(loss, kind, d, tau):
+def test_float16_has_far_less_error_than_bfloat16(loss, kind, d, tau):
     case = LOSSES[loss], *pairs(kind, 256, d, tau), tau
     half = relative_errors(torch.float16, *case)[1]
     brain = relative_errors(torch.bfloat16, *case)[1]

@@ -105,7 +105,7 @@ def test_every_script_needs_only_itself_and_kernels(tmp_path):
         assert code_in(out / "training") == code_in(ROOT / "kernels" / "training")
 
 
-# test_selfguided.py has its own test
+# test_selfguided.py has its own test_learns
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "selfguided"])
 def test_learns(name, tmp_path):
     result = run(name, tmp_path / "out", *SCRIPTS[name], "--steps", 30)
@@ -135,8 +135,8 @@ def test_resume_is_bitwise_exact_and_evaluation_changes_nothing(name, flags, tmp
 @pytest.mark.parametrize("size", [1, 7])
 @every_script
 def test_chunks_give_the_gradient_of_the_whole_batch(name, size, tmp_path, monkeypatch):
-    """A step with --chunk-size equals a step that keeps the graphs of all chunks. The model has dropout, so
-    both use the same groups of rows."""
+    """A step with --chunk-size equals a step that keeps the graphs of all chunks. Both encode the same
+    chunks, because the model has dropout."""
     flags = [*small(name, tmp_path), "--steps", 1, "--chunk-size", size]
     chunked = run(name, tmp_path / "chunked", *flags)
 
@@ -155,8 +155,8 @@ def test_chunks_give_the_gradient_of_the_whole_batch(name, size, tmp_path, monke
 @pytest.mark.parametrize("name, flags", [*((name, []) for name in SCRIPTS),
                                          ("selfguided", ["--objective", "base", "--layers", 2])])
 def test_several_processes_equal_one(name, flags, tmp_path, bert):
-    """Three processes with unequal shares of a batch, and --chunk-size, equal one process without. The model
-    has no dropout."""
+    """Three processes with unequal shares of a batch and --chunk-size equal one process without --chunk-size.
+    The model has no dropout."""
     flags = [*small(name, tmp_path), "--model", bert, "--pooling", "avg", "--steps", 6, "--lr", 1e-3, *flags]
     if name == "ease":                                         # its entity term has little weight by default
         flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]

@@ -59,8 +59,8 @@ def test_loss_matches_the_formula(temperature, objective, path):
     ("opt2", "--layers 0 --view-pooling sum", "sum", [0]), ("opt3", "", "max", range(4)),
     ("opt3", "--form code --view-pooling max --layers 3 1", "max", [3, 1])])
 def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_path, bert, monkeypatch):
-    """The first loss equals the formula on states of one sentence at a time. The views do not change when T
-    does, whether similar lengths are grouped into batches or not."""
+    """The first loss equals the formula on states of one sentence at a time. The views do not depend on the
+    tuned copy, or on whether rows are encoded in one group or in groups of similar length."""
     flags = ["--objective", objective, "--lr", 0, "--projection-dim", 16, *ONE_BATCH, *flags.split()]
     result = run_text("selfguided", tmp_path, ROWS, "--model", bert, *flags)
     model, head = result.model, result.model.projection
@@ -84,9 +84,9 @@ def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_p
 
 @pytest.mark.parametrize("form", ["paper", "code"])
 def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_path):
-    """Six steps change all weights of T but its word embeddings, and no weight of F. state.pt has no F, and F
-    has dropout with --form code only. The regulariser's gradient is 2λ (θ_T − θ_F); its value is 0, not NaN,
-    while T equals F."""
+    """Six steps change all weights of the tuned copy T except its embedding layer, and no weight of the fixed
+    copy F. state.pt has no F. F has dropout with --form code only. The regulariser's gradient is 2λ (θ_T −
+    θ_F); its value is 0, not NaN, while T equals F."""
     flags = ["--model", "scratch", "--form", form, "--projection-dim", 16, "--regulariser-weight", 0.3]
     result = run_text("selfguided", tmp_path, ROWS, *flags, "--lr", 1e-2, *ONE_BATCH, "--steps", 6)
     assert result.losses[-1] < 0.9 * result.losses[0], result.losses
@@ -114,7 +114,7 @@ def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_pat
 
 @pytest.mark.parametrize("objective", ["base", "opt1", "opt2"])
 def test_one_layer_is_sampled_per_sentence(objective, monkeypatch):
-    """All numbers of a view are the index of its layer, one of three. Each layer is sampled often, and the
+    """Each number in a view is the index of its layer, one of three. Each layer is sampled often, and the
     samples of two steps differ."""
     views, loss = torch.arange(3.0)[:, None].expand(600, 3, 4), Mock(return_value=torch.zeros(()))
     monkeypatch.setattr(selfguided, "layer_views", lambda *_: views)

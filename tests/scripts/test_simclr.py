@@ -1,4 +1,4 @@
-"""simclr.py: losses against sums of single terms, LARS, projection heads, recipes, and the stages of v2."""
+"""simclr.py: losses against explicit sums, LARS, projection heads, recipes, and the stages of v2."""
 import contextlib
 import io
 import re
@@ -41,7 +41,7 @@ def test_losses_are_the_papers(views, labels, impl, near):
     x, y = randn(len(labels), views, 16, requires_grad=True), torch.tensor(labels)
     z = x.float() if impl == "triton" else x
     losses = [reference_loss(x, y, 0.3), simclr.sup_con_loss(z, y, 0.3, impl=impl)]
-    losses.append(simclr.sup_con_loss(z, y, 0.3, 0.07, impl=impl) * 0.07 / 0.3)            # released code
+    losses.append(simclr.sup_con_loss(z, y, 0.3, 0.07, impl=impl) * 0.07 / 0.3)            # base temperature
     if len(set(labels)) == 4:
         losses.append(simclr.sup_con_loss(z, None, 0.3, impl=impl))
         losses.append(simclr.simclr_loss(*z.unbind(1), 0.3, impl=impl))
@@ -71,9 +71,9 @@ def test_lars_steps():
 
 @pytest.mark.parametrize("optimizer, decay", [("lars", 0.0), ("sgd", 0.1), ("nesterov", 0.0), ("adam", 0.0)])
 def test_parameter_groups(optimizer, decay):
-    """With sgd all weights decay, with nesterov and adam all but norms. LARS does not scale steps of a
-    classifier by the norm of its weights, which start at 0: it learns a linearly separable task at the
-    released learning rate."""
+    """With sgd all weights decay; with nesterov and adam all weights except norms do. LARS does not scale
+    steps of a classifier by the norm of its weights, which start at 0: it learns a linearly separable task at
+    the released learning rate."""
     encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
     model = torch.nn.Module()
     model.encoder, model.head, model.classes = encoder, torch.nn.Sequential(torch.nn.Linear(8, 2)), ["a", "b"]
@@ -113,7 +113,7 @@ def test_no_normalize(gathered):
 
 
 def test_distillation_loss():
-    """It equals the paper's formula; the teacher gets no gradient; invalid arguments raise."""
+    """The loss equals the paper's formula, the teacher gets no gradient, and invalid arguments raise."""
     student, teacher = randn(4, 3, requires_grad=True), randn(4, 3, requires_grad=True)
     p, q = ((x / 0.5).exp() / (x / 0.5).exp().sum(1, keepdim=True) for x in (teacher, student))
     wanted = -(p.detach() * q.log()).sum(1).mean()
@@ -129,7 +129,7 @@ def test_distillation_loss():
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 @pytest.mark.parametrize("form, norm", [("paper", None), ("code", None), ("paper", True), ("code", False)])
-def test_heads(form, norm, layers):
+def test_layers_of_projection_heads(form, norm, layers):
     args = SimpleNamespace(head_layers=layers, projection_dim=4, form=form, head_norm=norm)
     head = simclr.projection_head(8, args)
     norms = form == "code" if norm is None else norm
@@ -181,7 +181,7 @@ def test_no_normalize_computes_in_float32():
     torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
 
 
-def test_finetune_replaces_data():
+def test_finetune_sets_data_and_defaults():
     args = simclr.make_parser().parse_args(["--finetune", "x", "--from-layer", "0"])
     assert (args.data, args.lr, args.from_layer, args.warmup_epochs) == ("x", 0.005, 0, 0)
 

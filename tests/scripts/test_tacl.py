@@ -61,12 +61,12 @@ def random_batch(b, length, d, seed):
 @pytest.mark.parametrize("shape", [(1, 4, 3), (6, 7, 4), (3, 40, 8)], ids=str)
 @pytest.mark.parametrize("temperature", [0.01, 0.5])
 def test_tacl_loss(impl, form, shape, temperature, monkeypatch):
-    """Cases: random vectors, an easy task, equal views, zero vectors, one token per sequence (no negatives,
-    except padding), masked padding (not an anchor) and no mask at all (loss 0); each with cosines and dot
-    products.
+    """Cases: random vectors, a student close to the teacher, a student equal to it, zero vectors, one token
+    per sequence (no negatives, except padding), masked padding (not an anchor) and no mask at all (loss 0);
+    each with cosines and dot products.
 
-    With small strips in blockwise, short sequences share a strip and long ones are cut. The teacher gets no
-    gradient and is not changed.
+    The strips of impl "blockwise" are small: short sequences share a strip, and long ones are cut. The
+    teacher gets no gradient and is not changed.
     """
     for name, value in dict(SINGLE_STRIP_LOGITS=0, MIN_STRIP_ROWS=5, MAX_STRIP_LOGITS=1).items():
         monkeypatch.setattr(blockwise, name, value)
@@ -205,7 +205,7 @@ def test_compute_loss_and_evaluate(form, grad_accum, weight, files, folders, mon
         assert found["contrast"] == pytest.approx(contrast.item(), rel=2e-3)   # float32 at τ = 0.01
         total = found["mlm"] + found["nsp"] + weight * found["contrast"]
         assert found["loss"] == pytest.approx(total, abs=1e-4)
-    ends = real.sum(1) if form == "paper" else [256] * 9       # with form "code" padding may be the nearest
+    ends = real.sum(1) if form == "paper" else [256] * 9       # with form "code" padding may be nearest
     right = [i == cosines(s[row, i], t[row, : ends[row]]).argmax() for row, i in is_masked.nonzero()]
     assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3) and 0.1 < np.mean(right) < 1
     assert len(sentences[0][0]) == 3                           # one word: its similarity is NaN
@@ -215,7 +215,7 @@ def test_compute_loss_and_evaluate(form, grad_accum, weight, files, folders, mon
         each = [cosines(layers[i][0, 1:-1], layers[i][0, 1:-1]) for layers in states[1:]]
         means = [(x.sum() - len(x)).item() / (len(x) ** 2 - len(x)) for x in each]
         assert found == pytest.approx(np.mean(means), abs=1e-5)
-        each = [cosines(layers[i][0], layers[i][0]) for layers in states]      # with both (released code)
+        each = [cosines(layers[i][0], layers[i][0]) for layers in states]      # with [CLS] and [SEP]
         pairs = torch.cat([x[~torch.eye(len(x), dtype=bool)] for x in each])
         assert evaluated["similarity_special"][i] == pytest.approx(pairs.mean().item(), abs=1e-5)
 
@@ -269,8 +269,8 @@ def test_missing_heads_and_frozen_teacher(name, missing, files, folders):
 
 
 def check_folder(result, out, name):
-    """The printed line loads the encoder of state.pt, with its pooler. No head and no teacher is saved. The
-    tokenizer does not truncate."""
+    """Check that the printed line loads the encoder of state.pt, with its pooler, that no head and no teacher
+    is saved, and that the tokenizer does not truncate."""
     model, prefix = eval(result.said["load"], {"AutoModel": AutoModel}), f"lm.{name}."
     state = result.state["model"]
     assert not any("teacher" in key for key in state)
@@ -306,8 +306,8 @@ def test_learns(tmp_path, files, bert):
     [], ["--form", "code", "--grad-accum", 3, "--whole-word", "--similarity", "dot", "--shuffle-buffer", 2],
     ["--contrastive-weight", 0, "--grad-accum", 2]], ids=str)
 def test_resume_is_exact(flags, tmp_path, files, folders):
-    """With dropout, another model as teacher, and a stream that reads its file twice. Evaluation changes
-    nothing."""
+    """The model has dropout and another model as teacher, and the stream reads its file twice. Evaluation
+    changes nothing."""
     flags = [*files, "--model", folders / "distilbert", "--teacher", folders / "bert", "--steps", 8, *flags]
     whole = check_resume("tacl", tmp_path, [*flags, "--eval-every", 3], flags, 5, [3, 1])
     assert whole.state["progress"]["place"][1] > 0

@@ -36,7 +36,7 @@ def info_nce(positive, negatives):
 
 
 def reference_augmentation(e, head, neighbours, noise, radius, t, steps=1):
-    """Compute δ as the released loop does: the gradient at a direction replaces the direction."""
+    """Compute δ like the released loop: each step replaces the direction by the normalised gradient at it."""
     def normalise(x):
         return x / (x.norm(dim=1, keepdim=True) + 1e-8)
 
@@ -51,7 +51,7 @@ def reference_augmentation(e, head, neighbours, noise, radius, t, steps=1):
 
 
 def reference_loss(e, perturbed, head, neighbours, t, form="paper"):
-    """Compute the neighbourhood term, one after the other of its 2N anchors."""
+    """Compute the neighbourhood term with a loop over its 2N anchors."""
     z, star, total = unit(head(e)), unit(head(perturbed)), 0
     if form == "code":
         z, star = z.detach(), unit(head(perturbed.detach()))
@@ -66,9 +66,9 @@ def reference_loss(e, perturbed, head, neighbours, t, form="paper"):
 @pytest.mark.parametrize("n, k, steps, radius, t", [
     (8, 3, 1, 15.0, T), (8, 16, 1, 2.0, T), (6, 2, 3, 4.0, 0.2), (8, 3, 0, 15.0, T), (5, 0, 1, 1.0, T)])
 def test_virtual_augmentation(form, n, k, steps, radius, t):
-    """δ and the neighbours equal the reference. A row without gradient has δ = 0: row 0, whose projection is
-    constant, and with K = 0 every row; with steps = 0 row 1, whose noise is 0. Gradients and batch norm
-    statistics do not change. A K that is too large takes all other rows."""
+    """δ and the neighbours equal the reference. δ is 0 where there is no gradient: in row 0, whose projection
+    is constant, and with K = 0 in all rows. With steps = 0, δ is 0 in row 1, whose noise is 0. Gradients and
+    batch norm statistics do not change. If K is too large, all other rows are neighbours."""
     torch.manual_seed(0)
     e, noise, dead_head = randn(n, 6, 1), randn(n, 6, 2), make_head(*WEIGHTS, dead=0)
     noise[1] = 0
@@ -116,12 +116,12 @@ def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, m
     noise = randn(12, 32, 20)
     if form == "paper":
         monkeypatch.setattr(torch, "randn_like", lambda x: noise.float())
-    else:                                                      # the script subtracts 0.5
+    else:                                                      # vascl.py uses rand_like − 0.5
         monkeypatch.setattr(torch, "rand_like", lambda x: noise.float() + 0.5)
     rows = [row[:columns] for row in NLI[:12]]
     flags = ["--model", bert, "--lr", 0, "--head-lr", 0, "--neighbours", 3, *length.split(), *ONE_BATCH]
     result = run_text("vascl", tmp_path, rows, *flags, "--form", form)
-    order = next(batches(12, 12, result.args.seed))            # noise belongs to places in the batch
+    order = next(batches(12, 12, result.args.seed))            # noise belongs to positions in the batch
     views = [embed_saved(bert, [rows[i][column] for i in order], "avg").double() for column in range(columns)]
     layers = list(result.model.projection.parameters())
     assert [tuple(weight.shape) for weight in layers] == [(32, 32), (128, 32)]             # no biases

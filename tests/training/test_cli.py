@@ -69,7 +69,7 @@ def test_python_OO_is_rejected(monkeypatch, capfd):
     ("--evaluate --guide x", "--evaluate: nothing to evaluate; .*"), ("--evaluate --more x", None),
     ("--tune x", None), ("--tune x --data x", None)])
 def test_flags_that_name_inputs(flags, wanted):
-    """Here --tune is another flag for training data."""
+    """--tune stands for a script's own flag that names the training data."""
     parser = ScriptParser("a script")
     parser.add_shared_flags("--data", "--dev", "--evaluate")
     for name, reads in ("--guide", "model"), ("--tune", "training data"), ("--more", "held-out data"):
@@ -90,7 +90,7 @@ def test_error_is_an_exception_for_a_caller_in_python():
         simcse.make_parser().parse_args(["--data", "x", "--frobnicate"])
 
 
-def test_resume_of_a_run_with_flags_of_an_earlier_version(tmp_path):
+def test_resume_rejects_a_flag_that_no_longer_exists(tmp_path):
     (tmp_path / "args.json").write_text('{"command": ["--data", "x", "--width", "64"]}')
     with pytest.raises(UserError, match="--resume: .*unrecognized arguments: --width 64; start a new run"):
         simcse.make_parser().parse_args(["--resume", "--out", str(tmp_path)])

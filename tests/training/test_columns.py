@@ -126,7 +126,7 @@ def test_first_row_is_data(content, columns, tmp_path, capsys):
 
 @pytest.mark.parametrize("columns", [None, "1|2", "Frage|Antwort"])
 def test_header_is_recognised_with_and_without_columns(columns, tmp_path, capsys):
-    """The rule is the same; a note is printed if the header has no well-known name."""
+    """Without --columns the unknown names are an error. With column numbers, a note shows the header."""
     (tmp_path / "a.csv").write_text("Frage,Antwort\n" + "A man eats.,He eats.\n" * 5)
     note = r"note +.*a\.csv: its first row is read as a header: anchor Frage, positive Antwort; if .*\n"
     if columns is None:

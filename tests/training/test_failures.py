@@ -1,5 +1,5 @@
-"""Failures: runs that cannot be started again, damaged tokens, closed streams, a full disk or memory, names
-with control characters. tests/attack/faults.py makes each stage of a run fail."""
+"""Failures: runs that cannot be restarted, damaged tokens, closed streams, a full disk or memory, names with
+control characters. tests/attack/faults.py makes each stage of a run fail."""
 import contextlib
 import json
 import os
@@ -75,7 +75,7 @@ def test_finished_run_is_not_started_again(cwd, capfd):
         rejects("simcse", capfd, wanted, *FLAGS, "--out", keep)
 
 
-def test_out_inside_the_images(cwd):
+def test_out_inside_the_images_is_rejected(cwd):
     Path("images").mkdir()
     for out in ("images", "images/a/out"):
         with pytest.raises(UserError, match="inside --data images, where it would be read as data"):
@@ -123,7 +123,7 @@ def test_damaged_tokens_are_made_again(damage, tmp_path, bert):
 
 
 def test_tokens_that_are_truncated_while_they_are_read(tmp_path, bert):
-    """With mmap, SIGBUS would kill the process."""
+    """Tokens are not read with mmap: SIGBUS would kill the process here."""
     rows = tokenise(tmp_path, bert, ["A man eats."] * 5000)
     os.truncate(tmp_path / "tokens" / "ids", 5)
     with pytest.raises(UserError, match="tokens: the file was truncated while it was read; --resume .*"):
@@ -133,7 +133,7 @@ def test_tokens_that_are_truncated_while_they_are_read(tmp_path, bert):
 # ── the machine ──
 
 
-def test_closed_pipe_raises_sigterm_once(monkeypatch, capfd):
+def test_writing_to_a_closed_pipe_raises_sigterm_once(monkeypatch, capfd):
     received, before = [], signal.getsignal(signal.SIGTERM)
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -166,7 +166,7 @@ def run_and_get_error(main, capfd):
 
 
 def make_parser():
-    """Used by cli.describe_out_of_memory, which looks for it in the module of main."""
+    """Return a parser for cli.describe_out_of_memory, which looks for make_parser in the module of main."""
     return simcse.make_parser()
 
 
@@ -234,12 +234,12 @@ def test_warnings_of_libraries_are_not_printed(monkeypatch, capfd):
         fail("the error")
     monkeypatch.setattr(warnings, "showwarning", lambda text, *_: print(text, file=sys.stderr))
     with warnings.catch_warnings():
-        warnings.simplefilter("always")                        # pytest would collect them
+        warnings.simplefilter("always")                        # no other filter hides the warning
         assert run_and_get_error(warn_and_fail, capfd) == "test_failures.py: the error\n"
 
 
 def test_file_name_that_is_not_utf_8(cwd, capfd):
-    """It is accepted for data, and escaped in the README of --out; --out itself must be UTF-8."""
+    """Such a name is accepted for data, and escaped in the README of --out; --out itself must be UTF-8."""
     name = os.fsdecode(b"caf\xe9.csv")
     Path(name).write_text(GOOD)
     result = run("simcse", Path("out"), "--data", name, *SMALL[2:])
@@ -298,7 +298,7 @@ def test_config_of_too_large_a_model(change, wanted, cwd, bert, capfd):
     rejects("simcse", capfd, f"--model model: {wanted}", *SMALL, "--model", "model")
 
 
-def test_module_outside_the_model_folder(cwd, bert, capfd):
+def test_module_path_outside_the_model_folder_is_rejected(cwd, bert, capfd):
     shutil.copytree(bert, "model")
     modules = [dict(type="sentence_transformers.models.Pooling", path="../1_Pooling")]
     Path("model/modules.json").write_text(json.dumps(modules))

@@ -94,7 +94,7 @@ def write_image(path, colour, size=4):
     lambda: os.unlink("all/a/0.bmp"), lambda: os.rename("all/a/0.bmp", "all/b/9.bmp")])
 @pytest.mark.parametrize("from_list", [True, False])
 def test_checksum_of_images(change, from_list, tmp_path, monkeypatch):
-    """It changes if an image changes, in equal or other size, is deleted, or gets another label."""
+    """The checksum changes if an image changes (also at equal size), is deleted, or gets another label."""
     monkeypatch.chdir(tmp_path)
     for i in range(6):
         write_image(f"all/{'ab'[i % 2]}/{i}.bmp", i)

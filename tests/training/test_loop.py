@@ -91,7 +91,7 @@ def check_gather_rows(rank):
 
 
 def make_gradients(rank):
-    """Weights of several types and shapes. The second has a gradient on rank 1 only; the last is frozen."""
+    """Return weights with gradients. The second has a gradient on rank 1 only; the last is frozen."""
     torch.manual_seed(rank)
     weights = torch.randn(3, 5), torch.randn(7), torch.randn(2, 2).double(), torch.randn(40), torch.randn(1)
     model = torch.nn.ParameterList(weights)
@@ -104,7 +104,7 @@ def make_gradients(rank):
 
 @pytest.mark.parametrize("bucket_bytes", [64, 2**25])
 def test_gradients_are_summed_over_ranks(bucket_bytes, tmp_path):
-    """With many small buckets, and with one bucket per dtype."""
+    """The sums are right with many small buckets and with one bucket per dtype."""
     arguments = 3, free_port(), bucket_bytes, tmp_path / "sum"
     torch.multiprocessing.start_processes(rank_main, arguments, 3, start_method="forkserver")
     ranks = [make_gradients(rank) for rank in range(3)]

@@ -93,7 +93,7 @@ def write(arrow, path, columns, **flags):
 
 
 def test_rows_equal_those_that_were_written(arrow, tmp_path, monkeypatch):
-    """With batches of any size, and with each encoding, compression and page version."""
+    """Batches of any size work, and so do all encodings, compressions and page versions."""
     texts = [f"A man eats {'slowly ' * (i % 7)}\u00e4{i % 90}." for i in range(400)]
     columns = {"s": texts, "n": [None if i % 3 else text for i, text in enumerate(texts)], "i": [*range(400)],
                "l": [texts[i : i + i % 4] for i in range(400)], "b": [text.encode() for text in texts],

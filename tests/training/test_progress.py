@@ -13,7 +13,7 @@ from running import KEPT, metrics, rejects
 
 @pytest.fixture
 def now(monkeypatch):
-    """A fake time: now.seconds changes only when a test changes it."""
+    """Return a fake clock: now.seconds changes only when a test changes it."""
     now = SimpleNamespace(seconds=100.0)
 
     def read():
@@ -49,14 +49,14 @@ def test_long_work_is_logged_without_a_terminal(monkeypatch, capsys):
 
 
 def test_remaining_time_includes_evaluations_and_later_work(now):
-    """10 steps of 2 s, evaluations of 5 s after steps 4, 8 and 10, then a probe of 30 s."""
+    """An evaluation of 7 s; 10 steps of 2 s, evaluations of 5 s after steps 4, 8, 10; a probe of 30 s."""
     clock, line = Clock(), {"loss": 1.0, "lr": 0.1, "saved": True}
     args = SimpleNamespace(eval_every=4, batch_size=6)
     clock.start(0)
     with clock.exclude(evaluation=True):
         now.seconds += 7
     now.seconds += 2
-    assert clock.seconds_left(1, 10, 4) == 18 + 3 * 7          # evaluations like the first, of 7 s
+    assert clock.seconds_left(1, 10, 4) == 18 + 3 * 7          # 7 s: as long as the first evaluation
     with clock.exclude(repeats=10):
         now.seconds += 3
     now.seconds += 6

@@ -25,7 +25,7 @@ ADDRESS, PORT = (rf"{name} .*; expected .*, where 2 processes \(WORLD_SIZE\) con
 
 @pytest.fixture
 def variables(monkeypatch):
-    """A function that sets these environment variables and unsets the others. A value of None means unset."""
+    """Return a function that sets these variables, and unsets those that are None or not given."""
     def set_variables(**given):
         for name in (*ranks.ENV_MINIMUM, "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
             monkeypatch.delenv(name, raising=False)
@@ -46,7 +46,7 @@ def variables(monkeypatch):
     *((PAIR | dict(MASTER_ADDR=text), ADDRESS) for text in (None, "")),
     *((PAIR | dict(MASTER_PORT=text), PORT) for text in (None, "", "0", "65536", "-1", "http", "٨٠"))])
 def test_invalid_variables(given, wanted, variables, cwd, capfd):
-    """The error is printed whatever the rank is."""
+    """Every rank prints the error, not only rank 0."""
     variables(**given)
     rejects("simcse", capfd, wanted, *SMALL, "--out", "out")
 
@@ -73,7 +73,7 @@ def test_variables_are_checked_before_torch_is_imported(variables, tmp_path, mon
     assert capfd.readouterr().err.startswith("simcse.py: RANK is 'x'; expected")
 
 
-def test_local_rank_without_a_gpu(variables, monkeypatch):
+def test_local_rank_is_the_number_of_a_gpu(variables, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     current = []
@@ -104,7 +104,7 @@ def test_unknown_host(error, wanted, variables, cwd, capfd, monkeypatch):
     rejects("simcse", capfd, f"MASTER_ADDR is 'nowhere': {wanted}", *SMALL, "--out", "out")
 
 
-def test_other_errors_of_the_joining_thread(variables, cwd, capfd, monkeypatch):
+def test_other_connection_errors_are_one_line(variables, cwd, capfd, monkeypatch):
     def fail_to_init(*_, **__):
         raise ValueError("first\nsecond")
     monkeypatch.setattr(torch.distributed, "init_process_group", fail_to_init)
@@ -244,7 +244,7 @@ def test_main_in_a_thread(cwd, capfd):
 
 
 def test_closed_pipe_in_a_thread(monkeypatch, capfd):
-    """It ends main without a signal, which would end the whole program."""
+    """A closed pipe ends main without a signal, which would end the whole program."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as pipe:

@@ -66,7 +66,7 @@ def test_state_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
-    """A run that stopped after two of four steps."""
+    """Return the folder of a run that stopped after two of four steps."""
     out = tmp_path_factory.mktemp("half") / "out"
     run("simcse", out, *TEXT, "--steps", 2, "--eval-every", 2)
     flags = json.loads((out / "args.json").read_text())
@@ -155,7 +155,7 @@ def test_resume_takes_flags_from_the_folder(cwd, monkeypatch, capfd):
         patch.setattr("simcse.all_reduce_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
         simcse.main([*flags, "--out", "out"])
     os.rename("out", "moved")
-    for more in ([], ["--keep-state", "running"]):             # all steps are done before the second one
+    for more in ([], ["--keep-state", "running"]):             # the first one does all remaining steps
         simcse.main(["--resume", "--out", "moved", *more])
     os.rename("moved", "out")
     one, two = (load_file(f"{out}/model.safetensors") for out in ("whole", "out"))

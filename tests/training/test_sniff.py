@@ -58,7 +58,7 @@ def find_error(*columns):
         lambda i: "-" if i == 7 else str(i))),
     ("single words", lambda i: WORDS[i % 14] + "abcde"[i // 14])])
 def test_columns_that_are_not_texts(kind, cells):
-    """They are rejected next to two text columns; next to one, single words are accepted as answers."""
+    """These are rejected next to two text columns. Next to one, single words are accepted as answers."""
     other, kinds = column(cells), dict(labels="few different labels", ids="ids or codes")
     for columns, number, texts in (([ANCHORS, POSITIVES, other], 3, "1 2"),
                                    ([other, ANCHORS, POSITIVES], 1, "2 3")):
@@ -106,7 +106,7 @@ def test_message_suggests_the_text_columns():
         _, table = read_table(Table(rows), roles=SENTENCE_COLUMNS, columns=columns)
         assert [tuple(cells) for _, cells in table] == [row[read] for row in rows]
     named = [dict(zip(("anchor", "positive"), row)) for row in zip(ANCHORS, column(["yes", "no"]))]
-    assert len(read_table(Table(named), roles=SENTENCE_COLUMNS)[1]) == 60  # names are believed
+    assert len(read_table(Table(named), roles=SENTENCE_COLUMNS)[1]) == 60  # a known name decides
 
 
 def test_sorted_rows_are_sampled_from_the_whole_table():
@@ -158,7 +158,7 @@ def test_sentences_labelled_texts_and_scored_pairs(tmp_path):
     with pytest.raises(UserError, match="column 1 holds ids or codes, such as 'q0'; "):
         find_texts()
     assert find_texts(["column 1", "column 2"]) == [0, 1]
-    write(column(["food", "price"]), ANCHORS, labels)          # the aspect that the label is about
+    write(column(["food", "price"]), ANCHORS, labels)          # aspects count as texts
     assert find_texts() == [0, 1]
     write(ids, ANCHORS, scores)
     with pytest.raises(UserError, match="column 1 holds ids or codes, such as 'q0'; "):

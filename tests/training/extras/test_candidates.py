@@ -25,7 +25,7 @@ HEADER = ["text", "reference", "cand1", "cand2", "cand3", "cand4", "rouge"]
 
 
 def test_nearest_candidate_is_selected(tmp_path, bert):
-    """The cosine selects. The scores are those of the selected candidates, and of the best ones."""
+    """The candidate with the highest cosine is selected; scores are means over selected and best ones."""
     scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
     rows = [[*row, " ".join(map(str, x.tolist()))] for row, x in zip(ROWS, scores)]
     found = load_candidates(write(tmp_path / "x.csv", rows, HEADER))
@@ -56,7 +56,7 @@ def test_bad_rows(rows, header, expected, tmp_path):
         load_candidates(write(tmp_path / "x.csv", rows, header))
 
 
-def test_scored_pairs_are_not_candidates(tmp_path):
+def test_is_scored_pairs_is_false_for_candidates(tmp_path):
     assert is_scored_pairs(DATA / "sts.tsv")
     assert not is_scored_pairs(write(tmp_path / "x.csv", ROWS, HEADER[:6]))
     assert not is_scored_pairs(write(tmp_path / "y.csv", [row[:3] for row in ROWS]))
@@ -107,6 +107,6 @@ def test_candidates_are_truncated_before_their_end_token(tmp_path, bert):
         assert found[i] == (whole if i < 6 else [*whole[:5], whole[-1]])
 
 
-def test_flags_of_candidates(cwd, capfd):
+def test_candidate_length_needs_the_ranking_loss(cwd, capfd):
     rejects("simcse", capfd, "--candidate-length: only --objective ranking uses it; leave it out", "--model",
            "scratch", "--data", DATA / "nli.csv", "--candidate-length", 8, "--batch-size", 8)

@@ -24,7 +24,7 @@ def test_pool_tokens_ignores_padding(pooling, pool):
 
 
 def print_layers(model, folder, capsys, *flags):
-    """Return the table of --evaluate --layer-study (as it is printed, as it is written to the file)."""
+    """Return the table of --evaluate --layer-study, as it is printed and as it is in the file."""
     flags = ["--evaluate", "--model", model, *flags, "--out", folder / "none"]
     capsys.readouterr()
     selfguided.main([*map(str, flags), "--layer-study", str(folder / "study.json")])
@@ -64,8 +64,8 @@ def test_evaluated_layers(tmp_path, bert, capsys):
 
 
 def test_layers_before_and_after_training(tmp_path, capsys, folder_of):
-    """The tables are those of the frozen copy, without the dropout of --form code, and the best checkpoint.
-    With a decoder, the last token takes the place of the first."""
+    """The tables show the frozen copy (without the dropout of --form code) and the best checkpoint. With a
+    decoder, the last token takes the place of the first."""
     flags = ["--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv", "--batch-size", 12, "--steps", 2]
     flags += ["--projection-dim", 16, "--form", "code", "--lr", 1e-2, "--eval-every", 1, "--layer-study"]
     for family in "Bert", "Qwen2":

@@ -8,7 +8,7 @@ from kernels.training.loop import warmup_linear
 
 @pytest.mark.parametrize("size", [1e-7, 1.0])                  # with small gradients eps matters
 def test_lazy_updates_equal_adamw(size):
-    """Rows occur twice in a batch, or are idle for a few steps, for hundreds of steps, or for all."""
+    """Rows occur twice in a batch, are unused for a few steps or for hundreds of steps, or are never used."""
     torch.manual_seed(0)
     rates = [warmup_linear(step, 300, 20, 3e-3) for step in range(300)]
     start = torch.randn(40, 6)

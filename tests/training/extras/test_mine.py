@@ -26,11 +26,11 @@ def arguments(*flags):
 
 
 def pairs(given):
-    """Return (rows (60, 2 or 3) of text ids, embeddings z (65, 6) of all texts, q and k of mine.mine).
+    """Return (rows (60, 2 or 3) of text ids, embeddings z (65, 6) of texts 0 to 64, q and k of mine.mine).
 
     Each of 25 anchors has several rows; some anchors are positives of other anchors.
 
-    given   whether the rows have a hard negative; text 65 has no embedding
+    given   whether the rows have a hard negative. Text 65 occurs only there, and has no embedding
     """
     generator = torch.Generator().manual_seed(0)
     anchors, z = torch.randn(25, 6, generator=generator), torch.randn(65, 6, generator=generator)
@@ -54,7 +54,7 @@ def by_definition(rows, z, args):
         yield sorted(pool - known, key=scores.__getitem__, reverse=True)
 
 
-@pytest.mark.parametrize("slots", [1, 64])                     # with 1 nearly every row is searched again
+@pytest.mark.parametrize("slots", [1, 64])                     # 1: nearly all rows need a second search
 @pytest.mark.parametrize("flags", [
     [], ["--negatives", 3], ["--relative-margin", 0.4], ["--relative-margin", -100], ["--margin", 0.3],
     ["--max-score", 0.4], ["--min-score", 0.2, "--max-score", 0.5, "--negatives", 2],

@@ -77,8 +77,8 @@ def test_invalid_arguments():
 
 
 def test_adversarial_noise():
-    """Every token's step has the same length, whatever that of its gradient. It is 0 for a zero gradient and
-    for padding."""
+    """All tokens move by the same length, even if their gradients differ in length. Padding and tokens with a
+    zero gradient do not move."""
     gradient = draw(2, 3, 4) * torch.tensor([1e-6, 1, 1e6], dtype=torch.float64)[:, None]
     gradient[1, 0] = 0
     step = adversarial_noise(gradient, torch.tensor([[1, 1, 0], [1, 1, 1]]), 0.3)
@@ -117,7 +117,7 @@ def test_adversarial_view(bert):
 
 
 def test_patched_word_embeddings():
-    """After an error the hook is gone, and a new one works. UserError unless the embeddings are used once."""
+    """The hook is removed after an error. UserError unless the embeddings are called once, for all tokens."""
     words, x, mask = torch.nn.Identity(), torch.ones(2, 3, 1), torch.ones(2, 3)
     model = SimpleNamespace(get_input_embeddings=lambda: words)
     for change in (lambda x: x + 1, lambda x: 2 * x):
@@ -248,7 +248,7 @@ def test_two_stages(tmp_path, monkeypatch, capsys):
         patch.setattr(childtuning, "compute_ood_loss", counts[0])
         patch.setattr(childtuning, "compute_loss", counts[1])
         whole = tune(tmp_path / "whole", *flags)
-    assert [count.call_count for count in counts] == [1 + 5, 3]                    # one check first
+    assert [count.call_count for count in counts] == [1 + 5, 3]                    # 1: a smoke test
     rates = [1e-3 * x for x in (0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25)]
     assert [step["lr"] for step in whole.steps] == pytest.approx(rates)
     found = whole.steps[-1]["ood"]

@@ -45,7 +45,7 @@ def test_steps(name, eps, corrected, decay, clip):
     ("declutr", [1 / 32, (1 + 31 / 2) / 32, 1, (1 + 31 * 10 / 18) / 32, (1 + 31 / 18) / 32]),
     ("simcls", [1e-6, 2e-6, 3e-6, 11e-6, 2e-5])])
 def test_learning_rates(name, expected):
-    """At steps 0, 1, 2, 10 and 19 of 20. SimCLS's rate is highest at step 10,000, then falls like 1/√step."""
+    """Check steps 0, 1, 2, 10 and 19 of 20. SimCLS's rate peaks at step 10,000, then falls like 1/√step."""
     args = SimpleNamespace(optimizer_recipe=name, lr=2.0)
     assert [learning_rate(step, 20, args) / 2 for step in (0, 1, 2, 10, 19)] == pytest.approx(expected)
     if name == "simcls":

@@ -27,8 +27,8 @@ def write_run(folder, rows, **before):
 
 
 def curve(steps, **dev):
-    """Return the rows of a run: the loss is 12 / step, and every second step has the scores, times the
-    step."""
+    """Return the rows of a run. The loss is 12 / step. Every second row also has each score in `dev`, times
+    the step."""
     def scores(i):
         return {f"dev_{key}": value * i for key, value in dev.items() if i % 2 == 0}
 
@@ -36,7 +36,7 @@ def curve(steps, **dev):
 
 
 def plot_folders(*folders, file="a.png"):
-    """Plot the folders. Return (axes, the points of the lines of each, the labels of the legend)."""
+    """Plot the folders. Return (axes, for each of them the points of its lines, the labels of the legend)."""
     pytest.importorskip("matplotlib")
     with patch.object(plot, "save_figure", wraps=plot.save_figure) as save:
         plot.main([*folders, "--save", file])

@@ -134,13 +134,13 @@ def test_k_means_finds_blobs_and_converges():
     grid = torch.cartesian_prod(torch.arange(5.0), torch.arange(5.0)).repeat(20, 1)
     grid += 0.02 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
     found = [len(set(k_means(grid, 25, i)[:25].tolist())) for i in range(20)]
-    assert found.count(25) == 20                               # plain k-means++ finds fewer
+    assert found.count(25) == 20                               # plain k-means++ misses some clusters
     assigned = k_means(torch.tensor([[0.0], [1.0]])[torch.arange(8) % 2], 4, 0)    # 2 points for 4 clusters
     assert len(assigned) == 8 and assigned[0] != assigned[1]
 
 
 def test_k_means_is_as_good_as_scikit_learn():
-    """By the sum of squared distances, from ten starts each."""
+    """Compare the sums of squared distances of ten runs each: their mean and their minimum."""
     theirs = pytest.importorskip("sklearn.cluster").KMeans
     x, _ = blobs(8, spread=2.0)
     ours = []
@@ -166,7 +166,7 @@ def test_matching_and_v_measure(k):
         return -sum(x * np.log(x) for x in p.flatten() if x)
 
     def conditional_entropy(share):
-        """The entropy of the row, given the column."""
+        """Return the entropy of the row, given the column."""
         return entropy(share) - entropy(share.sum(0))
 
     homogeneity = 1 - conditional_entropy(share) / entropy(share.sum(1))

@@ -42,8 +42,8 @@ ONE = torch.ones(())
     ("feature_cutoff", 0.2, [60] * 3), ("feature_cutoff", 0.29, [84] * 3), ("token_cutoff", 0, [0] * 3),
     ("token_cutoff", 0.15, [25, 25, 0]), ("embedding_dropout", 0.2, [60, 35, 5])])
 def test_number_of_zeros_of_a_cutoff(name, rate, zeroed):
-    """As in the released code, int(rate · n) of the n columns (also at padding), real tokens or their entries
-    become 0. Nothing else changes."""
+    """A cutoff zeroes int(rate · n) of n columns (also at padding), n real tokens, or n entries of real
+    tokens, as in the released code. Nothing else changes."""
     x, mask = torch.ones(3, 12, 25), torch.arange(12) < torch.tensor([[12], [7], [1]])
     torch.manual_seed(0)
     found = [apply_cutoff(x, mask, name, rate) for _ in range(2)]
@@ -77,7 +77,7 @@ def make_views(model_folder, views, pooling="avg", **more):
 
 @pytest.mark.parametrize("pooling", ["cls", "avg", "avg_top2"])
 def test_shuffle_permutes_position_ids(pooling, bert, monkeypatch):
-    """It permutes those of real tokens, in its own view only. The pooling still finds the first token."""
+    """Only real tokens of the shuffled view get other positions. Pooling still finds the first token."""
     views, model = make_views(bert, ["dropout", "shuffle"], pooling)
     rows, _ = tokenise(["Two dogs run.", "It rains a lot."], model.tokenizer, 64)
     group, = model.batch(rows, rows)
@@ -104,7 +104,7 @@ def test_shuffle_permutes_position_ids(pooling, bert, monkeypatch):
 
 @pytest.mark.parametrize("name", ["feature_cutoff", "token_cutoff", "embedding_dropout"])
 def test_cutoff_changes_one_view(name, bert):
-    """A batch without views, as in evaluation, is not changed, and no hook stays."""
+    """A batch without views, as in evaluation, is not changed, and no hook remains."""
     views, model = make_views(bert, ["dropout", name])
     rows, _ = tokenise([row[0] for row in NLI[:6]], model.tokenizer, 64)
     tokens = SimpleNamespace(views=lambda places, count: [[rows[i] for i in places]] * count)
@@ -212,9 +212,9 @@ class Documents(list):
 
 
 def test_spans(bert, tmp_path):
-    """Lengths of anchors and positives follow Beta(4, 2) and Beta(2, 4). Anchors of a document are in cells
-    that are not neighbours; positives overlap or touch their anchor. Each span has special tokens at its
-    ends. Short documents are left out."""
+    """Lengths of anchors and positives follow Beta(4, 2) and Beta(2, 4). Anchors start in cells of
+    --max-length tokens that are not neighbours; positives overlap or touch their anchor. Each span has
+    special tokens at its ends. Short documents are left out."""
     documents = Documents(" ".join(random.Random(n).choices("abcdef", k=n)) for n in (255, 256, 700, 3000))
     folder = shutil.copytree(bert, tmp_path / "padding")
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -242,15 +242,15 @@ def test_spans(bert, tmp_path):
     for is_positive, mean in (0, 2 / 3), (1, 1 / 3):
         found = torch.tensor(lengths[is_positive]).double()
         assert found.min() >= 32 and abs(found.mean() - (32 + mean * 32 - 0.5)) < 0.7
-    # below 1/2, because the anchors themselves count too
+    # below 1/2: the anchors count, too, and neither start before nor end after themselves
     assert 0.2 < np.mean(starts_before) < 0.5 and 0.2 < np.mean(ends_after) < 0.5
 
 
 def cell_probabilities(cells, anchors):
     """Return {cells of the anchors: probability} of the released code, a reference for sample_cell.
 
-    Each anchor takes any of the free cells; if there are fewer than left² of them, the first or the last.
-    This cell and its neighbours in the list of free cells are then no longer free.
+    Each anchor takes a random free cell. If `left` anchors still need a cell and fewer than left² cells are
+    free, it takes the first or the last. This cell and its neighbours in the list are then no longer free.
     """
     found = {(): (1.0, tuple(range(cells)))}
     for left in range(anchors, 0, -1):
@@ -268,7 +268,7 @@ def cell_probabilities(cells, anchors):
 
 @pytest.mark.parametrize("cells, anchors", [(4, 2), (9, 2), (6, 3), (7, 3), (8, 4)])
 def test_cells_are_drawn_one_after_the_other(cells, anchors):
-    """By a chi-square test of 20,000 samples, which would detect a uniform choice among all sets of cells."""
+    """A chi-square test of 20,000 samples would detect a uniform choice among all sets of cells."""
     expected, rng, n = cell_probabilities(cells, anchors), random.Random(1), 20_000
     counts = dict.fromkeys(expected, 0)
     for _ in range(n):
@@ -336,7 +336,7 @@ def test_masked_anchors_are_embedded(pooling, chunk_size, tmp_path, bert, monkey
     assert lm.get_output_embeddings().weight is result.model.encoder.get_input_embeddings().weight
 
 
-def test_anchors_of_a_batch(bert):
+def test_select_anchors_keeps_the_first_rows(bert):
     _, model = make_views(bert, ["dropout"])
     rows, _ = tokenise([f"{'a' * n}" for n in range(1, 31)], model.tokenizer, 64)
     batch = select_anchors(model.batch(rows), 7)
@@ -348,7 +348,7 @@ def test_anchors_of_a_batch(bert):
 
 
 def reference_ranking_loss(scores, reference, margin, form):
-    """The loss of the paper, text by text, or of the released code: means over all pairs of one distance."""
+    """Return the paper's loss, or the released code's: a mean over the pairs of each rank difference."""
     n, c = scores.shape
     total = 0
     below = [max(scores[b, i] - reference[b], torch.zeros(())) for b in range(n) for i in range(c)]
@@ -392,7 +392,7 @@ def test_nt_xent_compares_all_views(columns, tmp_path, bert):
 
 @pytest.mark.parametrize("form", ["paper", "code"])
 def test_columns_of_the_ranking_loss(form, tmp_path, bert):
-    """They are text, reference, and candidates from best to worst."""
+    """The columns are text, reference, and candidates from best to worst."""
     rows = [[*row, other[1], other[2]] for row, other in zip(NLI[:12], NLI[1:13])]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--objective", "ranking", "--margin", 0.05]
     step, = run_text("simcse", tmp_path, rows, *flags, "--form", form).steps
@@ -431,7 +431,7 @@ def test_nt_xent_of_spans(anchors, tmp_path, bert, monkeypatch):
 
 @pytest.mark.parametrize("objective", ["nt-xent", "infonce"])
 def test_spans_of_two_ranks(objective, monkeypatch):
-    """The ranks' parts add up to the loss of one. A rank has whole documents, with all of their anchors."""
+    """The losses of two ranks add up to that of one. Each rank has whole documents with all their anchors."""
     whole = [randn(6, 5, seed) for seed in range(2)]          # three documents of two anchors
     args = SimpleNamespace(anchors=2, objective=objective, temperature=0.05, impl="auto", precision="fp32",
                            hard_negative_weight=0.0)
@@ -462,7 +462,7 @@ def test_several_processes_equal_one(flags, tmp_path, bert):
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_noise_is_along_the_gradient(chunk, bert):
-    """It has length ε on each real token of the anchors, and increases the loss."""
+    """The noise has length ε on each real token of the anchors, and increases the loss."""
     views, model = make_views(bert, ["dropout"] * 3, adversarial=0.1, objective="infonce", temperature=1.0,
                         impl="auto", precision="fp32", hard_negative_weight=0.0, chunk_size=chunk)
     rows = [tokenise(list(column), model.tokenizer, 64)[0] for column in zip(*NLI[:7])]
@@ -480,7 +480,7 @@ def test_noise_is_along_the_gradient(chunk, bert):
 
 
 def test_noise_moves_with_its_token(bert, monkeypatch):
-    """At a token's new position, the first layer gets the token's own step."""
+    """If a token moves to another position, its noise moves with it."""
     views, model = make_views(bert, ["shuffle", "dropout"], adversarial=0.1)
     rows, _ = tokenise([row[0] for row in NLI[:4]], model.tokenizer, 64)
     group, = model.eval().batch(rows)
@@ -517,7 +517,7 @@ def test_chunks_equal_the_full_batch(flags, tmp_path, monkeypatch):
     assert chunked.norms == pytest.approx(whole.norms, rel=1e-5)
 
 
-# ── recipes and refusals ────────────────────────────────────────────────────────────────────────────────────
+# ── recipes and bad flags ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_recipes_train(tmp_path):

@@ -32,7 +32,7 @@ TEXTS = [text for text, in SENTENCES]
 @pytest.mark.parametrize("side, text, kinds", [
     ("synonym", LATE, {0.33: "hypernym", 0.34: "synonym", 0.66: "synonym", 0.67: "inflected"}),
     ("antonym", LATE, {0.49: "antonym", 0.51: "random"}), ("antonym", "day", {0.0: "antonym"}),
-    ("synonym", "Baker!", {0.0: "hypernym"}), ("synonym", "thing", {0.0: "inflected"}), # the next kind
+    ("synonym", "Baker!", {0.0: "hypernym"}), ("synonym", "thing", {0.0: "inflected"}), # no hypernym
     ("synonym", "the soon", {0.0: "synonym"}), ("antonym", "dog", {0.0: "random"}),
     ("synonym", "fully", {0.0: None}), ("antonym", "him", {0.0: None})])
 def test_one_kind_of_replacement_per_text(side, text, kinds, monkeypatch):
@@ -52,9 +52,9 @@ def triples_of_texts(rates, seed=42):
 
 @pytest.mark.parametrize("rates", [(0.4, 0.1), (1, 0.2), (0.4, 1)])
 def test_triples(rates, capsys, tmp_path):
-    """The text between candidates stays. Each replacement is one of its kind, and their number does not
-    exceed the rate. The printed percentages are those of the labels. Triples depend on the seed only, and can
-    be saved and read again."""
+    """The text between candidate words does not change. Each replacement fits its kind, and at most a
+    fraction `rate` of the words is replaced. The printed percentages are those of the labels. Triples depend
+    on the seed only, and can be saved and read again."""
     triples, names = triples_of_texts(rates), {0: None} | {code: kind for kind, code in CODES.items()}
     expected = r"words tagged by lexicon; replaced: ([\d.]+) % .* synonym side .*, ([\d.]+) % .* antonym side"
     printed = re.search(expected, capsys.readouterr().out).groups()
@@ -86,7 +86,7 @@ def test_triples(rates, capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["triples.csv"]
 
 
-def test_labels_of_three_columns():
+def test_labels_from_differences_of_three_texts():
     words = [(0, 1, 0), (2, 5, 1), (6, 9, 0), (9, 10, 0), (11, 14, 1), (15, 18, 0), (18, 19, 0)]
     assert align_words("A dog, a cat.", "A big dog, one cat.") == words
     texts = "a b", "a c", "d b"
@@ -109,8 +109,8 @@ def test_labels_of_tokens(form):
 
 
 def test_tokenised_triples_are_truncated_with_their_labels(bert):
-    """Also within a replaced word. Rows without a difference, before or after truncation, are left out; the
-    others keep their index, for error messages."""
+    """Truncation may cut a replaced word. Rows without a difference, before or after truncation, are left
+    out; the others keep their index, for error messages."""
     model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert))
     rows = [("a dog eats", "a hound eats", "a cat eats", [(2, 7, 2), (8, 12, 0)], [(2, 5, 4)]),
             ("the small dog", "the small hound", "a cat", [(10, 15, 2)], [(0, 1, 1)]),

@@ -66,8 +66,8 @@ def test_lexicon_tags_words(wordnet):
 
 
 def test_spacy_tags_words(monkeypatch):
-    """With a fake spaCy that knows two sentences. If the default model is not installed, WordNet is used; if
-    another model is not, UserError."""
+    """A fake spaCy knows two sentences. If the default model is not installed, WordNet is used; if another
+    model is not, UserError."""
     def word(n, idx, pos):
         return Mock(idx=idx, pos_=pos, is_space=pos == "SPACE", __len__=lambda _: n)
 
@@ -118,7 +118,7 @@ def test_damaged_database(tmp_path, monkeypatch, name, old, new, expected):
     (os.mkdir, "Is a directory"), (lambda path: path.symlink_to("/dev/zero"), "a pipe, a socket .*"),
     (lambda path: path.symlink_to("none"), "No such file or directory")])
 def test_not_a_regular_file(name, make, expected, tmp_path, alarm):
-    """UserError also for the files of irregular forms, which may be missing but not unreadable."""
+    """Files of irregular forms may be missing, but if they exist, they must be regular files, too."""
     shutil.copytree(DATA / "wordnet", tmp_path / "w")
     path = tmp_path / "w" / name
     path.unlink()

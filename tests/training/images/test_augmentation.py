@@ -78,8 +78,8 @@ def test_random_numbers_match_splitmix64():
 
 @pytest.mark.parametrize("script, scale", [(simclr, np.copy), (moco, np.log)])
 def test_distribution_of_crop_areas_aspects_and_positions(script, scale):
-    """Boxes of up to half the area fit with any aspect ratio, so their areas and aspect ratios are uniform.
-    SimCLR's aspect ratios are uniform as in TensorFlow; the logarithms of MoCo's are, as in torchvision."""
+    """Boxes of up to half the area fit with any aspect ratio, so areas and aspect ratios are uniform:
+    SimCLR's ratio itself, as in TensorFlow; for MoCo its logarithm, as in torchvision."""
     n, size = 20_000, np.array([480, 640])
     boxes = script.CROPS._replace(min_area=0.08).sample_boxes(3, 1, np.arange(n), np.tile(size, (n, 1)), 2)
     assert boxes.shape == (2, n, 4) and not (boxes[0] == boxes[1]).all(1).any()
@@ -99,7 +99,7 @@ def test_distribution_of_crop_areas_aspects_and_positions(script, scale):
 
 @pytest.mark.parametrize("script", [simclr, moco])
 def test_a_box_depends_on_seed_epoch_image_and_view_only(script):
-    """It does not depend on the other images in the batch or on the number of views."""
+    """A box does not depend on the other images in the batch or on the number of views."""
     sample, rows = script.CROPS.sample_boxes, np.array([5, 3, 10**6, 0])
     sizes = np.array([[300, 200], [1000, 2], [224, 224], [50, 70]])                # in the second no box fits
     whole = sample(7, 2, rows, sizes, 2)
@@ -163,7 +163,7 @@ def changed(image, which, factors, hue):
 
 
 def test_jitter_applies_four_colour_changes_in_random_order():
-    """Also to grey pixels, and to pixels with two equal channels."""
+    """The result equals plain code, also for grey pixels and for pixels with two equal channels."""
     x = random_images(1, 5).expand(60, 3, 5, 5).clone()
     x[..., 0, :], x[:, 1:, 1], x[:, :2, 2] = 0.3, 0.6, 0.9
     torch.manual_seed(3)
@@ -193,7 +193,7 @@ def test_blur_is_gaussian_with_a_sigma_for_each_image():
 
 @pytest.mark.parametrize("script, v1, share", [(simclr, False, 0.1), (moco, False, 0.2), (moco, True, 0.2)])
 def test_augmentation_matches_the_paper(script, v1, share, monkeypatch):
-    """Order, strengths and probabilities of the augmentations."""
+    """Check order, strengths and probabilities of the augmentations."""
     calls, bernoulli_mask = [], script.bernoulli_mask
 
     def record(name, x, *amounts):

@@ -240,7 +240,7 @@ def folder(cwd):
 
 
 def test_code_of_a_folder_is_never_run(folder):
-    """Old folders, with Python code for their stem, load without running it. Other code is rejected."""
+    """Old folders with Python code for the ResNet's stem load without running it. Other code is rejected."""
     weights = encoders.load_image_encoder("model").state_dict()
     for file in ("modeling.py", "evil.py"):
         (folder / file).write_text("raise SystemExit('it ran')\n")
@@ -397,7 +397,7 @@ def test_crops_of_training_and_of_the_probe(data, tmp_path, monkeypatch):
 
 
 def test_momentum_update_precedes_key_encoding(data, tmp_path, monkeypatch):
-    """With momentum 0, the weights of key encoder and query encoder are equal whenever keys are encoded."""
+    """Momentum is 0, so key encoder and query encoder have equal weights whenever keys are encoded."""
     def checked(model, *rest, encode=moco.encode_keys):
         weights = dict(model.key.named_parameters())
         assert equal(weights, {name: w for name, w in model.named_parameters() if name in weights})

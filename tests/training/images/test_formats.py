@@ -134,7 +134,7 @@ def test_pickles_cannot_run_code(content, expected, cwd, capfd):
 
 
 def test_pickle_reader_needs_no_more_memory_than_the_file(monkeypatch):
-    """A large memo index does not allocate a large memo, and a text that is encoded often exists once."""
+    """A large memo index allocates no large memo. A text that is encoded many times is stored once."""
     assert pickles.read_pickle(b"Nr\xff\xff\xff\x3f.") is None
     once = b"(c_codecs\nencode\nq\x00(X\x03\x00\x00\x00abcX\x06\x00\x00\x00latin1tq\x01"
     _, _, *made = pickles.read_pickle(once + b"h\x00h\x01R" * 99 + b"t.")
@@ -237,7 +237,7 @@ def jpeg(pixels):
     return file.getvalue()
 
 
-def listen(path):
+def make_socket(path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
 
@@ -245,7 +245,7 @@ def listen(path):
 UNREADABLE, SPECIAL = r"not readable \(\w+\)", "a pipe, a socket or a device"
 # (file name, function that creates the file, message)
 BAD_IMAGES = [
-    ("b.png", os.mkfifo, SPECIAL), ("b.png", listen, SPECIAL),
+    ("b.png", os.mkfifo, SPECIAL), ("b.png", make_socket, SPECIAL),
     ("b.png", lambda path: os.symlink("/dev/zero", path), SPECIAL),
     ("b.png", lambda path: os.symlink("nowhere", path), "No such file or directory"),
     ("b.png", write, UNREADABLE), ("b.png", lambda path: write(path, b"a text"), UNREADABLE),
@@ -401,7 +401,7 @@ def test_an_unpacked_npz(tmp_path):
         assert np.array_equal(test.images, PIXELS[:2]) and test.labels.tolist() == [3, 4]
 
 
-def test_train_and_test_are_classes_if_folders_and_cifar_100_if_files(tmp_path):
+def test_folders_train_and_test_are_classes_but_files_are_cifar_100(tmp_path):
     for i, name in enumerate(("train", "test")):
         write(tmp_path / "folder" / name / "a.png", PIXELS[i])
     found, _ = read_images(tmp_path / "folder", workers=0)
@@ -416,7 +416,7 @@ def test_train_and_test_are_classes_if_folders_and_cifar_100_if_files(tmp_path):
 
 
 def test_large_arrays_stay_on_disk(tmp_path, monkeypatch):
-    """They give the same views as arrays in memory, and an error if the .npy is truncated during training."""
+    """The views equal those of arrays in memory. If the .npy is truncated during training, UserError."""
     np.save(tmp_path / "x.npy", PIXELS)
     np.save(tmp_path / "y.npy", np.asfortranarray(PIXELS))
     held, _ = read_images(tmp_path / "x.npy")

@@ -51,8 +51,8 @@ def decode_views(source, boxes, size, cubic):
     ("a.png", "RGB"), ("a.png", "L"), ("a.png", "P"), ("a.png", "RGBA"), ("a.png", "1"), ("a.gif", "P"),
     ("a.bmp", "RGB"), ("a.webp", "RGB"), ("a.tif", "RGB"), ("a.jpg", "CMYK"), ("a.jpg", "L")])
 def test_crops_equal_pillows(name, mode, script, tmp_path):
-    """Bitwise, for images that are decoded at full size. Boxes are smaller and larger than views and have
-    other aspect ratios. The first image of an animation is used."""
+    """Crops of images that are decoded at full size are bitwise equal. Boxes are smaller and larger than
+    views and have other aspect ratios. The first image of an animation is used."""
     image = photo((70, 50)).convert(mode)
     more = dict(save_all=True, append_images=[photo((70, 50), 1)]) if name == "a.gif" else {}
     image.save(tmp_path / name, **more)
@@ -99,7 +99,7 @@ def run_plan(source, batches, size=8):
 
 
 def test_views_do_not_depend_on_the_number_of_workers(tmp_path):
-    """Also with more workers than images in a batch. A plan without batches yields no views."""
+    """There may be more workers than images in a batch. A plan without batches yields no views."""
     path, rows = write_photos(tmp_path / "x"), np.random.default_rng(0).permutation(24)
     batches = [(epoch, rows[epoch:][:20]) for epoch in range(9)] + [(9, rows[:2])]
     found = [run_plan(read_images(path, workers=workers)[0], batches) for workers in (0, 1, 2, 3)]

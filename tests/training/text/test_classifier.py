@@ -97,8 +97,8 @@ KINDS = {"bert": {}, "distilbert": {}, "roberta": dict(pad_token_id=0), "electra
 @pytest.mark.parametrize("task", ["texts", "pairs", "regression"])
 def test_every_family_is_fine_tuned_and_loaded_by_pipeline(kind, task, tmp_path, bert):
     """The printed line loads the model. The pipeline's logits of single rows equal ours of a padded batch
-    (padded on the left for XLNet, which reads its last token), it has the file's labels, and its answers have
-    our scores. The last linear layer maps the features of classify_with_features to the logits."""
+    (padded on the left for XLNet, which reads its last token). It has the file's labels, and its predictions
+    have our score. The last linear layer maps the features of classify_with_features to the logits."""
     tokenizer = BertTokenizer.from_pretrained(bert, padding_side="left" if kind == "xlnet" else "right")
     tokenizer.save_pretrained(tmp_path / "model")
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SHAPE, **KINDS[kind])

@@ -64,12 +64,12 @@ def test_pairs_consist_of_whole_sentences():
 
 
 def test_pairs_have_berts_proportions():
-    """Half of the Bs are random, all lengths of A are equally frequent, B fills the pair, and a tenth of the
-    documents have a random target length."""
+    """Half of the Bs are random, all lengths of A are equally frequent, a random B fills the pair, and a
+    tenth of the documents have a random target length."""
     pairs = make_pairs(numbered_documents([[4] * 5] * 2000), 20, random.Random(1))
     first = [pair for pair in pairs if (pair[0][0] - 5) % 20 == 0]     # each document's first pair
     true = [(len(a) // 4, len(a) + len(b)) for a, b, is_random in first if not is_random]
-    assert len(true) / len(first) == pytest.approx(0.5, abs=0.06)      # a target up to 4 leaves no true B
+    assert len(true) / len(first) == pytest.approx(0.5, abs=0.06)      # targets up to 4: B is always random
     sizes = Counter(size for size, both in true if both == 20)
     assert set(sizes) == {1, 2, 3, 4} and max(sizes.values()) < 1.3 * min(sizes.values())
     # A tenth of the documents has a random target from 2 to 20; 15 of these 19 values end a pair early.
@@ -93,8 +93,8 @@ def test_pairs_are_cut_at_random_ends():
 
 
 def make_ids(words):
-    """Return ids of this many words with pieces 5, 6, 8, and a few more tokens. 0 to 4 are special tokens; 6
-    and 8 continue a word, unless they follow a special token such as 1."""
+    """Return the ids of this many words, each of the pieces 5, 6, 8, and of a few more tokens. 0 to 4 are
+    special tokens; 6 and 8 continue a word, unless they follow a special token such as 1."""
     return np.array([2, *[5, 6, 8] * words, 3, 7, 1, 6, 3])
 
 
@@ -123,14 +123,14 @@ def test_mask_pair(whole, ids, wanted):
         outcomes.update(np.where(masked == 4, "mask", np.where(masked == ids, "same", "other"))[chosen])
     if wanted:
         assert positions == {*ordinary} and len(patterns) > (2 if whole else 0)
-    if wanted >= 16:                           # a random token is the same one in a quarter of the cases
+    if wanted >= 16:                           # a quarter of the random tokens equal the original
         share = {name: count / outcomes.total() for name, count in outcomes.items()}
         assert share == pytest.approx(dict(mask=0.8, same=0.125, other=0.075), abs=0.02)
 
 
 def test_read_documents(tmp_path):
-    """Windows newlines, a byte order mark, blank lines with white space, no newline at the end; and reading
-    on from the end of each document."""
+    """The file has Windows newlines, a byte order mark, blank lines with white space, and no newline at its
+    end. Reading can continue from the end of each document."""
     path = tmp_path / "d.txt"
     path.write_bytes("\ufeffA é.\r\nB.\r\n \r\n\r\n\nC.\n\t\nD.\n  E. \nF.".encode())
     found = list(read_documents(path))
@@ -176,7 +176,7 @@ CHANGES = {"shrinks": lambda path: os.truncate(path, 40), "is empty": lambda pat
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_stream_fails_if_the_file_changes(change, bert, tmp_path, alarm):
-    """The stream does not repeat what is left of the file endlessly."""
+    """The stream does not repeat the remaining part of the file endlessly."""
     path, tokenizer = tmp_path / "d.txt", AutoTokenizer.from_pretrained(bert)
     path.write_text(LINES)
     args = SimpleNamespace(data=path, shuffle_buffer=3, seed=5, max_length=64)
@@ -188,7 +188,7 @@ def test_stream_fails_if_the_file_changes(change, bert, tmp_path, alarm):
             pass
 
 
-def test_stream_compares_the_given_signature(bert, tmp_path):
+def test_stream_fails_if_the_file_has_another_signature(bert, tmp_path):
     path, tokenizer = tmp_path / "d.txt", AutoTokenizer.from_pretrained(bert)
     path.write_text(LINES)
     signature = file_signature(path)

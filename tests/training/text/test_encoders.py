@@ -85,7 +85,7 @@ def test_other_libraries_load_the_folder(library, pooling, data, tmp_path, bert)
 
 
 def test_batches_and_chunks_of_one_row(bert):
-    """They keep their dimensions, and chunks give the gradients of the whole batch."""
+    """Results keep their two dimensions, and chunks give the gradients of the whole batch."""
     rows = tokens.tokenise([row[0] for row in NLI[:5]], AutoTokenizer.from_pretrained(bert), 32)[0]
     gradients = []
     for size in (None, 1, 2):
@@ -136,14 +136,14 @@ def test_slow_tokenizer_is_rejected(tmp_path):
 
 
 def test_errors_in_a_separate_process(cwd, finished):
-    """stderr has one line there, too, although libraries write to it. Triton's interpreter is not switched
-    on."""
+    """A separate process, too, prints one line on stderr, although libraries write to it. Triton's
+    interpreter is off."""
     shutil.copytree(finished, "model")
     damage(Path("model/config.json"), lambda old: old.replace(b'layers": 2', b'layers": 3'))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     missing = "--model model: 16 weights, such as encoder.layer.2."
     for flags, wanted in ((["--model", "model"], missing), (["--impl", "triton"], "--impl: 'triton'")):
-        if wanted == missing or not torch.cuda.is_available():         # with a GPU, --impl triton works
+        if wanted == missing or not torch.cuda.is_available():         # on a GPU, triton works
             command = [sys.executable, simcse.__file__, *SMALL, *flags]
             done = subprocess.run(command, env=environment, text=True, capture_output=True)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1) and wanted in done.stderr, done.stderr

@@ -63,7 +63,7 @@ def test_decoder_loss(impl, bias, monkeypatch):
 @pytest.mark.parametrize("kind, wanted", [("albert", True), ("mobilebert", False), ("t5", False)])
 def test_has_decoder(kind, wanted):
     """MobileBERT's decoder multiplies by two matrices, and T5's reads a second text. The check leaves the
-    random state and the training mode unchanged."""
+    random state unchanged, and the training mode of models with a decoder."""
     shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     config = AutoConfig.for_model(kind, vocab_size=40, embedding_size=8, intra_bottleneck_size=16, **shape)
     auto = AutoModelForMaskedLM if kind != "t5" else AutoModelForSeq2SeqLM
@@ -94,9 +94,9 @@ def test_encoder_and_mlm_states(config):
 @pytest.mark.parametrize("chosen, draw, becomes", [(0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""),
                                                    (0.2, 0.7, "")])
 def test_masked_lm_loss(chosen, draw, becomes, chunk_size, bert, monkeypatch):
-    """With fixed random numbers, all tokens are masked, replaced by an e, unchanged, or not chosen; special
-    tokens are never chosen. Also checks the weight of the loss in simcse.py, and that the decoder is
-    untied."""
+    """Fixed random numbers decide whether all tokens are masked, replaced by an e, unchanged, or not chosen.
+    Special tokens are never chosen. The decoder is untied, and simcse.py multiplies the loss by its
+    weight."""
     lm, tokenizer = AutoModelForMaskedLM.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
     run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, chunk_size=chunk_size),
                           device=torch.device("cpu"), bf16=False)
