@@ -1,9 +1,9 @@
 """Child-Tuning: Raise a Child in Large Language Model: Towards Effective and Generalizable Fine-tuning.
 Xu, Luo, Zhang, Tan, Chang, Huang, Huang, EMNLP 2021, arXiv 2109.05687.
 
-A pretrained text classifier is fine-tuned with AdamW, but only a part of its weights, the child network, gets
-its gradient g. A mask M is 1 for the weights w of the child and 0 for all others; --mode none is plain AdamW,
-without a mask. With p = --reserve-p, N training texts x_n with labels y_n, and the element-wise product ⊙:
+AdamW fine-tunes a pretrained text classifier, but only a part of the weights, the child network, gets its
+gradient g. A mask M is 1 for the weights w of the child, 0 for all others, and ⊙ multiplies element-wise. The
+data are N texts x_n with labels y_n, and p is --reserve-p. --mode none is plain AdamW; the other modes are:
     --mode F     task-free: M is sampled at every step.  g ← g ⊙ M / p,  M_i ~ Bernoulli(p)
     --mode D     task-driven: M is computed once, before training.  g ← g ⊙ M,  M_i = 1 for the fraction p of
                  the weights with the largest Fisher information  F_i = 1/N Σ_n (∂ log P(y_n | x_n) / ∂w_i)²
@@ -18,23 +18,23 @@ scores of each mode, and copies the best model to OUT. The last command fine-tun
 scores it on a contrast set: test texts and, row by row, edited copies whose labels have changed.
 
 Data: .csv .tsv .json .jsonl with one or two columns of text and one column of labels:
-    text     --text-columns; else the columns sentence, or sentence1 and sentence2; else all but the label
-    label    --label-column; else the column label or score; else the last column
+    text     given by --text-columns, else named sentence, or sentence1 and sentence2, else all but the label
+    label    given by --label-column, else named label or score, else the last column
 A label may be any text. If all labels are numbers and one has a decimal point, the task is regression.
 
-Published result: a mean dev score on CoLA, RTE, MRPC and STS-B (GLUE) that is 1.5 to 8.6 points above that of
-plain AdamW, depending on the pretrained model; D is at least as good as F. The authors' settings are our
-defaults with --form code, and --reserve-p 0.2 for CoLA and STS-B, 0.3 for RTE, 0.4 (F) and 0.1 (D) for MRPC.
-As in their code, the score of a trial is that of its last step.
+Published result: the mean dev score on CoLA, RTE, MRPC and STS-B (GLUE) is 1.5 to 8.6 points above that of
+plain AdamW, depending on the model. D is at least as good as F. The authors used --form code with our other
+defaults. Their --reserve-p is 0.2 for CoLA and STS-B, 0.3 for RTE, and for MRPC 0.4 (F) and 0.1 (D). As in
+their code, the score of a trial is that of its last step.
 
---form code changes the defaults of --fisher-batch-size, --fisher-clip, --child-filter and --warmup-ratio (see
-below), and computes the Fisher information with dropout. Other departures from the released code:
+With --form code the Fisher information has dropout, and --fisher-batch-size, --fisher-clip, --child-filter
+and --warmup-ratio have other defaults. Further departures from the released code:
 - In the released code each process has its own masks and Fisher information; this script shares them.
 - This script skips a step whose gradient is not finite.
 
-Flags for other papers: --rdrop-weight (R-Drop, Liang, Wu et al., NeurIPS 2021, arXiv 2106.14448),
---supcon-weight (supervised contrastive loss, Gunel et al., ICLR 2021, arXiv 2011.01403), --ood, --ood-epochs
-(out-of-domain detection, Zeng et al., ACL 2021, arXiv 2105.14289; detectors: softmax, LOF, Mahalanobis).
+Other papers: --rdrop-weight is R-Drop (Liang, Wu et al., NeurIPS 2021, arXiv 2106.14448). --supcon-weight is
+supervised contrastive loss (Gunel et al., ICLR 2021, arXiv 2011.01403). --ood and --ood-epochs are detection
+of other domains (Zeng et al., ACL 2021, arXiv 2105.14289); its detectors are softmax, LOF and Mahalanobis.
 """
 from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
 
@@ -60,16 +60,16 @@ def make_parser():
     shared("--form", "paper")
     add("--fisher-samples", type=at_least(1, int), help="rows for Fisher information; default all (paper)")
     add("--fisher-batch-size", type=at_least(1, int),
-        help="rows per mean gradient in the Fisher information; default 1 (paper), or 16 with --form code")
+        help="rows per gradient in the Fisher information; default 1 (paper), or 16 with --form code")
     add("--fisher-clip", type=at_least(0),
         help="norm to which Fisher gradients are clipped; 0: off; default 0 (paper), or 1 with --form code")
     add("--child-filter",
-        help="D masks only weights with NAME in their names; default all but the head, or layer with "
-             "--form code")
-    shared("--temperature", shown="0.3 for --supcon-weight (ours), 0.1 for --ood-epochs (released code)")
+        help="D masks only weights with NAME in their names, and trains the others in full; default all "
+             "but the head, or layer with --form code")
+    shared("--temperature", shown="0.3 with --supcon-weight (ours), 0.1 in --ood-epochs (released code)")
     add("--rdrop-weight", group="other papers", type=at_least(0),
-        help="α in R-Drop's loss CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), where 1 and 2 are two passes with "
-             "different dropout; --form code: half of CE1 + CE2, KL summed over the batch; default off")
+        help="α in R-Drop's loss CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1)) of two passes with different "
+             "dropout. --form code halves CE1 + CE2, and sums KL over the batch; default off")
     add("--supcon-weight", group="other papers", type=ratio, default=0.0,
         help="λ in the loss (1 − λ) CE + λ SCL; SCL: supervised contrastive loss; default 0")
     add("--ood", group="other papers", reads="held-out data",
@@ -83,7 +83,7 @@ def make_parser():
     shared("--lr", shown="4e-5 (released script), or 2e-3 with --model scratch; linear decay to 0")
     add("--warmup-ratio", group="training", type=ratio,
         help="fraction of the steps for warm-up; default 0.1 (paper), or 0 for F and D with --form code")
-    shared("--weight-decay", 0.01, "0.01 (released script), but 0 for biases and norms")
+    shared("--weight-decay", 0.01, "0.01 (released script); always 0 for biases and norms")
     shared("--seed", 42)
     add("--num-seeds", group="training", type=at_least(1, int), default=1,
         help="trials per mode, with seeds --seed, --seed + 1, ...; default 1")

@@ -20,14 +20,14 @@ found by --columns, by a header (original, synonym, antonym ...) or by their ord
     1 column   text. --tagger finds nouns, verbs, adjectives and adverbs; WordNet gives words to replace them
     3 columns  original, synonym text, antonym text. Words that differ from the original count as replaced
     5 columns  as --save-triples writes them: the three texts, then for each copy a list of the words that
-               could be replaced, as start:end:code (characters of the copy; 0 kept, 1 inflected,
-               2 synonym, 3 hypernym, 4 antonym, 5 random word)
+               could be replaced. Each word is start:end:code; start and end count characters of the copy.
+               Codes: 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
 
-Expected: training raises two numbers of the held-out rows: "hits", the percentage of originals that are
-nearer to their synonym text than to their antonym text, and "margin", the mean of h·h_syn − h·h_ant.
+Expected: training raises two scores on the held-out rows. "hits" is the percentage of originals that are
+nearer to their synonym text than to their antonym text; "margin" is the mean of h·h_syn − h·h_ant.
 Published result: after fine-tuning (see childtuning.py), CLINE scores 1.6 points more than RoBERTa-base
-on four contrast sets (mean), and 0.5 points more on four adversarial test sets. The authors' settings are our
-defaults, with a spaCy model as --tagger, and Wikipedia and BookCorpus as --data. No result is published for
+on four contrast sets (mean), and 0.5 points more on four adversarial test sets. The authors trained with our
+defaults and a spaCy model as --tagger; --data was Wikipedia and BookCorpus. No result is published for
 --form code.
 
 Departures from the released code, for both values of --form:
@@ -56,8 +56,8 @@ def make_parser():
     shared("--columns", shown="by header, else all")
     add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
     add("--tagger", group="data", reads="model",
-        help="part-of-speech tagger: the name of a spaCy model, or the word lexicon, which takes the part of "
-             "speech from WordNet; default en_core_web_sm, or lexicon if spaCy is not installed")
+        help="part-of-speech tagger: the name of a spaCy model; lexicon: take the part of speech from "
+             "WordNet; default en_core_web_sm, or lexicon if spaCy is not installed")
     add("--save-triples", group="data", metavar="PATH",
         help="save the generated triples to this new .csv file, which can later be used as --data")
     shared("--max-length", shown="512 (paper), or 256 with --form code")
@@ -71,11 +71,11 @@ def make_parser():
     shared("--epochs", shown="from --steps")
     shared("--steps", shown="30000 (paper), 1000000 with --form code, or 300 with --model scratch")
     shared("--lr", shown="1e-4 (paper), or 2e-3 with --model scratch; linear decay to 0")
-    shared("--warmup-steps", shown="1/60 of all (paper), 1/100 with --form code, 1/10 with --model scratch")
+    shared("--warmup-steps", shown="1/60 of all steps (paper), 1/100 for --form code, 1/10 for scratch")
     shared("--seed", 42)
     shared("--impl", "auto")
     add("--held-out-rows", group="evaluation", type=at_least(0, int),
-        help="number of last rows of --data, for evaluation only; default 1/20 of all rows, at most 1000")
+        help="rows at the end of --data, kept for evaluation only; default 1/20 of all rows, at most 1000")
     shared("--eval-every", 1000, "1000 (released scripts)")
     shared("--out", "out/cline")
     parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")

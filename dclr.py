@@ -1,10 +1,10 @@
 """DCLR: Debiased Contrastive Learning of Unsupervised Sentence Representations. Zhou, Zhang, Zhao, Wen, ACL
 2022, arXiv 2205.00656.
 
-Unsupervised SimCSE (simcse.py) with other negatives. First, a sentence is not used as a negative of an anchor
-if a second, frozen encoder, the guide, finds the two similar. Second, noise vectors n_k are negatives of all
-anchors: Gaussian vectors, moved by a few steps of gradient ascent that make them harder. For N anchors z1_i
-with positives z2_i, the same sentences under another dropout mask:
+DCLR is unsupervised SimCSE (simcse.py) with other negatives. First, a frozen encoder, the guide, finds
+sentences that are similar to an anchor; they are not its negatives. Second, noise vectors n_k are negatives
+of all anchors: Gaussian vectors, made harder by a few steps of gradient ascent. For N anchors z1_i with
+positives z2_i, the same sentences under another dropout mask:
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]
 
@@ -17,11 +17,11 @@ with a temperature τ_u of its own.
     torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
 
 Data: a .txt file with one sentence per line, or one column of a .csv .tsv .json .jsonl or .parquet file.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5) with a header, or without one
-and the score first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
+must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published result of the released code (the third command with --form code): BERT-base reaches 77.22 Spearman
-as the mean of seven STS test sets, SimCSE 76.25. None is published for the paper's equations, the default.
+as the mean of seven STS test sets, SimCSE 76.25. None is published for --form paper.
 Flags of the released scripts for other models; SimCSE-X is an unsupervised SimCSE checkpoint of model X:
     RoBERTa-base    --model roberta-base --guide SimCSE-RoBERTa-base --phi 0.85 --noise-per-sentence 2.5
     BERT-large      --model SimCSE-BERT-large --head pooler --batch-size 256 --epochs 1 --noise-per-sentence 3
@@ -36,8 +36,8 @@ Departures from the released code:
   - The released code runs the guide with dropout; this script runs it without.
   - The released code compares the guide's cosine with 20 φ τ; this script compares it with φ.
   - The released code selects the checkpoint on STS-B and SICK-R; this script selects it on --dev.
---form code follows the released code in three other points. The loss is the mean of −log q_ii and
-−log(1 − q_ij), where q_i is the softmax of w_ij s_ij over all keys. The noise maximises
+--form code follows the released code in three other points. The loss is the mean over i and j of −log q_ii
+if j = i, else −log(1 − q_ij). There q_i is the softmax of w_ij s_ij over all keys j. The noise maximises
 Σ_i log( Σ_k exp(cos(z1_i, n_k) / τ_u) + Σ_j exp(cos(z1_i, z2_j) / τ_u) ). The head has two layers, the
 pretrained pooler and a new one.
 The paper has separate noise for each sentence; the released code and this script share it within a batch.
@@ -63,7 +63,7 @@ def make_parser():
     add("--noise-temperature", type=at_least(1e-4),
         help="τ_u, temperature of the noise's objective; default --temperature (released code)")
     add("--mlm-weight", type=at_least(0), default=0.0,
-        help="weight of the masked-LM loss; 0: off; default 0 (0.1 in the released code if it has this loss)")
+        help="weight of the masked-LM loss; 0: off; default 0 (0.1 in an option of the released code)")
     add("--guide", group="model", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
         help="frozen encoder that finds false negatives (the paper's complementary model): a hub name or a "
              "local folder; default princeton-nlp/unsup-simcse-bert-base-uncased (paper)")

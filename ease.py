@@ -1,9 +1,9 @@
 """EASE: Entity-Aware Contrastive Learning of Sentence Embedding. Nishikawa et al., NAACL 2022, arXiv
 2205.04260.
 
-SimCSE with a second loss: a sentence that links to a Wikipedia entity is pulled towards the vector of this
-entity. It is pushed away from the entities of other sentences and from hard negatives. These are entities of
-the same type to which the sentence's Wikipedia page does not link. The languages share the entities, which
+EASE adds a second loss to SimCSE's: a sentence that links to a Wikipedia entity is pulled towards the vector
+of this entity. It is pushed away from the entities of other sentences and from hard negatives, which are
+entities of the same type to which the sentence's page does not link. All languages share the entities, which
 aligns the embeddings of their sentences. Sentence i has embeddings z_i and z'_i (two dropout masks), an
 entity vector e_i = W E[entity], and hard negatives h_ik = W E[negative]:
 
@@ -14,7 +14,7 @@ entity vector e_i = W E[entity], and hard negatives h_ik = W E[negative]:
 E has a trained vector for each entity, and W maps it to the space of the sentences; both are dropped after
 training. The logit w is added for the sentence's own hard negatives only: [i = j] is 1 if i = j, else 0. The
 temperature τ divides the cosine: with the paper's τ = 100 and λ = 0.01, the entity loss has a small effect.
-If several sentences of a batch link to one entity, it is a negative of none of them (--equal-entities).
+No entity equal to the sentence's own is used as a negative (--equal-entities).
 
     python ease.py --model scratch --data tests/data/entities.tsv --dev tests/data/sts.tsv
     python ease.py --data ease-dataset-en.json --entity-vectors enwiki_768d.txt --dev stsb-dev.tsv
@@ -26,14 +26,14 @@ Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns 
     text (sentence)                  required
     positive_entity (entity)         required
     negative_entity                  candidates for hard negatives: a JSON list, or separated by |
-    entity_type                      used without negative_entity: types of the entity, separated by |.
-                                     Candidates: entities of these types to which its page does not link
+    entity_type                      used without negative_entity: types of the entity, separated by |. The
+                                     candidates have one of these, drawn at random, and are not on the page
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5) with a header, or without one
-and the score first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
+must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published results of the released code (second command, --form code), mean Spearman of seven STS test sets:
-BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). None for the paper's equations, the default.
+BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). None is published for --form paper.
 
 Departures from the released code:
   - Under torchrun the released code does not gather entities and fails; this script gathers them.
@@ -51,7 +51,7 @@ def make_parser():
     parser = ScriptParser(__doc__)
     add, shared = parser.add_argument, parser.add_shared
     shared("--form", "paper")
-    shared("--temperature", 0.05, "0.05 (paper), for the SimCSE loss")
+    shared("--temperature", 0.05, "0.05 (paper); L_ent has --entity-temperature")
     add("--simcse-weight", type=at_least(0), default=1.0, help="weight of L_sim; default 1 (paper)")
     add("--entity-weight", type=at_least(0),
         help="λ, weight of L_ent; default 0.01 (paper), 1 with --model scratch")
@@ -61,14 +61,15 @@ def make_parser():
         help="number of hard negatives per sentence; default 1 (paper), or 0 if the data have none")
     shared("--hard-negative-weight", shown="0 (paper), 1 with --form code", type=at_least(-5))
     add("--equal-entities", choices=("mask", "keep"),
-        help="mask: leave out negatives equal to the sentence's entity; default mask, keep with --form code")
+        help="mask or keep negatives equal to the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
         help="take a sentence's negatives only from its group of this many rows of the batch; default the "
              "whole batch, 8 with --form code")
     add("--entity-vectors", group="model", reads="vectors",
-        help="initial E: a text file of Wikipedia2Vec, also .gz or .bz2; default random vectors")
+        help="initial entity vectors E: a text file of Wikipedia2Vec, also .gz or .bz2; default random")
     add("--entity-map", group="model", choices=("linear", "tanh", "none"),
-        help="W; tanh: linear with a bias, then tanh; default linear (paper), tanh with --form code")
+        help="map W of entity vectors; tanh: linear with a bias, then tanh; none: no map; default linear "
+             "(paper), tanh with --form code")
     parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
     shared("--eval-every", 125, "125 (paper)")
     shared("--max-length", 32, "32 (paper)")

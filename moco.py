@@ -14,8 +14,8 @@ queries get gradients. The weights θ_k of the copy are a running mean of the en
     python moco.py --recipe demo --data cifar-10-batches-py --symmetric --out out/demo
 
 The loss rises at first, while the queue fills with real keys. Batch norms would let a query recognise its key
-by the statistics that both share. So they see --bn-splits parts of the batch separately, and the images for
-keys are shuffled over these parts.
+by the statistics that both share. So batch norms see --bn-splits parts of the batch separately, and the
+images for keys are shuffled over these parts.
 
 --memory-bank trains the paper's baseline (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978). It has no second
 encoder, but stores a vector for each image, a running mean of the image's queries. The key of an image is its
@@ -37,7 +37,7 @@ Departures from the released code:
 - The released code needs several GPUs; this script also runs on one.
 - The released code blurs with three box filters (Pillow); this script blurs with a Gaussian.
 - The demo's kNN compares outputs of the head; this script's compares features of the encoder.
-- The demo's batch norms see every 8th image as a part; here a part is a run of consecutive images.
+- In the demo, a part of the batch is every 8th image; here it is a run of consecutive images.
 - The demo counts epochs from 1 in the cosine of its learning rate; this script counts from 0.
 """
 from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
@@ -68,15 +68,16 @@ def make_parser():
     add, shared = parser.add_argument, parser.add_shared
     parser.add_shared_flags("--data", "--skip-damaged", "--evaluate")
     shared("--dev", shown="the test set in --data")
-    shared("--image-size", shown="the shorter side of the images in arrays; for image files, the size saved "
-           "with --model, else 224, but not larger than the largest image")
+    shared("--image-size", shown="for arrays, the shorter side of their images; for image files, the size "
+           "saved with --model, else 224, but at most the size of the largest image")
     add("--crop", group="data", type=ratio,
-        help="smallest area of a crop, as a fraction of the image; default 0.2 (paper), 0.08 up to 32 pixels")
+        help="smallest area of a crop, as a fraction of the image; default 0.2 (paper), or 0.08 for views "
+             "up to 32 px")
     add("--blur", group="data", type=ratio,
-        help="probability of blur; default 0.5 (v2), 0 with --v1 or for images up to 32 pixels")
+        help="probability of blur; default 0.5 (v2), 0 with --v1 or for views up to 32 px")
     shared("--workers", shown="the number of CPU cores")
-    shared("--model", "resnet-50", "resnet-50; names that stand for random weights: resnet-small, resnet-18, "
-           "resnet-34, resnet-50, resnet-101, resnet-152")
+    shared("--model", "resnet-50", "resnet-50; new models: resnet-small, resnet-18, resnet-34, resnet-50, "
+           "resnet-101, resnet-152")
     add("--head-layers", group="model", type=int, choices=(1, 2),
         help="number of linear layers in the projection head; default 2, or 1 with --v1 (paper)")
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
@@ -84,9 +85,9 @@ def make_parser():
     add("--v1", action="store_true",
         help="MoCo v1: linear head, τ 0.07, other colour jitter, no blur, learning rate falling in two steps")
     add("--queue-size", type=at_least(1, int),
-        help="K, number of keys in the queue; default 65536 (paper), or 4096 up to 32 pixels (demo)")
+        help="K, number of keys in the queue; default 65536 (paper), or 4096 for views up to 32 px (demo)")
     add("--momentum", type=ratio,
-        help="m, momentum of the key encoder; default 0.999 (paper), or 0.99 up to 32 pixels (demo)")
+        help="m, momentum of the key encoder; default 0.999 (paper), or 0.99 for views up to 32 px (demo)")
     shared("--temperature", shown="0.2, or 0.07 with --v1 (paper)")
     add("--symmetric", action="store_true",
         help="use each view once as query and once as key, and add both losses (demo)")
@@ -101,7 +102,7 @@ def make_parser():
     shared("--epochs", 200, "200 (paper)")
     shared("--steps", shown="from --epochs")
     shared("--lr", 0.03, "0.03 (paper); it is always multiplied by batch / 256")
-    shared("--weight-decay", shown="1e-4 (paper), or 5e-4 up to 32 pixels (demo)")
+    shared("--weight-decay", shown="1e-4 (paper), or 5e-4 for views up to 32 px (demo)")
     shared("--seed", 42)
     shared("--impl", "auto")
     add("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,

@@ -1,7 +1,7 @@
 """Self-Guided Contrastive Learning for BERT Sentence Representations. Kim, Yoo, Lee, ACL 2021, arXiv
 2106.07345.
 
-A pretrained encoder is its own teacher. There are two copies: T is tuned, except for its word embeddings, and
+A pretrained encoder is its own teacher. There are two copies: T is tuned, except for its embedding layer, and
 F stays fixed. T's [CLS] vector c_i of sentence i is pulled towards the sentence's views h_ik and pushed away
 from the views of other sentences. View h_ik is the output of layer k of F, pooled over tokens. All vectors go
 through one projection head, which is dropped after training. Let φ(u, v) = exp(cos(u, v) / τ), where τ is
@@ -9,7 +9,7 @@ the temperature, let θ_T and θ_F be the weights of the copies, and λ the weig
 
     L = mean over i, k of −log( φ(c_i, h_ik) / ( φ(c_i, h_ik) + Σ_{j≠i} Σ_n φ(c_i, h_jn) ) ) + λ ‖θ_T − θ_F‖²
 
-This is --objective opt3. The others use one view h_i per sentence, of a layer that is sampled in each step:
+This is --objective opt3. The others use one view h_i per sentence, whose layer is sampled at each step:
     opt2    negatives of c_i are the h_j of other sentences
     opt1    negatives of c_i are the h_j and the c_j
     base    as opt1, and the h_i are anchors too, with positives c_i (NT-Xent)
@@ -22,8 +22,8 @@ Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parqu
 cell. Its columns are those of --columns, else sentence1 and sentence2, else all columns that are not numeric.
 A file of scored pairs can be used, too; the scores are ignored. The authors train on all of STS-B, including
 its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5) with a header, or without one
-and the score first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
+must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published result for the first command: BERT-base reaches 77.23 Spearman on STS-B test, and 74.62 as the mean
 of seven STS test sets.
@@ -60,9 +60,9 @@ def make_parser():
     parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
     shared("--eval-every", 50, "50 (released script)")
     add("--layer-study", nargs="?", const="", metavar="FILE", group="evaluation",
-        help="print the --dev score for every layer and pooling, and save it to FILE, a .json; the scores "
-             "are those of F and T after training, or those of --model with --evaluate; default study.json "
-             "in --out, or no file with --evaluate")
+        help="print the --dev scores of every layer and pooling: for F and T after training, or for --model "
+             "with --evaluate. The scores are saved to FILE, a .json; default study.json in --out, or no "
+             "file with --evaluate")
     shared("--columns", shown="as described above")
     shared("--max-length", 128, "128 (released script)")
     shared("--model", "bert-base-uncased")

@@ -15,9 +15,9 @@ The loss NT-Xent for N images, with u = z / |z|, s(i, j) = u_i·u_j / τ and i' 
 
 --supervised is SupCon, where the positives P(i) of i are all other views with i's label:
     L = 1/2N Σ_i 1/|P(i)| Σ_{p∈P(i)} [ −s(i, p) + log Σ_{j≠i} exp s(i, j) ]
---finetune (v2) trains the encoder, the first layers of its head, and a classifier, on a part of the labels.
---distill (v2) trains a student. For image x and class y, its prediction P_s(y | x) learns to match the
-prediction P_t(y | x) of a teacher, which is a fine-tuned model:
+--finetune (v2) trains the encoder, the first layer of its head, and a new classifier on labelled images.
+--distill (v2) trains a student. The student's prediction P_s(y | x) of class y for image x learns to match
+the prediction P_t(y | x) of a teacher, which is a fine-tuned model:
     L = 1/N Σ_x −Σ_y P_t(y | x; τ) log P_s(y | x; τ)
 
 Data, one of:
@@ -41,7 +41,7 @@ Published test accuracies, and the flags that come closest to each setup (none i
 Departures from the released code:
 - The released loss is twice the mean over views; this script's loss is the mean (paper).
 - The released head has batch norms; this script's head has them only with --form code.
-- The released code resizes without antialiasing; this script does so for arrays only.
+- The released code resizes without antialiasing; this script resizes arrays without it, image files with it.
 - SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
 - v2 has selective kernels, wider networks, and distillation with labels; this script has none of these.
 """
@@ -78,26 +78,26 @@ def make_parser():
     add, shared = parser.add_argument, parser.add_shared
     parser.add_shared_flags("--data", "--skip-damaged", "--evaluate")
     shared("--dev", shown="the test set in --data")
-    shared("--image-size", shown="the shorter side of the images in arrays; for image files, the size saved "
-           "with --model, else 224, but not larger than the largest image")
+    shared("--image-size", shown="for arrays, the shorter side of their images; for image files, the size "
+           "saved with --model, else 224, but at most the size of the largest image")
     add("--crop", group="data", type=ratio, default=0.08,
         help="smallest area of a crop, as a fraction of the image; default 0.08 (paper)")
     add("--colour", group="data", type=at_least(0),
-        help="strength of the colour jitter; default 1 (paper), or 0.5 for images of at most 32 px")
+        help="strength of the colour jitter; default 1 (paper), or 0.5 for views of at most 32 px")
     add("--grey", group="data", type=ratio, default=0.2, help="probability of greyscale; default 0.2 (paper)")
     add("--blur", group="data", type=ratio,
-        help="probability of blur; default 0.5 (paper), or 0 for images of at most 32 px")
+        help="probability of blur; default 0.5 (paper), or 0 for views of at most 32 px")
     shared("--workers", shown="the number of CPU cores")
-    shared("--model", "resnet-18", "resnet-18; names that stand for random weights: resnet-small, resnet-18, "
-           "resnet-34, resnet-50, resnet-101, resnet-152")
+    shared("--model", "resnet-18", "resnet-18; new models: resnet-small, resnet-18, resnet-34, resnet-50, "
+           "resnet-101, resnet-152")
     add("--head-layers", group="model", type=int, choices=(0, 1, 2, 3), default=2,
         help="number of linear layers in the projection head; default 2 (paper)")
     add("--head-norm", group="model", action=BooleanOptionalAction,
         help="use batch norms in the projection head; default off (paper), or on with --form code")
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
-    add("--normalize", action=BooleanOptionalAction, default=True, help="normalise projections; default on")
-    shared("--temperature", 0.5, "0.5 (the paper's value for CIFAR-10)")
+    add("--normalize", action=BooleanOptionalAction, default=True, help="normalise z to length 1; default on")
+    shared("--temperature", 0.5, "0.5 (paper, CIFAR-10), 0.1 with --supervised, 1 with --distill")
     shared("--form", "paper", "paper; code: batch norms in the head")
     add("--supervised", action="store_true", 
         help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
@@ -106,7 +106,7 @@ def make_parser():
     add("--label-fraction", type=ratio, default=1.0,
         help="fraction of the images of each class that --finetune uses; default 1")
     add("--from-layer", type=at_least(0, int), default=0,
-        help="number of first layers of --model's head to keep; default 0, or 1 with --finetune (v2)")
+        help="keep this many of the first layers of --model's head; default 0, or 1 with --finetune (v2)")
     add("--distill", reads="model", metavar="TEACHER",
         help="train --model to match the predictions of TEACHER, a fine-tuned model, on --data (v2)")
     parser.add_recipes(RECIPES, FLAG_RECIPES)

@@ -21,8 +21,8 @@ their order. The number of columns decides the kind of training:
     2 columns  anchor, positive         I ate an apple.,Someone ate fruit.
     3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.
     4 or more  and several of these     I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5) with a header, or without one
-and the score first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
+must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published results of BERT-base (Spearman × 100), for the second and the third command:
     unsupervised    82.5 on STS-B dev    76.25 as the mean of seven STS test sets
@@ -36,7 +36,7 @@ Departures from the released code:
   - The released code reads an empty cell as one space; this script reports an error.
   - With several GPUs, the released code divides the gradient by the number of GPUs; this script does not.
 
-docs/others.md explains the flags for other papers' views and losses (--recipe, --views, --objective ...).
+docs/others.md explains the flags for other papers; docs/fidelity.md says what --form code changes in them.
 """
 from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
 from kernels.training.extras import sentence_flags
@@ -52,14 +52,14 @@ def make_parser():
     add("--ignore-equal", action="store_true",
         help="mask negatives that have the same text as the anchor's positive; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
-        help="weight of the masked-LM loss; 0: off; default 0 (0.1 in the paper's variant with this loss)")
+        help="weight of the masked-LM loss; 0: off; default 0 (paper; 0.1 in its variant with this loss)")
     parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
     shared("--eval-every", 125, "125 (released scripts; the paper has 250)")
     shared("--columns", shown="chosen by the header, else all")
     shared("--max-length", 32, "32 (paper)")
     shared("--model", "bert-base-uncased")
     shared("--pooling", shown="as saved with --model, else cls (paper), avg for scratch, last for a decoder")
-    shared("--head", shown="as saved with --model, else with cls: keep (unsupervised: train-only), else none")
+    shared("--head", shown="as saved with --model, else for cls keep (train-only if unsupervised), else none")
     shared("--prompt", shown="as saved with --model, else none")
     add("--dropout", type=at_least(0), group="model",
         help="dropout probability of the encoder in training; default the model's own, 0.1 for BERT (paper)")

@@ -4,7 +4,7 @@ Collier, Findings of NAACL 2022, arXiv 2111.04198.
 A pretrained BERT, the student, is trained further with its masked-LM and next-sentence losses. A frozen copy,
 the teacher, reads the same text without masks. At a masked position i, the student's vector s_i is pulled to
 the teacher's t_i and pushed from the teacher's other vectors of that sequence. So the tokens of a sentence
-become less similar. With sim the cosine, M the positions chosen for masking, j all positions of i's sequence,
+become less similar. M has the positions chosen for masking, j runs over i's sequence, and sim is the cosine:
 
     L = L_MLM + L_NSP + mean over i in M of −log( exp(sim(s_i, t_i) / τ) / Σ_j exp(sim(s_i, t_j) / τ) )
 
@@ -13,22 +13,23 @@ become less similar. With sim the cosine, M the positions chosen for masking, j 
     python tacl.py --model scratch --data train.txt --dev dev.txt
     torchrun --nproc-per-node 8 tacl.py --data wikipedia.txt --dev held-out.txt --out out/tacl
 
-Data: one sentence per line, a blank line between documents. The file is read as a stream, --shuffle-buffer
-documents at a time. --dev has the same format. The evaluation on --dev reports the three losses, and
+Data: one sentence per line, a blank line between documents. The first two commands make such files.
+The data are read as a stream, --shuffle-buffer documents at a time. --dev has the same format. An evaluation
+on --dev reports the three losses, and
     accuracy            percentage of masked tokens whose nearest teacher token is at the same position
-    token similarity    mean cosine of two tokens of a sentence, in each layer. First without [CLS] and [SEP],
-                        averaged over sentences; then with them, averaged over token pairs (paper's figure)
+    token similarity    mean cosine of two tokens of a sentence, two numbers per layer: without [CLS] and
+                        [SEP], averaged over sentences; with them, over token pairs (paper's figure)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
-Published results of bert-base-uncased, before and after 150,000 steps of 256 pairs of up to 256 tokens (our
-defaults) on English Wikipedia, fine-tuned with the example scripts of transformers:
+Published results of bert-base-uncased, without → with TaCL on English Wikipedia (our defaults). Each model
+was fine-tuned with the example scripts of transformers:
     GLUE                 79.6      → 81.2
     SQuAD 1.1 (EM/F1)    80.8/88.5 → 81.6/89.0
     SQuAD 2.0 (EM/F1)    73.4/76.8 → 74.4/77.5
 These are results of the released code (--form code); none is published for --form paper.
 
 Departures:
-- In the released code the sum over j includes padding up to --max-length; here only with --form code.
+- The released code's sum over j includes padding up to --max-length; here it does so with --form code.
 - The paper sums over M, and the released code averages per GPU; this script averages over the global batch.
 - The released code's teacher has dropout; this script's has none (see docs/fidelity.md).
 - The released code makes all pairs once, in memory; this script makes new pairs in every pass over the data.
@@ -44,7 +45,7 @@ def make_parser():
     parser.add_shared_flags("--data", "--evaluate", "--dev")
     add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
         help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
-    shared("--max-length", shown="256 (paper), or 64 with --model scratch; it limits a whole sentence pair")
+    shared("--max-length", shown="256 (paper), or 64 with --model scratch, for both texts of a pair together")
     shared("--model", "bert-base-uncased")
     add("--teacher", group="model", reads="model",
         help="teacher, of the same hidden size and vocabulary as --model; default --model itself (paper)")

@@ -1,18 +1,18 @@
 """VaSCL: Virtual Augmentation Supported Contrastive Learning of Sentence Representations. Zhang, Xiao, Zhu,
 Ma, Arnold, Findings of ACL 2022, arXiv 2110.08552.
 
-SimCLR's loss (NT-Xent) of two dropout views of each sentence, and a second term with a virtual augmentation:
-the embedding e_i of sentence i plus a perturbation δ_i of length Δ. The direction of δ_i makes e_i + δ_i hard
-to tell from the K nearest neighbours N(i), the sentences j of the batch with the largest e_i·e_j. The second
-term pulls e_i and e_i + δ_i together and pushes both away from the neighbours. With a projection head g that
-is dropped after training, z_i = g(e_i) / |g(e_i)|, z*_i = g(e_i + δ_i) / |g(e_i + δ_i)|, a
+The loss has two terms. The first is SimCLR's (NT-Xent), for two dropout views of each sentence. The second
+has virtual augmentations: the embedding e_i of sentence i plus a perturbation δ_i of length Δ. Its direction
+makes e_i + δ_i hard to tell from the K nearest neighbours N(i), the sentences j of the batch with the largest
+e_i·e_j. The term pulls e_i and e_i + δ_i together and pushes both away from the neighbours. With a projection
+head g that is dropped after training, z_i = g(e_i) / |g(e_i)|, z*_i = g(e_i + δ_i) / |g(e_i + δ_i)|, a
 temperature τ, and P_i = exp(z_i·z*_i / τ):
 
     L = NT-Xent of the z of both views
         + mean over i and a ∈ {z_i, z*_i} of
           −log( P_i / ( P_i + Σ_{k∈N(i)} [ exp(a·z_k / τ) + exp(a·z*_k / τ) ] ) )
-    δ_i = Δ ∇_i / |∇_i|,   ∇_i the gradient of −log( P_i / ( P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ) ) ) with
-                           respect to δ_i, at a random δ_i of length Δ
+    δ_i = Δ ∇_i / |∇_i|,   ∇_i = gradient of −log( P_i / ( P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ) ) ) in δ_i,
+                           taken at a random δ_i of length Δ
 
     python vascl.py --model scratch --data tests/data/sentences.txt --dev tests/data/sts.tsv
     python vascl.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/vascl
@@ -22,8 +22,8 @@ Data: a .txt file has one sentence per line; .csv .tsv .json .jsonl .parquet fil
 --columns, else by a header of common names (sentence1 sentence2, query positive ...), else by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5) with a header, or without one
-and the score first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
+must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published results, mean Spearman of seven STS test sets, for the second command:
     RoBERTa-base     76.96 (SimCSE 76.57)
@@ -32,8 +32,8 @@ Published results, mean Spearman of seven STS test sets, for the second command:
 The default is --form code, the released code: its second term trains only the head, through z*, and the
 encoder learns from NT-Xent alone. In --form paper no gradient is stopped, so the second term also trains the
 encoder. No result is published for --form paper. In our runs with it (docs/results.md), a pretrained encoder
-collapsed with the released Δ = 15. With a Δ that is small relative to the spread of the embeddings
-(--relative-radius), none of three encoders collapsed, but only one was better than without the second term.
+collapsed with the released Δ = 15. With a smaller Δ (--relative-radius), none of three encoders collapsed,
+but only one of them was better than without the second term.
 --form paper also starts from a Gaussian random δ, the released code from a uniform one.
 
 Departures from the released code:
@@ -55,10 +55,10 @@ def make_parser():
     add("--radius", type=at_least(0),
         help="Δ, length of δ; 0: no second term; default 15 (released code), 0.2 with --model scratch")
     add("--relative-radius", type=at_least(0),
-        help="Δ relative to the spread of the embeddings: a multiple of their mean distance from the mean of "
-             "the batch; replaces --radius; default 0.25 with --form paper")
+        help="Δ as a multiple of the mean distance of embeddings from their batch mean; replaces --radius; "
+             "default 0.25 with --form paper, unless --model is scratch")
     add("--ascent-steps", type=at_least(0, int), default=1,
-        help="number of gradient steps for δ; each sets δ to length Δ along the new gradient; default 1 "
+        help="number of gradient steps for δ; each replaces δ by Δ times the unit gradient; default 1 "
              "(released code)")
     parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
     shared("--eval-every", 500, "500 (released script)")

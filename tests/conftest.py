@@ -30,6 +30,15 @@ def scripts_stay_on_the_cpu(request, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.fixture(autouse=True)
+def restore_signal_handlers():
+    """Restore the handlers after each test: a script's handler would keep Ctrl-C from later tests."""
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for kind, handler in before.items():
+        signal.signal(kind, handler)
+
+
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):
     """Return a folder with a BERT: 3 layers, one token per character, large random weights, no dropout."""

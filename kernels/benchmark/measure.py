@@ -13,8 +13,8 @@ the implementation. The other columns are:
     extra MB        peak memory of a forward and backward pass: gradients included, inputs not
     error           |g - g64| / |g64| (Euclidean norms), where g is the gradient in q, and g64 is computed in
                     float64
-    peak %          100 · ideal time / ms. The ideal time is that of the fewest matrix products that the loss
-                    needs (MIN_FLOP in cases.py), at the speed of a large matrix product, measured first
+    peak %          100 · ideal time / ms. The ideal time is the FLOP of the matrix products that the loss
+                    needs at least (MIN_FLOP in cases.py), divided by the FLOP/s of a large matrix product
 
 Inputs are unit vectors: random ones (--set random), or pairs as similar as after training, with a mean loss
 of about 5e-3 (--set trained). On a GPU, the L2 cache is flushed before each timed run. Memory on a CPU is
@@ -296,7 +296,7 @@ def make_parser(on_gpu):
     add("--repeat", type=positive_integer, default=repeat, metavar="RUNS",
         help=f"number of timed runs; default {repeat} on this device")
     add("--limit", type=positive_integer, default=limit, metavar="SECONDS",
-        help=f"seconds after which the measurement of a result is stopped; default {limit} on this device")
+        help=f"stop the measurement of a result after this many seconds; default {limit} on this device")
     add("--json", metavar="FILE", help="save the results to this file, after each result")
     add("--from", dest="source", metavar="FILE", help="measure nothing; read results that --json saved")
     add("--markdown", action="store_true", help="print the results as a markdown table at the end")

@@ -28,9 +28,9 @@ assumed to reach 80 % of the tensor core peak. Rates are from the vendor's data 
 output lists as "assumed".
 
 In the table of counts, registers and spills (bytes) are per thread, and shared memory (bytes) is per program.
-"programs" is the number of programs that an SM holds at once, "waves" how many times the programs of a launch
-fill all SMs, and "tiles" the number of tiles on the busiest SM. Instructions, mma (tensor core instructions)
-and mufu are per warp and tile. In the table of cycles, "limit" is the bottleneck.
+"programs" is the number of programs that an SM holds at once. "waves" is how many times the programs of a
+launch fill all SMs. "tiles" is the number of tiles on the busiest SM. Instructions, mma (tensor core
+instructions) and mufu are per warp and tile. In the table of cycles, "limit" is the bottleneck.
 
 With --ranks, the output also estimates the time of a training step on many GPUs (multi_gpu.py).
 """

@@ -125,33 +125,32 @@ SHARED_FLAGS = {
     "--max-length": dict(group="data", type=at_least(3, int),
                          help="truncate training texts to this many tokens"),
     "--model": dict(group="model", reads="model",
-                    help="model to start from: a hub name, a local folder, or a name that stands for random "
-                         "weights (for texts: scratch)"),
+                    help="model to start from: a hub name, a local folder, or a new model with random "
+                         "weights (for texts: scratch, a small BERT)"),
     "--pooling": dict(group="model", choices=POOLINGS,
                       help="how token states are pooled into a sentence embedding. cls: first token, "
-                           "with a head where the paper has one; cls_before_pooler: first token alone; "
-                           "last: last token; avg, avg_top2, avg_first_last: mean over the "
+                           "with the paper's head, if any; cls_before_pooler: first token, by default "
+                           "without a head; last: last token; avg, avg_top2, avg_first_last: mean over the "
                            "tokens of the last layer, the last two layers, or the first and the last layer"),
     "--head": dict(group="model", nargs="+", choices=("keep", "train-only", "new", "pooler"),
-                   help="projection head after pooling. keep: also used at inference; train-only: dropped "
-                        "after training. A second word, or this word alone, gives the initial weights. new: "
-                        "random; pooler: those of the model's pooler; if not given: those of the head saved "
-                        "with --model, else random"),
+                   help="projection head after pooling: one or two words. Its use: keep (also at inference) "
+                        "or train-only (dropped after training). Its initial weights: new (random) or pooler "
+                        "(those of the model's pooler); if not given, those of the head saved with --model, "
+                        "else random"),
     "--prompt": dict(group="model", nargs="+", metavar="TEXT",
                      help="text to put before every input: one for all columns, or one per column"),
     "--temperature": dict(type=at_least(1e-4), help="temperature τ, by which similarities are divided"),
     "--adversarial": dict(type=at_least(0),
-                          help="L2 norm of an adversarial perturbation of the token embeddings; it points "
-                               "along the gradient of the loss"),
+                          help="L2 norm of an adversarial perturbation, which is added to the token "
+                               "embeddings along the gradient of the loss"),
     "--hard-negative-weight": dict(type=at_least(-100),
-                                   help="w = log α, added to the logits of an anchor's own hard negatives"),
+                                   help="w, added to the logits of an anchor's own hard negatives"),
     "--batch-size": dict(group="training", type=at_least(1, int), help="rows per step, summed over all GPUs"),
     "--chunk-size": dict(group="training", type=at_least(1, int),
                          help="encode this many rows at a time to save memory (GradCache); gradients are "
                               "those of the full batch"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
-    "--steps": dict(group="training", type=at_least(1, int),
-                    help="number of training steps"),
+    "--steps": dict(group="training", type=at_least(1, int), help="number of training steps"),
     "--lr": dict(group="training", type=at_least(0), help="learning rate"),
     "--warmup-steps": dict(group="training", type=at_least(0, int), help="steps of learning-rate warm-up"),
     "--weight-decay": dict(group="training", type=at_least(0), help="weight decay"),
@@ -183,7 +182,8 @@ SHARED_FLAGS = {
                      help="continue the run in --out; flags that are not given are read from its args.json"),
     "--keep-state": dict(group="run", choices=("always", "running", "never"), default="running",
                          help="when to keep state.pt (about 3x the model's size), which --resume needs; "
-                              "running: until training ends; default running"),
+                              "always: also after training; running: until training ends; never: do not "
+                              "write it; default running"),
     "--log": dict(group="run", choices=("tensorboard", "wandb"),
                   help="also send the metrics to this tracker, whose package must be installed"),
 }
@@ -227,7 +227,7 @@ class ScriptParser(argparse.ArgumentParser):
         self.recipes, self.implied = recipes | dict(implied), implied
         presets = ", ".join(f"{name} ({recipe.source})" for name, recipe in recipes.items())
         self.add_argument("--recipe", choices=[*recipes], group="training",
-                          help="preset values for several flags; a flag that is given keeps its own value; "
+                          help="preset values for several flags; flags on the command line override them; "
                                f"default none. The presets: {presets}".replace("%", "%%"))
 
     def add_shared(self, name, default=None, shown=None, **changes):

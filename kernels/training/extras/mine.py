@@ -6,9 +6,9 @@
 Each row of --data has an anchor, a positive and, optionally, hard negatives. The output has the same columns,
 and then the mined negatives. Columns are found by --columns, else by their header names, else by their order.
 
-The candidates for a row are the distinct positives of all rows. A text that occurs in any row of the same
-anchor is never a candidate, and neither is the anchor itself; texts that differ only in white space count as
-equal. With p the cosine of anchor and positive, the cosine s of anchor and candidate must satisfy
+The candidates for a row are the distinct positives of all rows. The anchor itself and the texts of all
+rows with the same anchor are not candidates; texts that differ only in white space count as equal. With p the
+cosine of anchor and positive, the cosine s of anchor and candidate must satisfy
 
     s ≤ p · (1 − r)    --relative-margin r: a candidate that scores close to the positive is often a positive
                        that is not labelled as one
@@ -22,7 +22,7 @@ row with fewer than N candidates is left out and counted. With the default r = 0
 
 The search compares R rows with M distinct positives of dimension D in 2·R·M·D operations. It takes a block of
 rows at a time and needs little memory beside the embeddings. If too few of a row's nearest candidates satisfy
-the bounds, a second search for this row leaves out scores above its upper bound. With --precision bf16 the
+the bounds, a second search of this row skips all scores above its upper bound. With --precision bf16 the
 encoder runs in bfloat16, and the similarities are computed in float16 (error below 1e-3).
 """
 import csv

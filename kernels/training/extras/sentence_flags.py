@@ -35,9 +35,9 @@ def add_flags(parser):
         help=f"augmentations, one per view of a sentence (see docs/others.md): {', '.join(VIEWS)}; default "
              "dropout for all views (paper)")
     add("--view-rates", nargs="+", type=float, metavar="RATE",
-        help="fraction of features, tokens, entries or words that an augmentation changes, one per view; "
-             "default 0.2 for feature_cutoff and embedding_dropout, 0.15 for token_cutoff, and 0.1 for crop, "
-             "delete and synonym (these three change at least one word)")
+        help="fraction of features, tokens, embedding entries or words that a view changes, one number per "
+             "view; default 0.2 for feature_cutoff and embedding_dropout, 0.15 for token_cutoff, and 0.1 for "
+             "crop, delete and synonym (these three change at least one word)")
     add("--spans", nargs=2, type=int, default=[2, 2], metavar=("A", "P"),
         help="for --views spans: number of anchors per document and of positives per anchor; default 2 2 "
              "(DeCLUTR)")
@@ -53,7 +53,7 @@ def add_flags(parser):
              "from best to worst")
     add("--margin", type=at_least(0), default=0.01,
         help="margin between consecutive candidates in --objective ranking; default 0.01 (SimCLS)")
-    parser.add_shared("--form", "paper", "paper; for --views spans (DeCLUTR), --objective ranking (SimCLS)",
+    parser.add_shared("--form", "paper", "paper; code changes only --views spans and --objective ranking",
                       group="other papers")
     parser.add_shared("--adversarial", 0.0, "0 (off); requires data with positives (ConSERT)",
                       group="other papers")
