@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -31,6 +32,13 @@ SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--ste
 KEPT = [*SMALL, "--keep-state", "always"]
 ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # 12 rows, not truncated
 SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
+
+
+def few_images(folder, rows=40):
+    """Write the first training and test images of shapes.npz to a new file, and return its path."""
+    with np.load(DATA / "shapes.npz") as file:
+        np.savez(folder / "few.npz", **{key: file[key][:rows] for key in file.files})
+    return folder / "few.npz"
 
 
 def small_bert(folder):

@@ -50,7 +50,7 @@ def test_dev_does_not_count_as_a_test_set(cwd, bert, capsys):
 @pytest.mark.parametrize("name, flags", [
     ("simclr", []), ("simclr", ["--supervised"]), ("moco", ["--queue-size", 32, "--bn-splits", 2])])
 def test_images(name, flags, cwd, capsys):
-    few = {key: PICTURES[key][:150] for key in PICTURES.files}
+    few = {key: PICTURES[key][:60] for key in PICTURES.files}
     np.savez("few.npz", **few)
     flags = ["--data", "few.npz", "--batch-size", 16, "--probe-epochs", 5, *flags]
     result = run(name, Path("out"), *flags, "--model", "resnet-small", "--steps", 20)

@@ -22,12 +22,12 @@ import simclr  # noqa: E402
 import simcse  # noqa: E402
 import tacl  # noqa: E402
 from kernels.training.loop import LOSS_DTYPE  # noqa: E402
-from running import DATA, SENTENCES, run  # noqa: E402
+from running import DATA, SENTENCES, few_images, run  # noqa: E402
 
 # ── what reaches the kernels ────────────────────────────────────────────────────────────────────────────────
 
 TEXT = ["--model", "scratch", "--batch-size", 8, "--data"]
-PICTURES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 8, "--probe-epochs", 0]
+PICTURES = ["--model", "resnet-small", "--data", "IMAGES", "--batch-size", 8, "--probe-epochs", 0]
 UNIT, ANY = torch.float16, torch.bfloat16                      # dtype for rows of length 1, and of any length
 # script, flags, {operation in training: dtype in which it multiplies with --precision bf16}
 CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {"similarity_lse": UNIT}),
@@ -56,7 +56,8 @@ def test_unit_rows_are_multiplied_in_float16(name, flags, wanted, precision, ber
     documents = tmp_path / "documents.txt"
     lines = [row[0] for row in SENTENCES[:80]]
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
-    flags = [{"DOCUMENTS": documents, "GUIDE": bert}.get(flag, flag) for flag in flags]
+    paths = {"DOCUMENTS": documents, "GUIDE": bert, "IMAGES": few_images(tmp_path)}
+    flags = [paths.get(flag, flag) for flag in flags]
     found, gradients, call = {}, [], kernels.ops.call_op
 
     def listen(operation, q, *arguments):

@@ -23,6 +23,7 @@ from running import (
     SENTENCES,
     embed_unbatched,
     equal,
+    few_images,
     metrics,
     run,
     run_distributed,
@@ -71,7 +72,7 @@ def test_every_script_needs_only_itself_and_kernels(tmp_path):
     imported the project before."""
     home = tmp_path / "home"
     shutil.copytree(ROOT / "kernels", home / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    pictures = ["--data", DATA / "shapes.npz", "--model", "resnet-small", "--batch-size", 16]
+    pictures = ["--data", few_images(tmp_path), "--model", "resnet-small", "--batch-size", 16]
     pictures += ["--probe-epochs", 1]
     texts = [row[0] for row in SENTENCES[:80]]
     documents = tmp_path / "documents.txt"

@@ -232,7 +232,7 @@ def test_finetuning_and_distillation(layer, pretrained, tmp_path):
         simclr.main(["--evaluate", "--dev", str(pretrained / "x.npz"), "--model", str(tmp_path / "out")])
     assert re.search(r"\ntest     classifier [\d.]+ %  .*out\n$", lines.getvalue())
     if layer == 1:
-        given = ["--distill", tmp_path / "out", "--data", pretrained / "x.npz", *SMALL, "--lr", 0.1]
+        given = ["--distill", tmp_path / "out", "--data", pretrained / "x.npz", *SMALL, "--lr", 0.03]
         given += ["--warmup-epochs", 0, "--steps", 60, "--temperature", 0.7]
         student = run("simclr", tmp_path / "student", *given)
         assert student.steps[-1]["dev_top1"] > 60

@@ -42,16 +42,11 @@ def test_signal_while_torch_is_imported(kind, tmp_path):
 
 def test_ignored_sighup_stays_ignored():
     """nohup ignores SIGHUP."""
-    before = signal.getsignal(signal.SIGHUP)
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with pytest.raises(SystemExit):
-            command(lambda argv=None: (signal.raise_signal(signal.SIGHUP), fail("it went on")))()
-        handle_signals(signal.SIG_DFL)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(SystemExit):
+        command(lambda argv=None: (signal.raise_signal(signal.SIGHUP), fail("it went on")))()
+    handle_signals(signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_run_without_checkpoint_needs_resume_and_its_flags(cwd, monkeypatch, capfd):
@@ -134,17 +129,14 @@ def test_tokens_that_are_truncated_while_they_are_read(tmp_path, bert):
 
 
 def test_writing_to_a_closed_pipe_raises_sigterm_once(monkeypatch, capfd):
-    received, before = [], signal.getsignal(signal.SIGTERM)
+    received = []
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "w") as pipe, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", pipe)
         signal.signal(signal.SIGTERM, lambda *_: received.append(1))
-        try:
-            write("one")
-            write("two")                                       # stdout is /dev/null by now
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        write("one")
+        write("two")                                           # stdout is /dev/null by now
     assert received == [1] and capfd.readouterr().err.endswith(": standard output is closed; stopping\n")
 
 
