@@ -10,6 +10,7 @@ from pathlib import Path
 # its transpose differently, so tests of extreme logits would fail. NumPy reads this variable on import.
 if platform.machine() == "x86_64":
     os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+os.environ.setdefault("OMP_NUM_THREADS", "1")           # one thread per worker of pytest-xdist, also in NumPy
 
 import pytest
 import torch
