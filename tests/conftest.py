@@ -33,7 +33,7 @@ def scripts_stay_on_the_cpu(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def restore_signal_handlers():
-    """Restore the handlers after each test: a script's handler would keep Ctrl-C from later tests."""
+    """Restore signal handlers after each test. Otherwise a script's handler would catch Ctrl-C later."""
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for kind, handler in before.items():
@@ -49,7 +49,7 @@ def bert(tmp_path_factory):
 
 @pytest.fixture
 def cwd(tmp_path, monkeypatch):
-    """Change to a temporary folder with a valid data file, good.csv, so that messages have short names."""
+    """Change to a temporary folder with a valid data file, good.csv, so that messages show short paths."""
     from running import GOOD
     monkeypatch.chdir(tmp_path)
     Path("good.csv").write_text(GOOD)
@@ -70,7 +70,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
-    """Return the function folder_of(family): a folder with a small random model of this architecture."""
+    """Return a function: folder_of(family) is a folder with a small random model of this architecture."""
     from families import small_model
     return functools.cache(lambda family: small_model(family, tmp_path_factory.mktemp(family)))
 

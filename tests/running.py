@@ -70,6 +70,7 @@ def run(name, out, *flags):
         return runs[0]
 
     def all_reduce_and_measure(model):
+        """Record the norm of the gradients after the all-reduce."""
         real_all_reduce(model)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
@@ -224,7 +225,7 @@ def __getattr__(name):
 
 
 class Memory(TorchDispatchMode):
-    """Measure the peak MB of tensors that operations return, without temporary memory inside a kernel."""
+    """Measure the peak MB of the tensors that operations return. A kernel's own buffers do not count."""
 
     def __init__(self):
         super().__init__()

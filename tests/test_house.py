@@ -84,7 +84,7 @@ def imports(file):
 
 
 def folder_of(module):
-    """Return the innermost folder, in dotted form, that contains a module or a name from a module."""
+    """Return the dotted name of the innermost folder that contains this module, or module.name."""
     parts = module.split(".")
     folders = (parts[:n] for n in range(len(parts), 0, -1) if ROOT.joinpath(*parts[:n]).is_dir())
     return ".".join(next(folders, []))
@@ -116,8 +116,8 @@ def test_lengths():
 
 
 def test_names_of_tests_do_not_depend_on_the_time():
-    """gzip.compress stores the time in its result by default. In a test's parameters it would become part of
-    the test's name, and pytest-xdist stops if its workers disagree on names."""
+    """Tests call gzip.compress with mtime=0. By default the result contains the time. As a parameter of a
+    test it would change the test's name, and pytest-xdist stops if its workers disagree on names."""
     tests = "".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
     assert [call for call in re.findall(r"gzip\.compress\([^\n]*", tests) if "mtime=0" not in call] == []
 

@@ -69,7 +69,7 @@ def test_table_has_every_script():
     assert {program for program, _ in COMMANDS} == scripts | of_kernels
 
 
-def test_fidelity_names_flags_that_exist():
+def test_flags_in_docs_fidelity_exist():
     for section in read(FIDELITY)[0].split("\n## ")[1:]:
         parser = importlib.import_module(re.search(r"(\w+)\.py", section)[1]).make_parser()
         assert set(re.findall(r"--[a-z][\w-]*", section)) <= set(parser._option_string_actions), section[:30]
@@ -109,7 +109,7 @@ def test_python_of_readme_runs(run, monkeypatch):
     assert names["encoder"].weight.grad.isfinite().all() and names["tokenizer"]
 
 
-def test_loss_printed_in_contributing_is_simcse():
+def test_my_loss_in_contributing_equals_simcse_loss():
     names, (z1, z2) = {name: getattr(kernels, name) for name in kernels.__all__}, torch.randn(2, 8, 16)
     names["F"] = F
     for block in [block for language, block in read(CONTRIBUTING)[1] if language == "python"]:
@@ -127,8 +127,8 @@ def test_links_and_lengths():
         assert [line for line in long if not line.startswith(allowed)] == []
 
 
-def test_cpc_class_in_others():
-    """For each step ahead, CPC returns InfoNCE over all times and sequences, and log N minus this loss."""
+def test_cpc_class_in_docs_others():
+    """For each step ahead, the loss is InfoNCE over all times and sequences; the bound is log N − loss."""
     names = {}
     exec(next(block for language, block in read(OTHERS)[1] if language == "python"), names)
     torch.manual_seed(0)
@@ -141,7 +141,7 @@ def test_cpc_class_in_others():
         assert torch.allclose(loss, expected) and torch.allclose(bound, math.log(len(scores)) - expected)
 
 
-def test_mrasp2_command_in_others(tmp_path):
+def test_mrasp2_command_in_docs_others(tmp_path):
     """The loss is that of mRASP2: each source against all targets of the batch, with mean pooling."""
     flags = next(flags for program, flags in commands(OTHERS) if "en-de.tsv" in flags)
     rows = [("A man eats.", "Ein Mann isst."), ("It rains.", "Es regnet."), ("Two dogs.", "Zwei Hunde.")]

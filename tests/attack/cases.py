@@ -258,7 +258,7 @@ def group(leader, states="RSDTIt"):
 
 
 def kill(process):
-    """Kill the process and its group. The process may not be the leader of a group yet."""
+    """Kill the process and its group. A process that has just started has no group yet."""
     process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

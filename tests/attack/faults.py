@@ -170,6 +170,7 @@ FULL_DISKS = {"args.json": ("write_code write_atomically", 600, "out/args.json")
 
 
 def machine_cases():
+    """Yield cases with full disks, little memory, few open files, closed streams or a power failure."""
     for stage, (names, size, named) in FULL_DISKS.items():
         padded = named if stage == "metrics.jsonl" else None
         yield core_case(f"a full disk: {stage}", "simcse", SIMCSE, expected="one line",
@@ -197,9 +198,7 @@ def machine_cases():
 
 def check_syncs():
     """Exit if the run renames a file before it has synced it to disk.
-
-    The rename of the folder tokens/ is not checked: after a power failure --resume writes it again.
-    """
+    The rename of the folder tokens/ is not checked: after a power failure --resume writes it again."""
     synced, sync, rename = {}, os.fsync, os.replace
 
     def record_sync(number):
@@ -268,6 +267,7 @@ def data_cases():
 
 
 def replace_folder(name):
+    """Replace the folder by an empty one."""
     shutil.rmtree(name, ignore_errors=True)
     os.mkdir(name)
 
@@ -280,7 +280,7 @@ sys.stdin.read()"""
 
 
 def write_another_run(names, alive=False):
-    """Write files of another run into --out; alive: a process holds its lock until this process ends."""
+    """Write files of another run into --out; alive: another process holds the lock of --out."""
     os.mkdir("out")
     for name in names:
         if name == "state.pt":

@@ -118,6 +118,7 @@ BAD_HEADS = {"half": lambda data: data[: len(data) // 2], "flipped": flip_bits, 
 
 
 def table_cases():
+    """Yield cases with labels.tsv, a table of image files and labels, and with bad classifier heads."""
     for name, text in TABLES.items():
         expected = "accepted" if name in ("good", "a header", "no labels") else "one line"
         yield case(f"table: {name}", next(scripts), ["--data", "labels.tsv"],

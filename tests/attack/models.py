@@ -143,12 +143,14 @@ def change_tokenizer(edit):
 
 
 def add_token(content, number, special=False):
+    """Return a `make` that adds a token with this text and id to the tokenizer."""
     token = dict(id=number, content=content, single_word=False, lstrip=False, rstrip=False, normalized=False,
                  special=special)
     return change_tokenizer(lambda content: content["added_tokens"].append(token))
 
 
 def add_word(text, number):
+    """Return a `make` that adds a word with this id to the vocabulary."""
     return change_tokenizer(lambda content: content["model"]["vocab"].update({text: number}))
 
 
@@ -157,6 +159,7 @@ def change_tokenizer_config(**more):
 
 
 def change_special_ids(content):
+    """Give all special tokens of the post-processor the id 1,000,000."""
     for token in content["post_processor"]["special_tokens"].values():
         token["ids"] = [10**6]
 
@@ -291,7 +294,7 @@ LAYOUTS = {
 
 
 def overlap_weights(here):
-    """Replace the weights by a .bin where a bias is one number, expanded, and two weights share memory."""
+    """Save the weights as .bin: a bias is expanded from one number, and two weights share memory."""
     from safetensors.torch import load_file
 
     found = load_file(here / "bert/model.safetensors")

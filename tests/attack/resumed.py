@@ -468,6 +468,7 @@ def invert_pixels(data):
 
 
 def write_vectors(here):
+    """Write v.txt, Wikipedia2Vec vectors of the titles in entities.tsv."""
     titles = sorted(
         {line.split("\t")[1].strip() for line in (here / "entities.tsv").read_text().splitlines()[1:]})
     rows = [f"ENTITY/{title.replace(' ', '_')} {i % 7 + 1} {i % 5 + 1}" for i, title in enumerate(titles)]

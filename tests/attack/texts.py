@@ -272,6 +272,7 @@ def make_data(name):
 
 
 def memory_cases():
+    """Yield cases that pass data in memory: main(data=...)."""
     for name in TRAINABLE:
         yield case(f"data: {name}", "simcse", ["--model", "bert"], data=partial(make_data, name),
                    expected="accepted", same_as=["--model", "bert", "--out", "like"])
@@ -325,6 +326,7 @@ def column_cases():
 
 
 def long_rows(kind, count=24):
+    """Return the content of a file of this format with `count` texts of one MB each."""
     text = "a man eats " * (2**20 // 11)
     return {"csv": lambda: "sent0\n" + f'"{text}"\n' * count, "txt": lambda: f"{text}\n" * count,
             "jsonl": lambda: (json.dumps({"sent0": text}) + "\n") * count}[kind]()
@@ -351,6 +353,7 @@ def write_parquet(name, columns, **flags):
 
 
 def length_cases():
+    """Yield cases with texts of a MB or more, and with Parquet files of various layouts."""
     for kind in "csv", "txt", "jsonl":
         yield case(f"{kind}: 24 cells of a MB", "simcse", [f"--data=long.{kind}"],
                    lambda here, kind=kind: write_file(f"long.{kind}", long_rows(kind))(here), "accepted")

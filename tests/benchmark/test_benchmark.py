@@ -99,7 +99,7 @@ def test_both_losses_of_liger_are_called_correctly(loss, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("loss", ["sigmoid_loss", "clip_loss"])
 def test_siglip_kernel_gets_our_scale_and_bias(loss, tmp_path, monkeypatch, capsys):
-    """As clip_loss it computes a slightly different loss: its time is measured, but not its error."""
+    """This kernel's loss is not quite clip_loss: there its time is measured, but not its error."""
     def fused_siglip_loss(q, k, log_scale, bias):
         match = 2 * torch.eye(len(q)) - 1
         return -F.logsigmoid(match * (q @ k.T * log_scale.exp() + bias)).sum() / len(q)

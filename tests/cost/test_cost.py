@@ -71,8 +71,8 @@ SASS = """
 
 
 def test_counted_code_path():
-    """The path through SASS that is counted takes the loop, and skips the masked block and the wait. It does
-    not take the early exit, although this would be the shortest path."""
+    """The counted path through SASS enters the loop. Inside the loop it skips the masked block and the wait.
+    It does not take the early exit, although this would be the shortest path."""
     from kernels.cost import sass
     blocks, successors = sass.control_flow(sass.LINE.findall(SASS))
     loops = sass.find_loops(blocks, successors)

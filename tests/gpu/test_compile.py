@@ -56,6 +56,7 @@ def launches(name, precision):
     from kernels.masks import make_mask
 
     def gradients(small_d, *arguments):
+        """Launch the gradient kernels for a small or a large D, whatever D is."""
         gradient.is_small_d = lambda *x: small_d
         gradient.gradients(*arguments)
 

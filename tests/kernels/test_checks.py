@@ -29,10 +29,12 @@ FROZEN = torch.nn.Linear(6, 3).requires_grad_(False)
 
 
 def perturb(e, neighbours):
+    """Call VaSCL's virtual_augmentation with these and otherwise valid arguments."""
     return virtual_augmentation(e, torch.tanh, neighbours, Z, 1.0, 0.05)
 
 
 def perturbed_loss(perturbed, neighbours):
+    """Call VaSCL's neighbourhood_loss with these and otherwise valid arguments."""
     return neighbourhood_loss(Z, perturbed, torch.tanh, neighbours, 0.05)
 
 
@@ -142,7 +144,7 @@ def test_compiled_losses_skip_the_checks(dynamic):
 
 
 def test_mixed_dtypes_are_accepted():
-    """A queue may have autocast's dtype. In check_rows, a lower-case letter allows size 0."""
+    """A queue may have autocast's dtype. check_rows allows size 0 for lower-case letters, as n in "n D"."""
     labels = LABELS.int(), "N", int
     check_rows(z1=(Z, "N D"), z2=(None, "M n D", None), z3=(Z[:0].half(), "n D"), labels=labels)
     with torch.autocast("cpu", torch.float16):
@@ -369,6 +371,7 @@ def test_tensor_subclasses_and_fake_tensors_are_accepted(impl):
 
 
 def plain_dclr(z1, z2, temperature, impl):
+    """Call dclr_loss with z1 and z2 also as the noise and the guide embeddings."""
     return dclr_loss(z1, z2, z1, z2, z1, 0.9, temperature, impl=impl)
 
 

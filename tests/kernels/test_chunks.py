@@ -24,7 +24,7 @@ class Encoder(nn.Module):
 
 
 def gradients(embed_all, encoder):
-    """Return loss, gradients and the next random numbers of a step. Each half of the rows is a view."""
+    """Return loss, gradients and random numbers drawn after a step. The two halves of the rows are views."""
     torch.manual_seed(5)
     z = nn.functional.normalize(embed_all(), dim=1) + 0.1 * torch.rand(1)  # a loss may use random numbers too
     loss = info_nce(*z.chunk(2), temperature=0.2, symmetric=True)
@@ -98,10 +98,8 @@ def test_graphs_hold_one_chunk():
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc")
 @pytest.mark.parametrize("seconds, freed", [(0, True), (1, False)])
 def test_freed_memory_returns_to_the_system(seconds, freed, monkeypatch):
-    """malloc_trim returns freed memory that glibc keeps if a later allocation (a gradient) is in use.
-
-    It is skipped if its last call, in any backward pass, was less than TRIM_SECONDS ago.
-    """
+    """malloc_trim returns freed memory to the system. Without it, glibc keeps freed memory as long as a later
+    allocation (a gradient) is in use. It is called at most every TRIM_SECONDS, over all backward passes."""
     def resident_mb():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 

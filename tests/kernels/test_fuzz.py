@@ -124,7 +124,7 @@ def test_lse(seeds, monkeypatch):
 
 @twenty_at_a_time
 def test_losses(seeds, monkeypatch):
-    """Check the mean losses on random rows, also with random block sizes and limits for a large D."""
+    """Check the mean losses on random rows, also with random block sizes and limits between code paths."""
     for seed in seeds:
         impl, q, k, temperature, _ = draw(seed)
         pick = random.Random(seed)
@@ -159,7 +159,7 @@ def test_losses(seeds, monkeypatch):
 
 @twenty_at_a_time
 def test_topk(seeds):
-    """The products of the returned columns are the n largest of float64 eager, up to rounding."""
+    """The returned columns have the n largest dot products of float64 eager, up to rounding."""
     for seed in seeds:
         impl, q, k, temperature, mask = draw(seed)
         n = random.Random(seed).randint(1, min(20, len(k)))
@@ -203,9 +203,7 @@ ROW_KINDS = ["random", "trained", "equal", "nearly equal", "a row of zeros", "na
 
 def draw_extreme(seed):
     """Return (implementation, loss, kind of rows, settings, q, k, temperature) of the case with this seed.
-
-    τ is from 1e-7 to 1e3, the norms of rows from 1e-10 to 1e10.
-    """
+    τ is from 1e-7 to 1e3, the norms of rows from 1e-10 to 1e10."""
     pick, numbers = random.Random(seed), torch.Generator().manual_seed(seed)
     impl, loss, kind = (pick.choice(list(x)) for x in (DTYPES, EXTREME_LOSSES, ROW_KINDS))
     dtype = pick.choice([torch.float32, torch.float32, torch.float16])
@@ -213,6 +211,7 @@ def draw_extreme(seed):
     d = pick.choice([1, 16, pick.randint(2, 80)])
 
     def new(n):
+        """Return n random unit rows."""
         return F.normalize(torch.randn(n, d, generator=numbers, dtype=torch.float64), dim=1)
 
     q, k = new(n), new(n)
@@ -235,7 +234,7 @@ def draw_extreme(seed):
 
 
 def gradients(f, *inputs):
-    """Return [value, dq, dk, dτ] in float64; gradients of a weighted sum over the rows that have a column."""
+    """Return [value, dq, dk, dτ] in float64; gradients of a weighted sum, without fully masked rows."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     value = f(*inputs)
     weights = torch.linspace(-1, 2, value.numel(), dtype=value.dtype, device=DEVICE) if value.dim() else 1
@@ -244,7 +243,7 @@ def gradients(f, *inputs):
 
 
 def accurate_logsumexp(s, axis):
-    """Return logsumexp with an exact gradient; PyTorch's exp(s − lse) is wrong if s + log 2 rounds to s."""
+    """Return logsumexp with an exact gradient. PyTorch's exp(s − lse) is wrong if lse is huge and rounded."""
     maximum = s.detach().amax(axis, keepdim=True)
     return (s - maximum).exp().sum(axis).log() + maximum.squeeze(axis)
 
@@ -264,7 +263,8 @@ def errors(f, impl, q, k, temperature):
 
     Eager may be exact by chance. So take its largest error in several equivalent computations: with permuted
     features, with τ divided before or after the product, and in float64 with q and k perturbed by float32's
-    rounding. Add 8 rounding errors of the terms that cancel. Skip gradient rows that are not finite in eager.
+    rounding. Add 8 times the rounding error of the result and of its largest term, because terms may cancel.
+    Skip gradient rows that are not finite in eager.
     """
     t = torch.tensor(temperature, dtype=torch.float32, device=DEVICE)
     with mock.patch.object(torch.Tensor, "logsumexp", accurate_logsumexp):
@@ -326,7 +326,7 @@ def relative_errors(loss, impl, q, k, temperature):
 @pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "queue_loss",
                                   "sigmoid_loss", "sup_con_loss", "lse"])
 def test_small_temperatures(impl, settings, loss, monkeypatch):
-    """For huge logits, softmax weights are as accurate as eager's: rounding must not scale a whole row."""
+    """For huge logits, gradients are as accurate as eager's: a rounded lse would scale a row's gradient."""
     patch_kernels(monkeypatch, settings)
     q, k = unit_rows(30, 24, torch.float32, 70), unit_rows(30, 24, torch.float32, 71)
     for temperature in (1e-4, 1e-7):
@@ -341,10 +341,8 @@ def test_small_temperatures(impl, settings, loss, monkeypatch):
     if impl != "triton" or norm == 3e4])
 def test_large_logits(impl, settings, norm, monkeypatch):
     """Value and gradients are accurate for logits up to 1e9, and in blockwise beyond 1e20.
-
     Above 2e9 Triton overflows on a GPU, and since version 3.9 in the interpreter too: a fused multiply-add
-    keeps the part of a logit that rounding drops, and exp2 of that part overflows.
-    """
+    keeps the part of a logit that rounding drops, and exp2 of that part overflows."""
     patch_kernels(monkeypatch, settings)
     q, k = (norm * unit_rows(20, 8, torch.float32, seed) for seed in (72, 73))
     for loss in ("nt_xent", "clip_loss", "info_nce", "sigmoid_loss", "lse"):
@@ -355,7 +353,8 @@ def test_large_logits(impl, settings, norm, monkeypatch):
 @pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "sigmoid_loss",
                                   "sup_con_loss"])
 def test_collapsed_rows(impl, settings, loss, monkeypatch):
-    """If all rows are equal, the true gradient is 0. Errors may come from rounding rows, but not logits."""
+    """Rows are (nearly) equal, so most gradients cancel to 0. Errors may come from the rounding of rows, but
+    not from the rounding of logits, which are 10,000."""
     patch_kernels(monkeypatch, settings)
     one, t = unit_rows(1, 24, torch.float32, 74), torch.tensor(1e-4, device=DEVICE)
     allowed = 8 * torch.finfo(torch.float32).eps / 1e-4 / 40
@@ -417,6 +416,7 @@ def test_ignored_rows_may_hold_nan(impl, settings, monkeypatch):
 
 @every_impl
 def test_rows_of_zeros(impl):
+    """A query of zeros and a key of zeros give the value and gradients of float64 eager."""
     q, k = positive_pairs(9, 20, torch.float32)
     q[2], k[5] = 0, 0
     for loss in (info_nce, clip_loss, nt_xent):

@@ -81,7 +81,7 @@ def assert_close(ours, exact, eager, dtype, largest_logit, units, floor=0.0):
 
     largest_logit  1/τ for unit rows: exp turns the float32 rounding error of a logit, which grows with the
                    logit, into a relative error of its result
-    floor          size of the terms that cancel in a gradient that vanishes
+    floor          size of a gradient's terms if they cancel: errors are relative to at least this size
     """
     summed = dtype if dtype == torch.float64 else torch.float32
     unit = units * (torch.finfo(dtype).eps + largest_logit * torch.finfo(summed).eps)
@@ -390,10 +390,8 @@ def test_every_code_path(path, dtype, loss, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.02, 0.01, 0.003])
 def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype, large_d, monkeypatch):
     """Subtracting a common bound works as long as sums do not underflow.
-
     At τ = 0.01, exp2(s) of unit rows would overflow without the bound. At 0.003, most rows' sums underflow
-    with the bound, and these rows must be computed again with their own maximum.
-    """
+    with the bound, and these rows must be computed again with their own maximum."""
     patch_kernels(monkeypatch, WITH_BOUND | (LARGE_D if large_d else {}))
     q, k = positive_pairs(40, 24, dtype)
     k = torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k)
@@ -459,9 +457,7 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monk
 @pytest.mark.parametrize("order", ["sorted", "only columns sorted", "only rows sorted"])
 def test_sorted_groups_skip_other_groups(order, keys, monkeypatch):
     """For sorted groups the work is proportional to the number of pairs within groups; results are the same.
-
-    Groups have 1 to 90 rows; some have no columns, and some columns have no rows.
-    """
+    Groups have 1 to 90 rows; some have no columns, and some columns have no rows."""
     patch_kernels(monkeypatch, {"blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 32 * 150})
     generator = torch.Generator().manual_seed(7)
     sizes = torch.randint(1, 30, (40,), generator=generator)   # rows and columns of each group
@@ -566,7 +562,7 @@ def test_limits_may_be_set_lower(monkeypatch):
 @both_impls
 @all_triton
 def test_gradient_is_accurate_for_small_losses(impl, dtype):
-    """At a loss of 5e-3 the weight of a positive in the gradient is 1 − 0.995: eager loses digits in it."""
+    """At a loss of 5e-3, eager loses digits in 1 − 0.995, the positive's gradient weight; ours must not."""
     q = unit_rows(256, 64, torch.float64, 19)
     k = F.normalize(q + 0.5 * unit_rows(256, 64, torch.float64, 20), dim=1).to(dtype)
     q = q.to(dtype)
@@ -648,7 +644,7 @@ def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
 @both_impls
 @pytest.mark.parametrize("n, programs", [(1, 264), (5, 1), (64, 264), (65, 264)])
 def test_topk(impl, n, programs, monkeypatch):
-    """n = 65 exceeds the 64 slots of the Triton kernel. A program has one tile of columns, or all tiles."""
+    """n = 65 exceeds the 64 slots of the Triton kernel. A program has 1 column tile (programs=264) or all."""
     patch_kernels(monkeypatch, {"gpu.topk.TARGET_PROGRAMS": programs})
     q, k = unit_rows(30, 16, torch.float32, 42), unit_rows(230, 16, torch.float32, 43)
     values, columns = similarity_topk(q, k, n, exclude="diagonal", offset=3, impl=impl)

@@ -17,9 +17,7 @@ from simcse import simcse_loss
 
 def simcse_written_out(z1, z2, z3=None, temperature=0.05, w=0.0, ids=None):
     """Return the loss by the paper's two equations, with alpha = exp(w) and any number of hard negatives.
-
-    Candidates with the id of the anchor's own positive text are not negatives.
-    """
+    Candidates with the id of the anchor's own positive text are not negatives."""
     total, n = 0, len(z1)
     hard = [] if z3 is None else [z3] if z3.dim() == 2 else z3.unbind(1)
     for i in range(n):
@@ -57,9 +55,7 @@ IDS = torch.tensor([[7, 7, 3], [-5, 7, 2**40], [7, 2**40 + 7, -5], [9, -5, 9], [
     (5, 2, 1.3, True), (5, 2, -90.0, True), (2, 0, 0.0, True), (1, 1, 0.5, True)])
 def test_simcse_of_many_hard_negatives_and_equal_texts(path, n, hard, w, ids):
     """All hard negatives are in each anchor's denominator; alpha weights only its own.
-
-    Rows 0 and 2 of IDS have the same positive. In the last case no negative is left: the loss is 0.
-    """
+    Rows 0 and 2 of IDS have the same positive. In the last case no negative is left: the loss is 0."""
     z1, z2, z3 = (randn(shape[0], math.prod(shape[1:]), 30 + i).view(shape) for i, shape in enumerate(
         [(n, 6), (n, 6), (n, max(hard, 1), 6)]))
     found = IDS[:n, : 1 + hard] if ids else None
@@ -138,7 +134,7 @@ def test_dtypes(name, dtype):
 @pytest.mark.parametrize("impl", ["auto", "eager"])
 @pytest.mark.parametrize("name", SENTENCE_LOSSES)
 def test_only_eager_stores_all_pairs(name, impl):
-    """3,500 × 3,500 logits take 47 MB. DCLR's released form computes blocks of them, with any impl."""
+    """3,500 × 3,500 logits take 47 MB. DCLR's form="code" computes blocks of them, with any impl."""
     rows = [randn(3500, 6, seed).float().requires_grad_() for seed in (17, 18)]
     with Memory() as memory:
         SENTENCE_LOSSES[name](*rows, impl).backward()
@@ -160,6 +156,7 @@ NEIGHBOURS = torch.tensor([[1], [2], [0]])
 
 
 def perturb(noise=Z, radius=1.0, **more):
+    """Call VaSCL's virtual_augmentation with these and otherwise valid arguments."""
     return vascl.virtual_augmentation(Z, torch.tanh, NEIGHBOURS, noise, radius, 0.05, **more)
 
 

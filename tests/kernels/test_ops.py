@@ -114,9 +114,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent"])
 def test_small_batches_take_two_launches(loss, n, monkeypatch):
     """Forward and backward take at most two each, because a launch costs more than such a batch.
-
-    The forward of nt_xent takes one more, a cat of its two views.
-    """
+    The forward of nt_xent takes one more, a cat of its two views."""
     from kernels.gpu.lse_forward import tile_stats_kernel
     kernel_class = type(tile_stats_kernel)        # Triton's class of compiled or of interpreted kernels
     launch, ran = kernel_class.__getitem__, []

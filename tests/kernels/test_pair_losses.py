@@ -19,6 +19,7 @@ def softplus(x):
 
 
 def numbers(*values):
+    """Return a float64 tensor for each of the numbers."""
     return [torch.tensor(value, dtype=torch.float64) for value in values]
 
 
@@ -90,10 +91,7 @@ def test_any_subset_of_gradients(impl, needed):
 
 @pytest.mark.parametrize("bias, scale", [(-18.0, 1e9), (30.0, 1.0)])
 def test_weights_in_float16_neither_underflow_nor_overflow(bias, scale):
-    """A weight of e⁻¹⁸, below float16's range, and one of 1 give correct gradients.
-
-    They are compared for the last ten keys, which are only negatives.
-    """
+    """Weights of e⁻¹⁸, below float16's range, and of 1 give correct gradients of keys without a positive."""
     q, k, found = randn(40, 8, 9).to(DEVICE).half(), randn(50, 8, 10).to(DEVICE).half(), []
     for impl, dtype in (("eager", torch.float64), ("triton", torch.float16)):
         keys = k.to(dtype).requires_grad_()
