@@ -15,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")           # one thread per worker 
 import pytest
 import torch
 
+# nohup, and a shell that runs tests in the background, make them ignore signals that some tests send
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads this when the kernels are imported
     torch.set_num_threads(1)                            # makes runs bitwise reproducible

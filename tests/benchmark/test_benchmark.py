@@ -215,7 +215,6 @@ def test_time_limit(packages, tmp_path):
 def test_interrupt(packages, tmp_path):
     """Ctrl-C also kills the process that measures, which has its own process group, and its child."""
     packages(torch=HANGS.format(str(tmp_path / "pids")))
-    signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell lets background commands ignore it
 
     def interrupt():
         wait_for_pids(tmp_path / "pids")
