@@ -92,7 +92,7 @@ def test_steps_follow_the_released_rule(mode, p, correct_bias, as_on_a_gpu, monk
 def test_sampled_masks(p, dtype):
     """The first moment after a step, (1 − β1) g M / p, shows the sampled masks M.
 
-    Weights are kept with probability p, independently of neighbours and of seeds. g / p has their dtype.
+    Weights are kept with probability p, independently of neighbours and seeds. g / p has the weights' dtype.
     PyTorch's default generator is not used, and the default seed is 0, so that ranks sample the same masks.
     """
     w, masks, untouched = torch.nn.Parameter(torch.zeros(999, 401, dtype=dtype)), [], torch.get_rng_state()
@@ -189,8 +189,7 @@ def test_threshold_of_more_than_16_million_values():
 
 
 def test_invalid_arguments_raise():
-    """The message begins with the argument's name. Masks with wrong keys, dtypes and shapes are invalid,
-    too."""
+    """Messages begin with the argument's name. Wrong keys, dtypes and shapes of masks are invalid, too."""
     w, three = torch.nn.Parameter(torch.zeros(3)), torch.ones(3)
     model, batches = model_and_batches()
     for options in (dict(lr=-1), dict(betas=(0.9, 1.0)), dict(eps=-1), dict(weight_decay=-1), dict(mode="E"),
@@ -426,11 +425,11 @@ def test_child_network(form, flags, masked, seen, tmp_path, monkeypatch):
 
     masked  the text that the names of all masked weights contain
     seen    (batch sizes, dropout, clipping norm) of the Fisher pass; the defaults of paper and code differ
-    Without weight decay, masked weights outside the child do not change; unmasked parameters do.
+    Without weight decay, at most 30 % of these weights change (the child network); other tensors change.
     """
     before = {}
 
-    def find(model, batches, loss, p, clip, name_filter):
+    def find(model, batches, loss, p, clip, name_filter):      # checks its arguments, calls fisher_mask
         before.update({name: w.detach().clone() for name, w in model.named_parameters()})
         assert ([len(batch) for batch in batches], model.training, clip, name_filter) == (*seen, masked)
         return fisher_mask(model, batches, loss, p, clip, name_filter)

@@ -183,8 +183,8 @@ def small_command(folder, rows, *flags):
 
 @both_forms
 def test_resume_is_exact(form, tmp_path, bert):
-    """A resumed run equals the whole run bit by bit, and so does a run without evaluations on the saved
-    triples. The printed line loads the encoder, with --form code including the trained pooler."""
+    """A resumed run equals the whole run bit by bit. So does a run on the saved triples with fewer
+    evaluations. The printed line loads the encoder, with --form code including the trained pooler."""
     flags = small_command(tmp_path, 36, "--model", bert, "--form", form, "--held-out-rows", 4, "--steps", 8)
     triples = tmp_path / "triples.csv"
     again = [*flags, "--data", triples]

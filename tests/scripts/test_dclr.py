@@ -19,8 +19,8 @@ TEXTS = [row[0] for row in SENTENCES]
 
 def reference_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper"):
     """Compute both objectives entry by entry. paper: the denominator has negatives only, and an anchor
-    without negatives adds 0. code: a weight of 0 sets a logit to 0, and each entry has a binary cross
-    entropy, with the sum of the other entries as 1 − q."""
+    without negatives adds 0. code: a weight of 0 sets a logit to 0, and an entry q of the softmax adds
+    −log q for the positive, −log(1 − q) for a negative; 1 − q is the sum of the other entries."""
     total, columns = 0 * (z1.sum() + z2.sum()), [*z2, *noise]
     for i, z in enumerate(z1):
         others = [j for j in range(len(columns)) if j != i]

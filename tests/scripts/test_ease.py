@@ -102,9 +102,9 @@ def test_hard_negatives_share_a_type_and_are_not_on_the_page(page, tmp_path):
     ("paper", 0, "none", 0.1, None), ("paper", 1, "tanh", 0.1, "keep"), ("paper", 3, "linear", 100, None),
     ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100 tests the default flags
 def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, bert, monkeypatch):
-    """The first loss equals the formula on the embeddings of the model. --form code has groups of 8 and 4
-    rows, even if a rank has only the last 4, and does not mask equal entities by default. The columns have
-    the released names, or other accepted names and another order."""
+    """The first loss equals the formula on the embeddings of the model. With --form code, negatives come from
+    groups of 8 and 4 rows, also on a rank with only these 4, and equal entities are not masked by default.
+    The columns have the released names, or other accepted names and another order."""
     rows, paper = ROWS[:8] + ROWS[:4], form == "paper"         # four entities occur twice
     renamed = [["language", "negative_entity", "entity", "sentence"]]
     renamed += [["de", row[2], row[1].replace(" ", "_"), row[0]] for row in rows]

@@ -15,8 +15,7 @@ SCORED = ["simcse", "ease", "vascl", "dclr", "selfguided"]
 
 
 def evaluate(name, capsys, *flags):
-    """Run --evaluate and return the last line of its output. Check that no file of the working folder
-    changes."""
+    """Run --evaluate and return its last line. Check that no file in the working folder changes."""
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
     capsys.readouterr()
     importlib.import_module(name).main(["--evaluate", *map(str, flags)])
@@ -60,8 +59,7 @@ def test_images(name, flags, cwd, capsys):
 
 
 def test_cline(cwd, capsys):
-    """Training held out the last rows of its file. --evaluate on a file of these rows gives the same
-    scores."""
+    """Training holds out the last rows of a file. --evaluate on these rows alone gives the same scores."""
     rows = [(a, a.replace(" ", " so "), b) for (a,), (b,) in zip(SENTENCES[:60], SENTENCES[60:120])]
     for name, part in ("all.csv", rows), ("last.csv", rows[40:]):
         with open(name, "w", newline="") as file:

@@ -51,8 +51,9 @@ CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {"similarity_lse": UNIT}),
 
 @pytest.mark.parametrize("precision, name, flags, wanted", [
     *(("bf16", *call) for call in CALLS), *(("fp32", *call) for call in CALLS[::4])])
-def test_unit_rows_are_multiplied_in_float16(name, flags, wanted, precision, bert, tmp_path, monkeypatch):
-    """Kernels get float32 rows and return float32 gradients, which are not rounded to 16 bits."""
+def test_dtypes_of_products_and_gradients(name, flags, wanted, precision, bert, tmp_path, monkeypatch):
+    """Kernels multiply in the dtypes of CALLS, or in float32 with --precision fp32. They get float32 rows and
+    return float32 gradients that were not rounded to 16 bits."""
     documents = tmp_path / "documents.txt"
     lines = [row[0] for row in SENTENCES[:80]]
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
@@ -91,7 +92,7 @@ TEMPERATURES = 0.02, 0.05, 0.1, 0.5
 
 
 def pairs(kind, n, d, tau):
-    """Return unit rows q and k, (n, D) float64 each; k_i is the positive of q_i."""
+    """Return unit rows q and k, (n, D) float64, of a kind in SETS for τ = tau; k_i is the positive of q_i."""
     generator = torch.Generator().manual_seed(0)
 
     def sample(n):
@@ -140,7 +141,7 @@ FEATURES, MASKED = torch.eye(64), torch.ones(8, 8)
 
 
 def keys(a):
-    """Return MoCo's queue, in the dtype in which it is stored."""
+    """Return a queue for MoCo: the rows of `a`, rotated by one, without gradient, in the queue's dtype."""
     return F.normalize(a.detach().roll(1, 0), dim=1).to(a.dtype if a.dtype == torch.float64 else LOSS_DTYPE)
 
 
@@ -159,8 +160,7 @@ PAPERS = {
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_only_rows_are_rounded(name):
-    """If more of a paper's loss than the products of rows were in float16, the error would be several times
-    larger."""
+    """Only products of rows use float16: if more of a loss did, its error would be several times larger."""
     raw = (3 * x for x in pairs("cone", 64, 96, 0.05))
     assert max(relative_errors(LOSS_DTYPE, PAPERS[name], *raw)) < 1e-3
 

@@ -46,6 +46,7 @@ every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 @pytest.fixture(scope="module", autouse=True)
 def guide(bert):
+    """Add --guide to the flags of dclr.py."""
     SCRIPTS["dclr"] += ["--guide", bert]
 
 
@@ -223,8 +224,7 @@ def test_transformers_loads_the_encoder(name, form, tmp_path, bert):
 
 
 def test_help_describes_data_and_departures(capsys):
-    """--help of every script describes the data and the departures from the released code, and every flag has
-    a help text."""
+    """--help describes the data, the departures from the released code, and every flag, for every script."""
     for path in sorted(ROOT.glob("*.py")):
         parser = runpy.run_path(path)["make_parser"]()
         page = " ".join(parser.format_help().split())

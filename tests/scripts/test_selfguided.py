@@ -17,8 +17,7 @@ TEXT = [row[0] for row in ROWS]
 
 
 def reference_loss(c, h, temperature, objective):
-    """Compute an objective term by term, as the paper prints it. In base, which is NT-Xent, h_i is an anchor
-    too."""
+    """Compute an objective term by term, as in the paper. In base, which is NT-Xent, h_i is an anchor too."""
     def phi(u, v):
         return torch.exp(cosine(u, v) / temperature)
 

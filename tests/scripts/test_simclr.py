@@ -181,15 +181,14 @@ def test_no_normalize_computes_in_float32():
     torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
 
 
-def test_finetune_sets_data_and_defaults():
+def test_finetune_names_the_data_and_changes_defaults():
     args = simclr.make_parser().parse_args(["--finetune", "x", "--from-layer", "0"])
     assert (args.data, args.lr, args.from_layer, args.warmup_epochs) == ("x", 0.005, 0, 0)
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """Return a folder with data (x.npz) and a short pre-training run (run), with a three-layer head with
-    norms."""
+    """Return a folder with data (x.npz) and a short run (run), whose head has three layers with norms."""
     folder = tmp_path_factory.mktemp("v2")
     with np.load(DATA / "shapes.npz") as file:
         x, y, n = file["images"][:, ::2, ::2] // 2, file["labels"] % 3, 200
@@ -241,8 +240,8 @@ def test_finetuning_and_distillation(layer, pretrained, tmp_path):
 
 @pytest.mark.parametrize("given", ["--distill t --temperature 0.3", "--finetune x"])
 def test_classifier_loss(given, monkeypatch):
-    """For this rank's half of the images: cross entropy with the teacher's predictions at --temperature, or
-    with labels."""
+    """For this rank's half of the images, the loss is the cross entropy with the labels, or with the
+    teacher's predictions at --temperature."""
     teacher = ImageEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 3), classes="abc")
     monkeypatch.setattr(simclr_v2, "load_classifier", lambda *_: teacher.train())
     monkeypatch.setattr(simclr_v2, "own_rows", lambda count: slice(4, count))

@@ -107,8 +107,8 @@ def test_set_dropout_equals_dropout_in_the_config(family, tmp_path):
 
 
 def test_dropout_of_a_run(tmp_path, bert):
-    """--dropout changes the losses; with 0, both views of a text are equal. The saved model keeps its own
-    dropout, which is 0 in the second model, for the next run."""
+    """--dropout changes the losses; with 0, both views of a text are equal. --dropout is not
+    saved: the next run has the model's own dropout again, which is 0 for the model `bert`."""
     rows, flags = [row[:1] for row in NLI[:12]], [*ONE_BATCH, "--lr", 0, "--model"]
     texts = {p: run_text("simcse", tmp_path / p, rows, *flags, "scratch", *(["--dropout", p] if p else []))
              for p in ("", "0.1", "0", "0.5")}

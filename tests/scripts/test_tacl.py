@@ -91,7 +91,7 @@ def test_tacl_loss(impl, form, shape, temperature, monkeypatch):
 @both_impls
 @pytest.mark.parametrize("name, error", [("float32", 1e-5), ("bfloat16", 0.1), ("float16", 0.02)])
 def test_dtypes_and_tiny_losses(impl, name, error):
-    """A loss far below float32's resolution near 1 is still accurate. Defaults: τ = 0.01 and no padding."""
+    """A loss far below float32's resolution near 1 is accurate. The defaults are τ = 0.01 and no padding."""
     student, teacher, masked, real = random_batch(3, 9, 16, seed=10)
     given = (student + 2 * teacher).to(getattr(torch, name)), teacher.to(getattr(torch, name))
     loss = tacl_loss(*given, masked, real, impl=impl)
@@ -140,8 +140,8 @@ def folders(tmp_path_factory, bert):
 
 
 def build(flags, model, **changes):
-    """Return (model, flags, nine pairs, nine sentences); the long --max-length makes pairs of many
-    lengths."""
+    """Return (model, flags, nine pairs, nine sentences). `changes` replace flags; --max-length is long, so
+    that the pairs have many lengths."""
     args = tacl.make_parser().parse_args([*map(str, flags), "--model", str(model), "--dev-pairs", "9"])
     vars(args).update(max_length=256, **changes)
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def test_compute_loss_and_evaluate(form, grad_accum, weight, files, folders, mon
     ours = {name: parameter.grad.clone() for name, parameter in model.lm.named_parameters()}
     model.zero_grad()
 
-    def column(k):
+    def column(k):                                             # entry k of each row, padded
         padded = [F.pad(torch.tensor(row[k]), (0, widths[-1] - len(row[0]))) for row in rows]
         return torch.stack(padded).long()
     ids, segments, masked_ids, is_masked = column(0), column(1), column(3), column(4) > 0

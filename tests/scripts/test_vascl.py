@@ -36,7 +36,7 @@ def info_nce(positive, negatives):
 
 
 def reference_augmentation(e, head, neighbours, noise, radius, t, steps=1):
-    """Compute δ like the released loop: each step replaces the direction by the normalised gradient at it."""
+    """Compute δ like the released loop: in each step, the normalised gradient becomes the new direction."""
     def normalise(x):
         return x / (x.norm(dim=1, keepdim=True) + 1e-8)
 

@@ -69,7 +69,7 @@ def test_python_OO_is_rejected(monkeypatch, capfd):
     ("--evaluate --guide x", "--evaluate: nothing to evaluate; .*"), ("--evaluate --more x", None),
     ("--tune x", None), ("--tune x --data x", None)])
 def test_flags_that_name_inputs(flags, wanted):
-    """--tune stands for a script's own flag that names the training data."""
+    """Training needs --data, or a script's own flag for training data (here --tune). No name may be empty."""
     parser = ScriptParser("a script")
     parser.add_shared_flags("--data", "--dev", "--evaluate")
     for name, reads in ("--guide", "model"), ("--tune", "training data"), ("--more", "held-out data"):

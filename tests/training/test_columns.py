@@ -98,7 +98,7 @@ def test_headers_that_are_rejected(head, columns, error, tmp_path):
             read_roles(write_table(tmp_path, head, [*ROWS[:2], [" "] * 4, *ROWS[2:]]))
 
 
-def test_duplicate_name_without_roles_is_rejected(tmp_path):
+def test_scored_pairs_with_two_columns_of_one_name_are_rejected(tmp_path):
     (tmp_path / "a.tsv").write_text("sentence1\tSentence 1\tscore\nA\tb\t1\n")
     with pytest.raises(UserError, match=r"a\.tsv: two columns are called 'sentence1', in .*, score$"):
         load_sts(tmp_path / "a.tsv")

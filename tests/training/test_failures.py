@@ -49,7 +49,7 @@ def test_ignored_sighup_stays_ignored():
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_run_without_checkpoint_needs_resume_and_its_flags(cwd, monkeypatch, capfd):
+def test_run_without_checkpoint_needs_resume_and_the_same_flags(cwd, monkeypatch, capfd):
     monkeypatch.setattr("simcse.Evaluator.evaluate_before", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit, match="130"):
         simcse.main([*FLAGS, "--out", "out"])

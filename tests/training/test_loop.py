@@ -67,7 +67,7 @@ def rank_main(rank, world_size, port, bucket_bytes, out):
 
 
 def check_gather_rows(rank):
-    """Three ranks have 2, 3 and 3 of 8 rows."""
+    """Check gather_rows, and errors about a missing offset; three ranks have 2, 3 and 3 of 8 rows."""
     z, own = torch.eye(8), own_rows(8)
     for wrong in (len(z[own]), 5, 12):
         with pytest.raises(ValueError, match=f"rows: found {wrong}, of which .* has ., but x has [23]; "):
@@ -75,7 +75,7 @@ def check_gather_rows(rank):
     keys = gather_rows(z[own], 8)
     assert torch.equal(keys, z)
 
-    def only_check(q, k, **offset):
+    def only_check(q, k, **offset):                            # no loss, only its check of the offset
         check_rows(*offset.values(), q=(q, "N D"), k=(k, "M D"))
 
     def lse_without_diagonal(q, k, **offset):

@@ -114,13 +114,14 @@ def test_other_connection_errors_are_one_line(variables, cwd, capfd, monkeypatch
 
 
 def start_rank(env, flags, timeout=300, hangs=False):
-    """Start simcse.py in a new process, with stdout and stderr in the files RANK.out and RANK.err."""
+    """Start simcse.py in a new process, with stdout and stderr in the files RANK.out and RANK.err. With
+    `hangs`, it stops itself (SIGSTOP) instead of summing gradients over the ranks."""
     process = fork_context().Process(target=run_rank, args=(env, flags, Path.cwd(), timeout, hangs))
     process.start()
     return process
 
 
-def run_rank(env, flags, folder, timeout, hangs):
+def run_rank(env, flags, folder, timeout, hangs):              # the new process of start_rank
     os.chdir(folder)
     os.environ.update(env)
     for number, name in (1, "out"), (2, "err"):
@@ -203,7 +204,7 @@ def is_idle(process):
     return states[0][0] == "S" and all(state == states[0] for state in states)
 
 
-def test_joining_thread_does_not_block_the_exit(monkeypatch):
+def test_thread_that_connects_to_other_ranks_does_not_block_the_exit(monkeypatch):
     monkeypatch.setattr(ranks, "joining_thread", Mock(is_alive=lambda: True))
     monkeypatch.setattr(os, "_exit", Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):

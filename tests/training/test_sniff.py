@@ -130,7 +130,9 @@ def test_word_columns_of_cline(tmp_path):
         cline.load_data(path, args)
 
 
-def test_sentences_labelled_texts_and_scored_pairs(tmp_path):
+def test_readers_of_other_files_reject_labels_and_ids(tmp_path):
+    """Readers of sentences reject a column of labels, those of labelled texts and scored pairs a column of
+    ids. Columns that a flag names are accepted."""
     path, flags = tmp_path / "a.tsv", ["--data", str(tmp_path / "a.tsv"), "--batch-size", "2"]
 
     def write(*columns):

@@ -25,7 +25,7 @@ HEADER = ["text", "reference", "cand1", "cand2", "cand3", "cand4", "rouge"]
 
 
 def test_nearest_candidate_is_selected(tmp_path, bert):
-    """The candidate with the highest cosine is selected; scores are means over selected and best ones."""
+    """Check which candidates are selected (highest cosine), their mean score, and the mean best score."""
     scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
     rows = [[*row, " ".join(map(str, x.tolist()))] for row, x in zip(ROWS, scores)]
     found = load_candidates(write(tmp_path / "x.csv", rows, HEADER))

@@ -61,6 +61,7 @@ def by_definition(rows, z, args):
     ["--ranks", 2, 2], ["--ranks", 3, 9, "--negatives", 2, "--margin", 0.1]], ids=str)
 @pytest.mark.parametrize("given", [False, True])
 def test_filters(given, flags, slots, monkeypatch):
+    """Negatives are candidates with ranks in --ranks, hardest first; a row with too few of them gets −1."""
     monkeypatch.setattr(mine, "TOPK_SLOTS", slots)
     monkeypatch.setattr(mine, "BLOCK", 7)
     rows, z, q, k = pairs(given)

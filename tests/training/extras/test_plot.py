@@ -19,6 +19,7 @@ def command(cwd, monkeypatch):
 
 
 def write_run(folder, rows, **before):
+    """Write the files of a run: these rows and, if given, a row of step 0 with the scores `before`."""
     Path(folder).mkdir(parents=True)
     if before:
         rows = [{"step": 0, **{f"dev_{key}": value for key, value in before.items()}}, *rows]
@@ -27,8 +28,7 @@ def write_run(folder, rows, **before):
 
 
 def curve(steps, **dev):
-    """Return the rows of a run. The loss is 12 / step. Every second row also has each score in `dev`, times
-    the step."""
+    """Return the rows of a run: loss 12 / step and, in even steps, each score in `dev` times the step."""
     def scores(i):
         return {f"dev_{key}": value * i for key, value in dev.items() if i % 2 == 0}
 
@@ -36,7 +36,7 @@ def curve(steps, **dev):
 
 
 def plot_folders(*folders, file="a.png"):
-    """Plot the folders. Return (axes, for each of them the points of its lines, the labels of the legend)."""
+    """Plot the folders. Return (axes, list of the points of each line per axis, labels of the legend)."""
     pytest.importorskip("matplotlib")
     with patch.object(plot, "save_figure", wraps=plot.save_figure) as save:
         plot.main([*folders, "--save", file])
@@ -50,8 +50,7 @@ def plot_folders(*folders, file="a.png"):
 
 
 def test_panels():
-    """Each folder is a line of one colour, in every panel for which it has data. Run a has a row of step
-    0."""
+    """Each folder has a line of its colour in each panel for which it has data. Run a has a row of step 0."""
     a, c = curve(8, spearman=10, alignment=0.1, uniformity=-1), curve(4, knn=7)
     a[3]["dev_similarity"] = [0.5, 0.6]
     a[7]["dev_similarity"] = [0.1, 0.2]

@@ -212,9 +212,9 @@ class Documents(list):
 
 
 def test_spans(bert, tmp_path):
-    """Lengths of anchors and positives follow Beta(4, 2) and Beta(2, 4). Anchors start in cells of
-    --max-length tokens that are not neighbours; positives overlap or touch their anchor. Each span has
-    special tokens at its ends. Short documents are left out."""
+    """Lengths of anchors and positives follow Beta(4, 2) and Beta(2, 4). A document is cut into cells of
+    --max-length tokens. Anchors lie in cells that are not adjacent; positives overlap or touch their anchor.
+    Each span has special tokens at its ends. Short documents are left out."""
     documents = Documents(" ".join(random.Random(n).choices("abcdef", k=n)) for n in (255, 256, 700, 3000))
     folder = shutil.copytree(bert, tmp_path / "padding")
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -249,8 +249,8 @@ def test_spans(bert, tmp_path):
 def cell_probabilities(cells, anchors):
     """Return {cells of the anchors: probability} of the released code, a reference for sample_cell.
 
-    Each anchor takes a random free cell. If `left` anchors still need a cell and fewer than left² cells are
-    free, it takes the first or the last. This cell and its neighbours in the list are then no longer free.
+    Each anchor takes a random free cell. If `left` anchors still need one and fewer than left² are free, it
+    takes the first or the last free cell. This cell and its neighbours in the list of free cells are removed.
     """
     found = {(): (1.0, tuple(range(cells)))}
     for left in range(anchors, 0, -1):
@@ -268,7 +268,7 @@ def cell_probabilities(cells, anchors):
 
 @pytest.mark.parametrize("cells, anchors", [(4, 2), (9, 2), (6, 3), (7, 3), (8, 4)])
 def test_cells_are_drawn_one_after_the_other(cells, anchors):
-    """A chi-square test of 20,000 samples would detect a uniform choice among all sets of cells."""
+    """20,000 samples pass a chi-square test, which a uniform choice among all sets of cells would fail."""
     expected, rng, n = cell_probabilities(cells, anchors), random.Random(1), 20_000
     counts = dict.fromkeys(expected, 0)
     for _ in range(n):
@@ -336,7 +336,7 @@ def test_masked_anchors_are_embedded(pooling, chunk_size, tmp_path, bert, monkey
     assert lm.get_output_embeddings().weight is result.model.encoder.get_input_embeddings().weight
 
 
-def test_select_anchors_keeps_the_first_rows(bert):
+def test_select_anchors_keeps_the_first_texts_of_a_batch(bert):
     _, model = make_views(bert, ["dropout"])
     rows, _ = tokenise([f"{'a' * n}" for n in range(1, 31)], model.tokenizer, 64)
     batch = select_anchors(model.batch(rows), 7)

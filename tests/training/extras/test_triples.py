@@ -36,6 +36,7 @@ TEXTS = [text for text, in SENTENCES]
     ("synonym", "the soon", {0.0: "synonym"}), ("antonym", "dog", {0.0: "random"}),
     ("synonym", "fully", {0.0: None}), ("antonym", "him", {0.0: None})])
 def test_one_kind_of_replacement_per_text(side, text, kinds, monkeypatch):
+    """Each random number in `kinds` selects this kind of replacement for the text (None: no replacement)."""
     rng = random.Random(0)
     words, = tag_words([text], None, WORDNET)
     for number, kind in kinds.items():
@@ -95,7 +96,7 @@ def test_labels_from_differences_of_three_texts():
 
 @pytest.mark.parametrize("form", ["paper", "code"])
 def test_labels_of_tokens(form):
-    """A token has the label of the word with its first character, as in the released code. The offsets are
+    """A token has the label of the word in which it starts, as in the released code. The offsets are
     those of word pieces and of byte-level tokenizers: a token may begin with a space, be a space, or share a
     character of several bytes with another."""
     text, words = "naïve bread makers go — 日本 ", [(0, 5, 0), (6, 18, 3), (22, 23, 5)]

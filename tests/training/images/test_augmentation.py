@@ -78,8 +78,8 @@ def test_random_numbers_match_splitmix64():
 
 @pytest.mark.parametrize("script, scale", [(simclr, np.copy), (moco, np.log)])
 def test_distribution_of_crop_areas_aspects_and_positions(script, scale):
-    """Boxes of up to half the area fit with any aspect ratio, so areas and aspect ratios are uniform:
-    SimCLR's ratio itself, as in TensorFlow; for MoCo its logarithm, as in torchvision."""
+    """Areas up to half the image's, where every aspect ratio fits, are uniform; so are positions, SimCLR's
+    aspect ratios (as in TensorFlow), and the logarithms of MoCo's (as in torchvision)."""
     n, size = 20_000, np.array([480, 640])
     boxes = script.CROPS._replace(min_area=0.08).sample_boxes(3, 1, np.arange(n), np.tile(size, (n, 1)), 2)
     assert boxes.shape == (2, n, 4) and not (boxes[0] == boxes[1]).all(1).any()

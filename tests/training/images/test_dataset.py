@@ -122,7 +122,7 @@ def test_with_fewer_images_than_ranks_each_rank_encodes_all(tmp_path, monkeypatc
 
 
 def test_default_view_size(tmp_path):
-    """Arrays: the images' own size. Files: the model's input size or 224, or less if all are smaller."""
+    """Arrays: their shorter side. Files: the largest shorter side, at most 224 or the model's input size."""
     for i, (width, height) in enumerate([(50, 40), (300, 45), (30, 30)]):
         write(tmp_path / "x" / f"{i}.png", np.zeros((height, width, 3), np.uint8))
     arrays = write(tmp_path / "x.npz", dict(images=np.resize(COLOURS, (3, 40, 48, 3))))

@@ -93,7 +93,7 @@ def test_pairs_are_cut_at_random_ends():
 
 
 def make_ids(words):
-    """Return the ids of this many words, each of the pieces 5, 6, 8, and of a few more tokens. 0 to 4 are
+    """Return the ids of this many words, each with the pieces 5, 6, 8, then a few more tokens. Ids 0 to 4 are
     special tokens; 6 and 8 continue a word, unless they follow a special token such as 1."""
     return np.array([2, *[5, 6, 8] * words, 3, 7, 1, 6, 3])
 

@@ -136,8 +136,8 @@ def test_slow_tokenizer_is_rejected(tmp_path):
 
 
 def test_errors_in_a_separate_process(cwd, finished):
-    """A separate process, too, prints one line on stderr, although libraries write to it. Triton's
-    interpreter is off."""
+    """A separate process, too, prints one line on stderr, although libraries write to it. Without
+    TRITON_INTERPRET, --impl triton is an error on a CPU."""
     shutil.copytree(finished, "model")
     damage(Path("model/config.json"), lambda old: old.replace(b'layers": 2', b'layers": 3'))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
