@@ -65,7 +65,7 @@ def test_row_groups_are_read_one_by_one(tmp_path, monkeypatch):
     ([300 * MB], dict(kind="INT64"), (10_000, [])),
     ([MB, 2**60], {}, r"a\.parquet: column b would need .* GB of memory, this machine has .*")])
 def test_batch_size(sizes, more, wanted, tmp_path):
-    """The batch size depends on bytes per row and encoding. UserError if a column is larger than the memory."""
+    """The batch size depends on row bytes and encoding. UserError if a column is larger than the memory."""
     (tmp_path / "a.parquet").write_bytes(b"good")
     fake = fake_parquet_file(*sizes, **more)
     with open(tmp_path / "a.parquet", "rb") as file:
