@@ -1,0 +1,396 @@
+"""Instructions that compute a lane's result from its own registers: add, fma, cvt, setp, selp, prmt, ...
+
+A register is an array of unsigned integers with one entry per lane, or one entry if all lanes are equal.
+Floats are views of their bits. An array is never changed in place.
+"""
+import numpy as np
+from ptx import UNUSED, Number, Pair, Register, Special, Symbol, Unsupported, Vector
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}            # by bytes
+TYPES = {"b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
+         "f16": np.float16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
+         "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "f64": np.float64}
+FLOATS = "f16", "f32", "f64"
+
+# ── operands ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reader(operand, kind, machine):
+    """Return a function of the registers that gives an operand as a type of TYPES, or as "pred"."""
+    if not isinstance(operand, Register):
+        constant = constant_of(operand, kind, machine)
+        return lambda registers: constant
+    at = operand.index
+    if kind == "pred" or TYPES[kind] == UNSIGNED.get(operand.size):
+        return lambda registers: registers[at]
+    dtype = np.dtype(TYPES[kind])
+    if dtype.itemsize > operand.size:
+        raise Unsupported(f"a register of {operand.size} bytes read as {kind}")
+    if dtype.itemsize < operand.size:                          # the low bytes
+        narrow = UNSIGNED[dtype.itemsize]
+        return lambda registers: registers[at].astype(narrow).view(dtype)
+    return lambda registers: registers[at].view(dtype)
+
+
+def constant_of(operand, kind, machine):
+    """Return an operand that is not a register as an array."""
+    if isinstance(operand, Number) and kind == "pred":
+        return np.array([bool(operand.bits)])
+    dtype = np.dtype(TYPES[kind])
+    unsigned = UNSIGNED[dtype.itemsize]
+    if isinstance(operand, Number):
+        if dtype.kind == "f" and not operand.is_float:
+            raise Unsupported("an integer as a float operand")
+        return np.array([operand.bits & (1 << 8 * dtype.itemsize) - 1], unsigned).view(dtype)
+    if isinstance(operand, Special):
+        return machine.special(operand.name).astype(unsigned).view(dtype)
+    if isinstance(operand, Symbol):
+        return np.array([machine.address_of(operand.name)], unsigned)
+    raise Unsupported(f"operand {operand}")
+
+
+def writer(operand):
+    """Return a function (registers, value, mask) that stores a value; mask None means all lanes."""
+    if operand == UNUSED:
+        return lambda registers, value, mask: None
+    at, dtype = operand.index, np.dtype(UNSIGNED.get(operand.size, np.bool_))
+
+    def write(registers, value, mask):
+        if value.dtype.itemsize < dtype.itemsize:              # extend integers with their sign
+            value = value if value.dtype.kind in "iu" else value.view(UNSIGNED[value.dtype.itemsize])
+            value = value.astype(dtype)
+        value = value.view(dtype)
+        registers[at] = value if mask is None else np.where(mask, value, registers[at])
+    return write
+
+
+# ── floats ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def flush(x):
+    """Replace subnormal float32 numbers by zeros of the same sign."""
+    return np.where(np.abs(x) < np.float32(2.0 ** -126), np.copysign(np.float32(0), x), x)
+
+
+def fma(a, b, c):
+    """Return a · b + c in float32. The product is exact in float64; the sum is rounded twice, which matters
+    in one of 2²⁹ cases."""
+    if a.dtype != np.float32:
+        raise Unsupported("fma of another type than float32")
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+def in_double(function):
+    """Return a float32 function that computes in float64 and rounds once."""
+    return lambda a: function(a.astype(np.float64)).astype(np.float32)
+
+
+def reciprocal_root(a):
+    return 1 / np.sqrt(a)
+
+
+def to_bfloat16(x):
+    """Round float32 to nearest even; return the upper 16 bits."""
+    bits = x.view(np.uint32)
+    high = (bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FFF), high).astype(np.uint16)
+
+
+def from_bfloat16(bits):
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_half(x):
+    return x.astype(np.float16).view(np.uint16)
+
+
+def to_tf32(x):
+    """Round float32 to TF32's 10 bits, ties away from zero."""
+    bits = x.view(np.uint32)
+    return np.where(np.isfinite(x), bits + np.uint32(0x1000) & np.uint32(0xFFFFE000), bits)
+
+
+def pack(low, high):
+    return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
+
+
+def pack_bfloat16(high, low):
+    return pack(to_bfloat16(low), to_bfloat16(high))
+
+
+def pack_half(high, low):
+    return pack(to_half(low), to_half(high))
+
+
+# ── integers ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def divide(a, b):
+    """Divide integers, rounding towards zero."""
+    b = np.where(b == 0, b.dtype.type(1), b)
+    if a.dtype.kind == "u":
+        return a // b
+    quotient = np.abs(a) // np.abs(b)
+    return np.where((a < 0) != (b < 0), -quotient, quotient).astype(a.dtype)
+
+
+def remainder(a, b):
+    return a - divide(a, b) * b
+
+
+def doubled(a):
+    """Return integers in a type of twice as many bytes."""
+    return a.astype(f"{a.dtype.kind}{2 * a.dtype.itemsize}")
+
+
+def multiply_wide(a, b):
+    return doubled(a) * doubled(b)
+
+
+def multiply_add(a, b, c):
+    return a * b + c
+
+
+def multiply_wide_add(a, b, c):
+    return doubled(a) * doubled(b) + c
+
+
+def multiply_high(a, b):
+    """Return the upper half of a product."""
+    if a.dtype.itemsize == 4:
+        return (multiply_wide(a, b) >> 32).astype(a.dtype)
+    if a.dtype != np.uint64:
+        raise Unsupported("mul.hi.s64")
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
+    middle = (a_low * b_low >> half) + (a_high * b_low & low) + (a_low * b_high & low)
+    return a_high * b_high + (a_high * b_low >> half) + (a_low * b_high >> half) + (middle >> half)
+
+
+def shift_left(a, by):
+    wide = a.dtype.itemsize * 8
+    return np.where(by >= wide, a.dtype.type(0), a << (by & np.uint32(wide - 1)).astype(a.dtype))
+
+
+def shift_right(a, by):
+    wide = a.dtype.itemsize * 8
+    shifted = a >> np.minimum(by, np.uint32(wide - 1)).astype(a.dtype)
+    return shifted if a.dtype.kind == "i" else np.where(by >= wide, a.dtype.type(0), shifted)
+
+
+def funnel_shift(left, wrap):
+    """Return the function of shf.l or shf.r: shift the 64 bits of two registers and keep 32 of them."""
+    def shift(low, high, by):
+        by = (by & np.uint32(31) if wrap else np.minimum(by, np.uint32(32))).astype(np.uint64)
+        both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+        return (both << by >> np.uint64(32) if left else both >> by).astype(np.uint32)
+    return shift
+
+
+def bit_field(position, length):
+    """Return position and length of a bit field of bfe and bfi as uint64, and a mask of length bits."""
+    position = np.minimum(position & np.uint32(255), np.uint32(63)).astype(np.uint64)
+    length = np.minimum(length & np.uint32(255), np.uint32(32)).astype(np.uint64)
+    return position, length, (np.uint64(1) << length) - np.uint64(1)
+
+
+def extract_bits(a, position, length):
+    """Compute bfe: `length` bits of a from a position on, with their sign if a is signed."""
+    position, length, mask = bit_field(position, length)
+    if a.dtype.kind == "u":
+        return (a.astype(np.uint64) >> position & mask).astype(np.uint32)
+    field = a.astype(np.int64).view(np.uint64) >> position & mask
+    sign = np.uint64(1) << np.maximum(length, np.uint64(1)) - np.uint64(1)
+    return np.where(length == 0, np.uint64(0), (field ^ sign) - sign).astype(np.uint32)
+
+
+def insert_bits(a, b, position, length):
+    """Compute bfi: b with the lowest `length` bits of a at a position."""
+    position, _, mask = bit_field(position, length)
+    mask = mask << position
+    return (b.astype(np.uint64) & ~mask | a.astype(np.uint64) << position & mask).astype(np.uint32)
+
+
+def permute_bytes(a, b, selector):
+    """Compute prmt.b32: four bytes of a and b, chosen by the nibbles of the selector."""
+    both, found = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.uint32(0)
+    for i in range(4):
+        nibble = selector >> np.uint32(4 * i) & np.uint32(15)
+        shift = ((nibble & np.uint32(7)) * np.uint32(8)).astype(np.uint64)
+        byte = (both >> shift).astype(np.uint32) & np.uint32(255)
+        sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
+        found = found | np.where(nibble & np.uint32(8), sign, byte) << np.uint32(8 * i)
+    return found
+
+
+def logic(a, b, c, table):
+    """Compute lop3: bit i of the table is the result where a, b, c have the bits of i."""
+    found, table = np.zeros_like(a), int(table[0])
+    for i in range(8):
+        if table >> i & 1:
+            found = found | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return found
+
+
+def select(a, b, predicate):
+    return np.where(predicate, a, b)
+
+
+def count_bits(a):
+    return np.bitwise_count(a).astype(np.uint32)
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+# opcodes without type and without modifiers that change only the precision
+FLOAT_OPERATIONS = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": fma, "neg": np.negative,
+    "abs": np.abs, "max": np.fmax, "min": np.fmin, "max.NaN": np.maximum, "min.NaN": np.minimum,
+    "sqrt": np.sqrt, "rcp": np.reciprocal, "ex2": in_double(np.exp2), "lg2": in_double(np.log2),
+    "rsqrt": in_double(reciprocal_root), "selp": select}
+INTEGER_OPERATIONS = {
+    "add": np.add, "sub": np.subtract, "mul.lo": np.multiply, "mul.hi": multiply_high,
+    "mul.wide": multiply_wide, "mad.lo": multiply_add, "mad.wide": multiply_wide_add, "div": divide,
+    "rem": remainder, "neg": np.negative, "abs": np.abs, "max": np.maximum, "min": np.minimum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not,
+    "shl": shift_left, "shr": shift_right, "bfe": extract_bits, "bfi": insert_bits, "prmt": permute_bytes,
+    "lop3": logic, "popc": count_bits, "selp": select,
+    **{f"shf.{side}.{mode}": funnel_shift(side == "l", mode == "wrap")
+       for side in "lr" for mode in ("wrap", "clamp")}}
+PREDICATE_OPERATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
+                        "not": np.logical_not}
+CONVERSIONS = {
+    "cvt.rn.bf16.f32": to_bfloat16, "cvt.rn.f16.f32": to_half, "cvt.rn.bf16x2.f32": pack_bfloat16,
+    "cvt.rn.f16x2.f32": pack_half, "cvt.f32.bf16": from_bfloat16, "cvt.rna.tf32.f32": to_tf32}
+COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+               "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
+               "hs": np.greater_equal}
+ROUNDING = {"rzi": np.trunc, "rmi": np.floor, "rni": np.rint}
+
+
+def find_operation(opcode):
+    """Return (function of arrays, type of the operands) of an opcode, or raise Unsupported."""
+    name, *flags, kind = opcode.split(".")
+    if name == "cvt":
+        return find_conversion(opcode)
+    if kind == "pred":
+        table = PREDICATE_OPERATIONS
+    else:
+        table = FLOAT_OPERATIONS if kind in FLOATS else INTEGER_OPERATIONS
+    if kind in FLOATS:
+        flags = [flag for flag in flags if flag not in ("rn", "full", "approx", "ftz")]
+    function = table.get(".".join([name, *flags]))
+    if function is None:
+        raise Unsupported(opcode)
+    if "ftz" in opcode.split("."):
+        return lambda *x: flush(function(*map(flush, x))), kind
+    return function, kind
+
+
+def find_conversion(opcode):
+    """Return (function of arrays, type of the operands) of a cvt."""
+    *flags, to, source = opcode.split(".")[1:]
+    if opcode in CONVERSIONS:
+        return CONVERSIONS[opcode], "u16" if source == "bf16" else source
+    if to not in TYPES or source not in TYPES:
+        raise Unsupported(opcode)
+    dtype, floats = TYPES[to], (to in FLOATS) + (source in FLOATS)
+    if flags == ["rn"] and to in FLOATS or not flags and floats != 1:
+        return lambda a: a.astype(dtype), source
+    if to in FLOATS or source != "f32" or len(flags) != 1 or flags[0] not in ROUNDING:
+        raise Unsupported(opcode)
+    whole, limits = ROUNDING[flags[0]], np.iinfo(dtype)
+
+    def convert(a):
+        a = np.nan_to_num(whole(a.astype(np.float64)), posinf=limits.max, neginf=limits.min)
+        return np.clip(a, limits.min, limits.max).astype(dtype)
+    return convert, source
+
+
+def operand_types(name, kind, count):
+    """Return the types of the operands of an instruction with operands of one kind, but for a few."""
+    types = [kind] * count
+    if name in ("shl", "shr"):
+        types[1] = "u32"
+    if name in ("bfe", "bfi"):
+        types[-2:] = ["u32", "u32"]
+    if name == "selp":
+        types[2] = "pred"
+    return types
+
+
+# ── instructions ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build(instruction, machine):
+    """Return the function (registers, mask) that executes an instruction."""
+    parts, operands = instruction.parts, instruction.operands
+    if parts[0] == "mov":
+        return build_move(parts[-1], operands, machine)
+    if parts[0] == "cvta":
+        return build_move("u64", operands, machine)
+    if parts[0] == "setp":
+        return build_comparison(parts, operands, machine)
+    function, kind = find_operation(instruction.opcode)
+    types = operand_types(parts[0], kind, len(operands) - 1)
+    if instruction.opcode.startswith("mad.wide"):
+        types[2] = kind[0] + str(2 * int(kind[1:]))
+    reads = [reader(x, of, machine) for x, of in zip(operands[1:], types)]
+    write = writer(operands[0])
+    return lambda registers, mask: write(registers, function(*[read(registers) for read in reads]), mask)
+
+
+def build_move(kind, operands, machine):
+    """Return the function of a mov, which may join registers into a wider one or take one apart."""
+    to, source = operands
+    if isinstance(source, Vector):
+        bits, wide, write = 8 * source.parts[0].size, UNSIGNED[to.size], writer(to)
+        reads = [reader(x, f"b{bits}", machine) for x in source.parts]
+
+        def join(registers, mask):
+            found = wide(0)
+            for i, read in enumerate(reads):
+                found = found | read(registers).astype(wide) << wide(bits * i)
+            write(registers, found, mask)
+        return join
+    if isinstance(to, Vector):
+        bits = 8 * source.size // len(to.parts)
+        narrow, wide, writes = UNSIGNED[bits // 8], UNSIGNED[source.size], [writer(x) for x in to.parts]
+
+        def take_apart(registers, mask):
+            value = registers[source.index]
+            for i, write in enumerate(writes):
+                write(registers, (value >> wide(bits * i)).astype(narrow), mask)
+        return take_apart
+    read, write = reader(source, kind, machine), writer(to)
+    return lambda registers, mask: write(registers, read(registers), mask)
+
+
+def compare_floats(name, a, b):
+    """Compare floats. Names ending with u are also true for NaN."""
+    unordered = np.isnan(a) | np.isnan(b)
+    if name in ("num", "nan"):
+        return unordered == (name == "nan")
+    if name not in COMPARISONS:
+        return COMPARISONS[name.removesuffix("u")](a, b) | unordered
+    return COMPARISONS[name](a, b) & ~unordered
+
+
+def build_comparison(parts, operands, machine):
+    """Return the function of setp.compare[.combine].type p, a, b[, c]."""
+    name, *combine, kind = parts[1:]
+    to = operands[0]
+    if isinstance(to, Pair) and to.second == UNUSED:
+        to = to.first
+    if isinstance(to, Pair) or combine not in ([], ["and"], ["or"], ["xor"]):
+        raise Unsupported(".".join(parts))
+    read_a, read_b, write = reader(operands[1], kind, machine), reader(operands[2], kind, machine), writer(to)
+    read_c = reader(operands[3], "pred", machine) if combine else None
+
+    def compare(registers, mask):
+        a, b = read_a(registers), read_b(registers)
+        found = compare_floats(name, a, b) if kind in FLOATS else COMPARISONS[name](a, b)
+        if combine:
+            found = PREDICATE_OPERATIONS[combine[0]](found, read_c(registers))
+        write(registers, found, mask)
+    return compare
