@@ -1,11 +1,11 @@
 """Run the Triton kernels as compiled for a GPU, without a GPU: execute their PTX on the CPU and compare the
 results with eager in float64.
 
-    python tests/emulator 90 --minutes 4                     cases of every section, as many as fit in 4 minutes
-    python tests/emulator 80 --sections losses masks         all cases of two sections, compiled for sm_80
-    python tests/emulator 90 --only "clip_loss 150"          the cases with this in their title
-    python tests/emulator 90 --sample                        what the test suite runs, see test_emulator.py
-    python tests/emulator 90 --faults                        only check the emulator: planted faults are found
+    python tests/emulator 90 --minutes 4               as many cases as fit, one of each section in turn
+    python tests/emulator 80 --sections losses masks   all cases of two sections, compiled for sm_80
+    python tests/emulator 90 --only "clip_loss 150"    the cases with this text in their title
+    python tests/emulator 90 --sample                  what the test suite runs, see test_emulator.py
+    python tests/emulator 90 --faults                  only check the emulator: it finds planted faults
 
 The exit code is 1 if any case is wrong, and 2 for wrong flags. Each case has one line with its verdict:
 
@@ -16,15 +16,15 @@ The exit code is 1 if any case is wrong, and 2 for wrong flags. Each case has on
     finding        the result depends on timing or on memory that nobody wrote
 
 What is checked: addresses and alignment of every access; reads of memory that nobody wrote (tensors from
-torch.empty are NaN); races between programs in global memory and between warps in shared memory, from barrier
-to barrier; that asynchronous copies and matrix products are waited for before their results are used or their
-operands change; fences before wgmma and bulk copies; tensor maps as the driver accepts them; arrivals and bytes
-of mbarriers; kernel parameters; that warps execute shuffles and matrix products with all lanes.
+torch.empty are NaN); races between programs in global memory, and from barrier to barrier between warps in
+shared memory; that asynchronous copies and matrix products are waited for before their results are used or
+their operands change; fences before wgmma and bulk copies; that the driver would accept the tensor maps;
+arrivals and bytes of mbarriers; kernel parameters; that shuffles and matrix products have all their lanes.
 
-What is not checked: time; the assembler and its machine code (tests/gpu/test_compile.py assembles); the rounding
-of the hardware (products are exact, sums in float64 and rounded once per instruction, ex2 and division rounded
-correctly); the memory model beyond barriers and fence.proxy.async; accesses of the lanes of one warp to each
-other's data; PyTorch's own matrix products, which run on the CPU; sm_100.
+What is not checked: time; the assembler and its machine code (tests/gpu/test_compile.py assembles); the
+rounding of the hardware (here products are exact, sums are in float64 and rounded once per instruction, and
+ex2 and division are rounded correctly); the memory model beyond barriers and fence.proxy.async; races between
+the lanes of one warp; PyTorch's own matrix products, which run on the CPU; sm_100.
 """
 import argparse
 import os
@@ -90,7 +90,7 @@ class Report:
         import torch
         from memory import Fault
         from ptx import Unsupported
-        self.gpu.launches_of_case, found_before = len(self.gpu.launches), len(self.gpu.findings)
+        found_before = len(self.gpu.findings)
         torch.set_float32_matmul_precision(case.precision)
         try:
             verdict, text = "ok", case.compare()
@@ -117,10 +117,10 @@ class Report:
     def summary(self):
         """Print counts and findings. Return whether all cases are right."""
         launches = self.gpu.launches
+        seconds, emulated = time.time() - self.started, sum(launch.seconds for launch in launches)
         print(f"\nsm_{self.gpu.number}: {sum(self.verdicts.values())} cases: {dict(self.verdicts)}; "
-              f"{len(launches)} launches of {sum(launch.programs for launch in launches):,} programs; "
-              f"{time.time() - self.started:.0f} s, of which {sum(launch.seconds for launch in launches):.0f} s "
-              "in the emulator")
+              f"{len(launches):,} launches of {sum(launch.programs for launch in launches):,} programs; "
+              f"{seconds:.0f} s, of which {emulated:.0f} s in the emulator")
         for name, count in sorted(Counter(launch.kernel for launch in launches).items()):
             programs = sum(launch.programs for launch in launches if launch.kernel == name)
             print(f"    {name:24}{count:8,} launches{programs:10,} programs")

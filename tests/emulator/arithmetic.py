@@ -4,7 +4,7 @@ A register is an array of unsigned integers with one entry per lane, or one entr
 Floats are views of their bits. An array is never changed in place.
 """
 import numpy as np
-from ptx import UNUSED, Number, Pair, Register, Special, Symbol, Unsupported, Vector
+from ptx import UNUSED, Number, Register, Symbol, Unsupported, Vector
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}            # by bytes
 TYPES = {"b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
@@ -39,13 +39,9 @@ def constant_of(operand, kind, machine):
     dtype = np.dtype(TYPES[kind])
     unsigned = UNSIGNED[dtype.itemsize]
     if isinstance(operand, Number):
-        if dtype.kind == "f" and not operand.is_float:
-            raise Unsupported("an integer as a float operand")
         return np.array([operand.bits & (1 << 8 * dtype.itemsize) - 1], unsigned).view(dtype)
-    if isinstance(operand, Special):
-        return machine.special(operand.name).astype(unsigned).view(dtype)
     if isinstance(operand, Symbol):
-        return np.array([machine.address_of(operand.name)], unsigned)
+        return machine.symbol(operand.name).astype(unsigned).view(dtype)
     raise Unsupported(f"operand {operand}")
 
 
@@ -85,10 +81,6 @@ def in_double(function):
     return lambda a: function(a.astype(np.float64)).astype(np.float32)
 
 
-def reciprocal_root(a):
-    return 1 / np.sqrt(a)
-
-
 def to_bfloat16(x):
     """Round float32 to nearest even; return the upper 16 bits."""
     bits = x.view(np.uint32)
@@ -104,22 +96,12 @@ def to_half(x):
     return x.astype(np.float16).view(np.uint16)
 
 
-def to_tf32(x):
-    """Round float32 to TF32's 10 bits, ties away from zero."""
-    bits = x.view(np.uint32)
-    return np.where(np.isfinite(x), bits + np.uint32(0x1000) & np.uint32(0xFFFFE000), bits)
-
-
-def pack(low, high):
-    return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
-
-
 def pack_bfloat16(high, low):
-    return pack(to_bfloat16(low), to_bfloat16(high))
+    return to_bfloat16(low).astype(np.uint32) | to_bfloat16(high).astype(np.uint32) << np.uint32(16)
 
 
 def pack_half(high, low):
-    return pack(to_half(low), to_half(high))
+    return to_half(low).astype(np.uint32) | to_half(high).astype(np.uint32) << np.uint32(16)
 
 
 # ── integers ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -155,18 +137,6 @@ def multiply_wide_add(a, b, c):
     return doubled(a) * doubled(b) + c
 
 
-def multiply_high(a, b):
-    """Return the upper half of a product."""
-    if a.dtype.itemsize == 4:
-        return (multiply_wide(a, b) >> 32).astype(a.dtype)
-    if a.dtype != np.uint64:
-        raise Unsupported("mul.hi.s64")
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
-    middle = (a_low * b_low >> half) + (a_high * b_low & low) + (a_low * b_high & low)
-    return a_high * b_high + (a_high * b_low >> half) + (a_low * b_high >> half) + (middle >> half)
-
-
 def shift_left(a, by):
     wide = a.dtype.itemsize * 8
     return np.where(by >= wide, a.dtype.type(0), a << (by & np.uint32(wide - 1)).astype(a.dtype))
@@ -178,37 +148,16 @@ def shift_right(a, by):
     return shifted if a.dtype.kind == "i" else np.where(by >= wide, a.dtype.type(0), shifted)
 
 
-def funnel_shift(left, wrap):
-    """Return the function of shf.l or shf.r: shift the 64 bits of two registers and keep 32 of them."""
-    def shift(low, high, by):
-        by = (by & np.uint32(31) if wrap else np.minimum(by, np.uint32(32))).astype(np.uint64)
-        both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
-        return (both << by >> np.uint64(32) if left else both >> by).astype(np.uint32)
-    return shift
-
-
-def bit_field(position, length):
-    """Return position and length of a bit field of bfe and bfi as uint64, and a mask of length bits."""
-    position = np.minimum(position & np.uint32(255), np.uint32(63)).astype(np.uint64)
-    length = np.minimum(length & np.uint32(255), np.uint32(32)).astype(np.uint64)
-    return position, length, (np.uint64(1) << length) - np.uint64(1)
-
-
 def extract_bits(a, position, length):
     """Compute bfe: `length` bits of a from a position on, with their sign if a is signed."""
-    position, length, mask = bit_field(position, length)
-    if a.dtype.kind == "u":
-        return (a.astype(np.uint64) >> position & mask).astype(np.uint32)
+    position = np.minimum(position & np.uint32(255), np.uint32(63)).astype(np.uint64)
+    length = np.minimum(length & np.uint32(255), np.uint32(32)).astype(np.uint64)
+    mask = (np.uint64(1) << length) - np.uint64(1)
     field = a.astype(np.int64).view(np.uint64) >> position & mask
-    sign = np.uint64(1) << np.maximum(length, np.uint64(1)) - np.uint64(1)
-    return np.where(length == 0, np.uint64(0), (field ^ sign) - sign).astype(np.uint32)
-
-
-def insert_bits(a, b, position, length):
-    """Compute bfi: b with the lowest `length` bits of a at a position."""
-    position, _, mask = bit_field(position, length)
-    mask = mask << position
-    return (b.astype(np.uint64) & ~mask | a.astype(np.uint64) << position & mask).astype(np.uint32)
+    if a.dtype.kind == "i":
+        sign = np.uint64(1) << np.maximum(length, np.uint64(1)) - np.uint64(1)
+        field = np.where(length == 0, np.uint64(0), (field ^ sign) - sign)
+    return field.astype(np.uint32)
 
 
 def permute_bytes(a, b, selector):
@@ -236,36 +185,27 @@ def select(a, b, predicate):
     return np.where(predicate, a, b)
 
 
-def count_bits(a):
-    return np.bitwise_count(a).astype(np.uint32)
-
-
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 # opcodes without type and without modifiers that change only the precision
 FLOAT_OPERATIONS = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": fma, "neg": np.negative,
     "abs": np.abs, "max": np.fmax, "min": np.fmin, "max.NaN": np.maximum, "min.NaN": np.minimum,
-    "sqrt": np.sqrt, "rcp": np.reciprocal, "ex2": in_double(np.exp2), "lg2": in_double(np.log2),
-    "rsqrt": in_double(reciprocal_root), "selp": select}
+    "sqrt": np.sqrt, "ex2": in_double(np.exp2), "lg2": in_double(np.log2), "selp": select}
 INTEGER_OPERATIONS = {
-    "add": np.add, "sub": np.subtract, "mul.lo": np.multiply, "mul.hi": multiply_high,
-    "mul.wide": multiply_wide, "mad.lo": multiply_add, "mad.wide": multiply_wide_add, "div": divide,
-    "rem": remainder, "neg": np.negative, "abs": np.abs, "max": np.maximum, "min": np.minimum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not,
-    "shl": shift_left, "shr": shift_right, "bfe": extract_bits, "bfi": insert_bits, "prmt": permute_bytes,
-    "lop3": logic, "popc": count_bits, "selp": select,
-    **{f"shf.{side}.{mode}": funnel_shift(side == "l", mode == "wrap")
-       for side in "lr" for mode in ("wrap", "clamp")}}
+    "add": np.add, "sub": np.subtract, "mul.lo": np.multiply, "mul.wide": multiply_wide,
+    "mad.lo": multiply_add, "mad.wide": multiply_wide_add, "div": divide, "rem": remainder,
+    "neg": np.negative, "abs": np.abs, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
+    "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not, "shl": shift_left, "shr": shift_right,
+    "bfe": extract_bits, "prmt": permute_bytes, "lop3": logic, "selp": select}
 PREDICATE_OPERATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
                         "not": np.logical_not}
 CONVERSIONS = {
     "cvt.rn.bf16.f32": to_bfloat16, "cvt.rn.f16.f32": to_half, "cvt.rn.bf16x2.f32": pack_bfloat16,
-    "cvt.rn.f16x2.f32": pack_half, "cvt.f32.bf16": from_bfloat16, "cvt.rna.tf32.f32": to_tf32}
+    "cvt.rn.f16x2.f32": pack_half, "cvt.f32.bf16": from_bfloat16}
 COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
                "ge": np.greater_equal, "lo": np.less, "ls": np.less_equal, "hi": np.greater,
                "hs": np.greater_equal}
-ROUNDING = {"rzi": np.trunc, "rmi": np.floor, "rni": np.rint}
 
 
 def find_operation(opcode):
@@ -297,14 +237,7 @@ def find_conversion(opcode):
     dtype, floats = TYPES[to], (to in FLOATS) + (source in FLOATS)
     if flags == ["rn"] and to in FLOATS or not flags and floats != 1:
         return lambda a: a.astype(dtype), source
-    if to in FLOATS or source != "f32" or len(flags) != 1 or flags[0] not in ROUNDING:
-        raise Unsupported(opcode)
-    whole, limits = ROUNDING[flags[0]], np.iinfo(dtype)
-
-    def convert(a):
-        a = np.nan_to_num(whole(a.astype(np.float64)), posinf=limits.max, neginf=limits.min)
-        return np.clip(a, limits.min, limits.max).astype(dtype)
-    return convert, source
+    raise Unsupported(opcode)
 
 
 def operand_types(name, kind, count):
@@ -312,8 +245,8 @@ def operand_types(name, kind, count):
     types = [kind] * count
     if name in ("shl", "shr"):
         types[1] = "u32"
-    if name in ("bfe", "bfi"):
-        types[-2:] = ["u32", "u32"]
+    if name == "bfe":
+        types[1:] = ["u32", "u32"]
     if name == "selp":
         types[2] = "pred"
     return types
@@ -379,12 +312,10 @@ def compare_floats(name, a, b):
 def build_comparison(parts, operands, machine):
     """Return the function of setp.compare[.combine].type p, a, b[, c]."""
     name, *combine, kind = parts[1:]
-    to = operands[0]
-    if isinstance(to, Pair) and to.second == UNUSED:
-        to = to.first
-    if isinstance(to, Pair) or combine not in ([], ["and"], ["or"], ["xor"]):
+    if combine not in ([], ["and"], ["or"], ["xor"]):
         raise Unsupported(".".join(parts))
-    read_a, read_b, write = reader(operands[1], kind, machine), reader(operands[2], kind, machine), writer(to)
+    read_a, read_b = reader(operands[1], kind, machine), reader(operands[2], kind, machine)
+    write = writer(operands[0])
     read_c = reader(operands[3], "pred", machine) if combine else None
 
     def compare(registers, mask):

@@ -1,5 +1,4 @@
-"""Copies that run while threads do something else: cp.async, bulk tensor copies (TMA), and mbarrier, with which
-threads wait for the latter.
+"""Copies that run while threads do something else: cp.async, and bulk tensor copies (TMA) with mbarrier.
 
 A copy is done as late as possible: when it is waited for. Whoever reads earlier finds old data and causes a
 finding.
@@ -148,14 +147,14 @@ class Barriers:
             return lambda registers, mask: None
         if opcode in BULK_COPIES:
             return self.build_bulk_copy(instruction)
-        name = opcode.removesuffix(".b64").replace(".shared::cta", "").replace(".shared", "")
+        name = opcode.split(".shared")[0]
         if name == "mbarrier.init":
             return self.for_each_lane(operands[0], lambda key: self.initialise(key, operands[1].bits))
         if name == "mbarrier.inval":
             return self.for_each_lane(operands[0], lambda key: self.barriers.pop(key))
-        if name in ("mbarrier.arrive.expect_tx", "mbarrier.arrive") and operands[0] == UNUSED:
-            bytes_ = operands[2].bits if "expect_tx" in name else 0
-            return self.for_each_lane(operands[1], lambda key: self.arrive(key, bytes_, instruction.text))
+        if name == "mbarrier.arrive.expect_tx" and operands[0] == UNUSED:
+            expect = operands[2].bits
+            return self.for_each_lane(operands[1], lambda key: self.arrive(key, expect, instruction.text))
         if name == "mbarrier.try_wait.parity":
             return self.build_wait(*operands)
         raise Unsupported(instruction.text)
@@ -180,12 +179,12 @@ class Barriers:
             raise Fault(f"there is no barrier: {text}")
         return self.barriers[key]
 
-    def arrive(self, key, bytes_, text):
-        """Arrive at a barrier, which then expects so many bytes more."""
+    def arrive(self, key, expect, text):
+        """Arrive at a barrier, which then expects so many more bytes."""
         barrier = self.find(key, text)
         if barrier.missing == 0:
             raise Fault(f"one arrival too many: {text}")
-        barrier.bytes += bytes_
+        barrier.bytes += expect
         barrier.missing -= 1
         barrier.complete_phase()
 

@@ -99,7 +99,7 @@ def pack(kernel, signature, metadata, arguments, memory):
 
     for kind, value in zip(signature.values(), arguments, strict=True):
         add(kind, value)
-    expand_signature(list(signature.values()), metadata.tensordesc_meta)       # asserts that their numbers agree
+    expand_signature(list(signature.values()), metadata.tensordesc_meta)   # asserts that their numbers agree
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise Unsupported("scratch memory")
     found += [struct.pack("<Q", 0)] * 2

@@ -1,4 +1,4 @@
-"""The cases: losses, masks, code paths and random draws from the tables of tests/kernels, as compiled kernels.
+"""The cases: losses, masks, code paths and random draws from the tables of tests/kernels.
 
 Only this module, and the driver, know the package `kernels` and its tests.
 """
@@ -20,8 +20,8 @@ DTYPES = {"bf16": (torch.bfloat16, "high"), "f16": (torch.float16, "high"), "f32
 LOSSES = tests.LOSSES | tests.LSE_CALLS
 LARGE_D = tests.LARGE_D | tests.WITH_BOUND
 SEVERAL_TILES = {"gpu.lse_forward.TARGET_PROGRAMS": 1}         # a program processes several tiles in a loop
-# errors that rounding explains, of a value and of a gradient, as a share of the largest entry. Products of half
-# types are exact, but their gradients are rounded.
+# errors that rounding explains, of a value and of a gradient, as a share of the largest entry. Products of
+# half types are exact, but their gradients are rounded.
 USUAL = {(torch.bfloat16, "high"): (2e-5, 1e-2), (torch.float16, "high"): (2e-5, 2e-3),
          (torch.float32, "high"): (4e-3, 6e-3), (torch.float32, "highest"): (2e-5, 2e-5)}
 
@@ -57,8 +57,8 @@ def pretend(chip):
 def compare_with_eager(f, inputs, precision, settings, units):
     """Compare f(q, k, temperature, impl) with eager in float64, with the tolerances of tests/kernels.
 
-    If products are in TF32, eager gets rounded rows, and errors are measured in units of float16, which has as
-    many bits.
+    If products are in TF32, eager gets rounded rows, and the unit of rounding is that of float16, which has
+    as many bits.
     """
     (q, k, temperature), t = inputs, torch.tensor(inputs.temperature)
     in_tf32 = q.dtype == torch.float32 and precision == "high"
@@ -185,16 +185,17 @@ def sorted_groups(chip):
     """Yield sorted groups, which let programs skip columns; a whole tile of rows has no columns."""
     for label, frozen in itertools.product(DTYPES, (False, True)):
         dtype, precision = DTYPES[label]
-        rows, columns = (torch.arange(200) - 78).clamp(min=0) // 50, torch.arange(270) // 65
+        rows, columns = (torch.arange(200) - 78).clamp(min=0) // 50, torch.arange(270).int() // 65
         rows[:64] = 30
 
-        def lse(q, k, t, impl, frozen=frozen, groups=(rows, columns.int())):
+        def lse(q, k, t, impl, frozen=frozen, groups=(rows, columns)):
             keys = k.detach() if frozen else k
             return similarity_lse(q, keys, t, within=groups, impl=impl) + 0 * k.sum()
 
         inputs = Inputs(tests.unit_rows(200, 24, dtype, 47), tests.unit_rows(270, 24, dtype, 48))
-        yield Case(f"sorted groups {label}" + (", frozen keys" if frozen else ""), precision, functools.partial(
-            compare_with_eager, lse, inputs, precision, tests.WITH_BOUND | SEVERAL_TILES, 16))
+        yield Case(f"sorted groups {label}" + (", frozen keys" if frozen else ""), precision,
+                   functools.partial(compare_with_eager, lse, inputs, precision,
+                                     tests.WITH_BOUND | SEVERAL_TILES, 16))
 
 
 def extremes(chip):
@@ -220,7 +221,7 @@ def fuzz(chip):
         def lse(q, k, t, impl, arguments=arguments):
             return similarity_lse(q, k, t, impl=impl, **arguments)
 
-        title = f"seed {seed} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} strides {q.stride()} {list(arguments)}"
+        title = f"seed {seed} {tuple(q.shape)} {tuple(k.shape)} {q.dtype} {q.stride()} {list(arguments)}"
         yield Case(title, "high", functools.partial(
             compare_with_eager, lse, Inputs(q, k, temperature), "high",
             test_fuzz.MANY_ROWS if seed % 2 else {}, 64))

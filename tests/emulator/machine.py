@@ -58,25 +58,15 @@ class Machine:
             if isinstance(value, TensorMap):
                 self.maps[self.addresses[name]] = value
 
-    def address_of(self, name):
-        """Return the address of a parameter or of shared memory."""
-        if name == "global_smem":
-            return BASE
-        if name not in self.addresses:
+    def symbol(self, name):
+        """Return the address of a parameter or of shared memory (one entry), or a special register."""
+        (x, y, z), program = self.grid, self.grid_program
+        special = {"%tid.x": self.all_lanes % self.threads, "%ctaid.x": program % x,
+                   "%ctaid.y": program // x % y, "%ctaid.z": program // (x * y), "%nctaid.x": np.array([x]),
+                   "%nctaid.y": np.array([y]), "%nctaid.z": np.array([z]), "global_smem": np.array([BASE])}
+        if name not in special and name not in self.addresses:
             raise Unsupported(f"symbol {name}")
-        return self.addresses[name]
-
-    def special(self, name):
-        """Return a special register of each lane, or one entry for all."""
-        zero, thread, (x, y, z) = np.zeros(1, np.uint32), np.arange(self.lanes) % self.threads, self.grid
-        values = {"%tid.x": thread, "%tid.y": zero, "%tid.z": zero, "%laneid": thread % 32,
-                  "%warpid": thread // 32, "%ntid.x": zero + self.threads, "%ntid.y": zero + 1,
-                  "%ntid.z": zero + 1, "%ctaid.x": self.grid_program % x, "%ctaid.y": self.grid_program // x % y,
-                  "%ctaid.z": self.grid_program // (x * y), "%nctaid.x": zero + x, "%nctaid.y": zero + y,
-                  "%nctaid.z": zero + z}
-        if name not in values:
-            raise Unsupported(f"special register {name}")
-        return values[name].astype(np.uint32)
+        return special[name] if name in special else np.array([self.addresses[name]])
 
     def wide(self, x):
         """Return a register with one entry per lane."""
@@ -159,7 +149,7 @@ class Machine:
         self.pc[self.active(mask)] = at
 
     def branch(self, step, at, mask):
-        """Return the next instruction of all lanes of the mask; None: the lanes part, or others are asleep."""
+        """Return the next instruction of the lanes of the mask; None: they part, or others are asleep."""
         target, taken = self.kernel.code[at].target, step.run(self.registers)
         among = taken[mask] if len(taken) > 1 and mask is not None else taken
         if among.all():
@@ -198,7 +188,8 @@ class Machine:
         """Return the Step of an instruction."""
         parts, guarded = instruction.parts, instruction.guard is not None
         if parts[0] == "bra":
-            return Step(BRANCH, self.predicate(instruction) if guarded else lambda registers: np.ones(1, bool))
+            always = np.ones(1, bool)
+            return Step(BRANCH, self.predicate(instruction) if guarded else lambda registers: always)
         if parts[0] in ("bar", "barrier") and "warp" not in parts:
             if guarded or parts[1] not in ("sync", "cta") or instruction.operands != (Number(0),):
                 raise Unsupported(instruction.text)
@@ -296,7 +287,7 @@ class Machine:
         if not isinstance(place, Address):
             raise Unsupported(f"address {place}")
         if isinstance(place.base, Symbol):
-            constant = np.array([self.address_of(place.base.name) + place.offset], np.uint64)
+            constant = (self.symbol(place.base.name) + place.offset).astype(np.uint64)
             return lambda registers: constant
         at, size = place.base.index, place.base.size
         offset = UNSIGNED[size](place.offset & (1 << 8 * size) - 1)
@@ -344,47 +335,29 @@ class Machine:
 
     def build_shuffle(self, mode, operands):
         """Return the function of shfl.sync: read a register of another lane of the warp."""
-        to, value, by, clamp, members = operands
-        to, predicate = (to.first, to.second) if isinstance(to, Pair) else (to, None)
-        if mode not in ("bfly", "idx", "up", "down") or not isinstance(clamp, Number) or \
-                members not in (Number(-1), Number(0xFFFFFFFF)):
+        to, value, by, *whole_warp = operands
+        if mode not in ("bfly", "idx") or whole_warp != [Number(31), Number(-1)] or isinstance(to, Pair):
             raise Unsupported(f"shfl.{mode} {operands}")
         value, by, write = reader(value, "b32", self), reader(by, "u32", self), writer(to)
-        write_inside = writer(predicate) if predicate is not None else None
         lane = self.all_lanes % 32
-        segment, limit = clamp.bits >> 8 & 31, clamp.bits & 31
-        lowest, highest = lane & segment, (lane & segment) | (limit & ~segment)
 
         def shuffle(registers, mask):
-            distance = self.wide(by(registers)).astype(np.int64) & 31
-            source = {"bfly": lane ^ distance, "idx": lowest | (distance & ~segment), "down": lane + distance,
-                      "up": lane - distance}[mode]
-            inside = source >= highest if mode == "up" else source <= highest
-            source = np.where(inside, source, lane) + (self.all_lanes - lane)
+            source = self.wide(by(registers)).astype(np.int64) & 31
+            source = (lane ^ source if mode == "bfly" else source) + self.all_lanes - lane
             write(registers, self.wide(value(registers))[source], mask)
-            if write_inside:
-                write_inside(registers, inside, mask)
         return shuffle
 
     def build_redux(self, operation, kind, operands):
-        """Return the function of redux.sync: reduce a register over the lanes of a member mask."""
+        """Return the function of redux.sync: reduce a register over the lanes of a warp."""
         to, value, members = operands
-        reduce = {"min": np.minimum, "max": np.maximum, "add": np.add, "and": np.bitwise_and,
-                  "or": np.bitwise_or, "xor": np.bitwise_xor}[operation].reduce
-        value, members, write = reader(value, kind, self), reader(members, "u32", self), writer(to)
-        bit = np.uint32(1) << np.arange(32, dtype=np.uint32)
+        if operation not in ("min", "max", "add"):
+            raise Unsupported(f"redux.{operation}")
+        reduce = {"min": np.minimum, "max": np.maximum, "add": np.add}[operation].reduce
+        value, members, write = reader(value, kind, self), reader(members, "s32", self), writer(to)
 
         def redux(registers, mask):
-            values = self.wide(value(registers)).reshape(-1, 32)
-            selected = (self.wide(members(registers)).reshape(-1, 32, 1) & bit) != 0      # (warps, lane, member)
-            if mask is not None:
-                selected = selected | ~mask.reshape(-1, 32, 1)
-            if not selected.diagonal(axis1=1, axis2=2).all():
-                raise Fault("redux by a lane that is not in its member mask")
-            if selected.all():
-                found = reduce(values, axis=1).astype(values.dtype).repeat(32)
-            else:
-                found = [reduce(row[of_lane]) for row, of_row in zip(values, selected) for of_lane in of_row]
-                found = np.array(found).astype(values.dtype)
-            write(registers, found, mask)
+            if (self.wide(members(registers))[self.active(mask)] != -1).any():
+                raise Unsupported("redux over a part of a warp")
+            found = reduce(self.wide(value(registers)).reshape(-1, 32), axis=1).astype(value(registers).dtype)
+            write(registers, found.repeat(32), mask)
         return redux

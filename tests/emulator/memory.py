@@ -118,8 +118,8 @@ class SharedMemory:
         if (addresses & size - 1).any():
             raise Fault(f"misaligned access of {size} bytes of shared memory: {text}")
         if (addresses < BASE).any() or (addresses + size > BASE + self.size).any():
-            raise Fault(f"outside of the {self.size} bytes of shared memory: {int(addresses.min()) - BASE} to "
-                        f"{int(addresses.max()) - BASE}, {size} bytes: {text}")
+            raise Fault(f"{size} bytes at {addresses.min() - BASE} to {addresses.max() - BASE} of "
+                        f"{self.size} bytes of shared memory: {text}")
         return programs * self.stride + addresses
 
     def marks(self, programs, warps):

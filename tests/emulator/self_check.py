@@ -71,7 +71,8 @@ def find_planted_faults(report, chip):
             if any(changed):
                 planted.add(name)
                 missed += [name] if verdict == "ok" else []
-                print(f"    {'MISSED' if verdict == 'ok' else 'found'}: {name}: {verdict} {text[:120]}", flush=True)
+                found = "MISSED" if verdict == "ok" else "found"
+                print(f"    {found}: {name}: {verdict} {text[:120]}", flush=True)
     gpu.change_ptx = None
     gpu.findings.clear()
     missed += set(FAULTS[chip]) - planted
