@@ -160,27 +160,6 @@ def extract_bits(a, position, length):
     return field.astype(np.uint32)
 
 
-def permute_bytes(a, b, selector):
-    """Compute prmt.b32: four bytes of a and b, chosen by the nibbles of the selector."""
-    both, found = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), np.uint32(0)
-    for i in range(4):
-        nibble = selector >> np.uint32(4 * i) & np.uint32(15)
-        shift = ((nibble & np.uint32(7)) * np.uint32(8)).astype(np.uint64)
-        byte = (both >> shift).astype(np.uint32) & np.uint32(255)
-        sign = np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0))
-        found = found | np.where(nibble & np.uint32(8), sign, byte) << np.uint32(8 * i)
-    return found
-
-
-def logic(a, b, c, table):
-    """Compute lop3: bit i of the table is the result where a, b, c have the bits of i."""
-    found, table = np.zeros_like(a), int(table[0])
-    for i in range(8):
-        if table >> i & 1:
-            found = found | (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-    return found
-
-
 def select(a, b, predicate):
     return np.where(predicate, a, b)
 
@@ -197,7 +176,7 @@ INTEGER_OPERATIONS = {
     "mad.lo": multiply_add, "mad.wide": multiply_wide_add, "div": divide, "rem": remainder,
     "neg": np.negative, "abs": np.abs, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and,
     "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not, "shl": shift_left, "shr": shift_right,
-    "bfe": extract_bits, "prmt": permute_bytes, "lop3": logic, "selp": select}
+    "bfe": extract_bits, "selp": select}
 PREDICATE_OPERATIONS = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
                         "not": np.logical_not}
 CONVERSIONS = {
@@ -232,24 +211,10 @@ def find_conversion(opcode):
     *flags, to, source = opcode.split(".")[1:]
     if opcode in CONVERSIONS:
         return CONVERSIONS[opcode], "u16" if source == "bf16" else source
-    if to not in TYPES or source not in TYPES:
-        raise Unsupported(opcode)
-    dtype, floats = TYPES[to], (to in FLOATS) + (source in FLOATS)
-    if flags == ["rn"] and to in FLOATS or not flags and floats != 1:
-        return lambda a: a.astype(dtype), source
+    floats = (to in FLOATS) + (source in FLOATS)
+    if {to, source} <= set(TYPES) and (flags == ["rn"] and to in FLOATS or not flags and floats != 1):
+        return lambda a: a.astype(TYPES[to]), source
     raise Unsupported(opcode)
-
-
-def operand_types(name, kind, count):
-    """Return the types of the operands of an instruction with operands of one kind, but for a few."""
-    types = [kind] * count
-    if name in ("shl", "shr"):
-        types[1] = "u32"
-    if name == "bfe":
-        types[1:] = ["u32", "u32"]
-    if name == "selp":
-        types[2] = "pred"
-    return types
 
 
 # ── instructions ────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,28 +222,30 @@ def operand_types(name, kind, count):
 
 def build(instruction, machine):
     """Return the function (registers, mask) that executes an instruction."""
-    parts, operands = instruction.parts, instruction.operands
-    if parts[0] == "mov":
-        return build_move(parts[-1], operands, machine)
-    if parts[0] == "cvta":
-        return build_move("u64", operands, machine)
-    if parts[0] == "setp":
-        return build_comparison(parts, operands, machine)
+    name, *_, kind = instruction.parts
+    to, *operands = instruction.operands
+    if name in ("mov", "cvta"):
+        return build_move(kind, to, operands[0], machine)
+    if name == "setp":
+        return build_comparison(instruction, machine)
     function, kind = find_operation(instruction.opcode)
-    types = operand_types(parts[0], kind, len(operands) - 1)
-    if instruction.opcode.startswith("mad.wide"):
+    types = [kind] * len(operands)
+    if name in ("shl", "shr", "bfe"):
+        types[1:] = ["u32"] * len(types[1:])
+    elif name == "selp":
+        types[2] = "pred"
+    elif instruction.opcode.startswith("mad.wide"):
         types[2] = kind[0] + str(2 * int(kind[1:]))
-    reads = [reader(x, of, machine) for x, of in zip(operands[1:], types)]
-    write = writer(operands[0])
+    reads = [reader(operand, of, machine) for operand, of in zip(operands, types)]
+    write = writer(to)
     return lambda registers, mask: write(registers, function(*[read(registers) for read in reads]), mask)
 
 
-def build_move(kind, operands, machine):
+def build_move(kind, to, source, machine):
     """Return the function of a mov, which may join registers into a wider one or take one apart."""
-    to, source = operands
     if isinstance(source, Vector):
-        bits, wide, write = 8 * source.parts[0].size, UNSIGNED[to.size], writer(to)
-        reads = [reader(x, f"b{bits}", machine) for x in source.parts]
+        bits, wide, write = 8 * to.size // len(source.parts), UNSIGNED[to.size], writer(to)
+        reads = [reader(part, f"b{bits}", machine) for part in source.parts]
 
         def join(registers, mask):
             found = wide(0)
@@ -291,9 +258,8 @@ def build_move(kind, operands, machine):
         narrow, wide, writes = UNSIGNED[bits // 8], UNSIGNED[source.size], [writer(x) for x in to.parts]
 
         def take_apart(registers, mask):
-            value = registers[source.index]
             for i, write in enumerate(writes):
-                write(registers, (value >> wide(bits * i)).astype(narrow), mask)
+                write(registers, (registers[source.index] >> wide(bits * i)).astype(narrow), mask)
         return take_apart
     read, write = reader(source, kind, machine), writer(to)
     return lambda registers, mask: write(registers, read(registers), mask)
@@ -309,19 +275,17 @@ def compare_floats(name, a, b):
     return COMPARISONS[name](a, b) & ~unordered
 
 
-def build_comparison(parts, operands, machine):
-    """Return the function of setp.compare[.combine].type p, a, b[, c]."""
-    name, *combine, kind = parts[1:]
+def build_comparison(instruction, machine):
+    """Return the function of setp.name[.combine].type p, a, b[, c]."""
+    name, *combine, kind = instruction.parts[1:]
     if combine not in ([], ["and"], ["or"], ["xor"]):
-        raise Unsupported(".".join(parts))
-    read_a, read_b = reader(operands[1], kind, machine), reader(operands[2], kind, machine)
-    write = writer(operands[0])
-    read_c = reader(operands[3], "pred", machine) if combine else None
+        raise Unsupported(instruction.text)
+    to, *operands = instruction.operands
+    reads = [reader(x, of, machine) for x, of in zip(operands, (kind, kind, "pred"))]
+    write = writer(to)
 
     def compare(registers, mask):
-        a, b = read_a(registers), read_b(registers)
+        a, b, *others = [read(registers) for read in reads]
         found = compare_floats(name, a, b) if kind in FLOATS else COMPARISONS[name](a, b)
-        if combine:
-            found = PREDICATE_OPERATIONS[combine[0]](found, read_c(registers))
-        write(registers, found, mask)
+        write(registers, PREDICATE_OPERATIONS[combine[0]](found, *others) if combine else found, mask)
     return compare
