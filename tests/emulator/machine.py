@@ -98,7 +98,7 @@ class Machine:
         self.shared = SharedMemory(len(programs), self.shared_size, self.check, self.report)
         self.barriers, self.copies, self.products = Barriers(self), Copies(self), Products(self)
         self.registers = [np.full(1, GARBAGE[size], UNSIGNED.get(size, bool)) for size in self.kernel.sizes]
-        self.steps = [self.build(instruction) for instruction in self.kernel.code]
+        self.steps = {}                                            # by index, built when they are reached
         self.pc = np.zeros(self.lanes, np.int64)                   # index of each lane's next instruction
         self.held = np.zeros(self.lanes, bool)                     # waits at a barrier
         self.asleep = np.zeros(self.lanes, bool)                   # waits until other lanes have moved on
@@ -108,7 +108,7 @@ class Machine:
 
     def run_some_lanes(self):
         """Run the lanes that are furthest behind for a while. Return False when all lanes have finished."""
-        running = self.pc < len(self.steps)
+        running = self.pc < len(self.kernel.code)
         ready = running & ~self.held & ~self.asleep
         if ready.any():
             at = int(self.pc[ready].min())
@@ -124,9 +124,11 @@ class Machine:
     def advance(self, at, mask):
         """Run the lanes of a mask from an instruction on until other lanes must be looked at."""
         start = at
-        while at < len(self.steps):
+        while at < len(self.kernel.code):
             if mask is not None and at != start and at in self.kernel.targets:
                 break
+            if at not in self.steps:
+                self.steps[at] = self.build(self.kernel.code[at])
             step = self.steps[at]
             if step.kind == BRANCH:
                 at = self.branch(step, at, mask)
@@ -134,7 +136,7 @@ class Machine:
                     return
                 continue
             if step.kind in (BARRIER, EXIT):
-                self.pc[self.active(mask)] = at if step.kind == BARRIER else len(self.steps)
+                self.pc[self.active(mask)] = at if step.kind == BARRIER else len(self.kernel.code)
                 self.held[self.active(mask)] = step.kind == BARRIER
                 self.release()
                 self.moved = True
@@ -173,7 +175,7 @@ class Machine:
     def release(self):
         """Let programs go on all of whose lanes wait at a barrier or have finished."""
         held, pc = self.held.reshape(-1, self.threads), self.pc.reshape(-1, self.threads)
-        finished = pc >= len(self.steps)
+        finished = pc >= len(self.kernel.code)
         for i in np.flatnonzero((held | finished).all(1) & held.any(1)):
             barriers = {self.kernel.code[at].operands for at in set(pc[i][held[i]].tolist())}
             if len(barriers) > 1:
