@@ -26,7 +26,7 @@ from .checks import (
     check_temperature,
     describe,
 )
-from .custom_op import is_traced
+from .custom_op import cat_rows, is_traced
 from .heuristics import choose_impl, uses_frozen_keys_op
 from .masks import Mask, make_mask
 from .similarity import (
@@ -178,7 +178,7 @@ def nt_xent(z1, z2, temperature=0.5, *, normalize=False, impl="auto"):
         z1, z2, product_dtype = normalize_rows(z1, z2, product_dtype)
     if impl == "eager":
         return eager.nt_xent(*cast_rows(product_dtype, z1, z2), temperature)
-    return softmax_loss(torch.cat([z1, z2]), None, temperature, Mask(exclude="pair"), impl, product_dtype)
+    return softmax_loss(cat_rows([z1, z2]), None, temperature, Mask(exclude="pair"), impl, product_dtype)
 
 
 def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, normalize=False, impl="auto"):
