@@ -163,7 +163,10 @@ def bounded_sums_kernel(ROW_SUMS, COLUMN_SUMS, POSITIVE, BOUND, first_row, first
     tile_j, program_i = swizzle_program_id(tl.program_id(0), tl.cdiv(width, BLOCK_M), programs_per_column)
     column = first_column + tile_j * BLOCK_M
     columns = column + tl.arange(0, BLOCK_M)
-    scale, bound = log2e_over_tau(MASK), tl.load(BOUND)
+    bound = tl.load(BOUND)
+    # with a number as temperature, scale is a kernel argument: unless it passes through where(), registers
+    # spill on sm_90. If bound is NaN, all results are NaN anyway
+    scale = tl.where(bound == bound, log2e_over_tau(MASK), bound)
     if RESIDENT:
         k = load_tile(K, column, 0, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
     start = first_row + program_i * tiles_per_program * BLOCK_N
