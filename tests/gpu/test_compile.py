@@ -284,7 +284,8 @@ if __name__ == "__main__":
         for found in count_variants():
             print(*found)
         sys.exit()
-    print(f"chip   {'kernel':23}{'dtype':9}{'float32':8}{'τ':7}{'launch':31}registers stack  shared programs/SM")
+    print(f"chip   {'kernel':23}{'dtype':9}{'float32':8}{'τ':7}{'launch':31}"
+          "registers stack  shared programs/SM")
     tight = TIGHT if "--tight" in sys.argv else None
     for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or TENSOR_CORE):
         for line, problems in table(chip, tight):
