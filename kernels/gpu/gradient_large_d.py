@@ -18,6 +18,7 @@ import triton.language as tl
 from torch.torch_version import TorchVersion
 
 from .. import heuristics
+from .bound import SoftmaxSide
 from .launch import (
     FinishArgs,
     aligned_operands,
@@ -175,6 +176,8 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
         if scaling.positives:
             subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
         scaling = scaling._replace(positives=False)
+    # the kernel reads only dloss_dlse; without the other fields it is the same one for few and for many rows
+    x_side, y_side = (SoftmaxSide(dloss_dlse=side.dloss_dlse) for side in (x_side, y_side))
     finish_gradient_kernel[grid](dx, dot, sums, x_factors, x_side, y_side, mask, x.shape[0], y.shape[0],
                                  FinishArgs.make(x, y, scaling), EXCLUDE=exclude, BLOCK_N=32, BLOCK_D=128)
     return dx, dot
