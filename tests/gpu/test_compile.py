@@ -36,10 +36,12 @@ TIGHT = {
     ("float16", "high"): ["forward 256 two sides", "sigmoid 256"]}
 
 
-def launches(name, precision):
+def launches(name, precision, scalars):
     """Yield (title, function) for every launch with rows of the dtype `name`; calling the function launches.
 
     precision  the float32 matmul precision, which is set here
+    scalars    "number" or "tensor": what the temperature is, and the bias of sigmoid_loss. Kernels take a
+               number as an argument and read a tensor from memory
     """
     import torch
 
@@ -48,12 +50,17 @@ def launches(name, precision):
         bound,
         fused_forward_backward,
         gradient,
+        launch,
         lse_forward,
         lse_frozen_keys,
         sigmoid,
         topk,
     )
     from kernels.masks import make_mask
+
+    def is_number(scalar, x):
+        """Replace is_host_scalar, which tells numbers by their device: here all tensors are on the CPU."""
+        return scalar is number
 
     def gradients(small_d, *arguments):
         """Launch the gradient kernels for a small or a large D, whatever D is."""
@@ -66,11 +73,14 @@ def launches(name, precision):
         f()
         bound.FEW_ROWS = 0
 
+    launch.is_host_scalar = sigmoid.is_host_scalar = is_number
     torch.set_float32_matmul_precision(precision)
     half = name != "float32"
     only_features = (name, precision) == ("bfloat16", "highest")  # precision matters for features only
     like_bfloat16 = name == "float16"                             # it uses as many registers
-    t, needs, rows = torch.ones(()), (True, True, True), (torch.ones(300),) * 2
+    one, number, tensor = (torch.ones(()) for _ in range(3))
+    t, other_kind = (number, tensor) if scalars == "number" else (tensor, number)
+    needs, rows = (True, True, True), (torch.ones(300),) * 2
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
              "within": dict(within=ids),
@@ -81,7 +91,7 @@ def launches(name, precision):
             if only_features and "similar" not in mask:
                 continue
             mask = make_mask(q, k, False, **mask)
-            one_sided = q, k, t, mask, rows, None, t, 1.0, *needs, q.dtype
+            one_sided = q, k, t, mask, rows, None, one, 1.0, *needs, q.dtype
             if d in (128, 256):  # with 128 features rows stay in shared memory, with 256 they do not
                 yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
             if d == 256:
@@ -90,7 +100,7 @@ def launches(name, precision):
                 yield f"small d {d} {title}", lambda: gradients(True, *one_sided)
             if half and not like_bfloat16 and d <= heuristics.MAX_SMALL_D:
                 yield f"frozen keys {d} {title}", lambda: lse_frozen_keys.similarity_lse(q, k, t, mask)
-            for n in (2, 16, 64) if d == 256 and not like_bfloat16 else ():
+            for n in (2, 16, 64) if d == 256 and not like_bfloat16 and t is number else ():
                 yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
         if only_features:
             continue
@@ -99,22 +109,23 @@ def launches(name, precision):
         for title in ("none", "diagonal", "pair") if d != 64 or half else ():
             symmetric = make_mask(q, q, True, None if title == "none" else title)
             yield f"forward {d} lse {title}", lambda: lse_forward.forward(q, None, t, symmetric)
-        for title, needed in (("", True), (", no gradient", False)) if d == 256 else ():
-            pairs = q, square, t, t, diagonal, *[needed] * 4, q.dtype
+        for title, bias, needed in (("", t, True), (", no gradient", t, False),
+                                    (", other bias", other_kind, True)) if d == 256 else ():
+            pairs = q, square, t, bias, diagonal, *[needed] * 4, q.dtype
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
         for title, other, mask, both, columns in (
                 ("one side", square, diagonal, False, None), ("targets", square, targets, False, None),
                 ("two sides", square, diagonal, True, rows), ("self-similarity", None, pair, False, rows)):
             if d != 64 or half:
-                weights = t if title == "targets" else None
+                weights = one if title == "targets" else None
                 forward = lambda: lse_forward.forward(q, other, t, mask, both, True, weights)
                 yield f"forward {d} {title}", forward
                 if columns:
                     yield f"forward {d} {title}, few", lambda: without_bound(forward)
             if d == 256 and columns is None:
-                one = q, other, t, mask, None, *needs, q.dtype
-                yield f"fused {d} {title}", lambda: fused_forward_backward.softmax_loss(*one)
-            sides = q, other, t, mask, rows, columns, t, 1.0, *needs, q.dtype, True
+                loss = q, other, t, mask, None, *needs, q.dtype
+                yield f"fused {d} {title}", lambda: fused_forward_backward.softmax_loss(*loss)
+            sides = q, other, t, mask, rows, columns, one, 1.0, *needs, q.dtype, True
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, *sides)
             if half and title != "targets":
@@ -146,19 +157,20 @@ def table(chip, only=None):
     driver.set_active(recording_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
-    for name, precision in DTYPES:
-        for title, run in launches(name, precision):
-            if only and title not in only[name, precision]:
+    for (name, precision), scalars in itertools.product(DTYPES, ("number", "tensor")):
+        case = name, precision, scalars
+        for title, run in launches(*case):
+            if only and title not in only.get(case, ()):
                 continue
             run()
-            missing.discard(((name, precision), title))
+            missing.discard((case, title))
             for kernel in kernels:
                 for key, compiled in kernel.device_caches[chip][0].items():
                     if (kernel, key) not in known:
                         known.add((kernel, key))
                         row, problems = check_compiled(chip, compiled, name != "float32")
-                        line = f"sm_{chip:<4}{kernel.__name__:23}{name:9} {precision:8}{title:31}{row}"
-                        yield line, problems
+                        line = f"{kernel.__name__:23}{name:9}{precision:8}{scalars:7}{title:31}{row}"
+                        yield f"sm_{chip:<4}{line}", problems
     assert not missing, missing
 
 
@@ -272,7 +284,8 @@ if __name__ == "__main__":
         for found in count_variants():
             print(*found)
         sys.exit()
-    print(f"chip   {'kernel':23}{'dtype':9} {'float32':8}{'launch':31}registers stack  shared programs/SM")
+    print(f"chip   {'kernel':23}{'dtype':9}{'float32':8}{'τ':7}{'launch':31}"
+          "registers stack  shared programs/SM")
     tight = TIGHT if "--tight" in sys.argv else None
     for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or TENSOR_CORE):
         for line, problems in table(chip, tight):

@@ -46,7 +46,7 @@ LARGE_D = MANY_ROWS | {"heuristics.MAX_SMALL_D": 0}
 BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128),
           "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128),
           "gpu.fused_forward_backward.strip_height": lambda q, k: 128,
-          "blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 1}
+          "blockwise.STORED_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 1}
 # settings that force the code paths which a shape would select
 SETTINGS = [{}, MANY_ROWS, LARGE_D, LARGE_D | BLOCKS, MANY_ROWS | {"ops.fuses_backward": lambda *x: False},
             {"gpu.launch.is_host_scalar": lambda temperature, x: True}]
