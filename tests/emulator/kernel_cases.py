@@ -20,8 +20,8 @@ DTYPES = {"bf16": (torch.bfloat16, "high"), "f16": (torch.float16, "high"), "f32
 LOSSES = tests.LOSSES | tests.LSE_CALLS
 LARGE_D = tests.LARGE_D | tests.WITH_BOUND
 SEVERAL_TILES = {"gpu.lse_forward.TARGET_PROGRAMS": 1}         # a program processes several tiles in a loop
-# errors that rounding explains, of a value and of a gradient, as a share of the largest entry. Products of
-# half types are exact, but their gradients are rounded.
+# errors that rounding explains at τ ≥ 0.07, of a value and of a gradient, as a share of the largest entry.
+# Products of half types are exact, but their gradients are rounded.
 USUAL = {(torch.bfloat16, "high"): (2e-5, 1e-2), (torch.float16, "high"): (2e-5, 2e-3),
          (torch.float32, "high"): (4e-3, 6e-3), (torch.float32, "highest"): (2e-5, 2e-5)}
 
@@ -50,6 +50,7 @@ def all_kernels():
 
 def pretend(chip):
     """Let the host code accept CPU tensors and choose tiles for the chip, such as 90 for sm_90."""
+    all_kernels()     # imports all modules: they copy heuristics.FEW_ROWS, which cases will patch
     from kernels.gpu import launch
     launch.INTERPRETED, launch.EMULATED_CAPABILITY = True, chip // 10
 
@@ -70,16 +71,19 @@ def compare_with_eager(f, inputs, precision, settings, units):
         ours = tests.differentiate(lambda *x: f(*x, "triton"), q, k, t)
     dtype = torch.float16 if in_tf32 else q.dtype
     tests.assert_close(ours, exact, eager, dtype, 1 / temperature, units)
-    errors = []
-    for a, b in zip(ours[:3], exact):
-        scale = b.nan_to_num(neginf=0.0).abs().max().item()
-        error = (a - b).nan_to_num().abs().max().item()
-        # gradients below the smallest number of float16 are lost
-        errors.append(max(error - (2.0 ** -24 if errors else 0), 0) / max(scale, 1e-30))
-    if temperature == Inputs._field_defaults["temperature"]:
-        value, gradient = USUAL[q.dtype, precision]
-        assert errors[0] <= value and max(errors[1:]) <= gradient, f"unusual errors {errors}"
+    # gradients below the smallest number of float16 are lost
+    lost = 2.0 ** -24 if q.dtype == torch.float16 else 0.0
+    errors = [relative_error(a, b, lost) for a, b in zip(ours[:3], exact)]
+    value, gradient = USUAL[q.dtype, precision]
+    usual = errors[0] <= value and max(errors[1:]) <= gradient
+    assert usual or temperature < 0.07, f"errors of value, dq, dk beyond rounding: {errors}"
     return f"largest error {max(errors):.0e}"
+
+
+def relative_error(a, b, lost):
+    """Return the largest error of a beyond `lost`, as a share of the largest entry of b."""
+    error = (a - b).nan_to_num().abs().max().item()            # −∞ − (−∞) is NaN
+    return max(error - lost, 0) / max(b.nan_to_num(neginf=0.0).abs().max().item(), 1e-30)
 
 
 def compare_topk(n, d, mask, dtype, precision):
@@ -113,7 +117,8 @@ def lse_case(mask, n, m, d, label, frozen_keys=False, strided=False):
 def loss_case(name, n, d, label, settings=None, about=""):
     """Return the case of a loss of tests/kernels."""
     (dtype, precision), units = DTYPES[label], 32 if name in tests.LOSSES else 16
-    inputs = Inputs(*tests.positive_pairs(n, d, dtype))
+    # in many dimensions negatives are far away: at a low temperature all gradients would nearly vanish
+    inputs = Inputs(*tests.positive_pairs(n, d, dtype), 0.07 if d < 256 else 0.3)
     title = f"{name} {n}×{d} {label}" + (f", {about}" if about else "")
     return Case(title, precision, functools.partial(compare_with_eager, LOSSES[name], inputs, precision,
                                                     settings or {}, units))
