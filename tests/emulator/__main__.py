@@ -91,19 +91,14 @@ class Report:
         import torch
         from memory import Fault
         from ptx import Unsupported
-        found_before = len(self.gpu.findings)
+        verdicts, found_before = {Fault: "FAULT", Unsupported: "unsupported"}, len(self.gpu.findings)
         torch.set_float32_matmul_precision(case.precision)
         try:
-            verdict, text = "ok", case.compare()
-        except AssertionError as error:
-            verdict, text = "BAD", " ".join(str(error).split())
-        except Fault as error:
-            verdict, text = "FAULT", str(error)
-        except Unsupported as error:
-            verdict, text = "unsupported", str(error)
-        if verdict == "ok" and len(self.gpu.findings) > found_before:
-            verdict, text = "finding", self.gpu.findings[found_before]
-        return verdict, text
+            text = case.compare()
+        except (AssertionError, Fault, Unsupported) as error:
+            return verdicts.get(type(error), "BAD"), " ".join(str(error).split())
+        new = self.gpu.findings[found_before:]
+        return ("finding", new[0]) if new else ("ok", text)
 
     def add(self, section, case):
         """Run a case and print its line."""
