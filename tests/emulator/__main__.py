@@ -127,13 +127,17 @@ class Report:
 
 
 def run_cases(flags, gpu, cases):
-    """Run (section, case) pairs and print the summary. Return whether all are right."""
+    """Run (section, case) pairs and print the summary, also after Ctrl-C. Return whether all are right."""
     report = Report(gpu)
-    for section, case in cases:
-        if flags.minutes and time.time() - report.started > 60 * flags.minutes:
-            report.verdicts["not run"] += 1
-        else:
-            report.add(section, case)
+    try:
+        for section, case in cases:
+            if flags.minutes and time.time() - report.started > 60 * flags.minutes:
+                report.verdicts["not run"] += 1
+            else:
+                report.add(section, case)
+    except KeyboardInterrupt:
+        report.summary()
+        sys.exit(130)
     return report.summary()
 
 
