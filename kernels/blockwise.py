@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from .masks import Mask, excluded, positive_columns
 
 MAX_STRIP_LOGITS = 2 ** 24      # 64 MB in float32; large enough for full GEMM speed (2²² is 10 % slower)
-STORED_LOGITS = 2 ** 20         # a matrix of at most this many logits is stored (stored.py)
-STORED_LOGITS_ON_GPU = 2 ** 22
+SINGLE_STRIP_LOGITS = 2 ** 20   # a matrix of at most this many logits is one strip
+STORED_LOGITS = 2 ** 18         # a matrix of at most this many is computed by stored.py; on the CPU it is
+STORED_LOGITS_ON_GPU = 2 ** 22  # faster up to 512 × 512, on a GPU as long as the host limits the time
 MIN_STRIP_ROWS = 32             # with fewer rows per strip, reading the keys would limit the GEMM
 
 
@@ -78,8 +79,10 @@ def strip_slices(n, m, mask, upper, min_columns):
     has the rows of several small groups, or some rows of a large one, and only the columns of these groups.
     """
     rows, columns = mask.row_groups, mask.column_groups
-    if rows is None or rows.is_cuda or not all((x[1:] >= x[:-1]).all() for x in (rows, columns)):
-        size = min(-(-n // 4), max(MIN_STRIP_ROWS, MAX_STRIP_LOGITS // m))
+    one_strip = n * m <= SINGLE_STRIP_LOGITS
+    if one_strip or rows is None or rows.is_cuda or not all((x[1:] >= x[:-1]).all() for x in (rows, columns)):
+        # for small matrices a second strip costs more time than it saves; larger ones get at least four
+        size = n if one_strip else min(-(-n // 4), max(MIN_STRIP_ROWS, MAX_STRIP_LOGITS // m))
         for start in range(0, n, size):
             yield slice(start, min(start + size, n)), slice(start if upper else 0, m)
         return
@@ -157,7 +160,7 @@ def similarity_lse(q, k, temperature, mask):
     """Return (lse (N,), stats (2, N)) in temperature's dtype; k None: self-similarity, symmetric mask."""
     wide_q, wide_k = to_accumulation_dtype(q, k, temperature)
     if k is None:
-        (stats,), _ = two_sided_stats(wide_q, wide_q, temperature, mask, self_similarity=True)
+        (stats,), *_ = two_sided_stats(wide_q, wide_q, temperature, mask, self_similarity=True)
         return stats[0] + stats[1].log(), stats
     stats = wide_q.new_empty(2, len(q))
     for rows, _, s in logit_strips(wide_q, wide_k, temperature, mask):
@@ -276,14 +279,15 @@ def two_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
             positive[targets[rows]] = torch.where(exists, logit, positive[targets[rows]])
             s.diagonal().fill_(-torch.inf)
 
-    stats, skip_max = two_sided_stats(q, k, temperature, Mask(), self_similarity, remove_positives)
+    stats, skip_max, strip = two_sided_stats(q, k, temperature, Mask(), self_similarity, remove_positives)
     gaps = [(maximum - positive) + total.log() for maximum, total in stats]
     loss = -sum(F.logsigmoid(-gap).mean() for gap in gaps) / len(gaps)
     dq, dk = zeros_if(needs_q, q), zeros_if(needs_k, k)
     if needs_q or needs_k:
         dloss_dlse = [gap.sigmoid() / (len(q) * len(gaps)) / temperature for gap in gaps]
-        strips = logit_strips(q, k, temperature, mask, upper=self_similarity)
-        add_two_sided_gradients(dq, dk, q, k, strips, dloss_dlse, stats, skip_max, self_similarity)
+        strips = logit_strips(q, k, temperature, mask, upper=self_similarity) if strip is None else [strip]
+        add_two_sided_gradients(dq, dk, q, k, strips, dloss_dlse, stats, skip_max, self_similarity,
+                                is_exp=skip_max and strip is not None)
         # the positives last, because their coefficient is the largest
         of_positives = (dloss_dlse[0] + dloss_dlse[-1][targets])[:, None]
         pairs = [(dq, k, of_positives), (dk, q, of_positives)]
@@ -297,12 +301,14 @@ def two_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
 
 
 def two_sided_stats(q, k, temperature, mask, self_similarity, remove_positives=None):
-    """Return (stats, skip_max): the statistics of the row and the column softmax.
+    """Return (stats, skip_max, strip): the statistics of the row and the column softmax.
 
     remove_positives  function of (rows, s) that is called on each strip first, or None
     stats             [(2, N) maximum and sum of each row, of each column]; self-similarity: of rows only
     skip_max          True: |s| < 69, so exp(s) neither overflows nor underflows, and 0 is used in place of
                       every maximum
+    strip             None if there are several strips. Else (slice of rows, None for all columns, s), so that
+                      the gradient need not compute s again; s holds exp(s) if skip_max
     """
     lowest = torch.full_like(q[:, 0], torch.finfo(q.dtype).min)
     of_rows = torch.stack([lowest, torch.zeros_like(lowest)])
@@ -320,7 +326,8 @@ def two_sided_stats(q, k, temperature, mask, self_similarity, remove_positives=N
             maximum = x.new_zeros(()) if skip_max else finite_max(x, axis)
             e = x if skip_max else (x - maximum.unsqueeze(axis)).exp_()
             merge_stats(part, maximum, e.sum(axis))
-    return [of_rows] if self_similarity else [of_rows, of_columns], skip_max
+    strip = (rows, None, s) if q.shape[0] * k.shape[0] <= SINGLE_STRIP_LOGITS else None
+    return [of_rows] if self_similarity else [of_rows, of_columns], skip_max, strip
 
 
 def skipped_max(q, stats):
@@ -328,11 +335,11 @@ def skipped_max(q, stats):
     return not q.is_cuda and not stats[0].any()
 
 
-def add_two_sided_gradients(dq, dk, q, k, strips, dloss_dlse, stats, skip_max, self_similarity):
+def add_two_sided_gradients(dq, dk, q, k, strips, dloss_dlse, stats, skip_max, self_similarity, is_exp=False):
     """Add W k to dq and Wᵀ q to dk, strip by strip, with W_ij = g_i p_ij + g'_j p'_ij.
 
     p is the row softmax (dim=1), p' the column softmax (dim=0).
-    strips      (rows, columns, s) with the logits s
+    strips      (rows, columns, s) with the logits s, or exp(s) if is_exp
     dloss_dlse  [g / τ of rows, g' / τ of columns]; self-similarity: [g / τ], and dq is the whole gradient
     stats       the statistics of p and p', as two_sided_stats returns them
     """
@@ -340,7 +347,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, dloss_dlse, stats, skip_max, s
     for rows, _, s in strips:
         first = rows.start if self_similarity else 0
         if skip_max:
-            w = s.exp_()
+            w = s if is_exp else s.exp_()
             w.mul_(factors[0][rows, None] + factors[-1][first:])
         else:
             w = (s - stats[0][0, rows, None]).exp_().mul_(factors[0][rows, None])

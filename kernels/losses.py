@@ -198,22 +198,29 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, nor
     check_rows(z=(z, "N V D"), labels=(labels, "N", int, None))
     check_flag("normalize", normalize)
     n, views, d = z.shape
-    same_temperature = base_temperature is temperature       # then the factor is 1, without any gradient
+    has_factor = base_temperature is not temperature
     z = z.flatten(0, 1)
     z, _, temperature, product_dtype = prepare_inputs(z, z, temperature, names=("z", "z"))
     check_temperature(base_temperature, z.device, "base_temperature")
-    base = as_scalar(base_temperature, temperature.dtype)
-    scale = 1 if same_temperature else temperature / base
-    impl, labels = choose_impl(impl, z, *z.shape[:1] * 2), torch.arange(n, device=z.device) if labels is None else labels
+    impl = choose_impl(impl, z, z.shape[0], z.shape[0])
+    labels = torch.arange(n, device=z.device) if labels is None else labels
     if normalize:
         z, _, product_dtype = normalize_rows(z, z, product_dtype)
     if impl == "eager":
         z, = cast_rows(product_dtype, z)
-        return scale * eager.sup_con_loss(z, labels.repeat_interleave(views), temperature)
-    if impl == "blockwise" and is_stored(z, None):
+        loss = eager.sup_con_loss(z, labels.repeat_interleave(views), temperature)
+    elif impl == "blockwise" and is_stored(z, None):
         mask = Mask("labels", labels.repeat_interleave(views))
-        return scale * softmax_loss(z, None, temperature, mask, impl, product_dtype)
-    lse = fused_lse(z, None, temperature, Mask("diagonal"), impl, product_dtype)
+        loss = softmax_loss(z, None, temperature, mask, impl, product_dtype)
+    else:
+        loss = fused_sup_con_loss(z.view(n, views, d), labels, temperature, impl, product_dtype)
+    return loss * temperature / as_scalar(base_temperature, temperature.dtype) if has_factor else loss
+
+
+def fused_sup_con_loss(z, labels, temperature, impl, product_dtype):
+    """Return sup_con_loss without the factor τ/τ_base, without storing a matrix of all pairs of views."""
+    n, views, _ = z.shape
+    lse = fused_lse(z.flatten(0, 1), None, temperature, Mask("diagonal"), impl, product_dtype)
     # number the labels by their first place in the sorted labels: unlike torch.unique, no synchronisation
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
@@ -221,12 +228,12 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, nor
     positives = (end - first) * views - 1
     weight = (positives > 0) / positives.clamp(min=1).to(lse.dtype)
     # the sum of z_i·z_p over all pairs of a label is |Σ_i z_i|² − Σ_i |z_i|²: no (N·V, N·V) matrix
-    rows = round_like_products(z, temperature, product_dtype).view(n, views, d)
+    rows = round_like_products(z, temperature, product_dtype)
     sums = torch.zeros_like(rows[:, 0])
     add_rows(sums, number, rows.sum(1))
     near = (weight * (sums * sums).sum(1)).sum() - (weight[number] * (rows * rows).sum((1, 2))).sum()
     lse = lse.view(n, views).where(positives[number, None] > 0, 0)
-    return scale * (lse.sum() - near / temperature) / (n * views)
+    return (lse.sum() - near / temperature) / (n * views)
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
@@ -259,15 +266,14 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     if targets.device != hidden.device:
         raise ValueError(f"targets: on {targets.device}, expected {hidden.device} like hidden")
     inside, weights = row_weights(targets, weight.shape[0], ignore_index, temperature.dtype)
-    if weights is not None:  # else NaN in an ignored row would reach the gradient of every class
-        hidden = hidden.where((weights != 0)[:, None], 0)
     if impl != "eager":
         mask = Mask("target", inside)
         loss = softmax_loss(hidden, weight, temperature, mask, impl, product_dtype, weights=weights)
         return loss if weights is None else loss / weights.sum().clamp(min=1)
-    rows = cast_rows(product_dtype, hidden, weight)
+    rows = list(cast_rows(product_dtype, hidden, weight))
     if weights is None:
         return eager.linear_cross_entropy(*rows, inside, -100, temperature)
+    rows[0] = rows[0].where((weights != 0)[:, None], 0)  # NaN in an ignored row must not reach a gradient
     loss = eager.linear_cross_entropy(*rows, inside.where(weights == 1, -100), -100, temperature)
     return loss * (1 + 0 * weights.sum())                # NaN if a target is wrong
 
@@ -282,13 +288,13 @@ def row_weights(targets, classes, ignore_index, dtype):
     is_read = targets.is_cpu and not is_traced(targets)
     if is_read and not 0 <= ignore_index < classes and torch.equal(inside, targets):
         return targets, None
-    used = targets != ignore_index
-    wrong = used & (inside != targets)
-    if is_read and wrong.any():
-        row = wrong.nonzero()[0].item()
+    one, nan = (torch.full((), x, dtype=dtype, device=targets.device) for x in (1.0, torch.nan))
+    weights = torch.where(inside == targets, one, nan).masked_fill_(targets == ignore_index, 0)
+    if is_read and weights.isnan().any():
+        row = weights.isnan().nonzero()[0].item()
         expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"
         raise ValueError(f"targets: row {row} is {targets[row]}, expected {expected}")
-    return inside, used.to(dtype).masked_fill_(wrong, torch.nan)
+    return inside, weights
 
 
 def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):

@@ -219,6 +219,11 @@ def scale_saved_gradients(ctx, grad, *_):
 # ── cross entropies whose mask excludes the positives ──────────────────────────────────────────────────────
 
 
+def without_ignored(q, weights):
+    """Return q with 0 in the rows of weight 0: NaN in one of them would reach the gradient of every key."""
+    return q if weights is None else q.where((weights != 0)[:, None], 0)
+
+
 @register_op("softmax_loss",
              f"(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, {MASK_SCHEMA}, "
              f"{NEEDS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
@@ -229,11 +234,12 @@ def softmax_loss(q, k, temperature, weights, both, *rest):
     elements. Or backward computes the gradients from stats and dloss_dlse: then dq, dk and dτ have no
     elements.
 
-    both  True: the mean of the row-softmax loss (dim=1) and the column-softmax loss (dim=0), and sides is 2;
-          False: only the row-softmax loss, and sides is 1
+    both     True: the mean of the row-softmax loss (dim=1) and the column-softmax loss (dim=0), and sides is 2;
+             False: only the row-softmax loss, and sides is 1
+    weights  (N,) row weights; a row of q with weight 0 is ignored and may contain NaN
     """
     mask, impl, product_dtype, needs = unpack(rest)
-    dtype = q.dtype
+    dtype, q = q.dtype, without_ignored(q, weights)
     q, k = cast_for_products(impl, product_dtype, q, k)
     new = functools.partial(q.new_empty, dtype=temperature.dtype)
     if impl == "blockwise":
@@ -267,7 +273,7 @@ def softmax_loss_backward(q, k, temperature, weights, both, grad, stats, dloss_d
     """Return (dq, dk, dτ) from the outputs of softmax_loss and its upstream gradient grad, a scalar."""
     from .gpu import gradient
     mask, impl, product_dtype, needs = unpack(rest)
-    dtype = q.dtype
+    dtype, q = q.dtype, without_ignored(q, weights)
     q, k = cast_for_products(impl, product_dtype, q, k)
     dloss_dlse, unit = (dloss_dlse, 1 / len(q)) if weights is None else (dloss_dlse * weights, 1.0)
     rows = stats[0], dloss_dlse[0]

@@ -35,15 +35,18 @@ def reciprocal(temperature, count=1):
     return 1 / (temperature.item() * count)
 
 
-def product(a, b, factor):
+def product(a, b, factor=None):
     """Return factor · a @ b, with float32 sums and results for half types."""
     if a.dtype.itemsize == 2:
         if a.is_cuda:
-            return torch.mm(a, b, out_dtype=torch.float32).mul_(factor)
-        return torch.mm(a.float(), b.float()).mul_(factor)      # in tests: the CPU has no such product
-    if isinstance(factor, torch.Tensor):
-        return torch.mm(a, b).mul_(factor)
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=factor)
+            s = torch.mm(a, b, out_dtype=torch.float32)
+        else:                                                   # in tests: the CPU has no such product
+            s = torch.mm(a.float(), b.float())
+    elif isinstance(factor, float):
+        return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=factor)
+    else:
+        s = torch.mm(a, b)
+    return s if factor is None else s.mul_(factor)
 
 
 def masked_logits(q, k, temperature, mask):
@@ -66,7 +69,9 @@ def gradients(w, q, k, temperature, count, needs_q, needs_k, needs_temperature, 
     if self_similarity:
         w, needs_k = w + w.T, False
     factor = reciprocal(temperature, count)
-    if q.dtype.itemsize == 2:
+    if q.dtype == torch.bfloat16:                               # it has the range of float32
+        w, factor = torch.mul(w, factor, out=torch.empty_like(w, dtype=q.dtype)), None
+    elif q.dtype == torch.float16:
         w = torch.mul(w, WEIGHT_SCALE, out=torch.empty_like(w, dtype=q.dtype))
         factor = factor / WEIGHT_SCALE
     dq = product(w, k, factor) if needs_q or needs_temperature else w.new_empty(0, q.shape[1])
@@ -141,16 +146,19 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
 def cross_entropy(s, mask, axis):
     """Return (loss of each row (N,), gradients of their sum in s (N, M)) for the softmax along axis."""
     log_p = s.log_softmax(axis)
-    p = log_p.exp()
     if mask.exclude == "target":
         targets = mask.row_ids[:, None]
         positive = log_p.gather(1, targets).squeeze(1)
-        others = p.scatter_(1, targets, 0.0).sum(axis)
+        p = log_p.exp_().scatter_(1, targets, 0.0)
+        others = p.sum(axis)
         p.scatter_(1, targets, others.neg()[:, None])
     else:
-        of_positives, positive = positives(p, mask).fill_(0), positives(log_p, mask)
+        of_positives = positives(log_p, mask)
+        positive, p = of_positives.clone(), log_p.exp_()
+        of_positives.fill_(0)                                   # now a view of p
         others = p.sum(axis).view_as(positive)
         torch.neg(others, out=of_positives)
+    # −log p of the positive, with all digits also if it is small
     return F.softplus(others.log().sub_(positive), threshold=40).view(-1), p
 
 
