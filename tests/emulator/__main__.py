@@ -76,7 +76,7 @@ def prepare():
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/kernels"), str(ROOT / "tests/gpu")]
     import torch
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)       # fills tensors from torch.empty with NaN
+    torch.set_deterministic_debug_mode("warn")                     # fills tensors from torch.empty with NaN
     warnings.filterwarnings("ignore")
 
 
