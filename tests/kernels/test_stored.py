@@ -42,7 +42,7 @@ def test_gradients_of_float16_do_not_underflow(f, as_on_a_gpu):
     exact, = torch.autograd.grad(f(exact_q, q.double(), "eager"), exact_q)
     q = q.requires_grad_()
     with torch.autocast("cpu", torch.float16):             # float16 products of float32 rows
-        value = f(q, q.detach(), "blockwise")
+        value = f(q, q.detach().requires_grad_(), "blockwise")
     found, = torch.autograd.grad(value, q)
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-2 * exact.abs().max().item())
 
