@@ -89,7 +89,7 @@ def measure(loss, rows, chip):
             name = f"kernels.gpu.{module}.is_host_scalar"
             stack.enter_context(patch(name, lambda scalar, x: not scalar.requires_grad))
         stack.enter_context(patch.object(losses, "is_traced", lambda x: True))
-        stack.enter_context(patch.object(stored, "operands", lambda q, k, temperature: (q, q if k is None else k)))
+        stack.enter_context(patch.object(stored, "operands", lambda q, k, tau: (q, q if k is None else k)))
         stack.enter_context(patch.object(stored, "product", half_product))
         steps = {impl: make_step(loss, rows, impl) for impl in ("eager", "blockwise", "triton")}
         for impl, step in steps.items():
@@ -106,13 +106,15 @@ def measure(loss, rows, chip):
 
 
 def report(chip, chosen=None, sizes=ROWS):
-    """Yield the lines of the table: one for each loss and number of rows; chosen is one loss, or None."""
-    titles = "eager", "auto", "triton"
-    yield f"{'µs (launches + operations)':30}{'rows':>5}" + "".join(f"{title:>20}" for title in titles) + "  auto"
+    """Yield the lines of the table: one for each loss and number of rows; chosen is one loss, or None: all."""
+    yield "µs per step on this CPU (Triton launches + PyTorch operations); auto: what impl='auto' chooses"
+    titles = "eager", "blockwise", "triton"
+    yield f"{'loss':22}{'rows':>5}" + "".join(f"{title:>15}" for title in titles) + "  auto"
     for loss in [chosen] if chosen else MIN_FLOP:
         for rows in sizes:
             found = measure(loss, rows, chip)
-            auto = "blockwise" if rows * rows <= STORED_LOGITS_ON_GPU else "triton"
-            cells = [found["eager"], found[auto], found["triton"]]
-            text = "".join(f"{f'{us:.0f} ({launches} + {operations})':>20}" for us, launches, operations in cells)
-            yield f"{loss:30}{rows:>5}{text}  {auto}, {cells[1][0] / cells[0][0]:.2f} of eager"
+            is_small = rows * rows <= STORED_LOGITS_ON_GPU and loss != "queue_loss"
+            auto = "blockwise" if is_small else "triton"
+            cells = (f"{us:.0f} ({launches} + {operations})" for us, launches, operations in found.values())
+            ratio = found[auto][0] / found["eager"][0]
+            yield f"{loss:22}{rows:>5}" + "".join(f"{x:>15}" for x in cells) + f"  {auto}, {ratio:.2f} of eager"
