@@ -60,7 +60,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     q, k, temperature, product_dtype = prepare_inputs(q, q if self_similarity else k, temperature)
     check_flag("normalize", normalize)
     mask = make_mask(q, k, self_similarity, exclude, within, similar, offset)
-    impl = choose_impl(impl, q)
+    impl = choose_impl(impl, q, q.shape[0], k.shape[0])
     if normalize:
         q, k, product_dtype = normalize_rows(q, k, product_dtype)
     if impl == "eager":
@@ -101,7 +101,7 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     check_flag("normalize", normalize)
     mask = make_mask(q, k, self_similarity, exclude, within, similar, offset)
     check_integer("n", n, 1, len(k), f"from 1 to the {len(k)} rows of k")
-    impl = choose_impl(impl, q)
+    impl = choose_impl(impl, q, q.shape[0], k.shape[0])
     if normalize:
         q, k, product_dtype = normalize_rows(q, k, product_dtype)
     if impl == "eager":
