@@ -204,8 +204,11 @@ def run_with_gradient(op, q, *arguments):
 def impl_and_size(request, monkeypatch, device_guard):
     """Return an implementation for fake tensors and a number of rows; 2400 rows need several strips.
 
-    Triton's kernels cannot run on fake tensors, so its fake functions do.
+    Triton's kernels cannot run on fake tensors, so its fake functions do. A temperature that is a number is a
+    tensor on the CPU, which may be read; as a fake tensor, it has no value, so it is read as 1.
     """
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: 1.0 if x.is_cpu else item(x))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("test_kernels.DEVICE", "cuda")
     if request.param[0] == "blockwise":
