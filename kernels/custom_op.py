@@ -33,7 +33,7 @@ def register_op(name, schema):
 def cat_rows(parts):
     """Return torch.cat(parts) without autocast: on the CPU, its cat accepts no half type but its own."""
     device_type = parts[0].device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         with torch.autocast(device_type, enabled=False):
             return torch.cat(parts)
     return torch.cat(parts)
