@@ -15,7 +15,7 @@ def make_interpreter_faster():
 
 
 def patch_once_per_launch(interpreter):
-    """Let a launch patch triton.language once for each module, not again in each call of a device function."""
+    """Let a launch patch triton.language once for each module, not in each call of a device function."""
     patch_lang, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def patch_module_once(function):
