@@ -23,7 +23,19 @@ from .masks import Mask, excluded, positive_columns
 
 MAX_STRIP_LOGITS = 2 ** 24      # 64 MB in float32; large enough for full GEMM speed (2²² is 10 % slower)
 SINGLE_STRIP_LOGITS = 2 ** 20   # a matrix of at most this many logits is one strip
+STORED_LOGITS = 2 ** 18         # a matrix of at most this many is computed by stored.py; on the CPU it is
+STORED_LOGITS_ON_GPU = 2 ** 22  # faster up to 512 × 512, on a GPU as long as the host limits the time
 MIN_STRIP_ROWS = 32             # with fewer rows per strip, reading the keys would limit the GEMM
+
+
+def is_small(logits, x):
+    """Return whether stored.py computes a matrix of this number of logits on the device of x."""
+    return logits <= (STORED_LOGITS_ON_GPU if x.is_cuda else STORED_LOGITS)
+
+
+def is_stored(q, k):
+    """Return whether stored.py computes an operation on the rows of q and k (None: q)."""
+    return is_small(q.shape[0] * (q if k is None else k).shape[0], q)
 
 
 def to_accumulation_dtype(q, k, temperature):
@@ -174,7 +186,7 @@ def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs
             p = s.sub_(stats[0, rows, None]).exp_()
             add_gradients(dq, dk[columns], wide_q, wide_k[columns], p, rows, grad[rows], needs_q, needs_k)
     dt = gradient_of_temperature(wide_q, dq, temperature, needs_temperature, self_similarity)
-    return dq.to(q.dtype), dk.to(q.dtype), dt
+    return dq, dk, dt
 
 
 def gradient_of_temperature(q, dq, temperature, needed, self_similarity=False):
@@ -314,7 +326,7 @@ def two_sided_stats(q, k, temperature, mask, self_similarity, remove_positives=N
             maximum = x.new_zeros(()) if skip_max else finite_max(x, axis)
             e = x if skip_max else (x - maximum.unsqueeze(axis)).exp_()
             merge_stats(part, maximum, e.sum(axis))
-    strip = (rows, None, s) if len(q) * len(k) <= SINGLE_STRIP_LOGITS else None
+    strip = (rows, None, s) if q.shape[0] * k.shape[0] <= SINGLE_STRIP_LOGITS else None
     return [of_rows] if self_similarity else [of_rows, of_columns], skip_max, strip
 
 

@@ -20,6 +20,7 @@ import time
 import torch
 
 from .checks import check_callable, check_dense, describe
+from .custom_op import cat_rows
 
 TRIM_SECONDS = 1  # minimum time between two calls of malloc_trim: pages given back must be mapped again
 
@@ -74,7 +75,7 @@ def concatenate(parts):
         if other != shape:
             found = f"{tuple(shape)} and {tuple(other)}"
             raise ValueError(f"embed: found rows {found}, expected the same shape for all chunks")
-    return torch.cat(parts)
+    return cat_rows(parts)
 
 
 class ChunkedEmbedding(torch.autograd.Function):

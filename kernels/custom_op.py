@@ -1,6 +1,7 @@
 """Register a function as a PyTorch operation: opaque to torch.compile, with autocast off inside it."""
 import torch
 from torch import library
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
@@ -29,11 +30,20 @@ def register_op(name, schema):
     return register
 
 
+def cat_rows(parts):
+    """Return torch.cat(parts) without autocast: on the CPU, its cat accepts no half type but its own."""
+    device_type = parts[0].device.type
+    if torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type, enabled=False):
+            return torch.cat(parts)
+    return torch.cat(parts)
+
+
 UNSUPPORTED = "kernels: the fused operations do not support {}; use impl='eager'"
 
 
 def register_gradient(op, backward, save, differentiate):
-    """Register differentiate(ctx, *grads) as the gradient of op.
+    """Register differentiate(ctx, *grads) as the gradient of op's first output in its first four arguments.
 
     differentiate calls the registered operation `backward`. save(ctx, inputs, output) saves in ctx what
     differentiate needs.
@@ -42,27 +52,33 @@ def register_gradient(op, backward, save, differentiate):
         raise RuntimeError(UNSUPPORTED.format("second derivatives"))
 
     def set_up(ctx, inputs, output):
+        ctx.inputs = len(inputs)
         ctx.set_materialize_grads(False)  # do not allocate zeros as gradients of non-differentiable outputs
+        ctx.mark_non_differentiable(*output[1:])
         save(ctx, inputs, output)
+
+    def differentiate_dispatched(ctx, *grads):
+        return *differentiate(ctx, *grads), *[None] * (ctx.inputs - 4)
 
     class WithGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
+            arguments = *arguments[:4], *arguments[4]     # PyTorch's own work grows with their number
             output = op.run(*arguments)
             set_up(ctx, arguments, output)
             return output
 
         @staticmethod
         def backward(ctx, *grads):
-            return differentiate(ctx, *grads)
+            return *differentiate(ctx, *grads), None
 
         @staticmethod
         def jvp(ctx, *tangents):
             raise RuntimeError(UNSUPPORTED.format("forward-mode derivatives"))
 
-    op.register_autograd(differentiate, setup_context=set_up)
+    op.register_autograd(differentiate_dispatched, setup_context=set_up)
     backward.register_autograd(no_second_derivative)
-    op.with_gradient = WithGradient.apply
+    op.with_gradient = lambda *arguments: WithGradient.apply(*arguments[:4], arguments[4:])
 
 
 def call_op(op, q, *arguments):
@@ -77,16 +93,16 @@ def call_op(op, q, *arguments):
     try:
         return function(q, *arguments)
     except (RuntimeError, NotImplementedError) as error:
-        if is_transformed(q, *arguments) and "impl='eager'" not in str(error):
-            raise RuntimeError(UNSUPPORTED.format("torch.func transforms (vmap, grad, jvp)")) from error
+        if "impl='eager'" not in str(error):
+            check_not_transformed(q, *arguments)
         raise
 
 
-def is_transformed(*arguments):
-    """Return whether torch.func, forward-mode AD or batched gradients (is_grads_batched) are active."""
-    from torch._C import _functorch
-    return (torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-            or any(_functorch.is_legacy_batchedtensor(x) for x in arguments if isinstance(x, torch.Tensor)))
+def check_not_transformed(*arguments):
+    """Raise RuntimeError if torch.func, forward-mode AD or batched gradients (is_grads_batched) are active."""
+    if (torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+            or any(is_legacy_batchedtensor(x) for x in arguments if isinstance(x, torch.Tensor))):
+        raise RuntimeError(UNSUPPORTED.format("torch.func transforms (vmap, grad, jvp)"))
 
 
 def is_traced(x):

@@ -5,6 +5,7 @@ They are the oracle of the tests and the baseline of the benchmarks, and support
 import torch
 import torch.nn.functional as F
 
+from .custom_op import cat_rows
 from .masks import excluded
 
 
@@ -37,7 +38,8 @@ def info_nce(q, k, temperature, offset=0, symmetric=False):
 
 def queue_loss(q, k, queue, temperature):
     """Return the loss of MoCo's algorithm 1: cross entropy of the positive in column 0 against the queue."""
-    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], 1).to(temperature.dtype) / temperature
+    positive, negatives = (q * k).sum(1, keepdim=True), q @ queue.T
+    logits = torch.cat([x.to(temperature.dtype) for x in (positive, negatives)], 1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
@@ -51,7 +53,7 @@ def sigmoid_loss(q, k, temperature, bias, offset):
 
 def nt_xent(z1, z2, temperature):
     """Return the loss of SimCLR's algorithm 1: cross entropy over 2N × 2N similarities, diagonal -inf."""
-    z = torch.cat([z1, z2])
+    z = cat_rows([z1, z2])
     logits = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(-torch.inf)
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
 

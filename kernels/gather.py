@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import check_dense, check_not_meta, describe
+from .custom_op import cat_rows
 
 
 def own_rows(rows, rank=None, world=None):
@@ -90,7 +91,7 @@ class GatherRows(torch.autograd.Function):
         ctx.shares = shares
         parts = [x.new_empty(max(shares), *x.shape[1:]) for _ in shares]
         dist.all_gather(parts, pad_rows(x, max(shares)))
-        return torch.cat([part[:share] for part, share in zip(parts, shares)])
+        return cat_rows([part[:share] for part, share in zip(parts, shares)])
 
     @staticmethod
     def backward(ctx, gradient):
@@ -102,4 +103,4 @@ class GatherRows(torch.autograd.Function):
 
 def pad_rows(x, count):
     """Return x, contiguous, zero-padded to `count` rows."""
-    return x.contiguous() if len(x) == count else torch.cat([x, x.new_zeros(count - len(x), *x.shape[1:])])
+    return x.contiguous() if len(x) == count else cat_rows([x, x.new_zeros(count - len(x), *x.shape[1:])])

@@ -1,5 +1,8 @@
 """Choose the kernels by shapes and dtypes, never by values: no GPU synchronisation; fake tensors work too.
 
+A small matrix of logits (blockwise.is_small) is stored, and computed by PyTorch operations (stored.py): the
+host starts them faster than kernels. For larger ones, on a GPU:
+
 "Small D" means: half types, any mask but "target" (linear_cross_entropy), and at least one of these: D ≤ 256,
 at most FEW_ROWS rows, groups (within=). "Large D" is everything else.
 
@@ -18,6 +21,7 @@ import importlib.util
 
 import torch
 
+from . import blockwise
 from .checks import IMPLS, check_impl, describe  # noqa: F401 - IMPLS is also read from here
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -29,13 +33,18 @@ STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; you
 MIN_STRIP_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
 
 
-def choose_impl(impl, x):
-    """Return the implementation that impl selects for the tensor x: what "auto" means, else impl itself."""
+def choose_impl(impl, x, n=None, m=None):
+    """Return the implementation that impl selects for the tensor x: what "auto" means, else impl itself.
+
+    n, m  shape of the matrix of logits; None: a large matrix
+    """
     check_impl(impl)
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"x: found {describe(x)}, expected a tensor")
     if impl == "auto":
-        return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
+        is_small = n is not None and blockwise.is_small(n * m, x)
+        on_gpu = x.is_cuda and HAS_TRITON and x.dtype != torch.float64
+        return "triton" if on_gpu and not is_small else "blockwise"
     if impl == "triton":
         if not HAS_TRITON:
             raise ValueError("impl: 'triton' needs the package triton, which is not installed; "

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from . import eager, ops
-from .blockwise import add_rows
+from .blockwise import add_rows, is_stored
 from .checks import (
     SMALLEST,
     check_choice,
@@ -26,7 +26,7 @@ from .checks import (
     check_temperature,
     describe,
 )
-from .custom_op import is_traced
+from .custom_op import cat_rows, is_traced
 from .heuristics import choose_impl, uses_frozen_keys_op
 from .masks import Mask, make_mask
 from .similarity import (
@@ -62,7 +62,8 @@ def info_nce_with_names(q, k, temperature, symmetric, offset, normalize, impl, n
     q, k, temperature, product_dtype = prepare_inputs(q, k, temperature, names)
     check_flag("symmetric", symmetric)
     check_flag("normalize", normalize)
-    mask, impl = make_mask(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
+    mask = make_mask(q, k, False, "diagonal", offset=offset)
+    impl = choose_impl(impl, q, q.shape[0], k.shape[0])
     check_positives((names[0], q), (names[1], k), offset)
     if symmetric and q.shape[0] != k.shape[0]:
         expected = f"{len(q)} like {names[0]}, because both are anchors"
@@ -95,8 +96,9 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     q, k, temperature, product_dtype = prepare_inputs(q, k, temperature)  # q is float32 if either of them was
     check_flag("normalize", normalize)
     queue = queue.detach()
+    # no shape, so Triton on a GPU even for few rows: it starts 5 operations there, stored.py 22
     impl = choose_impl(impl, q)
-    if len(q) != len(k):
+    if q.shape[0] != k.shape[0]:
         raise ValueError(f"k: {len(k)} rows, expected {len(q)} like q")
     if normalize:
         q, k, product_dtype = normalize_rows(q, k, product_dtype)
@@ -133,7 +135,8 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     check_number("bias", bias, device=q.device)
     bias = as_scalar(bias, temperature.dtype)
     check_flag("normalize", normalize)
-    mask, impl = make_mask(q, k, False, "diagonal", offset=offset), choose_impl(impl, q)
+    mask = make_mask(q, k, False, "diagonal", offset=offset)
+    impl = choose_impl(impl, q, q.shape[0], k.shape[0])
     check_positives(("q", q), ("k", k), offset)
     if normalize:
         q, k, product_dtype = normalize_rows(q, k, product_dtype)
@@ -168,14 +171,15 @@ def nt_xent(z1, z2, temperature=0.5, *, normalize=False, impl="auto"):
     """
     z1, z2, temperature, product_dtype = prepare_inputs(z1, z2, temperature, names=("z1", "z2"))
     check_flag("normalize", normalize)
-    impl = choose_impl(impl, z1)
-    if len(z1) != len(z2):
+    n = 2 * z1.shape[0]
+    impl = choose_impl(impl, z1, n, n)
+    if z1.shape[0] != z2.shape[0]:
         raise ValueError(f"z2: {len(z2)} rows, expected {len(z1)} like z1")
     if normalize:
         z1, z2, product_dtype = normalize_rows(z1, z2, product_dtype)
     if impl == "eager":
         return eager.nt_xent(*cast_rows(product_dtype, z1, z2), temperature)
-    return softmax_loss(torch.cat([z1, z2]), None, temperature, Mask(exclude="pair"), impl, product_dtype)
+    return softmax_loss(cat_rows([z1, z2]), None, temperature, Mask(exclude="pair"), impl, product_dtype)
 
 
 def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, normalize=False, impl="auto"):
@@ -195,19 +199,29 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, nor
     check_rows(z=(z, "N V D"), labels=(labels, "N", int, None))
     check_flag("normalize", normalize)
     n, views, d = z.shape
-    same_temperature = base_temperature is temperature       # then the factor is 1, without any gradient
+    has_factor = base_temperature is not temperature
     z = z.flatten(0, 1)
     z, _, temperature, product_dtype = prepare_inputs(z, z, temperature, names=("z", "z"))
     check_temperature(base_temperature, z.device, "base_temperature")
-    base = as_scalar(base_temperature, temperature.dtype)
-    scale = 1 if same_temperature else temperature / base
-    impl, labels = choose_impl(impl, z), torch.arange(n, device=z.device) if labels is None else labels
+    impl = choose_impl(impl, z, z.shape[0], z.shape[0])
+    labels = torch.arange(n, device=z.device) if labels is None else labels
     if normalize:
         z, _, product_dtype = normalize_rows(z, z, product_dtype)
     if impl == "eager":
         z, = cast_rows(product_dtype, z)
-        return scale * eager.sup_con_loss(z, labels.repeat_interleave(views), temperature)
-    lse = fused_lse(z, None, temperature, Mask("diagonal"), impl, product_dtype)
+        loss = eager.sup_con_loss(z, labels.repeat_interleave(views), temperature)
+    elif impl == "blockwise" and is_stored(z, None):
+        mask = Mask("labels", labels.repeat_interleave(views))
+        loss = softmax_loss(z, None, temperature, mask, impl, product_dtype)
+    else:
+        loss = fused_sup_con_loss(z.view(n, views, d), labels, temperature, impl, product_dtype)
+    return loss * temperature / as_scalar(base_temperature, temperature.dtype) if has_factor else loss
+
+
+def fused_sup_con_loss(z, labels, temperature, impl, product_dtype):
+    """Return sup_con_loss without the factor τ/τ_base, without storing a matrix of all pairs of views."""
+    n, views, _ = z.shape
+    lse = fused_lse(z.flatten(0, 1), None, temperature, Mask("diagonal"), impl, product_dtype)
     # number the labels by their first place in the sorted labels: unlike torch.unique, no synchronisation
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
@@ -215,12 +229,12 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, nor
     positives = (end - first) * views - 1
     weight = (positives > 0) / positives.clamp(min=1).to(lse.dtype)
     # the sum of z_i·z_p over all pairs of a label is |Σ_i z_i|² − Σ_i |z_i|²: no (N·V, N·V) matrix
-    rows = round_like_products(z, temperature, product_dtype).view(n, views, d)
+    rows = round_like_products(z, temperature, product_dtype)
     sums = torch.zeros_like(rows[:, 0])
     add_rows(sums, number, rows.sum(1))
     near = (weight * (sums * sums).sum(1)).sum() - (weight[number] * (rows * rows).sum((1, 2))).sum()
     lse = lse.view(n, views).where(positives[number, None] > 0, 0)
-    return scale * (lse.sum() - near / temperature) / (n * views)
+    return (lse.sum() - near / temperature) / (n * views)
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
@@ -242,7 +256,7 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     """
     hidden, weight, temperature, product_dtype = prepare_inputs(
         hidden, weight, temperature, ("hidden", "weight"))
-    impl = choose_impl(impl, hidden)
+    impl = choose_impl(impl, hidden, hidden.shape[0], weight.shape[0])
     if not isinstance(targets, torch.Tensor):
         raise ValueError(f"targets: found {describe(targets)}, expected an int64 tensor ({len(hidden)},)")
     check_dense("targets", targets)
@@ -252,24 +266,35 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
         raise ValueError(f"targets: found {found}, expected int64 ({len(hidden)},)")
     if targets.device != hidden.device:
         raise ValueError(f"targets: on {targets.device}, expected {hidden.device} like hidden")
-    used = targets != ignore_index
-    wrong = used & ((targets < 0) | (targets >= len(weight)))
+    inside, weights = row_weights(targets, weight.shape[0], ignore_index, temperature.dtype)
+    if impl != "eager":
+        mask = Mask("target", inside)
+        loss = softmax_loss(hidden, weight, temperature, mask, impl, product_dtype, weights=weights)
+        return loss if weights is None else loss / weights.sum().clamp(min=1)
+    rows = list(cast_rows(product_dtype, hidden, weight))
+    if weights is None:
+        return eager.linear_cross_entropy(*rows, inside, -100, temperature)
+    rows[0] = rows[0].where((weights != 0)[:, None], 0)  # NaN in an ignored row must not reach a gradient
+    loss = eager.linear_cross_entropy(*rows, inside.where(weights == 1, -100), -100, temperature)
+    return loss * (1 + 0 * weights.sum())                # NaN if a target is wrong
+
+
+def row_weights(targets, classes, ignore_index, dtype):
+    """Return (targets (N,) clamped to [0, classes), weights (N,) of the rows, or None if all are 1).
+
+    The weight is 0 for an ignored row and NaN for another target outside [0, classes); on the CPU, without
+    torch.compile, such a target raises ValueError.
+    """
+    inside = targets.clamp(0, classes - 1)
     is_read = targets.is_cpu and not is_traced(targets)
-    if is_read and wrong.any():
-        row = wrong.nonzero()[0].item()
-        expected = f"0 to {len(weight) - 1}, or ignore_index, {ignore_index}"
+    if is_read and not 0 <= ignore_index < classes and torch.equal(inside, targets):
+        return targets, None
+    weights = torch.where(inside == targets, 1.0, torch.nan).to(dtype).masked_fill_(targets == ignore_index, 0)
+    if is_read and weights.isnan().any():
+        row = weights.isnan().nonzero()[0].item()
+        expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"
         raise ValueError(f"targets: row {row} is {targets[row]}, expected {expected}")
-    if not (is_read and used.all()):  # else NaN in an ignored row would reach the gradient of every class
-        hidden = hidden.masked_fill(~used[:, None], 0)
-    if impl == "eager":
-        rows = cast_rows(product_dtype, hidden, weight)
-        loss = eager.linear_cross_entropy(*rows, targets.masked_fill(wrong, 0), ignore_index, temperature)
-    else:
-        mask = Mask("target", targets.where(used & ~wrong, 0))
-        weights = used.to(temperature.dtype)
-        total = softmax_loss(hidden, weight, temperature, mask, impl, product_dtype, weights=weights)
-        loss = total / used.sum().clamp(min=1)
-    return loss if is_read else loss * torch.ones_like(loss).masked_fill(wrong.any(), torch.nan)
+    return inside, weights
 
 
 def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):

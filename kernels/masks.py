@@ -36,8 +36,8 @@ def positive_columns(mask, n, device):
     """Return (n,) the column of each row's positive, which "diagonal", "pair" or "target" excludes."""
     if mask.exclude == "target":
         return mask.row_ids
-    rows = torch.arange(n, device=device)
-    return (rows + n // 2) % n if mask.exclude == "pair" else rows + mask.offset
+    rows = torch.arange(mask.offset, n + mask.offset, device=device)
+    return rows.roll(n // 2) if mask.exclude == "pair" else rows
 
 
 def is_symmetric(mask):

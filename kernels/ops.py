@@ -14,8 +14,8 @@ import functools
 
 import torch
 
-from . import blockwise
-from .custom_op import call_op, register_gradient, register_op
+from . import blockwise, stored
+from .custom_op import call_op, check_not_transformed, is_traced, register_gradient, register_op
 from .heuristics import fuses_backward, gradient_dtype
 from .masks import Mask
 
@@ -33,16 +33,18 @@ def unpack(arguments):
 
 
 def cast_for_products(impl, product_dtype, *rows):
-    """Cast the rows to product_dtype, and for blockwise back to float32 afterwards; None stays None.
+    """Cast the rows to product_dtype; None stays None.
 
     Triton reads raw memory, so resolve_neg() materialises lazily negated views such as x.conj().imag.
     """
     if impl == "triton":
         rows = [x.resolve_neg() if x is not None and x.is_neg() else x for x in rows]
-    if product_dtype is None:
-        return rows
-    stored_dtype = product_dtype if impl == "triton" else torch.float32
-    return [x if x is None else x.to(product_dtype).to(stored_dtype) for x in rows]
+    return rows if product_dtype is None else [x if x is None else x.to(product_dtype) for x in rows]
+
+
+def without_triton(q, k):
+    """Return the module that computes an operation if impl is "blockwise"."""
+    return stored if blockwise.is_stored(q, k) else blockwise
 
 
 # ── the log-sum-exp of each row ────────────────────────────────────────────────────────────────────────────
@@ -51,11 +53,11 @@ def cast_for_products(impl, product_dtype, *rows):
 @register_op("similarity_lse",
              f"(Tensor q, Tensor? k, Tensor temperature, {MASK_SCHEMA}) -> (Tensor, Tensor)")
 def lse(q, k, temperature, *mask):
-    """Return (lse (N,), stats (2, N))."""
+    """Return (lse (N,), stats (2, N)); the softmax (N, M) in place of stats if the matrix is stored."""
     mask, impl, product_dtype, _ = unpack(mask)
     q, k = cast_for_products(impl, product_dtype, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_lse(q, k, temperature, mask)
+        return without_triton(q, k).similarity_lse(q, k, temperature, mask)
     from .gpu import lse_forward
     found = lse_forward.forward(q, k, temperature, mask)
     return found.lse, found.stats[0]
@@ -63,7 +65,10 @@ def lse(q, k, temperature, *mask):
 
 @lse.register_fake
 def _(q, k, temperature, *mask):
-    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in (q.shape[:1], (2, q.shape[0])))
+    n, (_, impl, _, _) = q.shape[0], unpack(mask)
+    is_stored = impl == "blockwise" and blockwise.is_stored(q, k)
+    stats = (n, n if k is None else k.shape[0]) if is_stored else (2, n)
+    return tuple(q.new_empty(shape, dtype=temperature.dtype) for shape in ((n,), stats))
 
 
 @register_op("similarity_lse_backward",
@@ -75,7 +80,9 @@ def lse_backward(q, k, temperature, grad, stats, *rest):
     dtype = q.dtype
     q, k = cast_for_products(impl, product_dtype, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_lse_backward(q, k, temperature, mask, grad, stats, *needs)
+        backward = without_triton(q, k).similarity_lse_backward
+        dq, dk, dt = backward(q, k, temperature, mask, grad, stats, *needs)
+        return dq.to(dtype), dk.to(dtype), dt
     from .gpu import gradient
     # the kernels expect |dloss/dlse| ≤ 1; NaN and infinity in one row must not change the scale of the others
     size = grad.abs()
@@ -97,6 +104,8 @@ def empty_gradients(q, k, temperature, *rest):
 
 def scaled_copy(x, factor, dtype):
     """Return factor · x in dtype, without an intermediate copy in the dtype of x."""
+    if x.dtype == dtype:
+        return x * factor
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
@@ -109,14 +118,13 @@ def save_lse(ctx, inputs, output):
     q, k, temperature, ctx.exclude, *tensors = inputs[:-4]
     ctx.rest = inputs[-4:]  # offset, phi, impl, product_dtype
     ctx.save_for_backward(q, k, temperature, output[1], *tensors)
-    ctx.mark_non_differentiable(output[1])
 
 
 def differentiate_lse(ctx, grad, _):
     q, k, temperature, stats, *tensors = ctx.saved_tensors
     needs, mask = ctx.needs_input_grad[:3], (ctx.exclude, *tensors, *ctx.rest)
     gradients = call_op(lse_backward, q, k, temperature, grad, stats, *mask, *needs)
-    return *only_needed(needs, gradients), *[None] * MASK_ARGUMENTS
+    return *only_needed(needs, gradients), None
 
 
 register_gradient(lse, lse_backward, save_lse, differentiate_lse)
@@ -131,7 +139,7 @@ def frozen_keys(q, k, temperature, *mask):
     mask, impl, product_dtype, _ = unpack(mask)
     q, k = cast_for_products(impl, product_dtype, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_lse_frozen_keys(q, k, temperature, mask)
+        return without_triton(q, k).similarity_lse_frozen_keys(q, k, temperature, mask)
     from .gpu import lse_frozen_keys
     return lse_frozen_keys.similarity_lse(q, k, temperature, mask)
 
@@ -161,18 +169,59 @@ def _(q, temperature, grad, o, product_dtype):
 def save_mean_keys(ctx, inputs, output):
     ctx.save_for_backward(inputs[0], inputs[2], output[1])
     ctx.product_dtype = inputs[-1]
-    ctx.mark_non_differentiable(output[1])
 
 
 def differentiate_frozen_keys(ctx, grad, _):
     q, temperature, o = ctx.saved_tensors
     dq, dt = call_op(frozen_keys_backward, q, temperature, grad, o, ctx.product_dtype)
-    return *only_needed(ctx.needs_input_grad[:3], (dq, None, dt)), *[None] * MASK_ARGUMENTS
+    return *only_needed(ctx.needs_input_grad[:3], (dq, None, dt)), None
 
 
 register_gradient(frozen_keys, frozen_keys_backward, save_mean_keys, differentiate_frozen_keys)
 
+# ── losses that compute their gradients in forward ─────────────────────────────────────────────────────────
+
+
+@register_op("loss_backward",
+             "(Tensor q, Tensor? k, Tensor temperature, Tensor? bias, Tensor grad, Tensor dq, Tensor dk, "
+             "Tensor dt, Tensor? db) -> (Tensor, Tensor, Tensor, Tensor)")
+def loss_backward(q, k, temperature, bias, grad, dq, dk, dt, db):
+    """Return the gradients that forward computed times grad, with dq and dk in the dtype of the rows."""
+    rows = (scaled_copy(x, grad, q.dtype) for x in (dq, dk))
+    return *rows, grad * dt, dt.new_empty(0) if db is None else grad * db
+
+
+@loss_backward.register_fake
+def _(q, k, temperature, bias, grad, dq, dk, dt, db):
+    rows = (torch.empty_like(x, dtype=q.dtype) for x in (dq, dk))
+    return *rows, torch.empty_like(dt), dt.new_empty(0) if db is None else torch.empty_like(db)
+
+
+def save_gradients(ctx, inputs, output):
+    """Save the gradients. inputs[3] is sigmoid_loss's bias, or queue_loss's queue, which is not needed."""
+    _, dq, dk, dt, db = (*output, None)[:5]
+    bias = None if db is None else inputs[3]
+    ctx.save_for_backward(*inputs[:3], bias, dq, dk, dt, db)
+
+
+def scale_saved_gradients(ctx, grad, *_):
+    q, k, temperature, bias, *gradients = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    if torch.is_grad_enabled() or is_traced(grad):
+        return only_needed(needs[:4], call_op(loss_backward, q, k, temperature, bias, grad, *gradients))
+    check_not_transformed(grad)
+    dq, dk, dt, db = gradients                         # the common case, without the overhead of an operation
+    return (scaled_copy(dq, grad, q.dtype) if needs[0] else None,
+            scaled_copy(dk, grad, q.dtype) if needs[1] else None,
+            dt * grad if needs[2] else None, db * grad if needs[3] else None)
+
+
 # ── cross entropies whose mask excludes the positives ──────────────────────────────────────────────────────
+
+
+def without_ignored(q, weights):
+    """Return q with 0 in the rows of weight 0: NaN in one of them would reach the gradient of every key."""
+    return q if weights is None else q.where((weights != 0)[:, None], 0)
 
 
 @register_op("softmax_loss",
@@ -185,15 +234,17 @@ def softmax_loss(q, k, temperature, weights, both, *rest):
     elements. Or backward computes the gradients from stats and dloss_dlse: then dq, dk and dτ have no
     elements.
 
-    both  True: the mean of the row-softmax loss (dim=1) and the column-softmax loss (dim=0), and sides is 2;
-          False: only the row-softmax loss, and sides is 1
+    both     True: the mean of the row-softmax loss (dim=1) and the column-softmax loss (dim=0), and sides is 2;
+             False: only the row-softmax loss, and sides is 1
+    weights  (N,) row weights; a row of q with weight 0 is ignored and may contain NaN
     """
     mask, impl, product_dtype, needs = unpack(rest)
-    dtype = q.dtype
+    dtype, q = q.dtype, without_ignored(q, weights)
     q, k = cast_for_products(impl, product_dtype, q, k)
     new = functools.partial(q.new_empty, dtype=temperature.dtype)
     if impl == "blockwise":
-        return *blockwise.softmax_loss(q, k, temperature, mask, weights, both, *needs), new(0), new(0)
+        found = without_triton(q, k).softmax_loss(q, k, temperature, mask, weights, both, *needs)
+        return *found, new(0), new(0)
     if fuses_backward(q, k, both, mask, impl, needs):
         from .gpu import fused_forward_backward
         found = fused_forward_backward.softmax_loss(q, k, temperature, mask, weights, *needs, dtype)
@@ -217,15 +268,12 @@ def _(q, k, temperature, weights, both, *rest):
 
 @register_op("softmax_loss_backward",
              "(Tensor q, Tensor? k, Tensor temperature, Tensor? weights, bool both, Tensor grad, "
-             f"Tensor dq, Tensor dk, Tensor dt, Tensor stats, Tensor dloss_dlse, {MASK_SCHEMA}, "
-             f"{NEEDS_SCHEMA}) -> (Tensor, Tensor, Tensor)")
-def softmax_loss_backward(q, k, temperature, weights, both, grad, dq, dk, dt, stats, dloss_dlse, *rest):
+             f"Tensor stats, Tensor dloss_dlse, {MASK_SCHEMA}, {NEEDS_SCHEMA}) -> (Tensor, Tensor, Tensor)")
+def softmax_loss_backward(q, k, temperature, weights, both, grad, stats, dloss_dlse, *rest):
     """Return (dq, dk, dτ) from the outputs of softmax_loss and its upstream gradient grad, a scalar."""
-    mask, impl, product_dtype, needs = unpack(rest)
-    if not len(stats):  # the gradients were computed in forward
-        return scaled_copy(dq, grad, q.dtype), scaled_copy(dk, grad, q.dtype), grad * dt
     from .gpu import gradient
-    dtype = q.dtype
+    mask, impl, product_dtype, needs = unpack(rest)
+    dtype, q = q.dtype, without_ignored(q, weights)
     q, k = cast_for_products(impl, product_dtype, q, k)
     dloss_dlse, unit = (dloss_dlse, 1 / len(q)) if weights is None else (dloss_dlse * weights, 1.0)
     rows = stats[0], dloss_dlse[0]
@@ -239,18 +287,23 @@ softmax_loss_backward.register_fake(empty_gradients)
 
 def save_loss(ctx, inputs, output):
     q, k, temperature, weights, ctx.both, ctx.exclude, *tensors = inputs[:-7]
-    ctx.rest = inputs[-7:-3]  # offset, phi, impl, product_dtype
-    ctx.save_for_backward(q, k, temperature, weights, *output[1:], *tensors)
-    ctx.mark_non_differentiable(*output[1:])
+    *gradients, stats, dloss_dlse = output[1:]
+    ctx.in_forward = stats.shape[0] == 0
+    if ctx.in_forward:
+        ctx.save_for_backward(q, k, temperature, None, *gradients, None)
+    else:
+        ctx.rest = inputs[-7:-3]  # offset, phi, impl, product_dtype
+        ctx.save_for_backward(q, k, temperature, weights, stats, dloss_dlse, *tensors)
 
 
 def differentiate_loss(ctx, grad, *_):
-    q, k, temperature, weights, dq, dk, dt, stats, dloss_dlse, *tensors = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    mask, found = (ctx.exclude, *tensors, *ctx.rest), (dq, dk, dt, stats, dloss_dlse)
-    arguments = q, k, temperature, weights, ctx.both, grad, *found, *mask, *needs
+    if ctx.in_forward:
+        return scale_saved_gradients(ctx, grad)
+    q, k, temperature, weights, stats, dloss_dlse, *tensors = ctx.saved_tensors
+    needs, mask = ctx.needs_input_grad[:3], (ctx.exclude, *tensors, *ctx.rest)
+    arguments = q, k, temperature, weights, ctx.both, grad, stats, dloss_dlse, *mask, *needs
     gradients = call_op(softmax_loss_backward, *arguments)
-    return *only_needed(needs, gradients), *[None] * (2 + MASK_ARGUMENTS + 3)
+    return *only_needed(needs, gradients), None
 
 
 register_gradient(softmax_loss, softmax_loss_backward, save_loss, differentiate_loss)
@@ -266,7 +319,7 @@ def queue_loss(q, k, temperature, queue, *rest):
     mask, impl, product_dtype, (_, _, needs_temperature) = unpack(rest)
     q, k, queue = cast_for_products(impl, product_dtype, q, k, queue)
     if impl == "blockwise":
-        loss, dq, dk = blockwise.queue_loss(q, k, queue, temperature, mask)
+        loss, dq, dk = without_triton(q, queue).queue_loss(q, k, queue, temperature, mask)
     else:
         from .gpu import lse_frozen_keys
         loss, dq, dk = lse_frozen_keys.queue_loss(q, k, queue, temperature, mask)
@@ -291,7 +344,7 @@ def sigmoid_loss(q, k, temperature, bias, *rest):
     dtype = q.dtype
     q, k = cast_for_products(impl, product_dtype, q, k)
     if impl == "blockwise":
-        return blockwise.sigmoid_loss(q, k, temperature, bias, mask, *needs)
+        return without_triton(q, k).sigmoid_loss(q, k, temperature, bias, mask, *needs)
     from .gpu import sigmoid
     return sigmoid.sigmoid_loss(q, k, temperature, bias, mask, *needs, dtype)
 
@@ -303,36 +356,6 @@ def _(q, k, temperature, bias, *rest):
     stored_dtype = gradient_dtype(q.dtype, temperature, impl)
     db = dt.new_empty(() if needs[3] else 0)
     return dt.new_empty(()), dq.to(stored_dtype), dk.to(stored_dtype), dt, db
-
-
-@register_op("loss_backward",
-             "(Tensor q, Tensor k, Tensor temperature, Tensor? bias, Tensor grad, Tensor dq, Tensor dk, "
-             "Tensor dt, Tensor? db) -> (Tensor, Tensor, Tensor, Tensor)")
-def loss_backward(q, k, temperature, bias, grad, dq, dk, dt, db):
-    """Return the gradients that forward computed times grad, with dq and dk in the dtype of the rows."""
-    rows = (scaled_copy(x, grad, q.dtype) for x in (dq, dk))
-    return *rows, grad * dt, dt.new_empty(0) if db is None else grad * db
-
-
-@loss_backward.register_fake
-def _(q, k, temperature, bias, grad, dq, dk, dt, db):
-    rows = (torch.empty_like(x, dtype=q.dtype) for x in (dq, dk))
-    return *rows, torch.empty_like(dt), dt.new_empty(0) if db is None else torch.empty_like(db)
-
-
-def save_gradients(ctx, inputs, output):
-    """Save the gradients. inputs[3] is sigmoid_loss's bias, or queue_loss's queue, which is not needed."""
-    _, dq, dk, dt, db = (*output, None)[:5]
-    bias = None if db is None else inputs[3]
-    ctx.others = len(inputs) - 4
-    ctx.save_for_backward(*inputs[:3], bias, dq, dk, dt, db)
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def scale_saved_gradients(ctx, grad, *_):
-    q, k, temperature, bias, *gradients = ctx.saved_tensors
-    gradients = call_op(loss_backward, q, k, temperature, bias, grad, *gradients)
-    return *only_needed(ctx.needs_input_grad[:4], gradients), *[None] * ctx.others
 
 
 for loss_op in (queue_loss, sigmoid_loss):
@@ -348,7 +371,7 @@ def topk(q, k, temperature, n, *mask):
     mask, impl, product_dtype, _ = unpack(mask)
     q, k = cast_for_products(impl, product_dtype, q, k)
     if impl == "blockwise":
-        return blockwise.similarity_topk(q, k, temperature, n, mask)
+        return without_triton(q, k).similarity_topk(q, k, temperature, n, mask)
     from .gpu import topk
     return topk.similarity_topk(q, k, temperature, n, mask)
 

@@ -6,7 +6,7 @@ launches. While the host code runs, functions that would answer differently for 
 tensors are patched.
 """
 import functools
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .. import checks, custom_op
 from ..benchmark.cases import our_loss
 
 REGISTERS = 65_536                       # per streaming multiprocessor (SM)
@@ -111,6 +112,26 @@ def bytes_of(*trees):
                if isinstance(x, torch.Tensor) and x.device.type == "meta")
 
 
+@contextmanager
+def simulated_gpu(chip, record):
+    """Run the host code of kernels as for a GPU, with tensors that are not on one; see recording_driver."""
+    from triton.runtime import driver
+
+    from ..gpu import launch
+    precision = torch.get_float32_matmul_precision()
+    with ExitStack() as stack:
+        for change in ((driver, "_active", recording_driver(chip)),
+                       (recording_driver(chip), "record", record),
+                       (launch, "INTERPRETED", True),
+                       (launch, "EMULATED_CAPABILITY", int(chip[3:-1])),
+                       (torch, "is_autocast_enabled", lambda *device: False),
+                       (custom_op, "is_in_torch_dispatch_mode", lambda: False)):
+            stack.enter_context(patch.object(*change))
+        stack.callback(torch.set_float32_matmul_precision, precision)
+        torch.set_float32_matmul_precision("high")
+        yield
+
+
 def record_launches(loss, size, dtype, chip):
     """Return a list of what a loss launches forward and backward, in order:
 
@@ -119,10 +140,7 @@ def record_launches(loss, size, dtype, chip):
                                            FLOP
     (bytes,)                               another PyTorch operation
     """
-    from triton.runtime import driver
-
-    from .. import checks, custom_op
-    from ..gpu import fused_forward_backward, gradient_large_d, launch
+    from ..gpu import fused_forward_backward, gradient_large_d
     n, m, d = size
     found = []
 
@@ -139,19 +157,11 @@ def record_launches(loss, size, dtype, chip):
     q = new(n, d, dtype=getattr(torch, dtype))
     k = new(m + n if has_queue else m, d, dtype=getattr(torch, dtype))
     targets = new(n, dtype=torch.int64)
-    precision = torch.get_float32_matmul_precision()
     with ExitStack() as stack:
-        for change in ((driver, "_active", recording_driver(chip)),
-                       (recording_driver(chip), "record", record),
-                       (checks, "META", None), (launch, "INTERPRETED", True),
-                       (launch, "EMULATED_CAPABILITY", int(chip[3:-1])),
-                       (torch, "is_autocast_enabled", lambda *device: False),
-                       (custom_op, "is_in_torch_dispatch_mode", lambda: False),
-                       (gradient_large_d, "add_product", add_product),
-                       (fused_forward_backward, "add_product", add_product)):
-            stack.enter_context(patch.object(*change))
-        stack.callback(torch.set_float32_matmul_precision, precision)
-        torch.set_float32_matmul_precision("high")
+        stack.enter_context(simulated_gpu(chip, record))
+        for module in (gradient_large_d, fused_forward_backward):
+            stack.enter_context(patch.object(module, "add_product", add_product))
+        stack.enter_context(patch.object(checks, "META", None))
         stack.enter_context(MemoryTraffic(record))
         our_loss(loss, "triton")(q.requires_grad_(), k.requires_grad_(not has_queue), targets).backward()
     return found

@@ -4,6 +4,7 @@ GPU.
     python -m kernels.cost --size 65536x65536x768 --loss info_nce --chip sm_90
     python -m kernels.cost --json kernels/results/cost.json          six default cases; also save the results
     python -m kernels.cost --size 65536x65536x768 --loss info_nce --ranks 64 --link 50 --encoder-tflop 0.1
+    python -m kernels.cost --host                 the time of the host for small batches, measured (host.py)
 
 A prediction shows which resource limits each kernel, and which of two versions of a kernel does less work.
 It is a lower bound: measured times will be longer.
@@ -47,7 +48,7 @@ from ..benchmark.cases import MIN_FLOP
 from ..benchmark.measure import parse_size, positive_integer
 from ..heuristics import HAS_TRITON
 from ..printing import escape_unencodable, fail
-from . import multi_gpu
+from . import host, multi_gpu
 from .kernel_costs import LOAD_CLOCKS, MUFU_RESULTS, SHARED_BYTES, WARP_INSTRUCTIONS, kernel_cost
 from .launches import CHIPS, HBM_SHARE, record_launches
 
@@ -147,6 +148,8 @@ def make_parser():
         help="dtype of the rows of q and k; default bfloat16")
     chips = ", ".join(f"{name} ({chip.name})" for name, chip in CHIPS.items())
     add("--chip", choices=CHIPS, metavar="CHIP", default="sm_90", help=f"GPU: {chips}; default sm_90")
+    add("--host", action="store_true",
+        help="measure the time that the host needs for 64, 256 and 1,024 rows, of all losses or of --loss")
     add("--json", metavar="FILE", help="save the predictions to this file")
     add("--ranks", type=positive_integer,
         help="also estimate the time of a training step on this number of GPUs; needs --loss and --size")
@@ -163,6 +166,9 @@ def main(argv=None):
     if not HAS_TRITON or os.environ.get("TRITON_INTERPRET") == "1":
         fail("needs the package triton, and TRITON_INTERPRET must not be set, because kernels are compiled")
     from triton.runtime.errors import OutOfResources
+    if args.host:
+        print(*host.report(args.chip, args.loss), sep="\n", flush=True)
+        return
     if (args.loss is None) != (args.size is None) or args.ranks and not args.size:
         fail("--loss, --size: expected both, or neither for six default cases; --ranks needs both")
     if args.ranks and args.loss not in multi_gpu.GATHERED_SIDES:

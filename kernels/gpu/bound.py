@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..heuristics import FEW_ROWS
-from .launch import temperature_only_mask
+from .launch import ceil_div, temperature_only_mask
 from .tiles import kernel, log2e_over_tau, row_factors
 
 MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
@@ -84,15 +84,21 @@ def factors_kernel(FACTORS, STATS, DLOSS_DLSE, count, BLOCK: tl.constexpr):
     tl.store(FACTORS + tl.num_programs(0) * BLOCK + at, m)
 
 
+def has_few_rows(n, m):
+    """Return whether the kernels for few rows are used: launches then cost more than arithmetic."""
+    return max(n, m) <= FEW_ROWS
+
+
 def bound_of_norms(q, k, temperature):
     """Return the shift r, a 0-dim float32 tensor.
 
     Return None for few rows, for which the norms cost more than a second exponential.
     """
-    if max(len(q), len(k)) <= FEW_ROWS:
+    n, m = q.shape[0], k.shape[0]
+    if has_few_rows(n, m):
         return None
     norms = functools.partial(torch.linalg.vector_norm, dim=1, dtype=torch.float32)
-    return run_bound_kernel(norms(q), None if k is q else norms(k), len(q), len(k),
+    return run_bound_kernel(norms(q), None if k is q else norms(k), n, m,
                             temperature_only_mask(temperature, q))
 
 
@@ -103,7 +109,7 @@ def common_maximum(row_stats, column_stats, n, m):
     row_stats, column_stats  (2, n) and (2, m), of which only m, the first row, is read; column_stats None:
                              the columns have the statistics of the rows
     """
-    return None if max(n, m) <= FEW_ROWS else run_bound_kernel(row_stats, column_stats, n, m, None)
+    return None if has_few_rows(n, m) else run_bound_kernel(row_stats, column_stats, n, m, None)
 
 
 def run_bound_kernel(x, y, n, m, mask):
@@ -123,10 +129,11 @@ def make_side(statistics):
         return SoftmaxSide()
     # Triton would compile another kernel for unaligned pointers
     stats, dloss_dlse = (x if x.data_ptr() % 16 == 0 else x.clone() for x in statistics)
-    if len(dloss_dlse) <= FEW_ROWS:
+    n = dloss_dlse.shape[0]
+    if n <= FEW_ROWS:
         return SoftmaxSide(stats, dloss_dlse)
-    programs = triton.cdiv(len(dloss_dlse), MAX_TILE_SIDE)
+    programs = ceil_div(n, MAX_TILE_SIDE)
     factors = torch.empty(2, programs * MAX_TILE_SIDE, dtype=torch.float32, device=dloss_dlse.device)
-    factors_kernel[programs,](factors, stats, dloss_dlse, len(dloss_dlse), BLOCK=MAX_TILE_SIDE,
+    factors_kernel[programs,](factors, stats, dloss_dlse, n, BLOCK=MAX_TILE_SIDE,
                               enable_fp_fusion=True)
     return SoftmaxSide(stats, dloss_dlse, factors, factors.shape[1])

@@ -27,20 +27,21 @@ products are added to dk in order, so the same input gives the same bits.
 import functools
 
 import torch
-import triton
 import triton.language as tl
 
 from ..heuristics import gradient_dtype, strip_height
-from .bound import SoftmaxSide, bound_of_norms
+from .bound import SoftmaxSide, bound_of_norms, has_few_rows
 from .gradient_large_d import add_product, finish_gradients, gradient_sums
 from .launch import (
     GradientScaling,
+    aligned_operands,
+    ceil_div,
     check_device,
     contiguous_rows,
     kernel_args,
-    matmul_operands,
     temperature_only_mask,
     tile_config,
+    without_padding,
 )
 from .lse_forward import merge_stats, save_positives
 from .tiles import (
@@ -132,31 +133,32 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
     dtype  dtype of the caller's rows, before autocast: bfloat16 rows get bfloat16 gradients, others float32
     """
     check_device(q)
-    unpadded = contiguous_rows(q), contiguous_rows(k)
-    q, k = matmul_operands(q, k)
+    unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
+    q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
-    loss, side, q_factors, kernel_mask = accumulate_strips(*sums, q, k, temperature, mask, weights)
-    unit = 1 / len(q) if weights is None else 1.0
+    loss, side, q_factors, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
+    unit = 1 / q.shape[0] if weights is None else 1.0
     scaling = GradientScaling(loss.new_ones(()), unit, True, gradient_dtype(dtype, temperature, "triton"))
     dq, dk, dot = finish_gradients(sums, *unpadded, kernel_mask, mask.exclude, side, SoftmaxSide(), scaling,
                                    needs_temperature, q_factors)
     return loss, dq, dk, -dot.sum() / temperature if needs_temperature else loss.new_empty(0)
 
 
-def accumulate_strips(dq, dk, q, k, temperature, mask, weights):
+def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     """Compute the loss and add the products of all strips to dq and dk; a dq or dk without rows is skipped.
 
+    aligned  from launch.aligned_operands; q and k are its rows without padding
     returns  (loss, SoftmaxSide of the rows, q_factors, KernelMask). The caller must multiply row i of dq by
              q_factors[i], (N,); None: the strips already contain these factors
     """
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    n, m, height = len(q), len(k), min(len(q), strip_height(q, k))
+    (n, features), m, height = q.shape, k.shape[0], min(q.shape[0], strip_height(q, k))
     bound = None if q.dtype == torch.float16 else bound_of_norms(q, k, temperature)
-    config = tile_config(q, mask)
-    operands, rest = kernel_args(q, k, temperature, mask, config)
+    few, config = has_few_rows(n, m), tile_config(q, aligned[2])
+    operands, rest = kernel_args(*aligned, temperature, config)
 
     def whole_tiles(count, block):
-        return triton.cdiv(count, config[block]) * config[block]
+        return ceil_div(count, config[block]) * config[block]
 
     strip = torch.empty(whole_tiles(height, "BLOCK_N"), whole_tiles(m, "BLOCK_M"), dtype=q.dtype,
                         device=q.device)
@@ -164,29 +166,30 @@ def accumulate_strips(dq, dk, q, k, temperature, mask, weights):
     table, positive, tau_mask = new(2 * tiles * height), new(height), temperature_only_mask(temperature, q)
     stats, dloss_dlse, losses = new(1, 2, n), new(1, n), []
     q_factors = None if bound is None else new(n)
-    scaled_q = torch.empty(height, q.shape[1], dtype=q.dtype, device=q.device)
+    scaled_q = torch.empty(height, features, dtype=q.dtype, device=q.device)
     for i in range(0, n, height):
         at = slice(i, min(i + height, n))
-        w, x = strip[:at.stop - i, :m], q[at]
-        row_tiles = triton.cdiv(len(w), config["BLOCK_N"])
-        strip_kernel[row_tiles * tiles,](strip, table, positive, bound, i, len(w), row_tiles, tiles,
+        count = at.stop - i
+        w, x = strip[:count, :m], q[at]
+        row_tiles = ceil_div(count, config["BLOCK_N"])
+        strip_kernel[row_tiles * tiles,](strip, table, positive, bound, i, count, row_tiles, tiles,
                                          strip.stride(0), *operands, **rest)
-        strip_table = table[:2 * tiles * len(w)].view(2, tiles, len(w))
+        strip_table = table[:2 * tiles * count].view(2, tiles, count)
         strip_weights = None if weights is None else weights[at]
-        losses.append(merge_stats(stats[..., at], strip_table, True, None, positive, dloss_dlse[:, at],
+        losses.append(merge_stats(stats[..., at], strip_table, few, True, None, positive, dloss_dlse[:, at],
                                   strip_weights, tau_mask, n, bound))
         if weights is not None:
             dloss_dlse[:, at] *= strip_weights
-        row_arguments = stats[..., at], dloss_dlse[0, at], bound, len(w), n
-        scale_strip_kernel[triton.cdiv(len(w), 32), tiles](strip, table, *row_arguments, m, strip.stride(0),
-                                                           precision, BLOCK_N=32, BLOCK_M=config["BLOCK_M"])
-        if len(dq):
+        row_arguments = stats[..., at], dloss_dlse[0, at], bound, count, n
+        scale_strip_kernel[ceil_div(count, 32), tiles](strip, table, *row_arguments, m, strip.stride(0),
+                                                       precision, BLOCK_N=32, BLOCK_M=config["BLOCK_M"])
+        if dq.shape[0]:
             add_product(dq[at], w, k)
         if bound is not None:
-            grid = triton.cdiv(len(w), 32), triton.cdiv(q.shape[1], 128)
-            scale_queries_kernel[grid](scaled_q[:len(w)], q_factors[at], x, *row_arguments, q.shape[1],
+            grid = ceil_div(count, 32), ceil_div(features, 128)
+            scale_queries_kernel[grid](scaled_q[:count], q_factors[at], x, *row_arguments, features,
                                        q.stride(0), precision, BLOCK_N=32, BLOCK_D=128)
-            x = scaled_q[:len(w)]
-        if len(dk):
+            x = scaled_q[:count]
+        if dk.shape[0]:
             add_product(dk, w.T, x)
     return torch.stack(losses).sum(), SoftmaxSide(stats[0], dloss_dlse[0]), q_factors, operands[2]

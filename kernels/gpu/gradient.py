@@ -50,7 +50,7 @@ def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q
     path = gradient_small_d if is_small_d(q, k, mask) else gradient_large_d
     bound = None
     if rows is not None and columns is not None:
-        bound = common_maximum(rows[0], None if self_similarity else columns[0], len(q), len(k))
+        bound = common_maximum(rows[0], None if self_similarity else columns[0], q.shape[0], k.shape[0])
     row_side = make_side(rows)
     column_side = row_side if columns is rows else make_side(columns)
     needs = needs_q or needs_temperature, needs_k, needs_temperature

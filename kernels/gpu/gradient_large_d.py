@@ -14,12 +14,21 @@ twice. With self-similarity W is symmetric: a block above the diagonal contribut
 and of its columns, and blocks below the diagonal are never computed, 3 N²D in all.
 """
 import torch
-import triton
 import triton.language as tl
 from torch.torch_version import TorchVersion
 
 from .. import heuristics
-from .launch import FinishArgs, contiguous_rows, kernel_args, matmul_operands, tile_config, transposed_mask
+from .bound import SoftmaxSide
+from .launch import (
+    FinishArgs,
+    aligned_operands,
+    ceil_div,
+    contiguous_rows,
+    kernel_args,
+    tile_config,
+    transposed_mask,
+    without_padding,
+)
 from .tiles import (
     WEIGHT_SCALE,
     cast_for_matmul,
@@ -82,14 +91,14 @@ def finish_gradient_kernel(DX, DOT, SUM, ROW_FACTORS, X_SIDE, Y_SIDE, MASK, N, M
 
 def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, self_similarity):
     """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
-    unpadded = contiguous_rows(q), contiguous_rows(k)
-    q, k = matmul_operands(q, k)
+    unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
+    q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
     sums = gradient_sums(q, k, *needs)
     two_sided = rows.dloss_dlse is not None and columns.dloss_dlse is not None
-    config = tile_config(q, mask, two_sided)
+    config = tile_config(q, aligned[2], two_sided)
     if two_sided:
         config |= dict(maxnreg=255, num_warps=4 if q.element_size() == 2 else 8)
-    operands, rest = kernel_args(q, k, temperature, mask, config)
+    operands, rest = kernel_args(*aligned, temperature, config)
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         mirror = self_similarity and first_x == first_y and config["BLOCK_N"] == config["BLOCK_M"]
@@ -107,7 +116,7 @@ def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
     A sum that is not needed has no rows.
     """
     needed = (q, needs_q or needs_temperature), (k, needs_k)
-    return [torch.zeros(len(x) if is_needed else 0, x.shape[1], dtype=torch.float32, device=x.device)
+    return [torch.zeros(x.shape[0] if is_needed else 0, x.shape[1], dtype=torch.float32, device=x.device)
             for x, is_needed in needed]
 
 
@@ -123,21 +132,21 @@ def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False
     height, width = weight_block_shape(q, k, self_similarity)
 
     def whole_tiles(count, block):
-        return triton.cdiv(count, config[block]) * config[block]
+        return ceil_div(count, config[block]) * config[block]
 
     buffer, w_row_stride = None, whole_tiles(width, "BLOCK_M")
-    if len(sums_q) or len(sums_k):
+    if sums_q.shape[0] or sums_k.shape[0]:
         buffer = torch.empty(whole_tiles(height, "BLOCK_N"), w_row_stride, dtype=q.dtype, device=q.device)
-    for i in range(0, len(q), height):
-        for j in range(i if self_similarity else 0, len(k), width):
-            at_i, at_j = slice(i, min(i + height, len(q))), slice(j, min(j + width, len(k)))
-            tiles = (triton.cdiv(at.stop - at.start, config[block])
+    for i in range(0, q.shape[0], height):
+        for j in range(i if self_similarity else 0, k.shape[0], width):
+            at_i, at_j = slice(i, min(i + height, q.shape[0])), slice(j, min(j + width, k.shape[0]))
+            tiles = (ceil_div(at.stop - at.start, config[block])
                      for at, block in ((at_i, "BLOCK_N"), (at_j, "BLOCK_M")))
             fill_weights(buffer, w_row_stride, i // config["BLOCK_N"], j // config["BLOCK_M"], *tiles)
             w = None if buffer is None else buffer[:at_i.stop - i, :at_j.stop - j]
-            if len(sums_q):
+            if sums_q.shape[0]:
                 add_product(sums_q[at_i], w, k[at_j])
-            if len(sums_k) or self_similarity and i != j:
+            if sums_k.shape[0] or self_similarity and i != j:
                 add_product((sums_q if self_similarity else sums_k)[at_j], w.T, q[at_i])
 
 
@@ -150,10 +159,10 @@ def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_do
     """
     dot = None
     dq = sums.pop(0)
-    if len(dq):
+    if dq.shape[0]:
         dq, dot = finish_side(dq, q, k, mask, exclude, rows, columns, scaling, needs_dot, q_factors)
     dk = sums.pop()
-    if len(dk):
+    if dk.shape[0]:
         dk, _ = finish_side(dk, k, q, transposed_mask(mask), exclude, columns, rows, scaling)
     return dq.to(scaling.dtype), dk.to(scaling.dtype), dot
 
@@ -161,13 +170,15 @@ def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_do
 def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, x_factors=None):
     """Return (gradient of x, partial sums of x·dx per row or None). A float32 gradient overwrites sums."""
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
-    grid = triton.cdiv(len(x), 32), triton.cdiv(x.shape[1], 128)
-    dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if needs_dot else None
+    grid = ceil_div(x.shape[0], 32), ceil_div(x.shape[1], 128)
+    dot = torch.empty(grid[1], x.shape[0], dtype=torch.float32, device=x.device) if needs_dot else None
     if exclude == "target" and mask.row_ids is None:              # rows of y may share a target in x
         if scaling.positives:
             subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
         scaling = scaling._replace(positives=False)
-    finish_gradient_kernel[grid](dx, dot, sums, x_factors, x_side, y_side, mask, len(x), len(y),
+    # the kernel reads only dloss_dlse; without the other fields it is the same one for few and for many rows
+    x_side, y_side = (SoftmaxSide(dloss_dlse=side.dloss_dlse) for side in (x_side, y_side))
+    finish_gradient_kernel[grid](dx, dot, sums, x_factors, x_side, y_side, mask, x.shape[0], y.shape[0],
                                  FinishArgs.make(x, y, scaling), EXCLUDE=exclude, BLOCK_N=32, BLOCK_D=128)
     return dx, dot
 
@@ -189,7 +200,7 @@ def subtract_targets(sums, q, targets, dloss_dlse):
 
     index_put_ adds the rows of a repeated target in a fixed order.
     """
-    for rows in torch.arange(len(q), device=q.device).split(8192):
+    for rows in torch.arange(q.shape[0], device=q.device).split(8192):
         added = q[rows] * (dloss_dlse[rows] * -WEIGHT_SCALE.value)[:, None]
         sums.index_put_((targets[rows],), added, accumulate=True)
 
@@ -199,6 +210,6 @@ def weight_block_shape(q, k, square):
     entries = heuristics.WEIGHT_BUFFER_BYTES // q.element_size()
     side = 1 << (entries.bit_length() - 1) // 2
     if square:
-        return min(len(q), side), min(len(q), side)
-    height = min(len(q), max(side, entries // len(k) // 128 * 128))
-    return height, min(len(k), entries // (triton.cdiv(height, 128) * 128) // 128 * 128)
+        return min(q.shape[0], side), min(q.shape[0], side)
+    height = min(q.shape[0], max(side, entries // k.shape[0] // 128 * 128))
+    return height, min(k.shape[0], entries // (ceil_div(height, 128) * 128) // 128 * 128)

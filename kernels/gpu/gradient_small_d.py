@@ -18,7 +18,17 @@ import triton.language as tl
 from torch.torch_version import TorchVersion
 
 from ..masks import transposed
-from .launch import FinishArgs, capability, column_ranges, contiguous_rows, kernel_args, tile_config
+from .launch import (
+    FinishArgs,
+    aligned_operands,
+    capability,
+    ceil_div,
+    column_ranges,
+    contiguous_rows,
+    kernel_args,
+    next_power_of_2,
+    tile_config,
+)
 from .tiles import (
     finish_gradient,
     keep_mask,
@@ -79,7 +89,7 @@ def small_d_config(x, mask):
     Up to 128 features, two programs share an SM of an H100, or three (168 registers per thread) if the mask
     has ids or groups, which reduce BLOCK_M to 64.
     """
-    config, features = tile_config(x, mask), max(16, triton.next_power_of_2(x.shape[1]))
+    config, features = tile_config(x, mask), max(16, next_power_of_2(x.shape[1]))
     config |= dict(BLOCK_N=64, BLOCK_D=features if features <= 256 else 128, RESIDENT=features <= 256,
                    num_stages=2)
     if features > 128 or mask.row_features is not None:
@@ -93,14 +103,17 @@ def small_d_config(x, mask):
 
 def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, self_similarity):
     """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
-    def gradient_of(x, y, mask, x_side, y_side, needs_dot):
+    aligned_q, aligned_k, mask = aligned_operands(q, k, mask)
+
+    def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):
         config = small_d_config(x, mask) | (dict(maxnreg=255) if needs_dot else {})
         if bound is not None and config["RESIDENT"] and capability(x) == 9 and not CAN_PIPELINE:
             config["num_stages"] = 1
-        grid = triton.cdiv(len(x), config["BLOCK_N"]), triton.cdiv(x.shape[1], config["BLOCK_D"])
+        n, d = x.shape
+        grid = ceil_div(n, config["BLOCK_N"]), ceil_div(d, config["BLOCK_D"])
         dx = torch.empty_like(x, dtype=scaling.dtype, memory_format=torch.contiguous_format)
-        dot = torch.empty(grid[1], len(x), dtype=torch.float32, device=x.device) if needs_dot else None
-        operands, rest = kernel_args(x, y, temperature, mask, config)
+        dot = torch.empty(grid[1], n, dtype=torch.float32, device=x.device) if needs_dot else None
+        operands, rest = kernel_args(aligned_x, aligned_y, mask, temperature, config)
         finish = FinishArgs.make(contiguous_rows(x), contiguous_rows(y), scaling)
         small_d_kernel[grid](dx, dot, bound, column_ranges(mask, config), x_side, y_side, *operands,
                              finish, **rest)
@@ -110,7 +123,7 @@ def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, sel
     dq, dk = (q.new_empty(0, q.shape[1], dtype=scaling.dtype) for _ in range(2))
     dot = None
     if needs_q:
-        dq, dot = gradient_of(q, k, mask, rows, columns, needs_dot)
+        dq, dot = gradient_of(q, k, aligned_q, aligned_k, mask, rows, columns, needs_dot)
     if needs_k:
-        dk, _ = gradient_of(k, q, transposed(mask), columns, rows, False)
+        dk, _ = gradient_of(k, q, aligned_k, aligned_q, transposed(mask), columns, rows, False)
     return dq, dk, dot

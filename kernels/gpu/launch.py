@@ -3,11 +3,11 @@
 From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors, on older
 GPUs as pointers with a row stride.
 """
+import functools
 import os
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..heuristics import FEW_ROWS
@@ -47,6 +47,9 @@ class KernelMask(NamedTuple):
     log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
 
 
+NO_MASK = [None] * (len(KernelMask._fields) - 2)    # all fields of a KernelMask but the last two
+
+
 class GradientScaling(NamedTuple):
     """How finish_gradient turns a sum of weighted rows into a gradient."""
     grad: Any                # 0-dim tensor, upstream gradient
@@ -72,6 +75,16 @@ class FinishArgs(NamedTuple):
         return cls(scaling.grad, x, positive_rows, scaling.loss_factor, x.shape[1], x.stride(0), y.stride(0))
 
 
+def ceil_div(a, b):
+    """Return a / b, rounded up. triton.cdiv does the same, but takes microseconds on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n):
+    """Return the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def column_ranges(mask, config):
     """Return (row tiles, 2) int32: first column, and last column + 1, of the groups of each row tile's rows.
 
@@ -79,42 +92,59 @@ def column_ranges(mask, config):
     all columns. The host reads no value, so there is no synchronisation.
     """
     rows, columns, size = mask.row_groups, mask.column_groups, config["BLOCK_N"]
-    if rows is None or max(len(rows), len(columns)) <= FEW_ROWS:
+    if rows is None or max(rows.shape[0], columns.shape[0]) <= FEW_ROWS:
         return None
     rows, columns = rows.long(), columns.long()
-    rows = torch.cat([rows, rows[-1:].expand(-len(rows) % size)]).view(-1, size)
+    rows = torch.cat([rows, rows[-1:].expand(-rows.shape[0] % size)]).view(-1, size)
     first = torch.searchsorted(columns, rows.amin(1))
     last = torch.searchsorted(columns, rows.amax(1), right=True)
     is_sorted = (columns[1:] >= columns[:-1]).all()
-    return torch.stack([first * is_sorted, torch.where(is_sorted, last, len(columns))], 1).int()
+    return torch.stack([first * is_sorted, torch.where(is_sorted, last, columns.shape[0])], 1).int()
 
 
 def capability(x):
     """Return the major compute capability of x's GPU: 8 for A100, 9 for H100 and H200, 10 for B200."""
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else EMULATED_CAPABILITY
+    return capability_of_gpu(x.get_device()) if x.is_cuda else EMULATED_CAPABILITY
+
+
+@functools.cache
+def capability_of_gpu(index):
+    """Return the major compute capability of the GPU with this index."""
+    return torch.cuda.get_device_capability(index)[0]
 
 
 def tile_config(x, mask, two_sided=False):
-    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a dict.
+    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a new dict.
 
     two_sided    the kernel reduces a tile along its rows and its columns, or weights it with vectors of both
     tests/gpu/test_compile.py checks that these sizes fit into registers and shared memory.
     """
+    kinds = sum(part is not None for part in (mask.row_ids, mask.row_groups, mask.row_features))
+    feature_dtype = None if mask.row_features is None else mask.row_features.dtype
+    precision = torch.get_float32_matmul_precision()
+    return dict(choose_tiles(x.dtype, feature_dtype, kinds, precision, capability(x), two_sided))
+
+
+@functools.cache
+def choose_tiles(dtype, feature_dtype, kinds, precision, capability, two_sided):
+    """Return the dict of tile_config.
+
+    kinds      number of mask parts (ids, groups, features)
+    precision  of float32 products, see torch.set_float32_matmul_precision
+    """
     # 64-bit column ids and the product of features need registers: one or two of the three mask parts (ids,
     # groups, features) halve BLOCK_M, all three leave a quarter of it
-    kinds = sum(part is not None for part in (mask.row_ids, mask.row_groups, mask.row_features))
     columns = (128, 64, 64, 32)[kinds]
-    full = torch.get_float32_matmul_precision() == "highest"
-    if full and torch.float32 in (x.dtype, getattr(mask.row_features, "dtype", None)):
+    if precision == "highest" and torch.float32 in (dtype, feature_dtype):
         # multiply-adds outside the tensor cores, which do not take full float32
-        columns = 64 if mask.row_features is None else 32
+        columns = 64 if feature_dtype is None else 32
         return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
                     PRECISION="ieee")
-    config = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if x.dtype == torch.float32 else 64,
+    config = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if dtype == torch.float32 else 64,
                   num_warps=8, num_stages=3,
-                  maxnreg=128 if capability(x) == 9 else 255,      # 128: two programs share an SM
+                  maxnreg=128 if capability == 9 else 255,         # 128: two programs share an SM
                   PRECISION="tf32")                                # has no effect on half types
-    if two_sided and capability(x) >= 10:
+    if two_sided and capability >= 10:
         config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 spills registers there
     return config
 
@@ -144,17 +174,27 @@ def aligned_rows(x):
             and row_stride % 16 == features % 16 == x.data_ptr() % 16 == 0)
     if fits and not rounds:
         return x
-    copy = x.new_empty(count, triton.cdiv(features, 16) * 16)
-    grid = triton.cdiv(count, 32), triton.cdiv(copy.shape[1], 128)
+    copy = x.new_empty(count, ceil_div(features, 16) * 16)
+    grid = ceil_div(count, 32), ceil_div(copy.shape[1], 128)
     copy_kernel[grid](copy, x, count, features, copy.shape[1], row_stride, column_stride, ROUND=rounds,
                       BLOCK_N=32, BLOCK_D=128)
     return copy
 
 
-def matmul_operands(q, k):
-    """Return q and k for cuBLAS products, rounded exactly as the operands of the kernels."""
-    first = aligned_rows(q)[:, :q.shape[1]]
-    return first, first if k is q else aligned_rows(k)[:, :k.shape[1]]
+def aligned_operands(q, k, mask):
+    """Return q, k and the mask with aligned_rows. A pass calls this once, for all its kernels."""
+    if mask.row_features is not None:
+        row_features, column_features = (
+            aligned_rows(f.float() if f.dtype == torch.float64 else f)          # tiles sum in float32
+            for f in (mask.row_features, mask.column_features))
+        mask = mask._replace(row_features=row_features, column_features=column_features)
+    aligned_q = aligned_rows(q)
+    return aligned_q, aligned_q if k is q else aligned_rows(k), mask
+
+
+def without_padding(x, features):
+    """Return the first columns of x, which aligned_rows may have padded: an operand for cuBLAS."""
+    return x if x.shape[1] == features else x[:, :features]
 
 
 def transposed_mask(kernel_mask):
@@ -171,12 +211,16 @@ def is_host_scalar(scalar, x):
     return scalar.device != x.device
 
 
+def scale_args(temperature, x):
+    """Return the fields temperature and log2e_over_tau of a KernelMask."""
+    if is_host_scalar(temperature, x):
+        return None, LOG2E.value / temperature.item()
+    return temperature, None
+
+
 def temperature_only_mask(temperature, x):
     """Return a KernelMask that holds only the temperature."""
-    scale = temperature, None
-    if is_host_scalar(temperature, x):
-        scale = None, LOG2E.value / temperature.item()
-    return KernelMask(*[None] * (len(KernelMask._fields) - 2), *scale)
+    return KernelMask(*NO_MASK, *scale_args(temperature, x))
 
 
 def log2e_over_tau_of(temperature, x):
@@ -185,21 +229,22 @@ def log2e_over_tau_of(temperature, x):
     return (torch.full_like(wide, LOG2E.value) / wide).to(temperature.dtype)
 
 
-def kernel_args(q, k, temperature, mask, config):
-    """Return ((q, k, KernelMask, N, M, MatmulShape), keywords): arguments of all kernels that compute qk."""
-    aligned = aligned_rows(q)
-    q, k = aligned, aligned if k is q else aligned_rows(k)
-    f_q, f_k = (None if f is None else aligned_rows(f.float() if f.dtype == torch.float64 else f)
-                for f in (mask.row_features, mask.column_features))  # tiles sum in float32
-    features = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
+def kernel_args(q, k, mask, temperature, config):
+    """Return ((q, k, KernelMask, N, M, MatmulShape), keywords): arguments of all kernels that compute qk.
+
+    q, k, mask  from aligned_operands
+    """
+    f_q, f_k = mask.row_features, mask.column_features
+    feature_args = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     # Triton compiles separate kernels for tuple integers that are 1 or multiples of 16; 4 · offset + 2 is
     # never such a number
     offset = 4 * mask.offset + 2
-    scale = temperature_only_mask(temperature, q)[-2:]
-    kernel_mask = KernelMask(*mask[1:5], f_q, f_k, offset, mask.phi, *features, *scale)
-    n, m, shape = len(q), len(k), MatmulShape(k.shape[1], q.stride(0), k.stride(0))
+    kernel_mask = KernelMask(*mask[1:7], offset, mask.phi, *feature_args, *scale_args(temperature, q))
+    (n, _), (m, features) = q.shape, k.shape
     if capability(q) >= 9:
-        shape = MatmulShape(k.shape[1], None, None)
-        q, k = (TensorDescriptor.from_tensor(x, [rows, config["BLOCK_D"]])
-                for x, rows in ((q, config["BLOCK_N"]), (k, config["BLOCK_M"])))
+        shape = MatmulShape(features, None, None)
+        q = TensorDescriptor.from_tensor(q, [config["BLOCK_N"], config["BLOCK_D"]])
+        k = TensorDescriptor.from_tensor(k, [config["BLOCK_M"], config["BLOCK_D"]])
+    else:
+        shape = MatmulShape(features, q.stride(0), k.stride(0))
     return (q, k, kernel_mask, n, m, shape), dict(EXCLUDE=mask.exclude, enable_fp_fusion=True, **config)

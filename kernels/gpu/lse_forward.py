@@ -50,13 +50,16 @@ import triton
 import triton.language as tl
 
 from ..masks import transposed
-from .bound import MIN_LOG2_SUM, bound_of_norms
+from .bound import MIN_LOG2_SUM, bound_of_norms, has_few_rows
 from .launch import (
     TARGET_PROGRAMS,
+    aligned_operands,
     capability,
+    ceil_div,
     check_device,
     column_ranges,
     kernel_args,
+    next_power_of_2,
     temperature_only_mask,
     tile_config,
 )
@@ -163,7 +166,10 @@ def bounded_sums_kernel(ROW_SUMS, COLUMN_SUMS, POSITIVE, BOUND, first_row, first
     tile_j, program_i = swizzle_program_id(tl.program_id(0), tl.cdiv(width, BLOCK_M), programs_per_column)
     column = first_column + tile_j * BLOCK_M
     columns = column + tl.arange(0, BLOCK_M)
-    scale, bound = log2e_over_tau(MASK), tl.load(BOUND)
+    bound = tl.load(BOUND)
+    # with a number as temperature, scale is a kernel argument: unless it passes through where(), registers
+    # spill on sm_90. If bound is NaN, all results are NaN anyway
+    scale = tl.where(bound == bound, log2e_over_tau(MASK), bound)
     if RESIDENT:
         k = load_tile(K, column, 0, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
     start = first_row + program_i * tiles_per_program * BLOCK_N
@@ -312,16 +318,19 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     weights  (N,) float32 w; None: 1/N
     """
     check_device(q)
-    bound = bound_of_norms(q, q if k is None else k, temperature) if both or k is None else None
+    self_similarity, k = k is None, q if k is None else k
+    bound = bound_of_norms(q, k, temperature) if both or self_similarity else None
+    q, k, mask = aligned_operands(q, k, mask)
     if bound is not None:
-        return bounded_forward(q, k, temperature, mask, bound, loss)
+        return bounded_forward(q, k, temperature, mask, bound, loss, self_similarity)
     # for few rows computing both triangles of a self-similarity costs nothing extra
-    return tile_max_forward(q, q if k is None else k, temperature, mask, both, loss, weights)
+    return tile_max_forward(q, k, temperature, mask, both, loss, weights)
 
 
 def tile_max_forward(q, k, temperature, mask, both, loss, weights):
-    """Return the ForwardResult of forward(), computed with maxima per tile."""
-    n, m = len(q), len(k)
+    """Return the ForwardResult of forward(), computed with maxima per tile, from aligned_operands."""
+    n, m = q.shape[0], k.shape[0]
+    few = has_few_rows(n, m)
     stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
     outputs = dict(lse=stats.new_empty(n))
     if loss:
@@ -330,12 +339,12 @@ def tile_max_forward(q, k, temperature, mask, both, loss, weights):
     lse, dloss_dlse = outputs.get("lse"), outputs.get("dloss_dlse")
     config = lse_config(q, mask, both) | (dict(maxnreg=255) if both else {})
     assert not both or config["BLOCK_N"] == config["BLOCK_M"], "rows and columns need tables of one shape"
-    operands, rest = kernel_args(q, k, temperature, mask, config)
+    operands, rest = kernel_args(q, k, mask, temperature, config)
     ranges = column_ranges(mask, config)
 
     def tile_stats(i, j, height, width):
         """Return the tables of a block: (2, column tiles, height), (2, row tiles, width) or no entries."""
-        tiles_i, tiles_j = triton.cdiv(height, config["BLOCK_N"]), triton.cdiv(width, config["BLOCK_M"])
+        tiles_i, tiles_j = ceil_div(height, config["BLOCK_N"]), ceil_div(width, config["BLOCK_M"])
         sizes = 2 * tiles_j * height, 2 * tiles_i * width if both else 0
         row_table, column_table = stats.new_empty(sum(sizes)).split(sizes)
         if ranges is not None:
@@ -343,7 +352,7 @@ def tile_max_forward(q, k, temperature, mask, both, loss, weights):
         # a loop over several column tiles pays only if q is loaded once, or if ranges skip tiles
         longest = 1 if ranges is None and not config["RESIDENT"] else 16
         tiles_per_program = max(1, min(longest, tiles_i * tiles_j // (4 * TARGET_PROGRAMS)))
-        tile_stats_kernel[tiles_i * triton.cdiv(tiles_j, tiles_per_program),](
+        tile_stats_kernel[tiles_i * ceil_div(tiles_j, tiles_per_program),](
             row_table, column_table if both else None, outputs.get("positive"), ranges, i, j, height, width,
             tiles_per_program, *operands, **rest)
         return row_table.view(2, tiles_j, height), column_table.view(2, -1, width)
@@ -351,37 +360,39 @@ def tile_max_forward(q, k, temperature, mask, both, loss, weights):
     height, width = stats_block_shape(q, k, square=both)
     if height >= n and width >= m:
         row_table, _ = tile_stats(0, 0, n, m)                      # with both, the column table follows it
-        return ForwardResult(stats, lse, dloss_dlse, merge_stats(stats, row_table, True, **outputs))
+        return ForwardResult(stats, lse, dloss_dlse, merge_stats(stats, row_table, few, True, **outputs))
     stats.fill_(-torch.inf)
     for i in range(0, n, height):
         for j in range(0, m, width):
             row_table, column_table = tile_stats(i, j, min(height, n - i), min(width, m - j))
-            merge_stats(stats[:1, :, i:i + height], row_table)
+            merge_stats(stats[:1, :, i:i + height], row_table, few)
             if both:
-                merge_stats(stats[1:, :, j:j + width], column_table)
+                merge_stats(stats[1:, :, j:j + width], column_table, few)
     no_tiles = stats[0, :, None, :][:, :0]
-    return ForwardResult(stats, lse, dloss_dlse, merge_stats(stats, no_tiles, **outputs))
+    return ForwardResult(stats, lse, dloss_dlse, merge_stats(stats, no_tiles, few, **outputs))
 
 
-def bounded_forward(q, k, temperature, mask, bound, loss):
-    """Return the ForwardResult of forward() for many rows and both sides, computed with one shift."""
-    self_similarity = k is None
-    k, n = q if self_similarity else k, len(q)
+def bounded_forward(q, k, temperature, mask, bound, loss, self_similarity):
+    """Return the ForwardResult of forward() for many rows and both sides, computed with one shift.
+
+    q, k, mask  from aligned_operands
+    """
+    n = q.shape[0]
     stats = torch.zeros(1 if self_similarity else 2, 2, n, dtype=torch.float32, device=q.device)
     # positives are stored even if no loss reads them: without a store, the branch for masked tiles is not
     # compiled as a branch, and registers spill
     l_sums, positive = stats[:, 1], stats.new_empty(n) if loss or mask.exclude != "none" else None
     config = bounded_config(q, mask)
     assert not self_similarity or config["BLOCK_M"] % config["BLOCK_N"] == 0, "tiles must end on the diagonal"
-    operands, rest = kernel_args(q, k, temperature, mask, config)
+    operands, rest = kernel_args(q, k, mask, temperature, config)
     side, _ = stats_block_shape(q, k, square=True)
     for i in range(0, n, side):
         for j in range(i if self_similarity else 0, n, side):
             height, width, on_diagonal = min(side, n - i), min(side, n - j), self_similarity and i == j
-            tiles_i, tiles_j = triton.cdiv(height, config["BLOCK_N"]), triton.cdiv(width, config["BLOCK_M"])
+            tiles_i, tiles_j = ceil_div(height, config["BLOCK_N"]), ceil_div(width, config["BLOCK_M"])
             tiles_per_program = max(1, min(ROWS_PER_PROGRAM // config["BLOCK_N"],
                                            tiles_i * tiles_j // (4 * TARGET_PROGRAMS)))
-            programs_per_column = triton.cdiv(tiles_i, tiles_per_program)
+            programs_per_column = ceil_div(tiles_i, tiles_per_program)
             new = l_sums.new_zeros if on_diagonal else l_sums.new_empty  # a triangle fills only half of it
             table = new(tiles_j * height + programs_per_column * width)
             row_sums, column_sums = table.split([tiles_j * height, programs_per_column * width])
@@ -400,16 +411,16 @@ def bounded_forward(q, k, temperature, mask, bound, loss):
 
 def finish_sums(stats, positive, q, k, temperature, mask, bound, loss):
     """Return the ForwardResult of bounded_forward, whose stats (sides, 2, N) already hold l."""
-    n, sides = len(q), len(stats)
+    n, sides = q.shape[0], stats.shape[0]
     config = tile_config(q, mask)
     # a smaller tile leaves registers for own_m and own_l of finish_sums_kernel
     config |= dict(BLOCK_M=min(64, config["BLOCK_M"]))
-    programs = triton.cdiv(n, config["BLOCK_N"])
+    programs = ceil_div(n, config["BLOCK_N"])
     lse, dloss_dlse = None if loss else stats.new_empty(n), None
     if loss:
         dloss_dlse, loss_sums = stats.new_empty(sides, n), stats.new_empty(sides, programs)
     for side, (x, y, side_mask) in enumerate([(q, k, mask), (k, q, transposed(mask))][:sides]):
-        operands, rest = kernel_args(x, y, temperature, side_mask, config)
+        operands, rest = kernel_args(x, y, side_mask, temperature, config)
         outputs = (dloss_dlse[side], loss_sums[side]) if loss else (None, None)
         finish_sums_kernel[programs,](stats[side], lse, *outputs, positive, bound, 1 / (n * sides),
                                       *operands, **rest)
@@ -418,17 +429,18 @@ def finish_sums(stats, positive, q, k, temperature, mask, bound, loss):
 
 def add_sums(total, table):
     """Add a table (tiles · N,) of sums to total (N,), in place."""
-    n = len(total)
-    add_sums_kernel[triton.cdiv(n, 64),](total, table, len(table) // n, n, BLOCK=64, enable_fp_fusion=True)
+    n = total.shape[0]
+    add_sums_kernel[ceil_div(n, 64),](total, table, table.shape[0] // n, n, BLOCK=64, enable_fp_fusion=True)
 
 
-def merge_stats(stats, table, overwrite=False, lse=None, positive=None, dloss_dlse=None, weights=None,
+def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, dloss_dlse=None, weights=None,
                 mask=None, mean_over=None, bound=None):
     """Merge the m and l of tiles into stats, in place, and fill lse or dloss_dlse if they are given.
 
     stats      (sides, 2, N)
     table      (2, tiles, N) m and l of the rows. For two sides the kernel reads past this view: the table of
                the columns, of the same shape, must follow it in the same memory
+    few        has_few_rows of the whole problem, so that a short batch uses the same compiled kernel
     overwrite  True: ignore what stats holds
     positive   (N,) dot products of the positives, for a loss
     weights    (N,) row weights of the loss; None: 1 / mean_over, whose default is N
@@ -439,9 +451,9 @@ def merge_stats(stats, table, overwrite=False, lse=None, positive=None, dloss_dl
     """
     sides, _, n = stats.shape
     tiles = table.shape[1]
-    # with few tiles a program takes 1024 rows, so that a small batch needs one program and no final sum
-    block, tiles_at_once = (1024, 8) if tiles <= 8 else (32, 64)
-    programs = triton.cdiv(n, block)
+    # a program takes 1024 rows of a small batch, which then needs one program and no final sum
+    block, tiles_at_once = (1024, 8) if few else (32, 64)
+    programs = ceil_div(n, block)
     loss_sums = None if positive is None else stats.new_empty(programs)
     weight = 1 if weights is not None else 1 / (mean_over or n)
     merge_stats_kernel[programs,](stats, lse, dloss_dlse, loss_sums, table, positive, weights, mask, bound,
@@ -465,7 +477,7 @@ def stats_block_shape(q, k, square):
 
 def lse_config(x, mask, two_sided=False):
     """Return tile_config() plus RESIDENT: whether a program loads its own rows once (half types, D ≤ 128)."""
-    config, features = tile_config(x, mask, two_sided), max(16, triton.next_power_of_2(x.shape[1]))
+    config, features = tile_config(x, mask, two_sided), max(16, next_power_of_2(x.shape[1]))
     resident = x.element_size() == 2 and features <= 128
     if resident:
         config |= dict(BLOCK_D=features, num_stages=2)

@@ -20,10 +20,19 @@ The positive of a queue loss is not among the keys, so merge_splits_kernel adds 
     loss_i = softplus(gap_i)        dq_i = σ(gap_i) (o_i − k_i) / τ        dk_i = −σ(gap_i) q_i / τ
 """
 import torch
-import triton
 import triton.language as tl
 
-from .launch import MULTIPROCESSORS, check_device, column_ranges, contiguous_rows, kernel_args, tile_config
+from .launch import (
+    MULTIPROCESSORS,
+    aligned_operands,
+    ceil_div,
+    check_device,
+    column_ranges,
+    contiguous_rows,
+    kernel_args,
+    next_power_of_2,
+    tile_config,
+)
 from .tiles import (
     LOG2E,
     exp2_scaled,
@@ -124,7 +133,7 @@ def frozen_keys_config(q, mask):
 
     maxnreg is set because the assembler would spill registers in order to run more programs per SM.
     """
-    config, features = tile_config(q, mask), max(16, triton.next_power_of_2(q.shape[1]))
+    config, features = tile_config(q, mask), max(16, next_power_of_2(q.shape[1]))
     columns = 64 if features <= 128 else 32 if mask.row_features is None else 16
     return {**config, "BLOCK_N": 64, "BLOCK_M": min(columns, config["BLOCK_M"]), "BLOCK_D": features,
             "num_warps": 4 if features <= 128 else 8, "num_stages": 2, "maxnreg": 255}
@@ -136,15 +145,16 @@ def run_splits(q, k, temperature, mask):
     returns  (m and log2 l (splits, 2, N), o (splits, N, padded D), KernelMask, BLOCK_D)
     """
     check_device(q)
-    config = frozen_keys_config(q, mask)
-    operands, rest = kernel_args(q, k, temperature, mask, config)
-    row_tiles, column_tiles = triton.cdiv(len(q), config["BLOCK_N"]), triton.cdiv(len(k), config["BLOCK_M"])
+    q, k, mask = aligned_operands(q, k, mask)
+    n, m, config = q.shape[0], k.shape[0], frozen_keys_config(q, mask)
+    operands, rest = kernel_args(q, k, mask, temperature, config)
+    row_tiles, column_tiles = ceil_div(n, config["BLOCK_N"]), ceil_div(m, config["BLOCK_M"])
     at_once = MULTIPROCESSORS * (3 if config["num_warps"] == 4 else 1)
     splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
-    split_columns = triton.cdiv(column_tiles, splits) * config["BLOCK_M"]
-    splits = triton.cdiv(len(k), split_columns)
-    stats = torch.empty(splits, 2, len(q), dtype=torch.float32, device=q.device)
-    o = torch.empty(splits, len(q), operands[-1].D, dtype=torch.float32, device=q.device)
+    split_columns = ceil_div(column_tiles, splits) * config["BLOCK_M"]
+    splits = ceil_div(m, split_columns)
+    stats = torch.empty(splits, 2, n, dtype=torch.float32, device=q.device)
+    o = torch.empty(splits, n, operands[-1].D, dtype=torch.float32, device=q.device)
     frozen_keys_kernel[row_tiles, splits](stats, o, column_ranges(mask, config), split_columns,
                                           *operands, **rest)
     return stats, o, operands[2], config["BLOCK_D"]
@@ -153,11 +163,12 @@ def run_splits(q, k, temperature, mask):
 def similarity_lse(q, k, temperature, mask):
     """Return (lse (N,), o (N, D)), both float32."""
     split_stats, split_o, _, features = run_splits(q, k, temperature, mask)
-    lse = torch.empty(len(q), dtype=torch.float32, device=q.device)
-    o = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    merge_splits_kernel[triton.cdiv(len(q), 16),](
-        lse, o, None, None, None, split_stats, split_o, None, None, None, 1.0, len(split_stats), len(q),
-        split_o.shape[2], q.shape[1], 0, 0, BLOCK_N=16, BLOCK_D=features, enable_fp_fusion=True)
+    n, d = q.shape
+    lse = torch.empty(n, dtype=torch.float32, device=q.device)
+    o = torch.empty(n, d, dtype=torch.float32, device=q.device)
+    merge_splits_kernel[ceil_div(n, 16),](
+        lse, o, None, None, None, split_stats, split_o, None, None, None, 1.0, split_stats.shape[0], n,
+        split_o.shape[2], d, 0, 0, BLOCK_N=16, BLOCK_D=features, enable_fp_fusion=True)
     return lse, o
 
 
@@ -165,10 +176,11 @@ def queue_loss(q, k, queue, temperature, mask):
     """Return (mean loss, its gradients in q and k (N, D)), all float32; see kernels.queue_loss."""
     split_stats, split_o, kernel_mask, features = run_splits(q, queue, temperature, mask)
     q, k = contiguous_rows(q), contiguous_rows(k)
-    loss = torch.empty(len(q), dtype=torch.float32, device=q.device)
-    dq, dk = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    merge_splits_kernel[triton.cdiv(len(q), 16),](
-        None, None, loss, dq, dk, split_stats, split_o, q, k, kernel_mask, 1 / len(q), len(split_stats),
-        len(q), split_o.shape[2], q.shape[1], q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=features,
+    n, d = q.shape
+    loss = torch.empty(n, dtype=torch.float32, device=q.device)
+    dq, dk = (torch.empty(n, d, dtype=torch.float32, device=q.device) for _ in range(2))
+    merge_splits_kernel[ceil_div(n, 16),](
+        None, None, loss, dq, dk, split_stats, split_o, q, k, kernel_mask, 1 / n, split_stats.shape[0], n,
+        split_o.shape[2], d, q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=features,
         enable_fp_fusion=True)
     return loss.sum(), dq, dk

@@ -25,12 +25,13 @@ from .bound import SoftmaxSide
 from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
     GradientScaling,
+    aligned_operands,
     check_device,
     contiguous_rows,
     is_host_scalar,
     kernel_args,
-    matmul_operands,
     tile_config,
+    without_padding,
 )
 from .lse_forward import save_positives
 from .tiles import (
@@ -81,12 +82,13 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     dtype  dtype of the caller's rows, before autocast: bfloat16 rows get bfloat16 gradients, others float32
     """
     check_device(q)
-    unpadded = contiguous_rows(q), contiguous_rows(k)
-    q, k = matmul_operands(q, k)
+    unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
+    q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
-    n, positive, config = len(q), q.new_empty(len(q), dtype=torch.float32), tile_config(q, mask)
+    n, config = q.shape[0], tile_config(q, aligned[2])
+    positive = q.new_empty(n, dtype=torch.float32)
     pair_sums = torch.zeros(2, dtype=torch.float64, device=q.device)   # Σ softplus(s), Σ σ(s) over all pairs
-    operands, rest = kernel_args(q, k, temperature, mask, config)
+    operands, rest = kernel_args(*aligned, temperature, config)
     bias_arguments = (None, bias.item()) if is_host_scalar(bias, q) else (bias, 0.0)
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):

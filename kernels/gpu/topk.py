@@ -10,10 +10,17 @@ If the M values of a row come in random order, its slots change about n·ln(M/n)
 tile needs only one comparison. PyTorch's topk merges the slots of all splits and sorts them.
 """
 import torch
-import triton
 import triton.language as tl
 
-from .launch import TARGET_PROGRAMS, check_device, kernel_args, tile_config
+from .launch import (
+    TARGET_PROGRAMS,
+    aligned_operands,
+    ceil_div,
+    check_device,
+    kernel_args,
+    next_power_of_2,
+    tile_config,
+)
 from .tiles import keep_mask, kernel, qk_tile
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -64,14 +71,15 @@ def topk_config(q, mask):
 def similarity_topk(q, k, temperature, n, mask):
     """Return (values (N, n) float32, columns (N, n) int64), largest first; see kernels.similarity_topk."""
     check_device(q)
+    q, k, mask = aligned_operands(q, k, mask)
     config = topk_config(q, mask)
-    operands, rest = kernel_args(q, k, temperature, mask, config)
-    row_tiles, column_tiles = triton.cdiv(len(q), config["BLOCK_N"]), triton.cdiv(len(k), config["BLOCK_M"])
-    splits = min(column_tiles, triton.cdiv(TARGET_PROGRAMS, row_tiles))
-    split_columns = triton.cdiv(column_tiles, splits) * config["BLOCK_M"]
-    splits, slots = triton.cdiv(len(k), split_columns), triton.next_power_of_2(max(n, 2))
-    values = torch.empty(len(q), splits * slots, dtype=torch.float32, device=q.device)
-    indices = torch.empty(len(q), splits * slots, dtype=torch.int32, device=q.device)
+    operands, rest = kernel_args(q, k, mask, temperature, config)
+    row_tiles, column_tiles = ceil_div(q.shape[0], config["BLOCK_N"]), ceil_div(k.shape[0], config["BLOCK_M"])
+    splits = min(column_tiles, ceil_div(TARGET_PROGRAMS, row_tiles))
+    split_columns = ceil_div(column_tiles, splits) * config["BLOCK_M"]
+    splits, slots = ceil_div(k.shape[0], split_columns), next_power_of_2(max(n, 2))
+    values = torch.empty(q.shape[0], splits * slots, dtype=torch.float32, device=q.device)
+    indices = torch.empty(q.shape[0], splits * slots, dtype=torch.int32, device=q.device)
     topk_kernel[row_tiles, splits](values, indices, split_columns, *operands, SLOTS=slots, **rest)
     values, order = values.topk(n, 1)
     nan, infinite = values == torch.inf, values == LARGEST.value

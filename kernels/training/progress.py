@@ -44,6 +44,28 @@ class LogFile:
         pass
 
 
+@contextlib.contextmanager
+def announce_compilation():
+    """Context manager: log a line if Triton is still compiling kernels after two seconds.
+
+    Kernels that an earlier run has compiled are in Triton's cache on disk; loading them is not announced.
+    """
+    from triton import knobs
+    began, previous, announced = time.monotonic(), knobs.compilation.listener, False
+
+    def on_compiled(*, cache_hit, **more):
+        nonlocal announced
+        if previous is not None:
+            previous(cache_hit=cache_hit, **more)
+        if not cache_hit and not announced and time.monotonic() - began >= QUIET_SECONDS:
+            announced = True
+            log("working", "first step: compiling kernels for this GPU; later runs will find them in a cache")
+
+    knobs.compilation.listener = on_compiled
+    yield
+    knobs.compilation.listener = previous
+
+
 class Clock:
     """Times a run. Evaluations and other work do not count as training.
 

@@ -13,6 +13,7 @@ Each rank computes its share of the global loss, so that gradients and logged nu
 ranks evaluate; only rank 0 prints and writes files. Without torchrun there is one process and no
 torch.distributed.
 """
+import contextlib
 import itertools
 import json
 import logging
@@ -42,7 +43,7 @@ from .cli import (
 from .files import file_signature
 from .loop import batches
 from .pretrained import first_not_finite
-from .progress import Clock, peak_gb, step_line
+from .progress import Clock, announce_compilation, peak_gb, step_line
 from .trackers import open_tracker
 
 # Run.signals, the list of received signals, is set to this after the last step: then a signal ends the run.
@@ -155,10 +156,14 @@ class Run:
         self.clock.start(self.step)
         # the first step whose loss is not finite, or 0; on the device, to avoid a sync in each step
         self.first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
+        first_step = contextlib.ExitStack()
+        if choose_impl(self.impl, torch.empty(0, device=self.device)) == "triton":
+            first_step.enter_context(announce_compilation())
         for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
             self.step, self.values, self.shown_score = step, None, ""
             self.eval_due = step % args.eval_every == 0 or step == total
             yield step, batch
+            first_step.close()
             if self.eval_due and self.values:
                 self.clock.evaluated(self.clock.seconds() - self.logged_at)
             stop = self.asked_to_stop()

@@ -1,7 +1,7 @@
 """Compile every Triton kernel for sm_80, sm_90 and sm_100 exactly as a launch would, without a GPU.
 
     python -m pytest tests/gpu/test_compile.py                      the kernels that are nearest to a limit
-    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 1,500, ten minutes
+    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 3,000, half an hour
     python tests/gpu/test_compile.py [90]                           print registers, spills and shared memory
 
 The host functions are called as in use, with a driver that compiles for the GPU and runs nothing. The tests
@@ -24,22 +24,31 @@ TUNED = "3.6", "3.7"           # the tile sizes of the kernels were chosen with 
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # instruction of each GPU generation
 DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest"),
           ("float16", "high")]
-# titles of launches that nearly fill the registers or shared memory of some GPU; at least one of each kernel
+# Launches that nearly fill the registers or shared memory of some GPU, by dtype, precision of float32
+# products and kind of temperature. At least one of each kernel; kernels that read the temperature are here
+# with a number and with a tensor.
 TIGHT = {
-    ("bfloat16", "high"): ["forward 128 self-similarity", "small d 256 within", "small d 128 self-similarity",
-                           "small d 768 one side", "frozen keys 128 within", "large d 256 two sides",
-                           "fused 256 one side", "sigmoid 256", "forward 256 lse diagonal"],
-    ("bfloat16", "highest"): ["small d 256 all", "frozen keys 128 all", "top 64 of 256 all"],
-    ("float32", "high"): ["forward 256 one side", "fused 256 one side", "fused 256 targets", "sigmoid 256"],
-    ("float32", "highest"): ["forward 128 self-similarity", "large d 256 all", "top 64 of 256 within",
-                             "sigmoid 256"],
-    ("float16", "high"): ["forward 256 two sides", "sigmoid 256"]}
+    ("bfloat16", "high", "number"): ["forward 128 two sides", "forward 128 two sides, few",
+                                     "small d 768 one side", "frozen keys 128 within",
+                                     "large d 256 two sides", "fused 256 one side"],
+    ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal",
+                                     "small d 128 self-similarity", "small d 256 within", "sigmoid 256"],
+    ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
+    ("bfloat16", "highest", "tensor"): ["frozen keys 128 all"],
+    ("float32", "high", "number"): ["fused 256 targets", "sigmoid 256"],
+    ("float32", "high", "tensor"): ["forward 256 one side", "fused 256 one side", "sigmoid 256, other bias"],
+    ("float32", "highest", "number"): ["top 64 of 256 within", "sigmoid 256"],
+    ("float32", "highest", "tensor"): ["forward 128 self-similarity", "large d 256 all"],
+    ("float16", "high", "number"): ["forward 256 two sides"],
+    ("float16", "high", "tensor"): ["sigmoid 256"]}
 
 
-def launches(name, precision):
+def launches(name, precision, scalars):
     """Yield (title, function) for every launch with rows of the dtype `name`; calling the function launches.
 
     precision  the float32 matmul precision, which is set here
+    scalars    "number" or "tensor": what the temperature is, and the bias of sigmoid_loss. Kernels take a
+               number as an argument and read a tensor from memory
     """
     import torch
 
@@ -48,12 +57,17 @@ def launches(name, precision):
         bound,
         fused_forward_backward,
         gradient,
+        launch,
         lse_forward,
         lse_frozen_keys,
         sigmoid,
         topk,
     )
     from kernels.masks import make_mask
+
+    def is_number(scalar, x):
+        """Replace is_host_scalar, which tells numbers by their device: here all tensors are on the CPU."""
+        return scalar is number
 
     def gradients(small_d, *arguments):
         """Launch the gradient kernels for a small or a large D, whatever D is."""
@@ -66,11 +80,14 @@ def launches(name, precision):
         f()
         bound.FEW_ROWS = 0
 
+    launch.is_host_scalar = sigmoid.is_host_scalar = is_number
     torch.set_float32_matmul_precision(precision)
     half = name != "float32"
     only_features = (name, precision) == ("bfloat16", "highest")  # precision matters for features only
     like_bfloat16 = name == "float16"                             # it uses as many registers
-    t, needs, rows = torch.ones(()), (True, True, True), (torch.ones(300),) * 2
+    one, number, tensor = (torch.ones(()) for _ in range(3))
+    t, other_kind = (number, tensor) if scalars == "number" else (tensor, number)
+    needs, rows = (True, True, True), (torch.ones(300),) * 2
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
              "within": dict(within=ids),
@@ -81,7 +98,7 @@ def launches(name, precision):
             if only_features and "similar" not in mask:
                 continue
             mask = make_mask(q, k, False, **mask)
-            one_sided = q, k, t, mask, rows, None, t, 1.0, *needs, q.dtype
+            one_sided = q, k, t, mask, rows, None, one, 1.0, *needs, q.dtype
             if d in (128, 256):  # with 128 features rows stay in shared memory, with 256 they do not
                 yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
             if d == 256:
@@ -90,7 +107,7 @@ def launches(name, precision):
                 yield f"small d {d} {title}", lambda: gradients(True, *one_sided)
             if half and not like_bfloat16 and d <= heuristics.MAX_SMALL_D:
                 yield f"frozen keys {d} {title}", lambda: lse_frozen_keys.similarity_lse(q, k, t, mask)
-            for n in (2, 16, 64) if d == 256 and not like_bfloat16 else ():
+            for n in (2, 16, 64) if d == 256 and not like_bfloat16 and t is number else ():
                 yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
         if only_features:
             continue
@@ -99,22 +116,23 @@ def launches(name, precision):
         for title in ("none", "diagonal", "pair") if d != 64 or half else ():
             symmetric = make_mask(q, q, True, None if title == "none" else title)
             yield f"forward {d} lse {title}", lambda: lse_forward.forward(q, None, t, symmetric)
-        for title, needed in (("", True), (", no gradient", False)) if d == 256 else ():
-            pairs = q, square, t, t, diagonal, *[needed] * 4, q.dtype
+        for title, bias, needed in (("", t, True), (", no gradient", t, False),
+                                    (", other bias", other_kind, True)) if d == 256 else ():
+            pairs = q, square, t, bias, diagonal, *[needed] * 4, q.dtype
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
         for title, other, mask, both, columns in (
                 ("one side", square, diagonal, False, None), ("targets", square, targets, False, None),
                 ("two sides", square, diagonal, True, rows), ("self-similarity", None, pair, False, rows)):
             if d != 64 or half:
-                weights = t if title == "targets" else None
+                weights = one if title == "targets" else None
                 forward = lambda: lse_forward.forward(q, other, t, mask, both, True, weights)
                 yield f"forward {d} {title}", forward
-                if columns:
+                if title != "targets":
                     yield f"forward {d} {title}, few", lambda: without_bound(forward)
             if d == 256 and columns is None:
-                one = q, other, t, mask, None, *needs, q.dtype
-                yield f"fused {d} {title}", lambda: fused_forward_backward.softmax_loss(*one)
-            sides = q, other, t, mask, rows, columns, t, 1.0, *needs, q.dtype, True
+                loss = q, other, t, mask, None, *needs, q.dtype
+                yield f"fused {d} {title}", lambda: fused_forward_backward.softmax_loss(*loss)
+            sides = q, other, t, mask, rows, columns, one, 1.0, *needs, q.dtype, True
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, *sides)
             if half and title != "targets":
@@ -146,19 +164,20 @@ def table(chip, only=None):
     driver.set_active(recording_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
-    for name, precision in DTYPES:
-        for title, run in launches(name, precision):
-            if only and title not in only[name, precision]:
+    for (name, precision), scalars in itertools.product(DTYPES, ("number", "tensor")):
+        case = name, precision, scalars
+        for title, run in launches(*case):
+            if only and title not in only.get(case, ()):
                 continue
             run()
-            missing.discard(((name, precision), title))
+            missing.discard((case, title))
             for kernel in kernels:
                 for key, compiled in kernel.device_caches[chip][0].items():
                     if (kernel, key) not in known:
                         known.add((kernel, key))
                         row, problems = check_compiled(chip, compiled, name != "float32")
-                        line = f"sm_{chip:<4}{kernel.__name__:23}{name:9} {precision:8}{title:31}{row}"
-                        yield line, problems
+                        line = f"{kernel.__name__:23}{name:9}{precision:8}{scalars:7}{title:31}{row}"
+                        yield f"sm_{chip:<4}{line}", problems
     assert not missing, missing
 
 
@@ -196,7 +215,8 @@ def resources(cubin):
 
 
 def count_variants():
-    """Yield (loss, kernel, count): how often a kernel is compiled in a run with batches of many sizes."""
+    """Yield (loss, kernel, count, later count): how often a kernel is compiled for the first batch of a run,
+    and then for batches that are smaller."""
     import torch
     import triton.compiler
     from triton.runtime import driver
@@ -222,31 +242,36 @@ def count_variants():
     driver.set_active(recording_driver("sm_90"))
     ids, on = lambda x: torch.arange(len(x)), dict(impl="triton")
     losses = {
-        "info_nce": lambda q, k: info_nce(q[: len(q) // 3], k, offset=len(q) // 3, **on),
+        "info_nce": lambda q, k: info_nce(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),
         "clip_loss": lambda q, k: clip_loss(q, k, **on), "nt_xent": lambda q, k: nt_xent(q, k, **on),
         "queue_loss": lambda q, k: queue_loss(q, k, k.detach().new_zeros(500, k.shape[1]), **on),
         "linear": lambda q, k: linear_cross_entropy(q, k, ids(q), **on),
-        "sigmoid_loss": lambda q, k: sigmoid_loss(q[: len(q) // 3], k, offset=len(q) // 3, **on),
+        "sigmoid_loss": lambda q, k: sigmoid_loss(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),
         "within": lambda q, k: similarity_lse(q, k, within=(ids(q), ids(k)), **on).sum()}
-    for (name, loss), sizes in itertools.product(losses.items(), [(5, 16, 63, 64, 1000), (1025, 1040, 1102)]):
+    # at most 1,024 rows, or more, also where nt_xent stacks two views
+    batches = (512, 1, 5, 16, 63, 64), (1102, 1025, 1040)
+    for (name, loss), sizes in itertools.product(losses.items(), batches):
         for d, dtype in (128, torch.bfloat16), (768, torch.bfloat16), (768, torch.float32):
             for kernel in all_kernels():
                 kernel.device_caches.clear()
+            counts = []
             for n in sizes:
                 loss(*(torch.zeros(n, d, dtype=dtype, requires_grad=True) for _ in range(2))).backward()
-            for kernel in all_kernels():
-                yield name, kernel.fn.__name__, len(kernel.device_caches[90][0])
+                counts.append([len(kernel.device_caches[90][0]) for kernel in all_kernels()])
+            for kernel, first, last in zip(all_kernels(), counts[0], counts[-1]):
+                yield name, kernel.fn.__name__, first, last - first
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
 def test_other_batch_sizes_compile_few_kernels():
-    """A kernel may have variants for forward and backward, rows and columns, but not for batch sizes."""
+    """A kernel may have variants for forward and backward, rows and columns, but a short last batch compiles
+    nothing."""
     command = [sys.executable, __file__, "--variants"]
     done = subprocess.run(command, env=compiling_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines()]
-    assert len({kernel for _, kernel, count in found if int(count)}) > 12
-    assert [line for line in found if int(line[2]) > 3] == []
+    assert len({kernel for _, kernel, first, _ in found if int(first)}) > 12
+    assert [line for line in found if int(line[2]) > 2 or int(line[3])] == []
 
 
 def compiling_environment():
@@ -272,7 +297,8 @@ if __name__ == "__main__":
         for found in count_variants():
             print(*found)
         sys.exit()
-    print(f"chip   {'kernel':23}{'dtype':9} {'float32':8}{'launch':31}registers stack  shared programs/SM")
+    print(f"chip   {'kernel':23}{'dtype':9}{'float32':8}{'τ':7}{'launch':31}"
+          "registers stack  shared programs/SM")
     tight = TIGHT if "--tight" in sys.argv else None
     for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or TENSOR_CORE):
         for line, problems in table(chip, tight):

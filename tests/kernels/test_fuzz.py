@@ -46,16 +46,17 @@ LARGE_D = MANY_ROWS | {"heuristics.MAX_SMALL_D": 0}
 BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128),
           "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128),
           "gpu.fused_forward_backward.strip_height": lambda q, k: 128,
-          "blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 1}
+          "blockwise.STORED_LOGITS": 0, "blockwise.SINGLE_STRIP_LOGITS": 0,
+          "blockwise.MAX_STRIP_LOGITS": 1}
 # settings that force the code paths which a shape would select
 SETTINGS = [{}, MANY_ROWS, LARGE_D, LARGE_D | BLOCKS, MANY_ROWS | {"ops.fuses_backward": lambda *x: False},
             {"gpu.launch.is_host_scalar": lambda temperature, x: True}]
 twenty_at_a_time = pytest.mark.parametrize(
     "seeds", [range(i, min(i + 20, CASES)) for i in range(0, CASES, 20)])
 every_impl = pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
-# the fused implementations; Triton with its code paths for few rows, for many rows, and for a large D
-FUSED_CASES = [("blockwise", {}), ("triton", {}), ("triton", MANY_ROWS), ("triton", LARGE_D)]
-CASE_NAMES = ["blockwise", "triton few rows", "triton many rows", "triton large D"]
+# the fused implementations: blockwise without and with strips; Triton with its code paths for few rows, for many rows, and for a large D
+FUSED_CASES = [("blockwise", {}), ("blockwise", {"blockwise.STORED_LOGITS": 0}), ("triton", {}), ("triton", MANY_ROWS), ("triton", LARGE_D)]
+CASE_NAMES = ["stored", "blockwise", "triton few rows", "triton many rows", "triton large D"]
 fused_impls = pytest.mark.parametrize("impl, settings", FUSED_CASES, ids=CASE_NAMES)
 all_impls_and_settings = pytest.mark.parametrize(
     "impl, settings", [("eager", {}), *FUSED_CASES], ids=["eager", *CASE_NAMES])

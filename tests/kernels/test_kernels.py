@@ -426,14 +426,16 @@ def test_group_ranges(order, keys, dtype, monkeypatch):
 # ── blockwise ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-STRIPS_OF_3 = {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.MAX_STRIP_LOGITS": 1,
-               "blockwise.SINGLE_STRIP_LOGITS": 0}
+ONE_STRIP = {"blockwise.STORED_LOGITS": 0}
+STRIPS = ONE_STRIP | {"blockwise.SINGLE_STRIP_LOGITS": 0}
+STRIPS_OF_3 = STRIPS | {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.MAX_STRIP_LOGITS": 1}
 
 
+@pytest.mark.parametrize("strips", [ONE_STRIP, STRIPS_OF_3], ids=["one strip", "strips of 3"])
 @pytest.mark.parametrize("name", MASKS)
-def test_many_strips(name, monkeypatch):
-    """The rows are cut into strips of 3 instead of one strip; the last strip is shorter."""
-    patch_kernels(monkeypatch, STRIPS_OF_3)
+def test_strips(name, strips, monkeypatch):
+    """The rows are one strip, or are cut into strips of 3, the last of which is shorter."""
+    patch_kernels(monkeypatch, strips)
     q, k = unit_rows(37, 12, torch.float64, 12), unit_rows(53, 12, torch.float64, 13)
     arguments = mask_arguments(name, 37, 53)
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **arguments), q, k, impl="blockwise")
@@ -458,7 +460,7 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monk
 def test_sorted_groups_skip_other_groups(order, keys, monkeypatch):
     """For sorted groups the work is proportional to the number of pairs within groups; results are the same.
     Groups have 1 to 90 rows; some have no columns, and some columns have no rows."""
-    patch_kernels(monkeypatch, {"blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 32 * 150})
+    patch_kernels(monkeypatch, STRIPS | {"blockwise.MAX_STRIP_LOGITS": 32 * 150})
     generator = torch.Generator().manual_seed(7)
     sizes = torch.randint(1, 30, (40,), generator=generator)   # rows and columns of each group
     widths = torch.randint(0, 60, (40,), generator=generator)
@@ -500,7 +502,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_blockwise_never_holds_the_matrix(monkeypatch):
-    patch_kernels(monkeypatch, {"blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MAX_STRIP_LOGITS": 2 ** 16})
+    patch_kernels(monkeypatch, STRIPS | {"blockwise.MAX_STRIP_LOGITS": 2 ** 16})
     q, t = unit_rows(400, 8, torch.float32, 16), torch.tensor(0.1, device=DEVICE)
     ids = torch.arange(400, device=DEVICE) // 3
     for exclude in ("diagonal", (ids, ids)):

@@ -1,4 +1,6 @@
 """Progress: lines in a log, the remaining time, and trackers (--log)."""
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -8,7 +10,7 @@ import pytest
 import simcse
 from kernels.training import progress as module
 from kernels.training.progress import Clock, LogFile, progress, step_line
-from running import KEPT, metrics, rejects
+from running import KEPT, ROOT, SMALL, metrics, rejects
 
 
 @pytest.fixture
@@ -46,6 +48,51 @@ def test_long_work_is_logged_without_a_terminal(monkeypatch, capsys):
     assert second.startswith("working  replacing words: ") and " texts so far, " in second and not errors
     monkeypatch.setattr(module, "QUIET_SECONDS", 60)
     assert list(progress(range(3), "linear probe")) == [0, 1, 2] and capsys.readouterr().out == ""
+
+
+COMPILE = """
+import torch
+from triton.runtime import driver
+from kernels.cost.launches import recording_driver
+from kernels.gpu import launch
+from kernels.training import progress
+progress.QUIET_SECONDS = 0
+driver.set_active(recording_driver("sm_90"))
+with progress.announce_compilation():
+    for features in 17, 33:
+        launch.aligned_rows(torch.zeros(3, features))
+launch.aligned_rows(torch.zeros(3, 1, dtype=torch.float16))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
+def test_compilation_is_announced_once_unless_it_is_cached(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    printed = [subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+               for _ in range(2)]
+    assert [done.stderr for done in printed] == ["", ""]
+    line = "working  first step: compiling kernels for this GPU; later runs will find them in a cache\n"
+    assert [done.stdout for done in printed] == [line, ""]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
+def test_only_the_first_step_announces_compilation(cwd, monkeypatch, capsys):
+    """A stand-in for Triton reports a compiled kernel at each of two steps."""
+    from triton import knobs
+    heard, loss = [], simcse.simcse_loss
+
+    def compile_and_compute(*arguments, **named):
+        heard.append(knobs.compilation.listener)
+        if heard[-1]:
+            heard[-1](cache_hit=False, src=None)
+        return loss(*arguments, **named)
+
+    monkeypatch.setattr(simcse, "simcse_loss", compile_and_compute)
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0)
+    simcse.main([*SMALL, "--steps", "2", "--impl", "triton", "--out", "out"])
+    assert [listener is None for listener in heard] == [False, True]
+    assert capsys.readouterr().out.count("compiling kernels for this GPU") == 1
 
 
 def test_remaining_time_includes_evaluations_and_later_work(now):
