@@ -63,7 +63,7 @@ def register_gradient(op, backward, save, differentiate):
     class WithGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            arguments = *arguments[:4], *arguments[4]     # PyTorch's own work grows with their number
+            arguments = *arguments[:4], *arguments[4]
             output = op.run(*arguments)
             set_up(ctx, arguments, output)
             return output
@@ -78,6 +78,7 @@ def register_gradient(op, backward, save, differentiate):
 
     op.register_autograd(differentiate_dispatched, setup_context=set_up)
     backward.register_autograd(no_second_derivative)
+    # one tuple of all other arguments, because apply takes time for each
     op.with_gradient = lambda *arguments: WithGradient.apply(*arguments[:4], arguments[4:])
 
 
@@ -99,7 +100,7 @@ def call_op(op, q, *arguments):
 
 
 def check_not_transformed(*arguments):
-    """Raise RuntimeError if torch.func, forward-mode AD or batched gradients (is_grads_batched) are active."""
+    """Raise RuntimeError if torch.func, forward-mode AD or batched gradients (is_grads_batched) are used."""
     if (torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
             or any(is_legacy_batchedtensor(x) for x in arguments if isinstance(x, torch.Tensor))):
         raise RuntimeError(UNSUPPORTED.format("torch.func transforms (vmap, grad, jvp)"))

@@ -289,7 +289,8 @@ def row_weights(targets, classes, ignore_index, dtype):
     is_read = targets.is_cpu and not is_traced(targets)
     if is_read and not 0 <= ignore_index < classes and torch.equal(inside, targets):
         return targets, None
-    weights = torch.where(inside == targets, 1.0, torch.nan).to(dtype).masked_fill_(targets == ignore_index, 0)
+    weights = torch.where(inside == targets, 1.0, torch.nan).to(dtype)
+    weights.masked_fill_(targets == ignore_index, 0)
     if is_read and weights.isnan().any():
         row = weights.isnan().nonzero()[0].item()
         expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"

@@ -48,7 +48,7 @@ def test_instructions_per_tile_stay_under_limits():
 
 
 def test_host_time_of_small_batches():
-    """Small batches start no kernel and about as many operations as eager; --host prints one line for each."""
+    """Small batches start no kernel and no more operations than eager; --host prints one line for each."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "kernels.cost", "--host", "--loss", "nt_xent"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
