@@ -21,9 +21,9 @@ Similarities are dot products of the rows as given: pass unit rows (F.normalize)
 cosines. Functions over all pairs of rows accept an implementation as impl=...:
 
 "triton"       fused Triton kernels, on CUDA GPUs
-"blockwise"    plain PyTorch over blocks of rows, on any device, float64 too
+"blockwise"    plain PyTorch over blocks of rows, on any device, float64 too; a small matrix is stored
 "eager"        the textbook formula with the (N, M) matrix stored: the oracle and the baseline
-"auto"         "triton" on CUDA, else "blockwise"
+"auto"         "triton" on CUDA if the matrix is large (above 2048 × 2048), else "blockwise"
 
 Every public function raises ValueError if an argument does not fit; the message names the argument, what was
 found and what is expected. The first use of a function raises ImportError if torch or triton is older than

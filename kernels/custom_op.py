@@ -33,7 +33,7 @@ def register_op(name, schema):
 def cat_rows(parts):
     """Return torch.cat(parts) without autocast: on the CPU, its cat accepts no half type but its own."""
     device_type = parts[0].device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         with torch.autocast(device_type, enabled=False):
             return torch.cat(parts)
     return torch.cat(parts)
@@ -63,7 +63,7 @@ def register_gradient(op, backward, save, differentiate):
     class WithGradient(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            arguments = *arguments[:4], *arguments[4]     # PyTorch's own work grows with their number
+            arguments = *arguments[:4], *arguments[4]
             output = op.run(*arguments)
             set_up(ctx, arguments, output)
             return output
@@ -78,6 +78,7 @@ def register_gradient(op, backward, save, differentiate):
 
     op.register_autograd(differentiate_dispatched, setup_context=set_up)
     backward.register_autograd(no_second_derivative)
+    # one tuple of all other arguments, because apply takes time for each
     op.with_gradient = lambda *arguments: WithGradient.apply(*arguments[:4], arguments[4:])
 
 
@@ -99,7 +100,7 @@ def call_op(op, q, *arguments):
 
 
 def check_not_transformed(*arguments):
-    """Raise RuntimeError if torch.func, forward-mode AD or batched gradients (is_grads_batched) are active."""
+    """Raise RuntimeError if torch.func, forward-mode AD or batched gradients (is_grads_batched) are used."""
     if (torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
             or any(is_legacy_batchedtensor(x) for x in arguments if isinstance(x, torch.Tensor))):
         raise RuntimeError(UNSUPPORTED.format("torch.func transforms (vmap, grad, jvp)"))

@@ -1,5 +1,8 @@
 """Choose the kernels by shapes and dtypes, never by values: no GPU synchronisation; fake tensors work too.
 
+A small matrix of logits (blockwise.is_small) is stored, and computed by PyTorch operations (stored.py): the
+host starts them faster than kernels. For larger ones, on a GPU:
+
 "Small D" means: half types, any mask but "target" (linear_cross_entropy), and at least one of these: D ≤ 256,
 at most FEW_ROWS rows, groups (within=). "Large D" is everything else.
 

@@ -96,7 +96,8 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     q, k, temperature, product_dtype = prepare_inputs(q, k, temperature)  # q is float32 if either of them was
     check_flag("normalize", normalize)
     queue = queue.detach()
-    impl = choose_impl(impl, q, q.shape[0], queue.shape[0])
+    # no shape, so Triton on a GPU even for few rows: it starts 5 operations there, stored.py 22
+    impl = choose_impl(impl, q)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"k: {len(k)} rows, expected {len(q)} like q")
     if normalize:
@@ -288,8 +289,8 @@ def row_weights(targets, classes, ignore_index, dtype):
     is_read = targets.is_cpu and not is_traced(targets)
     if is_read and not 0 <= ignore_index < classes and torch.equal(inside, targets):
         return targets, None
-    one, nan = (torch.full((), x, dtype=dtype, device=targets.device) for x in (1.0, torch.nan))
-    weights = torch.where(inside == targets, one, nan).masked_fill_(targets == ignore_index, 0)
+    weights = torch.where(inside == targets, 1.0, torch.nan).to(dtype)
+    weights.masked_fill_(targets == ignore_index, 0)
     if is_read and weights.isnan().any():
         row = weights.isnan().nonzero()[0].item()
         expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"

@@ -84,9 +84,8 @@ def lse_backward(q, k, temperature, grad, stats, *rest):
         dq, dk, dt = backward(q, k, temperature, mask, grad, stats, *needs)
         return dq.to(dtype), dk.to(dtype), dt
     from .gpu import gradient
-    # the kernels expect |dloss/dlse| ≤ 1; NaN and infinity in one row must not change the scale of the others
-    size = grad.abs()
-    largest = size.where(size < torch.inf, 0).amax().clamp(min=torch.finfo(torch.float32).tiny)
+    # the kernels expect |dloss/dlse| ≤ 1
+    largest = stored.largest_finite(grad)
     rows = stats, (grad / largest).contiguous()
     columns = rows if k is None else None
     return gradient.gradients(q, k, temperature, mask, rows, columns, largest, 1.0, *needs, dtype)
@@ -179,7 +178,7 @@ def differentiate_frozen_keys(ctx, grad, _):
 
 register_gradient(frozen_keys, frozen_keys_backward, save_mean_keys, differentiate_frozen_keys)
 
-# ── losses that compute their gradients in forward ─────────────────────────────────────────────────────────
+# ── backward of losses that compute their gradients in forward ─────────────────────────────────────────────
 
 
 @register_op("loss_backward",
@@ -210,7 +209,7 @@ def scale_saved_gradients(ctx, grad, *_):
     if torch.is_grad_enabled() or is_traced(grad):
         return only_needed(needs[:4], call_op(loss_backward, q, k, temperature, bias, grad, *gradients))
     check_not_transformed(grad)
-    dq, dk, dt, db = gradients                         # the common case, without the overhead of an operation
+    dq, dk, dt, db = gradients                    # the usual case; calling an operation would take longer
     return (scaled_copy(dq, grad, q.dtype) if needs[0] else None,
             scaled_copy(dk, grad, q.dtype) if needs[1] else None,
             dt * grad if needs[2] else None, db * grad if needs[3] else None)
@@ -234,8 +233,8 @@ def softmax_loss(q, k, temperature, weights, both, *rest):
     elements. Or backward computes the gradients from stats and dloss_dlse: then dq, dk and dτ have no
     elements.
 
-    both     True: the mean of the row-softmax loss (dim=1) and the column-softmax loss (dim=0), and sides is 2;
-             False: only the row-softmax loss, and sides is 1
+    both     True: the mean of the row-softmax loss (dim=1) and the column-softmax loss (dim=0), and sides is
+             2; False: only the row-softmax loss, and sides is 1
     weights  (N,) row weights; a row of q with weight 0 is ignored and may contain NaN
     """
     mask, impl, product_dtype, needs = unpack(rest)

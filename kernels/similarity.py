@@ -41,7 +41,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  in the same dtype as without normalize. A zero row has cosine 0 with every row. As in
                  F.normalize, a norm below 1e-12 counts as 1e-12, so the gradient of a zero row is about
                  1e12 (infinite in float16). A norm above 1.8e19 overflows, so that the row becomes a zero row
-    impl         "auto" (Triton on CUDA, blockwise elsewhere) | "triton" | "blockwise" | "eager"
+    impl         "auto" (Triton on CUDA if N·M > 2²², else blockwise) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; -inf with gradient 0
                  for a row without columns
     raises       RuntimeError for a second derivative, forward mode and torch.func; impl="eager" supports them
@@ -53,7 +53,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     memory       beside inputs and gradients, at most float32 copies of them, O((N + M)·D), and 160 MiB, or
                  544 MiB if a loss computes its gradient in forward; WEIGHT_BUFFER_BYTES and STRIP_BYTES in
                  kernels.heuristics may be set lower. blockwise: 64 MiB, or 32 rows of logits if more;
-                 eager: O(N·M)
+                 eager: O(N·M). A small matrix is stored, in at most 64 MiB: N·M ≤ 2²² on CUDA, 2¹⁸ elsewhere
     source       van den Oord et al. 2018, eq. 4
     """
     self_similarity = k is None

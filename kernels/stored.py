@@ -53,7 +53,8 @@ def masked_logits(q, k, temperature, mask):
     """Return q·kᵀ/τ, −∞ where masked."""
     s = product(q, k.T, reciprocal(temperature))
     if mask.exclude not in ("none", "diagonal", "pair") or any(part is not None for part in mask[1:7]):
-        return s.masked_fill_(excluded(mask, torch.arange(q.shape[0], device=q.device), k.shape[0]), -torch.inf)
+        rows = torch.arange(q.shape[0], device=q.device)
+        return s.masked_fill_(excluded(mask, rows, k.shape[0]), -torch.inf)
     if mask.exclude == "pair":
         s.fill_diagonal_(-torch.inf)
     if mask.exclude != "none":
@@ -171,7 +172,7 @@ def positives(x, mask):
 
 
 def mean_over_labels(s, labels):
-    """Return (loss of each row (N,), gradients of their sum in s): the mean of −log p over the row's label."""
+    """Return (loss of each row (N,), gradient of their sum in s): the mean of −log p over the row's label."""
     same = (labels[:, None] == labels).fill_diagonal_(False)
     count = same.sum(1, keepdim=True, dtype=s.dtype)
     target = same / count.clamp(min=1)

@@ -1,5 +1,6 @@
 """Fixtures. Tests run without the model hub and, on a machine without a GPU, with Triton's interpreter."""
 import functools
+import importlib.util
 import os
 import platform
 import signal
@@ -23,6 +24,9 @@ if not torch.cuda.is_available():
     torch.set_num_threads(1)                            # makes runs bitwise reproducible
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from interpreter import make_interpreter_faster
+    make_interpreter_faster()
 ON_THE_GPU = """test_kernels test_ops test_fuzz test_losses test_pair_losses test_chunks
     test_compile""".split()
 

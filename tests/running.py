@@ -9,7 +9,6 @@ import multiprocessing.forkserver
 import os
 import re
 import socket
-import subprocess
 import sys
 import types
 import weakref
@@ -39,6 +38,13 @@ def few_images(folder, rows=40):
     with np.load(DATA / "shapes.npz") as file:
         np.savez(folder / "few.npz", **{key: file[key][:rows] for key in file.files})
     return folder / "few.npz"
+
+
+def few_pairs(folder, rows=10):
+    """Write the first scored pairs of sts.tsv to a new file for --dev, and return its path."""
+    lines = (DATA / "sts.tsv").read_bytes().splitlines(True)
+    (folder / "few.tsv").write_bytes(b"".join(lines[: 1 + rows]))
+    return folder / "few.tsv"
 
 
 def small_bert(folder):
@@ -155,12 +161,27 @@ def one_of_several(rank, world_size, port, name, out, flags):
 
 
 def start(name, out, *flags, before=None, **variables):
-    """Start a script in a new process, which calls before() first. variables: environment variables."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
-    command = [sys.executable, "-u", f"{name}.py", *flags, "--out", out]
-    return subprocess.Popen([*map(str, command)], cwd=ROOT, env=env, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, preexec_fn=before)
+    """Start a script in a forked process, and return it. The file `out`.err gets what it writes to stderr.
+
+    before      function without arguments that the process calls first
+    variables   environment variables of the process
+    """
+    arguments = name, [*map(str, flags), "--out", str(out)], f"{out}.err", before, variables
+    process = fork_context().Process(target=run_in_fork, args=arguments)
+    process.start()
+    return process
+
+
+def run_in_fork(name, flags, errors, before, variables):
+    """Run a script in this process, which `start` has forked."""
+    os.environ.update(variables)
+    for path, descriptor in ((os.devnull, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    torch.cuda.is_available = lambda: False
+    torch.set_num_threads(1)
+    if before:
+        before()
+    importlib.import_module(name).main(flags)
 
 
 def rejects(name, capfd, wanted, *argv):

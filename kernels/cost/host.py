@@ -21,11 +21,11 @@ from .launches import simulated_gpu
 
 ROWS = 64, 256, 1024
 FEATURES = 16
-NO_LAUNCH = "empty", "local_scalar", "aten::full"              # full: makes a tensor on the CPU of a number
+NO_LAUNCH = "empty", "local_scalar", "aten::full"              # full makes a CPU tensor of a number
 
 
 def textbook(loss):
-    """Return a loss as users write it, as a function (q, k, targets) → scalar: without checks of arguments."""
+    """Return a loss as users write it, as a function (q, k, targets) → scalar, without checks."""
     tau = torch.tensor(TAU)
     functions = {
         "nt_xent": lambda q, k, targets: eager.nt_xent(q[:len(q) // 2], k[:len(q) // 2], tau),
@@ -73,8 +73,9 @@ def microseconds(steps, repeats=20, calls=20):
 
 
 def half_product(a, b, factor=None):
-    """Return stored.product in half precision: the CPU's product has no float32 result."""
-    s = torch.mm(a, b)
+    """Start the operations of stored.product: the CPU has no product of half rows with a float32 result."""
+    torch.mm(a, b)
+    s = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
     return s if factor is None else s.mul_(factor)
 
 
@@ -88,8 +89,8 @@ def measure(loss, rows, chip):
             name = f"kernels.gpu.{module}.is_host_scalar"
             stack.enter_context(patch(name, lambda scalar, x: not scalar.requires_grad))
         stack.enter_context(patch.object(losses, "is_traced", lambda x: True))
-        stack.enter_context(patch.object(stored, "operands", lambda q, k, temperature: (q, q if k is None else k)))
-        stack.enter_context(patch.object(stored, "product", half_product))
+        patch_stored = {"operands": lambda q, k, tau: (q, q if k is None else k), "product": half_product}
+        stack.enter_context(patch.multiple(stored, **patch_stored))
         steps = {impl: make_step(loss, rows, impl) for impl in ("eager", "blockwise", "triton")}
         for impl, step in steps.items():
             step()                                              # compiles kernels
@@ -105,13 +106,16 @@ def measure(loss, rows, chip):
 
 
 def report(chip, chosen=None, sizes=ROWS):
-    """Yield the lines of the table: one for each loss and number of rows; chosen is one loss, or None."""
-    titles = "eager", "auto", "triton"
-    yield f"{'µs (launches + operations)':30}{'rows':>5}" + "".join(f"{title:>20}" for title in titles) + "  auto"
+    """Yield the lines of the table: one per loss and number of rows; chosen is a loss, or None: all."""
+    yield "µs per step on this CPU (Triton launches + PyTorch operations); auto: what impl='auto' chooses"
+    titles = "eager", "blockwise", "triton"
+    yield f"{'loss':22}{'rows':>5}{titles[0]:>15}{titles[1]:>15}{titles[2]:>15}  auto"
     for loss in [chosen] if chosen else MIN_FLOP:
         for rows in sizes:
             found = measure(loss, rows, chip)
-            auto = "blockwise" if rows * rows <= STORED_LOGITS_ON_GPU else "triton"
-            cells = [found["eager"], found[auto], found["triton"]]
-            text = "".join(f"{f'{us:.0f} ({launches} + {operations})':>20}" for us, launches, operations in cells)
-            yield f"{loss:30}{rows:>5}{text}  {auto}, {cells[1][0] / cells[0][0]:.2f} of eager"
+            is_small = rows * rows <= STORED_LOGITS_ON_GPU and loss != "queue_loss"
+            auto = "blockwise" if is_small else "triton"
+            cells = (f"{us:.0f} ({launches} + {operations})" for us, launches, operations in found.values())
+            ratio = found[auto][0] / found["eager"][0]
+            text = "".join(f"{cell:>15}" for cell in cells)
+            yield f"{loss:22}{rows:>5}{text}  {auto}, {ratio:.2f} of eager"

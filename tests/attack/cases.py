@@ -179,18 +179,18 @@ def watch(names, action, reached):
 
     def call(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_name == remaining[0] and code.co_filename.startswith(OUR_FILES):
+        if code.co_name == remaining[0] and code.co_filename.startswith(OUR_FILES):
             del remaining[0]
             if not remaining:
                 act()
 
     def act():
-        sys.setprofile(None)
+        sys.settrace(None)
         Path(reached).touch()
         action()
 
     if remaining:
-        sys.setprofile(call)
+        sys.settrace(call)                                     # slows the run less than sys.setprofile
     else:
         act()
 
@@ -273,7 +273,8 @@ def make_good_files(here):
     files = {"nli.csv": "few.csv", "sentences.txt": "few.txt", "sts.tsv": "sts.tsv",
              "entities.tsv": "entities.tsv", "topics.tsv": "topics.tsv"}
     for name, new in files.items():
-        (here / new).write_bytes(b"".join((DATA / name).read_bytes().splitlines(True)[:25]))
+        lines = (DATA / name).read_bytes().splitlines(True)[: 9 if name == "sts.tsv" else 25]
+        (here / new).write_bytes(b"".join(lines))
     lines = (here / "few.txt").read_text("utf-8").splitlines(True)
     (here / "documents.txt").write_text("\n".join("".join(lines[i : i + 4]) for i in range(0, 24, 4)),
                                         "utf-8")

@@ -142,7 +142,7 @@ def worker_cases():
         yield stopped(f"{kind.name} {to}, workers in a step", script, argv, expected="stopped",
                       message=STEP.format(1), at=("compute_loss", partial(send, kind, group)))
     yield stopped("kill -9 of the first", "simclr", argv, expected="killed", at=("compute_loss", kill))
-    yield stopped("a worker is killed", "simclr", [*argv, "--steps", 60, "--eval-every", 20],
+    yield stopped("a worker is killed", "simclr", [*argv, "--steps", 20, "--eval-every", 5],
                   expected="one line", at=("write_state compute_loss", kill_worker),
                   message="a process that decoded images was killed, perhaps by lack of memory; "
                           "try fewer --workers; the checkpoint in --out is complete")

@@ -47,6 +47,19 @@ def test_instructions_per_tile_stay_under_limits():
     assert set(seen) == tiles | {(kernel, d, False) for kernel, d, _ in tiles if d == 128}
 
 
+def test_host_time_of_small_batches():
+    """Small batches start no kernel and no more operations than eager; --host prints one line for each."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "kernels.cost", "--host", "--loss", "nt_xent"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    rows = re.findall(r"nt_xent +(\d+)" + 3 * r" +(\d+) \((\d+) \+ (\d+)\)" + r"  (\w+), [\d.]+ of eager",
+                      done.stdout)
+    assert [row[0] for row in rows] == ["64", "256", "1024"]
+    for _, *eager, us, launches, operations, triton_us, triton_launches, _, auto in rows:
+        assert eager[1] == launches == "0" and auto == "blockwise" and int(triton_launches) >= 2
+        assert int(operations) <= int(eager[2]) and min(map(int, (us, triton_us))) > 0
+
+
 SASS = """
  /*0000*/                   S2R R0, SR_TID.X ;                 /* 0x0 */
  /*0010*/              @!P0 BRA 0x00f0 ;                       /* 0x0 */

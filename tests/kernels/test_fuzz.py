@@ -54,8 +54,10 @@ SETTINGS = [{}, MANY_ROWS, LARGE_D, LARGE_D | BLOCKS, MANY_ROWS | {"ops.fuses_ba
 twenty_at_a_time = pytest.mark.parametrize(
     "seeds", [range(i, min(i + 20, CASES)) for i in range(0, CASES, 20)])
 every_impl = pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
-# the fused implementations: blockwise without and with strips; Triton with its code paths for few rows, for many rows, and for a large D
-FUSED_CASES = [("blockwise", {}), ("blockwise", {"blockwise.STORED_LOGITS": 0}), ("triton", {}), ("triton", MANY_ROWS), ("triton", LARGE_D)]
+# the fused implementations: blockwise with the matrix stored and with strips; Triton with its code paths for
+# few rows, for many rows, and for a large D
+FUSED_CASES = [("blockwise", {}), ("blockwise", {"blockwise.STORED_LOGITS": 0}),
+               ("triton", {}), ("triton", MANY_ROWS), ("triton", LARGE_D)]
 CASE_NAMES = ["stored", "blockwise", "triton few rows", "triton many rows", "triton large D"]
 fused_impls = pytest.mark.parametrize("impl, settings", FUSED_CASES, ids=CASE_NAMES)
 all_impls_and_settings = pytest.mark.parametrize(

@@ -377,10 +377,10 @@ def test_resume_after_kill(trial, uninterrupted, tmp_path):
     """The sweep is killed (SIGKILL) in the second or third trial."""
     process = start("childtuning", tmp_path / "out", *uninterrupted[0], "--keep-state", "always")
     path = tmp_path / "out" / trial / "metrics.jsonl"
-    while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= 2):
+    while process.is_alive() and not (path.exists() and path.read_text().count("\n") >= 2):
         time.sleep(0.005)
     process.kill()
-    process.communicate()
+    process.join()
     assert not (tmp_path / "out" / "model.safetensors").exists()
     check_same_sweep(run_sweep(tmp_path / "out", "--resume"), tmp_path / "out", uninterrupted)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import simcse
-from running import DATA, SENTENCES, rejects, run
+from running import DATA, SENTENCES, few_pairs, rejects, run
 
 PICTURES = np.load(DATA / "shapes.npz")
 SCORED = ["simcse", "ease", "vascl", "dclr", "selfguided"]
@@ -28,7 +28,7 @@ def test_scored_pairs(name, cwd, bert, capsys):
     """With several --test files, the last line has the mean of their scores. This folder has no saved
     pooling, so --pooling gives it."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
-    flags = ["--test", "one.tsv", DATA / "sts.tsv"]
+    flags = ["--test", "one.tsv", few_pairs(Path(), 30)]
     last = evaluate(name, capsys, "--model", bert, "--pooling", "avg", *flags)
     alone = (["--model", bert, "--pooling", "avg", "--test", file] for file in flags[1:])
     files = [evaluate(name, capsys, *flags) for flags in alone]

@@ -24,6 +24,7 @@ from running import (
     embed_unbatched,
     equal,
     few_images,
+    few_pairs,
     metrics,
     run,
     run_distributed,
@@ -55,17 +56,28 @@ def code_in(folder):
     return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.py")}
 
 
-def small(name, folder, rows=36):
-    """Return the script's flags, with files cut to the first rows: 36 are four batches of 8 and one of 4."""
+def small(name, folder, rows=36, dev=True):
+    """Return the script's flags, with files cut to the first rows: 36 are four batches of 8 and one of 4.
+
+    dev     whether --dev is given, with ten pairs
+    """
     flags = []
     for flag in SCRIPTS[name]:
-        if isinstance(flag, Path) and flag.is_file():
+        if flag == DATA / "sts.tsv":
+            flag = few_pairs(folder)
+        elif isinstance(flag, Path) and flag.is_file():
             header = 0 if flag.suffix == ".txt" else 1
             lines = flag.read_bytes().splitlines(True)[: header + rows]
             flag = folder / flag.name
             flag.write_bytes(b"".join(lines))
         flags.append(flag)
-    return [*flags, "--batch-size", 8]
+    return [*(flags if dev else without_dev(flags)), "--batch-size", 8]
+
+
+def without_dev(flags):
+    """Return the flags without --dev and its file."""
+    at = flags.index("--dev")
+    return [*flags[:at], *flags[at + 2 :]]
 
 
 def test_every_script_needs_only_itself_and_kernels(tmp_path):
@@ -118,7 +130,7 @@ def test_learns(name, tmp_path):
 
 @every_script
 def test_loss_falls_when_one_batch_repeats(name, tmp_path):
-    losses = run(name, tmp_path / "out", *small(name, tmp_path, 8), "--steps", 15).losses
+    losses = run(name, tmp_path / "out", *small(name, tmp_path, 8, dev=False), "--steps", 15).losses
     assert max(losses[-3:]) < 0.6 * losses[0]
 
 
@@ -129,8 +141,7 @@ def test_resume_is_bitwise_exact_and_evaluation_changes_nothing(name, flags, tmp
     """The interrupted run saved its state at the evaluation after step 3, so --resume repeats step 4. Step 6
     is the first of the second epoch."""
     flags = [*small(name, tmp_path), "--steps", 6, *flags]
-    dev = flags.index("--dev")
-    never = [*flags[:dev], *flags[dev + 2 :], "--eval-every", 100]
+    never = [*without_dev(flags), "--eval-every", 100]
     check_resume(name, tmp_path, [*flags, "--eval-every", 3], never, 4, [2, 0])
 
 
@@ -139,7 +150,7 @@ def test_resume_is_bitwise_exact_and_evaluation_changes_nothing(name, flags, tmp
 def test_chunks_give_the_gradient_of_the_whole_batch(name, size, tmp_path, monkeypatch):
     """A step with --chunk-size equals a step that keeps the graphs of all chunks. Both encode the same
     chunks, because the model has dropout."""
-    flags = [*small(name, tmp_path), "--steps", 1, "--chunk-size", size]
+    flags = [*small(name, tmp_path, dev=False), "--steps", 1, "--chunk-size", size]
     chunked = run(name, tmp_path / "chunked", *flags)
 
     def embed_at_once(embed, chunks, module):
@@ -159,7 +170,8 @@ def test_chunks_give_the_gradient_of_the_whole_batch(name, size, tmp_path, monke
 def test_several_processes_equal_one(name, flags, tmp_path, bert):
     """Three processes with unequal shares of a batch and --chunk-size equal one process without --chunk-size.
     The model has no dropout."""
-    flags = [*small(name, tmp_path), "--model", bert, "--pooling", "avg", "--steps", 6, "--lr", 1e-3, *flags]
+    flags = [*small(name, tmp_path, dev=False), "--model", bert, "--pooling", "avg", "--lr", 1e-3, *flags]
+    flags += ["--steps", 6]
     if name == "ease":                                         # its entity term has little weight by default
         flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]
     one = run(name, tmp_path / "one", *flags)

@@ -88,6 +88,10 @@ def check_gather_rows(rank):
             with pytest.raises(ValueError, match=rf"k has .* start at {own.start}; .*own_rows\(8\)\.start"):
                 loss(z[own], keys)
     similarity_lse(z[own], keys)                               # without exclude it needs no offset
+    halves = z[own].half().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):                # the other half type
+        gather_rows(halves, 8).sum().backward()
+    assert torch.equal(halves.grad, torch.full_like(halves, dist.get_world_size()))
 
 
 def make_gradients(rank):

@@ -1,5 +1,6 @@
 """Whole runs: --out, --resume, a full disk, a dead rank, a loss that is NaN. Signals are tested in
 test_failures.py, kills in tests/attack."""
+import functools
 import json
 import os
 import re
@@ -15,9 +16,9 @@ from safetensors.torch import load_file
 
 import simcse
 from kernels.training.cli import command, fail, log
-from running import DATA, KEPT, SMALL, equal, free_port, rejects, run, start
+from running import DATA, KEPT, SMALL, equal, few_pairs, free_port, rejects, run, start
 
-TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--dev", DATA / "sts.tsv", "--batch-size", 8]
+TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--batch-size", 8]
 IMAGES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
 SCRIPTS = {"simcse": TEXT, "moco": [*IMAGES, "--queue-size", 64, "--bn-splits", 2]}
 every_script = pytest.mark.parametrize("name", SCRIPTS)
@@ -25,11 +26,11 @@ every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 def wait_for_step(process, out, step):
     deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
+    while time.time() < deadline and process.is_alive():
         if (out / "metrics.jsonl").is_file() and (out / "metrics.jsonl").read_text().count("\n") >= step:
             return
         time.sleep(0.02)
-    raise AssertionError(f"no step {step}: {process.communicate()}")
+    raise AssertionError(f"no step {step}: {Path(f'{out}.err').read_text()}")
 
 
 def last_step(out):
@@ -39,7 +40,7 @@ def last_step(out):
 @pytest.mark.parametrize("keep, left", [("always", True), ("running", False), ("never", False)])
 def test_keep_state(keep, left, tmp_path, monkeypatch):
     """state.pt exists during the run, except with never. --resume may change --keep-state."""
-    flags = [*TEXT, "--steps", 2, "--eval-every", 1]
+    flags = [*TEXT, "--dev", few_pairs(tmp_path), "--steps", 2, "--eval-every", 1]
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr("simcse.all_reduce_gradients", Mock(side_effect=[None, KeyboardInterrupt]))
         run("simcse", tmp_path / "out", *flags, "--keep-state", keep)
@@ -58,7 +59,7 @@ def test_state_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *x, name=name, real=real: calls.append((name, *x)) or real(*x))
-    result = run("simcse", tmp_path / "out", *TEXT, "--steps", 1)
+    result = run("simcse", tmp_path / "out", *TEXT, "--dev", few_pairs(tmp_path), "--steps", 1)
     assert re.search(r"  dev -?\d+\.\d\d best$", result.said["1/1"])
     renames = [i for i, call in enumerate(calls) if str(call[-1]).endswith("state.pt")]
     assert len(renames) == 1 and calls[renames[0] - 1][0] == "fsync"
@@ -80,13 +81,11 @@ def test_full_disk_is_one_line_and_keeps_the_checkpoint(written, tmp_path, half)
     out = shutil.copytree(half, tmp_path / "out")
     before = {name: (out / name).read_bytes() for name in ("model.safetensors", "state.pt")}
     most = 100_000 if written == "nothing" else sum(map(len, before.values())) // 2
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (most, most))
     full = start("simcse", out, *TEXT, "--steps", 4, "--eval-every", 2, "--resume", before=limit)
-    _, errors = full.communicate(timeout=120)
-    assert full.returncode == 2 and errors.count("\n") == 1, errors
+    full.join(120)
+    errors = Path(f"{out}.err").read_text()
+    assert full.exitcode == 2 and errors.count("\n") == 1, errors
     assert "the checkpoint in --out is complete" in errors
     kept = before if written == "nothing" else {"state.pt": before["state.pt"]}
     assert kept == {name: (out / name).read_bytes() for name in kept} and last_step(out) == 2
@@ -94,12 +93,13 @@ def test_full_disk_is_one_line_and_keeps_the_checkpoint(written, tmp_path, half)
 
 def test_dead_rank_ends_the_others(tmp_path):
     group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    flags = [*TEXT, "--steps", 500]
-    ranks = [start("simcse", tmp_path / "out", *flags, RANK=rank, LOCAL_RANK=rank, **group) for rank in "01"]
-    wait_for_step(ranks[0], tmp_path / "out", 2)
+    out, flags = tmp_path / "out", [*TEXT, "--steps", 500]
+    ranks = [start("simcse", out, *flags, RANK=rank, LOCAL_RANK=rank, **group) for rank in "01"]
+    wait_for_step(ranks[0], out, 2)
     ranks[1].kill()
-    _, errors = ranks[0].communicate(timeout=60)
-    assert ranks[0].returncode == 2 and "another process of this run has died or hangs" in errors
+    ranks[0].join(60)
+    errors = Path(f"{out}.err").read_text()
+    assert ranks[0].exitcode == 2 and "another process of this run has died or hangs" in errors
 
 
 @every_script

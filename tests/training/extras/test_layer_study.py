@@ -10,7 +10,7 @@ import selfguided
 from formulas import POOL
 from kernels.training.text.layers import pool_tokens
 from kernels.training.text.sts import load_sts, spearman
-from running import DATA, SMALL, rejects, run
+from running import DATA, SMALL, few_pairs, rejects, run
 
 
 @pytest.mark.parametrize("pooling, pool", POOL.items())
@@ -35,9 +35,7 @@ def print_layers(model, folder, capsys, *flags):
 def test_evaluated_layers(tmp_path, bert, capsys):
     """The scores equal their definitions. Those of [CLS] and the mean of the last layer are also printed by
     --evaluate with --pooling cls and avg. No other file is written."""
-    sts = tmp_path / "sts.tsv"
-    lines = (DATA / "sts.tsv").read_text(encoding="utf-8").splitlines(True)
-    sts.write_text("".join(lines[:40]))
+    sts = few_pairs(tmp_path, 40)
     printed, table = print_layers(bert, tmp_path, capsys, "--dev", sts)
     assert printed[0] == ["layer", *table["poolings"]] == ["layer", "cls", "mean", "max"]
     rows, pairs = table["evaluated"], load_sts(sts)
@@ -60,13 +58,14 @@ def test_evaluated_layers(tmp_path, bert, capsys):
         selfguided.main(["--evaluate", "--model", str(bert), "--dev", str(sts), "--pooling", pooling])
         printed = re.search(r"^dev +([\d.-]+)", capsys.readouterr().out, re.M)
         assert float(printed[1]) == pytest.approx(found, abs=0.01)
-    assert {path.name for path in tmp_path.iterdir()} == {"study.json", "sts.tsv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"study.json", "few.tsv"}
 
 
 def test_layers_before_and_after_training(tmp_path, capsys, folder_of):
     """The tables show the frozen copy (without the dropout of --form code) and the best checkpoint. With a
     decoder, the last token takes the place of the first."""
-    flags = ["--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv", "--batch-size", 12, "--steps", 2]
+    sts = few_pairs(tmp_path, 40)
+    flags = ["--data", DATA / "sentences.txt", "--dev", sts, "--batch-size", 12, "--steps", 2]
     flags += ["--projection-dim", 16, "--form", "code", "--lr", 1e-2, "--eval-every", 1, "--layer-study"]
     for family in "Bert", "Qwen2":
         model, out = folder_of(family), tmp_path / family
@@ -75,7 +74,7 @@ def test_layers_before_and_after_training(tmp_path, capsys, folder_of):
         assert set(table) == {"untrained", "trained", "poolings"}
         assert table["untrained"] != table["trained"] and len(table["trained"]) == 4
         for name, folder in ("untrained", model), ("trained", out):
-            _, alone = print_layers(folder, tmp_path, capsys, "--dev", DATA / "sts.tsv")
+            _, alone = print_layers(folder, tmp_path, capsys, "--dev", sts)
             assert alone["poolings"] == table["poolings"]
             assert alone["evaluated"] == [pytest.approx(row, abs=0.02) for row in table[name]]
         best = float(result.said["done"].split()[4])

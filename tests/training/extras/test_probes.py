@@ -204,7 +204,8 @@ TEST_FLAGS = "--seed 5 --test sts --transfer topics.tsv topics.tsv,more.tsv --cl
 def test_evaluation_prints_the_final_scores_of_the_run(name, topics, bert, capsys):
     """The scores are those of the best checkpoint, which at this learning rate is not the last one."""
     data = {"ease": DATA / "entities.tsv", "selfguided": DATA / "sts.tsv"}.get(name, DATA / "sentences.txt")
-    flags = ["--data", data, "--model", bert, "--steps", 3, "--batch-size", 20, "--max-length", 50,
+    Path(data.name).write_bytes(b"".join(data.read_bytes().splitlines(True)[:61]))         # three batches
+    flags = ["--data", data.name, "--model", bert, "--steps", 3, "--batch-size", 20, "--max-length", 50,
              "--lr", 0.05, "--dev", "sts/sts1.tsv", "--eval-every", 1]
     flags += ["--guide", bert] if name == "dclr" else []
     main, labels = importlib.import_module(name).main, ("test", "transfer", "cluster")

@@ -89,8 +89,10 @@ def test_classification_metrics(labels, n):
 
 
 SHAPE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5)
-KINDS = {"bert": {}, "distilbert": {}, "roberta": dict(pad_token_id=0), "electra": dict(embedding_size=16),
-         "gpt2": {}, "xlnet": dict(d_head=8), "t5": dict(eos_token_id=3, decoder_start_token_id=0)}
+INNER = dict(intermediate_size=32)
+KINDS = {"bert": INNER, "distilbert": dict(hidden_dim=32), "roberta": INNER | dict(pad_token_id=0),
+         "electra": INNER | dict(embedding_size=16), "gpt2": {}, "xlnet": dict(d_head=8, d_inner=32),
+         "t5": dict(d_kv=8, d_ff=32, num_decoder_layers=1, eos_token_id=3, decoder_start_token_id=0)}
 
 
 @pytest.mark.parametrize("kind", KINDS)

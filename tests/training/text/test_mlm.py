@@ -45,7 +45,8 @@ def test_mask_tokens():
 @pytest.mark.parametrize("impl", ["blockwise", "eager"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_decoder_loss(impl, bias, monkeypatch):
-    for name, value in dict(STORED_LOGITS=0, SINGLE_STRIP_LOGITS=0, MIN_STRIP_ROWS=3, MAX_STRIP_LOGITS=1).items():
+    strips = dict(STORED_LOGITS=0, SINGLE_STRIP_LOGITS=0, MIN_STRIP_ROWS=3, MAX_STRIP_LOGITS=1)
+    for name, value in strips.items():
         monkeypatch.setattr(blockwise, name, value)
     hidden, weight, biases = randn(7, 5, 11), randn(13, 5, 12), randn(13, 1, 13)[:, 0]
     targets = torch.tensor([0, 12, 3, 3, 7, 1, 0])
