@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads this when the kernels are imported
     torch.set_num_threads(1)                            # makes runs bitwise reproducible
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.fsync = lambda file: None                            # tests need no files that survive a power failure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreter import make_interpreter_faster
