@@ -45,7 +45,7 @@ CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {"similarity_lse": UNIT}),
          ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--form", "code"],
           {"similarity_lse": UNIT}),                           # for the noise; the rest is plain PyTorch
          ("simclr", PICTURES, {"softmax_loss": UNIT}),
-         ("simclr", [*PICTURES, "--supervised"], {"similarity_lse": UNIT}),
+         ("simclr", [*PICTURES, "--supervised"], {"softmax_loss": UNIT}),
          ("moco", [*PICTURES, "--queue-size", 16, "--bn-splits", 2], {"queue_loss": UNIT})]
 
 
@@ -59,7 +59,7 @@ def test_dtypes_of_products_and_gradients(name, flags, wanted, precision, bert, 
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
     paths = {"DOCUMENTS": documents, "GUIDE": bert, "IMAGES": few_images(tmp_path)}
     flags = [paths.get(flag, flag) for flag in flags]
-    found, gradients, call = {}, [], kernels.ops.call_op
+    found, gradients, call, scale = {}, [], kernels.ops.call_op, kernels.ops.scaled_copy
 
     def listen(operation, q, *arguments):
         result, tensors = call(operation, q, *arguments), filter(torch.is_tensor, (q, *arguments))
@@ -71,7 +71,12 @@ def test_dtypes_of_products_and_gradients(name, flags, wanted, precision, bert, 
             gradients.extend(x for x in result if x.dim() == 2 and x.numel())
         return result
 
+    def listen_to_gradients(x, *arguments):                    # of losses that compute them in forward
+        gradients.append(scale(x, *arguments))
+        return gradients[-1]
+
     monkeypatch.setattr(kernels.ops, "call_op", listen)
+    monkeypatch.setattr(kernels.ops, "scaled_copy", listen_to_gradients)
     result = run(name, tmp_path / "out", *flags, "--steps", 1, "--precision", precision)
     half = precision == "bf16"
     assert found == {operation: {dtype if half else torch.float32} for operation, dtype in wanted.items()}
