@@ -342,7 +342,7 @@ def same_views(x, args):
 
 
 @pytest.mark.parametrize("name, flags, least, tracked", [
-    ("simclr", "--optimizer sgd --lr 2 --form code --head-layers 3", 0.4, 30),
+    ("simclr", "--optimizer sgd --lr 0.5 --form code --head-layers 3", 0.4, 30),
     ("simclr", "--optimizer sgd --lr 0.5 --supervised --chunk-size 48", 0.6, 60),
     ("simclr", "--lr 10", 0.6, 30), ("moco", "--queue-size 60", 0.4, 30),
     ("moco", "--queue-size 60 --symmetric", 0.8, 60), ("moco", "--memory-bank", 0.4, 30),
@@ -358,7 +358,7 @@ def test_loss_falls_on_one_batch(name, flags, least, tracked, data, tmp_path, mo
     assert result.losses[-1] < first - least
     assert result.said["30/30"].endswith(" saved")             # the last checkpoint is kept, even if not best
     assert [*result.steps[-1]][:5] == ["step", "loss", "lr", "dev_knn", "saved"]
-    assert "dev_knn" not in result.steps[-2] and result.steps[-1]["dev_knn"] > 70   # 80 to 100 by seed
+    assert "dev_knn" not in result.steps[-2] and result.steps[-1]["dev_knn"] > 90
     assert float(re.search(r"linear ([\d.]+) %", result.said["done"])[1]) > 90
     state = dict(result.model.encoder.state_dict())
     assert equal(state, load_file(tmp_path / "out" / "model.safetensors"))
