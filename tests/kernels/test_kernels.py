@@ -681,13 +681,14 @@ on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
 
 
 @on_a_gpu
+@both_impls
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss"])
-def test_cuda_graph(loss):
+def test_cuda_graph(loss, impl):
     """A CUDA graph captures forward and backward, so nothing synchronises; a replay reads the new q."""
     q, k = (unit_rows(1024, 128, torch.bfloat16, seed).requires_grad_() for seed in (51, 52))
 
     def step():
-        return torch.autograd.grad(LOSSES[loss](q, k, 0.07, "triton"), q)[0]
+        return torch.autograd.grad(LOSSES[loss](q, k, 0.07, impl), q)[0]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -1,7 +1,7 @@
 """Small matrices (kernels/stored.py): what a GPU would compute, here on the CPU, and when they are chosen."""
 import pytest
 import torch
-from test_kernels import LOSSES, LSE_CALLS, MASKS, compare, mask_arguments, positive_pairs, unit_rows
+from test_kernels import DEVICE, LOSSES, LSE_CALLS, MASKS, compare, mask_arguments, positive_pairs, unit_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import choose_impl, info_nce, nt_xent, stored
@@ -41,7 +41,7 @@ def test_gradients_of_float16_do_not_underflow(f, as_on_a_gpu):
     exact_q = q.double().requires_grad_()
     exact, = torch.autograd.grad(f(exact_q, q.double(), "eager"), exact_q)
     q = q.requires_grad_()
-    with torch.autocast("cpu", torch.float16):             # float16 products of float32 rows
+    with torch.autocast(DEVICE, torch.float16):             # float16 products of float32 rows
         value = f(q, q.detach().requires_grad_(), "blockwise")
     found, = torch.autograd.grad(value, q)
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-2 * exact.abs().max().item())
