@@ -3,8 +3,8 @@
 While a batch is small, a GPU waits for the host, so a step takes as long as the host needs to start all
 kernels and PyTorch operations. Here the tensors are on the CPU and have 16 features, so that the arithmetic
 takes no time, and a driver that launches nothing replaces Triton's (launches.py). Matrices that PyTorch
-computes have only 16 rows, for the same reason: the operations are the same for any number of rows. On a GPU,
-starting a launch or an operation takes about 3 µs more.
+computes have only 16 rows, for the same reason: the operations are the same for any number of rows. The time
+of the GPU's driver comes on top of each launch and operation.
 """
 import gc
 import time
