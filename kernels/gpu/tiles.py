@@ -87,10 +87,11 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
     if EXCLUDE == "diagonal":
         needed = needed | crosses_diagonal(row + mask_offset(MASK), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        needed = needed | crosses_diagonal(row, column, BLOCK_N, BLOCK_M)
-        needed = needed | crosses_diagonal(row + N // 2, column, BLOCK_N, BLOCK_M)
-        needed = needed | crosses_diagonal(row, column + N // 2, BLOCK_N, BLOCK_M)
-    if EXCLUDE == "ids" or EXCLUDE == "target":
+        for view in tl.static_range(2):                        # rows of the first and of the second view
+            at = row + mask_offset(MASK) - view * (N // 2)
+            needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
+            needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
+    if EXCLUDE == "target" or MASK.row_ids is not None:
         needed = True
     if MASK.row_groups is not None or MASK.row_features is not None:
         needed = True
@@ -98,10 +99,21 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def positive_columns(rows, N, MASK, EXCLUDE: tl.constexpr):
+def view_columns(rows, N, M, MASK, OTHER: tl.constexpr):
+    """Return the column of each row's own view ("pair"), or of the OTHER view of the same image; or −1.
+
+    −1 means that the columns do not have this image, as can happen if they are the rows of one rank.
+    """
+    image = tl.where(rows < N // 2, rows, rows - N // 2) + mask_offset(MASK)
+    column = tl.where((rows < N // 2) == OTHER, image + M // 2, image)
+    return tl.where((image >= 0) & (image < M // 2), column, -1)
+
+
+@triton.jit
+def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
     """Return the column of each row's positive, which the mask excludes. It may lie outside [0, M)."""
     if EXCLUDE == "pair":
-        column = tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
+        column = view_columns(rows, N, M, MASK, True)
     elif EXCLUDE == "target":
         column = tl.load(MASK.row_ids + rows, mask=rows < N, other=-1)
     else:
@@ -124,14 +136,14 @@ def keep_mask(rows, column, index_base, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
     if EXCLUDE == "diagonal":
         keep = keep & (at[None, :] != (rows + mask_offset(MASK) - index_base)[:, None])
     elif EXCLUDE == "pair":
-        keep = keep & (at[None, :] != (rows - index_base)[:, None])
-        keep = keep & (at[None, :] != (positive_columns(rows, N, MASK, EXCLUDE) - index_base)[:, None])
+        keep = keep & (at[None, :] != (view_columns(rows, N, M, MASK, False) - index_base)[:, None])
+        keep = keep & (at[None, :] != (view_columns(rows, N, M, MASK, True) - index_base)[:, None])
     elif EXCLUDE == "target" and MASK.row_ids is None:  # swapped: each column has a target among the rows
         column_ids = tl.load(MASK.column_ids + index_base + at, mask=at < M - index_base, other=-1)
         keep = keep & (rows[:, None] != column_ids[None, :])
     elif EXCLUDE == "target":
-        keep = keep & (at[None, :] != (positive_columns(rows, N, MASK, EXCLUDE) - index_base)[:, None])
-    elif EXCLUDE == "ids":
+        keep = keep & (at[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - index_base)[:, None])
+    if EXCLUDE != "target" and MASK.row_ids is not None:
         row_ids = tl.load(MASK.row_ids + rows, mask=rows < N, other=0)
         column_ids = tl.load(MASK.column_ids + index_base + at, mask=at < M - index_base, other=0)
         keep = keep & (row_ids[:, None] != column_ids[None, :])
@@ -262,7 +274,7 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
     dx = dx * (1.0 / WEIGHT_SCALE)
     inside = (rows < N)[:, None] & (d < FINISH.features)[None, :]
     if FINISH.positive_rows is not None:
-        at = positive_columns(rows, N, MASK, EXCLUDE)
+        at = positive_columns(rows, N, M, MASK, EXCLUDE)
         exists = (rows < N) & (at >= 0) & (at < M)
         coefficient = tl.zeros((rows.shape[0],), tl.float32)
         if X_SIDE.dloss_dlse is not None:

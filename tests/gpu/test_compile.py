@@ -90,6 +90,7 @@ def launches(name, precision, scalars):
     needs, rows = (True, True, True), (torch.ones(300),) * 2
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
+             "diagonal ids": dict(exclude=("diagonal", *ids)),
              "within": dict(within=ids),
              "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
     for d in (64, 128, 256, 768):
@@ -112,6 +113,7 @@ def launches(name, precision, scalars):
         if only_features:
             continue
         diagonal, pair = make_mask(q, square, False, "diagonal"), make_mask(q, q, True, "pair")
+        pair_of_ranks = pair._replace(offset=7)
         targets = make_mask(q, square, False)._replace(exclude="target", row_ids=ids[0])
         for title in ("none", "diagonal", "pair") if d != 64 or half else ():
             symmetric = make_mask(q, q, True, None if title == "none" else title)
@@ -122,6 +124,7 @@ def launches(name, precision, scalars):
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
         for title, other, mask, both, columns in (
                 ("one side", square, diagonal, False, None), ("targets", square, targets, False, None),
+                ("gathered pairs", k, pair_of_ranks, False, None),
                 ("two sides", square, diagonal, True, rows), ("self-similarity", None, pair, False, rows)):
             if d != 64 or half:
                 weights = one if title == "targets" else None
