@@ -87,10 +87,15 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
     if EXCLUDE == "diagonal":
         needed = needed | crosses_diagonal(row + mask_offset(MASK), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        for view in tl.static_range(2):                        # rows of the first and of the second view
-            at = row + mask_offset(MASK) - view * (N // 2)
-            needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
-            needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
+        if MASK.offset is None:
+            needed = needed | crosses_diagonal(row, column, BLOCK_N, BLOCK_M)
+            needed = needed | crosses_diagonal(row + N // 2, column, BLOCK_N, BLOCK_M)
+            needed = needed | crosses_diagonal(row, column + N // 2, BLOCK_N, BLOCK_M)
+        else:
+            for view in tl.static_range(2):                    # rows of the first and of the second view
+                at = row + mask_offset(MASK) - view * (N // 2)
+                needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
+                needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
     if EXCLUDE == "target" or MASK.row_ids is not None:
         needed = True
     if MASK.row_groups is not None or MASK.row_features is not None:
@@ -104,9 +109,15 @@ def view_columns(rows, N, M, MASK, OTHER: tl.constexpr):
 
     −1 means that the columns do not have this image, as can happen if they are the rows of one rank.
     """
-    image = tl.where(rows < N // 2, rows, rows - N // 2) + mask_offset(MASK)
-    column = tl.where((rows < N // 2) == OTHER, image + M // 2, image)
-    return tl.where((image >= 0) & (image < M // 2), column, -1)
+    if MASK.offset is None and OTHER:                          # self-similarity
+        column = tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
+    elif MASK.offset is None:
+        column = rows
+    else:
+        image = tl.where(rows < N // 2, rows, rows - N // 2) + mask_offset(MASK)
+        column = tl.where((rows < N // 2) == OTHER, image + M // 2, image)
+        column = tl.where((image >= 0) & (image < M // 2), column, -1)
+    return column
 
 
 @triton.jit
