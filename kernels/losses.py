@@ -87,10 +87,12 @@ def info_nce_with_names(q, k, temperature, symmetric, offset, normalize, impl, n
     check_flag("normalize", normalize)
     mask = make_mask(q, k, False, "diagonal", offset=offset)
     impl = choose_impl(impl, q, q.shape[0], k.shape[0])
+    if symmetric:
+        check_no_offset(offset)
+        if q.shape[0] != k.shape[0]:
+            expected = f"{len(q)} like {names[0]}, because both are anchors"
+            raise ValueError(f"{names[1]}: {len(k)} rows, expected {expected}")
     check_positives((names[0], q), (names[1], k), offset)
-    if symmetric and q.shape[0] != k.shape[0]:
-        expected = f"{len(q)} like {names[0]}, because both are anchors"
-        raise ValueError(f"{names[1]}: {len(k)} rows, expected {expected}")
     if normalize:
         q, k, product_dtype = normalize_rows(q, k, product_dtype)
     if impl == "eager":
@@ -219,8 +221,8 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
                           for i, x, all_x in zip((1, 2), own, gathered))
         if all_z1.shape[0] != all_z2.shape[0]:
             raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
-    elif offset:
-        raise ValueError(f"offset: {describe(offset)}, expected 0 without gathered")
+    else:
+        check_no_offset(offset)
     impl = choose_impl(impl, z1, 2 * z1.shape[0], 2 * all_z1.shape[0])
     rows = cat_rows([z1, z2])
     keys = rows if gathered is None else cat_rows([all_z1, all_z2])
@@ -230,6 +232,13 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
         return eager.nt_xent(*cast_rows(product_dtype, rows, keys), temperature, offset)
     k = None if gathered is None else keys
     return softmax_loss(rows, k, temperature, Mask("pair", offset=offset), impl, product_dtype)
+
+
+def check_no_offset(offset):
+    """Raise ValueError unless offset is 0, as it must be without gathered rows."""
+    check_offset(offset)
+    if offset != 0:
+        raise ValueError(f"offset: {describe(offset)}, expected 0 if gathered is None")
 
 
 def gathered_rows(name, own, rows, temperature, offset):
@@ -263,6 +272,8 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     """
     all_z, all_labels = (z, labels) if gathered is None else check_pair(
         "gathered", gathered, "(z, labels) of all ranks")
+    if gathered is None:
+        check_no_offset(offset)
     check_labels(z, labels, all_z, all_labels, offset)
     check_flag("normalize", normalize)
     has_factor = base_temperature is not None and base_temperature is not temperature

@@ -481,6 +481,8 @@ def lse_config(x, mask, two_sided=False):
     resident = x.element_size() == 2 and features <= 128
     if resident:
         config |= dict(BLOCK_D=features, num_stages=2)
+        if mask.exclude == "pair" and capability(x) >= 10:
+            config |= dict(BLOCK_M=64)                             # 128 columns spill registers there
     return config | dict(RESIDENT=resident)
 
 

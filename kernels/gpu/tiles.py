@@ -104,27 +104,20 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def view_columns(rows, N, M, MASK, OTHER: tl.constexpr):
-    """Return the column of each row's own view ("pair"), or of the OTHER view of the same image; or −1.
-
-    −1 means that the columns do not have this image, as can happen if they are the rows of one rank.
-    """
-    if MASK.offset is None and OTHER:                          # self-similarity
-        column = tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
-    elif MASK.offset is None:
-        column = rows
-    else:
-        image = tl.where(rows < N // 2, rows, rows - N // 2) + mask_offset(MASK)
-        column = tl.where((rows < N // 2) == OTHER, image + M // 2, image)
-        column = tl.where((image >= 0) & (image < M // 2), column, -1)
-    return column
+def image_of(rows, N):
+    """Return the number of the image of which each row is a view; the N rows are two views, stacked."""
+    return tl.where(rows < N // 2, rows, rows - N // 2)
 
 
 @triton.jit
 def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
     """Return the column of each row's positive, which the mask excludes. It may lie outside [0, M)."""
-    if EXCLUDE == "pair":
-        column = view_columns(rows, N, M, MASK, True)
+    if EXCLUDE == "pair" and MASK.offset is None:              # self-similarity
+        column = tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
+    elif EXCLUDE == "pair":
+        image = image_of(rows, N) + mask_offset(MASK)
+        column = tl.where(rows < N // 2, image + M // 2, image)
+        column = tl.where((image >= 0) & (image < M // 2), column, -1)         # −1: an image of another rank
     elif EXCLUDE == "target":
         column = tl.load(MASK.row_ids + rows, mask=rows < N, other=-1)
     else:
@@ -146,9 +139,12 @@ def keep_mask(rows, column, index_base, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
     keep = (rows < N)[:, None] & (at < M - index_base)[None, :]
     if EXCLUDE == "diagonal":
         keep = keep & (at[None, :] != (rows + mask_offset(MASK) - index_base)[:, None])
+    elif EXCLUDE == "pair" and MASK.offset is not None:
+        images = image_of(rows, N) + mask_offset(MASK)
+        keep = keep & (image_of(index_base + at, M)[None, :] != images[:, None])
     elif EXCLUDE == "pair":
-        keep = keep & (at[None, :] != (view_columns(rows, N, M, MASK, False) - index_base)[:, None])
-        keep = keep & (at[None, :] != (view_columns(rows, N, M, MASK, True) - index_base)[:, None])
+        keep = keep & (at[None, :] != (rows - index_base)[:, None])
+        keep = keep & (at[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - index_base)[:, None])
     elif EXCLUDE == "target" and MASK.row_ids is None:  # swapped: each column has a target among the rows
         column_ids = tl.load(MASK.column_ids + index_base + at, mask=at < M - index_base, other=-1)
         keep = keep & (rows[:, None] != column_ids[None, :])

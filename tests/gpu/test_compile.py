@@ -32,6 +32,7 @@ TIGHT = {
                                      "small d 768 one side", "frozen keys 128 within",
                                      "large d 256 two sides", "fused 256 one side"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal",
+                                     "forward 128 gathered pairs",
                                      "small d 128 self-similarity", "small d 256 within", "sigmoid 256"],
     ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
     ("bfloat16", "highest", "tensor"): ["frozen keys 128 all"],
@@ -247,6 +248,7 @@ def count_variants():
     losses = {
         "info_nce": lambda q, k: info_nce(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),
         "clip_loss": lambda q, k: clip_loss(q, k, **on), "nt_xent": lambda q, k: nt_xent(q, k, **on),
+        "gathered": lambda q, k: nt_xent(q[: 1 + len(q) // 3], k[: 1 + len(q) // 3], gathered=(q, k), **on),
         "queue_loss": lambda q, k: queue_loss(q, k, k.detach().new_zeros(500, k.shape[1]), **on),
         "linear": lambda q, k: linear_cross_entropy(q, k, ids(q), **on),
         "sigmoid_loss": lambda q, k: sigmoid_loss(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),

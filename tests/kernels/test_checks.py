@@ -95,7 +95,7 @@ def dclr_with(z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **options):
     (lambda: gather_rows(Z, 4), r"rows: found 4, of which this process \(1 of 1\) has 4, but x has 8"),
     (lambda: gather_rows(Z.sum(), 1), "x: found a tensor without dimensions, expected"),
     (lambda: choose_impl("auto", None), "x: found NoneType, expected a tensor"),
-    (lambda: simclr_loss(Z, Z, offset=3), "offset: 3, expected 0 without gathered"),
+    (lambda: simclr_loss(Z, Z, offset=3), "offset: 3, expected 0 if gathered is None"),
     (lambda: selfguided_loss(Z, HARD, offset=3), r"gathered_c: 8 rows, expected at least 8 \+ offset 3"),
     (lambda: task_loss(Z, LABELS), "labels: found 6, expected 0 to 5, or -100"),
     (lambda: replaced_token_loss(HARD[:, :, :3], LABELS[:, None].repeat(1, 3), "code"), "labels: found 3"),

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils import flop_counter
 
 import dclr
 import ease
@@ -21,7 +20,7 @@ import simcse
 import vascl
 from kernels import own_rows
 from kernels.training.extras import classifier_losses, sentence_papers
-from running import fork_context, free_port
+from running import fork_context, free_port, multiplications
 
 ROWS, WIDTH, RANKS = 64, 48, 3                                 # 21, 21 and 22 rows per rank
 SHARE = 0.75                                                   # of what eager multiplies in one process
@@ -137,17 +136,6 @@ CASES = {
     "childtuning --ood-epochs": functools.partial(childtuning_case, loss="ood_contrastive_loss")}
 
 
-def multiplications(f):
-    """Return f() and the number of multiply-adds, times two, in its matrix products."""
-    def add_product(total, a, b, **others):
-        return 2 * a[0] * a[1] * b[1]
-
-    in_place = {torch.ops.aten.addmm_: add_product}         # FlopCounterMode does not know it
-    with flop_counter.FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        found = f()
-    return found, counter.get_total_flops()
-
-
 def compute(name, impl):
     """Return (this rank's part of the loss, its gradients, multiplications) of a case."""
     torch.manual_seed(13)                                      # for the noise of vascl and dclr
@@ -161,11 +149,10 @@ def compute(name, impl):
 
 
 def compute_all(impl):
-    """Return {case: compute(case)} in float64; operations run directly, so that products are counted."""
+    """Return {case: compute(case)} in float64."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     kernels.blockwise.STORED_LOGITS = 0
-    kernels.custom_op.is_in_torch_dispatch_mode = lambda: False
     return {name: compute(name, impl) for name in CASES}
 
 
