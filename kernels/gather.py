@@ -97,7 +97,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         expected = "the number of rows of all processes of the group, split by own_rows(rows)"
         raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
     if world == 1:
-        return x if dtype is None else x.to(dtype).to(x.dtype)
+        return x
     shares = [own_rows(rows, rank, world) for rank in range(world)]
     gathered = GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, dtype)
     if not torch.compiler.is_compiling():
@@ -111,7 +111,7 @@ class GatherRows(torch.autograd.Function):
     shares  list with the number of rows of each rank
 
     The collectives need equal sizes. If the shares differ, by one row, each rank sends as many rows as the
-    largest share, and the result is copied without the padding.
+    largest share, and gathered rows and gradients are copied once, without or with the padding.
     """
 
     @staticmethod
@@ -129,7 +129,10 @@ class GatherRows(torch.autograd.Function):
     def backward(ctx, gradient):
         shares = ctx.shares
         if min(shares) < max(shares):
-            gradient = cat_rows([pad_rows(part, max(shares)) for part in gradient.split(shares)])
+            padded = gradient.new_zeros(len(shares), max(shares), *gradient.shape[1:])
+            for part, place in zip(gradient.split(shares), padded):
+                place[:len(part)] = part
+            gradient = padded.flatten(0, 1)
         own = gradient.new_empty(max(shares), *gradient.shape[1:])
         REDUCE_SCATTER(own, gradient.contiguous(), group=ctx.group)
         return own[: shares[ctx.rank]], None, None, None, None
