@@ -103,7 +103,8 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
-from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, read_table
 from kernels.training.text.encoders import build_encoder, describe_model
@@ -208,16 +209,19 @@ def instance_weights(f1, f2, phi, *, offset=0):
 
 
 @torch.no_grad()
-def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *, impl="auto"):
+def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *,
+                    all_reduce=None, impl="auto"):
     """Return the noise (K, D) after `steps` steps of gradient ascent that make it harder for all anchors.
 
-    z1, z2     (N, D) raw embeddings of anchors and positives, any float type; they get no gradient
+    z1, z2     (N, D) raw embeddings of anchors and (M, D) of positives, any float type; they get no gradient
     noise      (K, D) starting points, for example from torch.randn; K may be 0
     step_size  β, length of each row's step; a row with gradient 0 stays in place (released code: becomes 0)
     form       "paper": the objective is Σ_i log Σ_k exp s(z1_i, n_k) | "code": its sum has all z2_j too
+    all_reduce on several ranks: torch.distributed.all_reduce. z1 has this rank's anchors; z2 and noise are
+               those of all ranks
     source     Zhou et al. 2022, noise-based negatives
     """
-    check_rows(z1=(z1, "N D"), z2=(z2, "N D"), noise=(noise, "k D"))
+    check_rows(z1=(z1, "N D"), z2=(z2, "N D" if all_reduce is None else "m D"), noise=(noise, "k D"))
     checks.check_same_dtype(z1=z1, z2=z2, noise=noise)
     checks.check_temperature(temperature, z1.device)
     checks.check_choice("form", form, "paper", "code")
@@ -233,6 +237,8 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
             noise = noise.detach().requires_grad_()
             noise_lse = similarity_lse(z1, F.normalize(noise, dim=1, eps=1e-8), temperature, impl=impl)
             gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
+        if all_reduce is not None:
+            all_reduce(gradient)
         largest = gradient.abs().amax(1, keepdim=True)         # squares of a tiny gradient would underflow
         noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
     return noise.detach()
@@ -243,13 +249,14 @@ def compute_loss(model, batch, rows, args):
     batch: (tokens of both views from model.batch, guide embeddings) of this rank's rows."""
     tokens, f1 = batch
     z1, z2 = model(tokens).chunk(2)
-    z2, f2 = gather_rows(z2, rows), gather_rows(f1, rows)
+    z2, f2 = gather_keys(z2, rows, args), gather_rows(f1, rows)
     noise = torch.randn(int(args.noise_per_sentence * rows), z2.shape[1], device=z2.device)
     if dist.is_initialized():
         dist.broadcast(noise, 0)                               # all ranks use the noise of rank 0
     with loss_autocast(z1, args):
-        noise = noise_negatives(gather_rows(z1, rows), z2, noise, args.noise_steps, args.noise_step_size,
-                                args.noise_temperature, args.form, impl=args.impl)
+        noise = noise_negatives(z1, z2, noise, args.noise_steps, args.noise_step_size, args.noise_temperature,
+                                args.form, all_reduce=dist.all_reduce if dist.is_initialized() else None,
+                                impl=args.impl)
         loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, args.temperature, args.form,
                          offset=own_rows(rows).start, impl=args.impl)
     loss = loss * (len(z1) / rows)

@@ -112,7 +112,8 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.extras.lazy_embedding import LazyEmbedding
 from kernels.training.extras.wikipedia2vec import load_entity_vectors
-from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.tables import normalise_name, read_table
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
@@ -299,14 +300,15 @@ def compute_loss(model, batch, rows, args):
     tokens, ids = batch
     z1, z2 = model(tokens).chunk(2)
     own, n = own_rows(rows), len(z1)
-    ids = gather_rows(ids, rows)                               # every rank embeds the entities of all ranks
-    e = model.entity_map(model.entities(ids))                  # (M, 1 + m, H)
+    ids = gather_rows(ids, rows)
+    # all ranks look up the entities of all ranks, because the rows of LazyEmbedding must agree
+    e = model.entity_map(model.entities(ids)[own])             # (n, 1 + m, H)
     if args.negative_group_size:
         offset = 0
-        groups = zip(*[x.split(args.negative_group_size) for x in (z1, z2, e[own], ids[own])])
+        groups = zip(*[x.split(args.negative_group_size) for x in (z1, z2, e, ids[own])])
     else:
         offset = own.start
-        groups = [(z1, gather_rows(z2, rows), e, ids)]
+        groups = [(z1, gather_keys(z2, rows, args), gather_keys(e, rows, args), ids)]
     simcse, entity = 0.0, 0.0
     for z1, z2, e, ids in groups:
         common = dict(offset=offset, impl=args.impl)

@@ -132,7 +132,8 @@ from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, gr
 from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
-from kernels.training.loop import LOSS_DTYPE, all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.precision import LOSS_DTYPE, loss_autocast
 from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────

@@ -92,10 +92,11 @@ import re
 import torch
 import torch.nn.functional as F
 
-from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
+from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.columns import non_text_error
 from kernels.training.extras.layer_study import check_layer_study, compare_layers, evaluate_layers
-from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.tables import normalise_name, read_table
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
@@ -230,7 +231,9 @@ def compute_loss(model, batch, rows, args):
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
         z = model.projection(torch.cat([model(batch)[:, None], views], 1)).float()
     c, h = z[:, 0], z[:, 1:]                                   # (n, D), (n, layers, D)
-    gathered = (gather_rows(c, rows), gather_rows(h, rows)) if len(c) < rows else None
+    gathered = None
+    if len(c) < rows:                                          # several ranks
+        gathered = gather_keys(c, rows, args), gather_keys(h, rows, args)
     with loss_autocast(c, args):
         loss = selfguided_loss(c, h, args.temperature, args.objective, gathered=gathered,
                                offset=own_rows(rows).start, impl=args.impl) * (len(c) / rows)

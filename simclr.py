@@ -145,7 +145,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_lse
+from kernels import check_rows, gather_rows, nt_xent, own_rows
 from kernels.training.cli import check_memory
 from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss  # noqa: F401
 from kernels.training.images import encoders as nets
@@ -155,7 +155,8 @@ from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.images.lars import LARS, make_optimizer  # noqa: F401
-from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch, warmup_cosine
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -267,61 +268,43 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     returns       scalar float32, float64 for float64; 0 for one image; half the released value
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
-    checks.check_flag("normalize", normalize)
-    all_z1, all_z2 = z1, z2
-    if gathered is not None:
-        all_z1, all_z2 = checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
-    check_rows(offset, z1=(z1, "N D"), z2=(z2, "N D"), gathered_z1=(all_z1, "M D"),
-               gathered_z2=(all_z2, "M D"))
-    checks.check_same_dtype(z1=z1, z2=z2, gathered_z1=all_z1, gathered_z2=all_z2)
-    checks.check_temperature(temperature, z1.device)
-    if normalize:
-        z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
-    if gathered is None:
-        return nt_xent(z1, z2, temperature, impl=impl)         # the same formula, in one process
-    if normalize:
-        all_z1, all_z2 = F.normalize(all_z1, dim=1), F.normalize(all_z2, dim=1)
-    positive = (z1 * z2).sum(1) / temperature
-    losses = []
-    for z in (z1, z2):
-        # the diagonal is the view itself in one of all_z1, all_z2, and its positive in the other
-        negatives = [similarity_lse(z, other, temperature, exclude="diagonal", offset=offset, impl=impl)
-                     for other in (all_z1, all_z2)]
-        # log(exp positive + Σ exp negatives) − positive; the large sum does not contain the positive
-        losses.append(-F.logsigmoid(positive - torch.logaddexp(*negatives)))
-    return torch.cat(losses).mean()
+    return nt_xent(z1, z2, temperature, gathered=gathered, offset=offset, normalize=normalize, impl=impl)
 
 
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the loss for a global batch of `rows` images, and the values to log. Both
     views go through the encoder in one call, so that batch norms see all of them (or all of a chunk)."""
     views, labels = batch
-    z1, z2 = model(views).chunk(2)
-    gathered = None
-    if args.supervised or len(z1) < rows:
-        gathered = gather_rows(z1, rows), gather_rows(z2, rows)
-    with loss_autocast(z1, args) if args.normalize else contextlib.nullcontext():
+    z = torch.stack(model(views).chunk(2), 1)                  # (n, 2, D)
+    own, gathered = own_rows(rows), None
+    if len(z) < rows:                                          # several ranks
+        gathered = gather_keys(z, rows, args) if args.normalize else gather_rows(z, rows)
+    with loss_autocast(z, args) if args.normalize else contextlib.nullcontext():
         if args.supervised:
-            loss = sup_con_loss(torch.stack(gathered, 1), labels, args.temperature, impl=args.impl)
+            loss = sup_con_loss(z, labels[own], args.temperature, impl=args.impl, offset=own.start,
+                                gathered=None if gathered is None else (gathered, labels))
         else:
-            loss = simclr_loss(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start,
-                               normalize=args.normalize, impl=args.impl)
-    loss = loss * (len(z1) / rows)
+            loss = simclr_loss(*z.unbind(1), args.temperature, offset=own.start, normalize=args.normalize,
+                               gathered=None if gathered is None else gathered.unbind(1), impl=args.impl)
+    loss = loss * (len(z) / rows)
     return loss, {"loss": loss.detach()}
 
 
-def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, *, impl="auto"):
+def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, *, gathered=None, offset=0,
+                 impl="auto"):
     """Return SupCon, with the logarithm inside the sum: mean over views of mean −log softmax of positives.
 
     features          (N, V, D) projections of V views, any float type; normalised here
     labels            (N,) integers: positives are all other views of the same label; None: of the same sample
     base_temperature  multiply by temperature / base_temperature (released code: 0.07); None: do not (paper)
+    gathered          (features, labels) of all ranks, (M, V, D) with gradient and (M,); None: one process
+    offset            this rank's first row in `gathered`
     returns           scalar float32, float64 for float64; a view without positives counts as 0 in the mean
     source            Khosla et al. 2020, L^sup_out
     """
     check_rows(features=(features, "N V D"), labels=(labels, "N", int, None))
-    base = temperature if base_temperature is None else base_temperature
-    return kernels.sup_con_loss(F.normalize(features, dim=2), labels, temperature, base, impl=impl)
+    return kernels.sup_con_loss(features, labels, temperature, base_temperature, gathered=gathered,
+                                offset=offset, normalize=True, impl=impl)
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -91,10 +91,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
+from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.extras.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
 from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - re-exported
-from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.tables import describe_table, empty_cell, read_table
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
@@ -183,7 +184,7 @@ def compute_loss(model, batch, rows, args, ids=None):
     """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
     ids: text ids of the keys of all ranks, with --ignore-equal."""
     z1, *keys = model(batch).chunk(args.count)                 # anchors; positives and any hard negatives
-    z2, *hard = [gather_rows(z, rows) for z in keys]
+    z2, *hard = [gather_keys(z, rows, args) for z in keys]
     with loss_autocast(z1, args):
         loss = simcse_loss(z1, z2, torch.stack(hard, 1) if hard else None, args.temperature,
                            args.hard_negative_weight, offset=own_rows(rows).start, ids=ids, impl=args.impl)

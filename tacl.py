@@ -92,8 +92,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
-from kernels.training.loop import all_reduce_gradients, loss_autocast, set_lr, warmup_linear
+from kernels.training.loop import all_reduce_gradients, set_lr, warmup_linear
 from kernels.training.output_dir import atomic_output, model_card, save_tokenizer
+from kernels.training.precision import loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.documents import (

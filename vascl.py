@@ -100,7 +100,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_topk
-from kernels.training.loop import all_reduce_gradients, loss_autocast, steps_per_epoch
+from kernels.training.loop import all_reduce_gradients, steps_per_epoch
+from kernels.training.precision import gather_views, loss_autocast
 from kernels.training.run import Run
 from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, read_table
 from kernels.training.text.encoders import build_encoder, describe_model
@@ -166,29 +167,33 @@ def build_model(args, run):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"):
+def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper", *, gather=None):
     """Return the second term of L, the mean over the 2N anchors z_i and z*_i.
 
     e, perturbed   (N, D) raw embeddings and e + δ, float32 or float64
     head           callable (N, D) → (N, F); its output is normalised here
     neighbours     (N, K) int64 row numbers of the neighbours, as from nearest_neighbours
     form           "paper": gradient to e, perturbed and the head | "code": only to the head, through z*
+    gather         on several ranks: a function that returns the rows of all ranks, such as gather_rows, with
+                   gradient; neighbours are row numbers in its result
     returns        scalar float32, float64 for float64, 0 for K = 0; takes O(N·K·F) memory
     source         Zhang et al. 2022, the neighbourhood-constrained loss
     """
     check_rows(e=(e, "N D"), perturbed=(perturbed, "N D"), neighbours=(neighbours, "N k", int))
-    check_common_arguments(e, head, neighbours, temperature, form)
+    check_common_arguments(e, head, neighbours, temperature, form, gather)
     z = project(head, e)
     if form == "code":
         z, perturbed = z.detach(), perturbed.detach()
     anchors = torch.stack([z, project(head, perturbed)], 1)    # (N, 2, F)
     positive = anchors.prod(1).sum(1, keepdim=True) / temperature              # z_i·z*_i / τ
-    negatives = anchors @ anchors[neighbours.long()].flatten(1, 2).mT / temperature             # (N, 2, 2K)
+    others = anchors if gather is None else gather(anchors)
+    negatives = anchors @ others[neighbours.long()].flatten(1, 2).mT / temperature              # (N, 2, 2K)
     return -F.logsigmoid(positive - negatives.logsumexp(2)).mean()
 
 
 @torch.enable_grad()
-def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper"):
+def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper", *,
+                         gather=None):
     """Return the perturbation δ (N, D), without gradient: it makes e hard to tell from its neighbours.
 
     e            (N, D) raw embeddings, float32 or float64; neither e nor the head gets a gradient, and the
@@ -199,11 +204,12 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     radius       Δ, length of every row of δ; but a row with gradient 0 gets δ = 0
     steps        gradient steps, each of which replaces the direction; 0 keeps the direction of the noise
     form         "paper" | "code": both make the same δ from the same noise
+    gather       as in neighbourhood_loss
     source       Zhang et al. 2022, the virtual augmentation
     """
     check_rows(e=(e, "N D"), neighbours=(neighbours, "N k", int), noise=(noise, "N D"))
     checks.check_same_dtype(e=e, noise=noise)
-    check_common_arguments(e, head, neighbours, temperature, form)
+    check_common_arguments(e, head, neighbours, temperature, form, gather)
     checks.check_number("radius", radius, 0)
     checks.check_integer("steps", steps, 0)
     if isinstance(head, torch.nn.Module):                      # keep running statistics out of these passes
@@ -214,47 +220,59 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
         return x / (x.norm(dim=1, keepdim=True) + 1e-8)
 
     z = project(head, e).detach()
+    others = z if gather is None else gather(z)
     e, direction = e.detach(), unit(noise.detach())
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
-        negatives = (z[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).mean()
+        negatives = (others[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
+        loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).sum() / len(others)
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
 
 
-def nearest_neighbours(e, k, *, impl="auto"):
-    """Return N(i) as (N, K) int64: the K = min(k, N − 1) other rows with the largest e_i·e_j, largest first.
-    e has shape (N, D), any float type, raw embeddings. The (N, N) matrix is never stored."""
-    check_rows(e=(e, "N D"))
+def nearest_neighbours(e, k, *, gathered=None, offset=0, impl="auto"):
+    """Return N(i) as (N, K) int64: the K = min(k, M − 1) other rows with the largest e_i·e_j, largest first.
+
+    e           (N, D) raw embeddings, any float type. The (N, M) matrix of products is never stored
+    gathered    (M, D) e of all ranks, whose row numbers are returned; None: e
+    offset      this rank's first row in gathered
+    """
+    everything = e if gathered is None else gathered
+    check_rows(offset, e=(e, "N D"), gathered=(everything, "M D"))
+    checks.check_same_dtype(e=e, gathered=everything)
     checks.check_integer("k", k, 1)
-    if len(e) < 2:
+    if len(everything) < 2:
         raise ValueError("e: 1 row, expected at least 2")
-    return similarity_topk(e, None, min(k, len(e) - 1), exclude="diagonal", impl=impl)[1]
+    return similarity_topk(e, gathered, min(k, len(everything) - 1), exclude="diagonal", offset=offset,
+                           impl=impl)[1]
 
 
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
-    Every rank computes both terms for the whole batch, which costs little beside the encoder."""
-    local1, local2 = model(batch).chunk(2)
-    e1, e2 = gather_rows(local1, rows), gather_rows(local2, rows)
-    head = model.projection
+    batch: this rank's rows, as model.batch returns them."""
+    e1, e2 = model(batch).chunk(2)
+    own, head = own_rows(rows), model.projection
     unit1, unit2 = project(head, e1), project(head, e2)
+    gathered = gather_views(unit1, unit2, rows, args)
     with loss_autocast(e1, args):
-        terms = {"instance": nt_xent(unit1, unit2, args.temperature, impl=args.impl)}
+        terms = {"instance": nt_xent(unit1, unit2, args.temperature, gathered=gathered, offset=own.start,
+                                     impl=args.impl)}
+    all_e1 = gather_rows(e1.detach(), rows)
     radius = args.radius
     if args.relative_radius is not None:
-        radius = args.relative_radius * mean_distance_to_centroid(e1.detach()).item()
+        radius = args.relative_radius * mean_distance_to_centroid(all_e1).item()
     if radius and rows > 1:                                    # a batch of one sentence has no neighbours
-        noise = torch.randn_like(e1) if args.form == "paper" else torch.rand_like(e1) - 0.5
+        noise = torch.randn_like(all_e1) if args.form == "paper" else torch.rand_like(all_e1) - 0.5
         if dist.is_initialized():
             dist.broadcast(noise, 0)                           # all ranks use the noise of rank 0
-        neighbours = nearest_neighbours(e1, args.neighbours, impl=args.impl)
-        delta = virtual_augmentation(e1, head, neighbours, noise, radius, args.temperature,
-                                     args.ascent_steps, args.form)
+        neighbours = nearest_neighbours(e1, args.neighbours, gathered=all_e1, offset=own.start,
+                                        impl=args.impl)
+        gather = functools.partial(gather_rows, rows=rows)
+        delta = virtual_augmentation(e1, head, neighbours, noise[own], radius, args.temperature,
+                                     args.ascent_steps, args.form, gather=gather)
         terms["neighbourhood"] = neighbourhood_loss(e1, e1 + delta, head, neighbours, args.temperature,
-                                                    args.form)
-    terms = {name: term * (len(local1) / rows) for name, term in terms.items()}
+                                                    args.form, gather=gather)
+    terms = {name: term * (len(e1) / rows) for name, term in terms.items()}
     loss = sum(terms.values())
     return loss, {"loss": loss.detach(), **{name: term.detach() for name, term in terms.items()}}
 
@@ -264,10 +282,13 @@ def mean_distance_to_centroid(e):
     return (e - e.mean(0)).norm(dim=1).mean()
 
 
-def check_common_arguments(e, head, neighbours, temperature, form):
+def check_common_arguments(e, head, neighbours, temperature, form, gather):
     """Raise ValueError if an argument that both functions on neighbours have is wrong."""
     checks.check_callable("head", head)
-    checks.check_index("neighbours", neighbours, len(e))
+    if gather is None:
+        checks.check_index("neighbours", neighbours, len(e))
+    else:
+        checks.check_callable("gather", gather)
     checks.check_temperature(temperature, e.device)
     checks.check_choice("form", form, "paper", "code")
 

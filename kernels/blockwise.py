@@ -19,7 +19,7 @@ logit of row i's positive.
 import torch
 import torch.nn.functional as F
 
-from .masks import Mask, excluded, positive_columns
+from .masks import Mask, excluded, own_columns, positive_columns
 
 MAX_STRIP_LOGITS = 2 ** 24      # 64 MB in float32; large enough for full GEMM speed (2²² is 10 % slower)
 SINGLE_STRIP_LOGITS = 2 ** 20   # a matrix of at most this many logits is one strip
@@ -112,10 +112,10 @@ def apply_mask(s, mask, rows, columns, n, m):
     if mask.exclude in ("diagonal", "pair") and all(part is None for part in mask[1:7]):
         if mask.exclude == "pair":
             s.diagonal(rows.start - columns.start).fill_(-torch.inf)
-        replace_entries_(s, positive_columns(mask, n, s.device)[rows] - columns.start, -torch.inf)
+        replace_entries_(s, positive_columns(mask, n, m, s.device)[rows] - columns.start, -torch.inf)
         return
     rows = torch.arange(rows.start, rows.stop, device=s.device)
-    s.masked_fill_(excluded(mask, rows, m, columns), -torch.inf)
+    s.masked_fill_(excluded(mask, rows, n, m, columns), -torch.inf)
 
 
 def replace_entries_(s, columns, new):
@@ -236,11 +236,16 @@ def one_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
     One pass over the strips: the statistics of a strip are all that its gradient needs.
     """
     weights = q.new_full((len(q),), 1 / len(q)) if weights is None else weights.to(q.dtype)
-    targets = positive_columns(mask, len(q), q.device)
+    targets = positive_columns(mask, len(q), len(k), q.device)
+    own = None                                     # with "pair" a row has two excluded columns
+    if mask.exclude == "pair":
+        own = own_columns(mask, torch.arange(len(q), device=q.device), len(q), len(k))
     loss = q.new_zeros(())
     dq, dk = zeros_if(needs_q, q), zeros_if(needs_k, k)
     for rows, _, s in logit_strips(q, k, temperature, Mask()):
         positive, _ = replace_entries_(s, targets[rows], -torch.inf)
+        if own is not None:
+            s.scatter_(1, own[rows, None], -torch.inf)
         maximum, total = exp_minus_max_(s)
         gap = (maximum - positive) + total.log()
         softplus = -F.logsigmoid(-gap).masked_fill_(weights[rows] == 0, 0)          # accurate for every gap
@@ -248,7 +253,7 @@ def one_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
         dloss_dlse = weights[rows] * gap.sigmoid() / temperature
         add_gradients(dq, dk, q, k, s, rows, safe_divide(dloss_dlse, total), needs_q, needs_k)
         positives = slice(rows.start + mask.offset, rows.stop + mask.offset)
-        if mask.exclude == "target":
+        if mask.exclude != "diagonal":
             positives = targets[rows]
         if needs_q:                                # last, because the positives' coefficient is the largest
             dq[rows].addcmul_(k[positives], dloss_dlse[:, None], value=-1)
@@ -268,7 +273,7 @@ def two_sided_loss(q, k, temperature, mask, weights, needs_q, needs_k):
     """
     self_similarity = k is None
     k, needs_k = (q, False) if self_similarity else (k, needs_k)
-    targets = positive_columns(mask, len(q), q.device)
+    targets = positive_columns(mask, len(q), len(q), q.device)
     positive = torch.empty_like(targets, dtype=q.dtype)
 
     def remove_positives(rows, s):
@@ -386,7 +391,8 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     wide_q, wide_k = to_accumulation_dtype(q, k, temperature)
     needs_q, n = needs_q or needs_temperature, len(q)
     dq, dk = zeros_if(needs_q, wide_q), zeros_if(needs_k, wide_k)
-    sums, targets = wide_q.new_zeros(2, n), positive_columns(mask, n, q.device)  # Σ_j softplus(s), Σ_j σ(s)
+    sums = wide_q.new_zeros(2, n)                                # Σ_j softplus(s_ij), Σ_j σ(s_ij)
+    targets = positive_columns(mask, n, len(k), q.device)
     positive, scale = wide_q.new_empty(n), wide_q.new_full((n,), 1 / n) / temperature
     for rows, _, s in logit_strips(wide_q, wide_k, temperature, Mask(), bias=bias):
         positive[rows], _ = replace_entries_(s, targets[rows], -torch.inf)

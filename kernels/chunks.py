@@ -18,6 +18,7 @@ import sys
 import time
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .checks import check_callable, check_dense, describe
 from .custom_op import cat_rows
@@ -29,12 +30,15 @@ def embed_in_chunks(embed, chunks, module):
     """Return torch.cat of embed(chunk) for all chunks, holding the activations of one chunk at a time.
 
     embed    function from a chunk to a tensor (n, D) on the module's device; its dropout is repeated exactly
-    chunks   list of inputs of embed, such as tensor.split(size); they get no gradient
+    chunks   list of inputs of embed, such as tensor.split(size); they get no gradient, and must not change
+             until the backward pass, which embeds them again
     module   torch.nn.Module with the parameters that embed uses, or None for plain torch.cat, which keeps all
              activations. The parameters get the same gradients as without this function. A batch norm
              normalises each chunk by the chunk's own statistics, as GPUs without synchronised batch norm do,
              and updates its running statistics once per chunk, not again in backward
     returns  (Σ n, D)
+    raises   ValueError if embed changes a tensor of its chunk in place; RuntimeError in backward if it has
+             been changed since
     source   Gao et al. 2021, section 3.2
     """
     check_callable("embed", embed)
@@ -91,9 +95,13 @@ class ChunkedEmbedding(torch.autograd.Function):
         ctx.embed, ctx.chunks, ctx.module, ctx.random, parts = embed, chunks, module, [], []
         ctx.device = parameter.device
         ctx.autocast = torch.is_autocast_enabled(ctx.device.type), torch.get_autocast_dtype(ctx.device.type)
+        ctx.versions = versions(chunks)
         for chunk in chunks:
             ctx.random.append(random_state(ctx.device))
             parts.append(embed_chunk(embed, chunk))
+        if versions(chunks) != ctx.versions:
+            raise ValueError("embed: changed its chunk in place, so the backward pass would embed something "
+                             "else; expected a function that changes a copy")
         ctx.sizes = [len(part) for part in parts]
         return concatenate(parts)
 
@@ -102,17 +110,26 @@ class ChunkedEmbedding(torch.autograd.Function):
     def backward(ctx, gradient):
         now, buffers = random_state(ctx.device), [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
         enabled, dtype = ctx.autocast
+        if versions(ctx.chunks) != ctx.versions:
+            raise RuntimeError("chunks: changed in place since embed_in_chunks embedded them, so gradients "
+                               "would be wrong; expected no change before backward")
         for chunk, random, part in zip(ctx.chunks, ctx.random, gradient.split(ctx.sizes)):
             set_random_state(random, ctx.device)
             with torch.enable_grad(), torch.autocast(ctx.device.type, dtype, enabled=enabled):
                 z = ctx.embed(chunk)
-            torch.autograd.backward(z, part)
+            if z.requires_grad:                                # else nothing was trained by this chunk
+                torch.autograd.backward(z, part)
             if ctx.device.type == "cpu":
                 trim_heap()
         set_random_state(now, ctx.device)
         for buffer, before in buffers:  # the second forward pass does not count in running statistics
             buffer.copy_(before)
         return None, None, None, None
+
+
+def versions(chunks):
+    """Return the version counters of the tensors in the chunks; PyTorch adds 1 for each change in place."""
+    return [x._version for x in tree_leaves(chunks) if isinstance(x, torch.Tensor) and not x.is_inference()]
 
 
 def trim_heap():

@@ -5,14 +5,13 @@ They are the oracle of the tests and the baseline of the benchmarks, and support
 import torch
 import torch.nn.functional as F
 
-from .custom_op import cat_rows
 from .masks import excluded
 
 
 def similarity_lse(q, k, temperature, mask):
     """Return logsumexp(1) of q·kᵀ/τ, over the columns that the mask keeps: (N,), float32 for half types."""
     s = (q @ k.T).to(temperature.dtype) / temperature
-    out = excluded(mask, torch.arange(len(q), device=q.device), len(k))
+    out = excluded(mask, torch.arange(len(q), device=q.device), len(q), len(k))
     if out is not None:
         s = s.masked_fill(out, -torch.inf)
     # a row of only -inf has the right logsumexp, -inf, but a NaN gradient: replace its result by a constant
@@ -23,7 +22,7 @@ def similarity_lse(q, k, temperature, mask):
 def similarity_topk(q, k, temperature, n, mask):
     """Return torch.topk of the stored matrix; the column is −1 where a row has fewer than n columns."""
     s = (q @ k.T).to(temperature.dtype) / temperature
-    out = excluded(mask, torch.arange(len(q), device=q.device), len(k))
+    out = excluded(mask, torch.arange(len(q), device=q.device), len(q), len(k))
     values, columns = (s if out is None else s.masked_fill(out, -torch.inf)).topk(n, 1)
     return values, columns.masked_fill(values.isneginf(), -1)
 
@@ -51,20 +50,23 @@ def sigmoid_loss(q, k, temperature, bias, offset):
     return -F.logsigmoid(sign * logits).sum() / len(q)
 
 
-def nt_xent(z1, z2, temperature):
-    """Return the loss of SimCLR's algorithm 1: cross entropy over 2N × 2N similarities, diagonal -inf."""
-    z = cat_rows([z1, z2])
-    logits = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z1)))
+def nt_xent(z, keys, temperature, offset):
+    """Return the loss of SimCLR's algorithm 1: cross entropy over 2N × 2M similarities, own view -inf."""
+    first = torch.arange(len(z) // 2, device=z.device) + offset
+    views = torch.stack([first, first + len(keys) // 2])
+    logits = (z @ keys.T).to(temperature.dtype) / temperature
+    return F.cross_entropy(logits.scatter(1, views.view(-1, 1), -torch.inf), views.flip(0).view(-1))
 
 
-def sup_con_loss(z, labels, temperature):
+def sup_con_loss(z, keys, temperature, mask):
     """Return the mean over rows of −log softmax, averaged over the row's positives; 0 for a row without any.
 
     The positives are the other rows of the same label; the softmax is over all other rows.
     """
-    s = ((z @ z.T).to(temperature.dtype) / temperature).fill_diagonal_(torch.finfo(temperature.dtype).min)
-    positive = (labels[:, None] == labels).fill_diagonal_(False)
+    s = (z @ keys.T).to(temperature.dtype) / temperature
+    s.diagonal(mask.offset).fill_(torch.finfo(temperature.dtype).min)
+    positive = mask.row_ids[:, None] == mask.column_ids
+    positive.diagonal(mask.offset).fill_(False)
     return -(s.log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 

@@ -25,17 +25,24 @@ import torch.distributed as dist
 from .checks import check_dense, check_not_meta, describe
 from .custom_op import cat_rows
 
+# torch 2.13 has new names for these two, and warns about the old ones
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-def own_rows(rows, rank=None, world=None):
+
+def own_rows(rows, rank=None, world=None, *, group=None):
     """Return the slice of a batch of `rows` rows that belongs to this process, or to rank `rank` of `world`.
 
     rows     integer ≥ 0; the shares of two ranks differ by at most one row
+    group    process group whose ranks share the batch; None: all processes
     """
     if not is_count(rows):
         expected = "the number of rows of the whole batch: len(batch)"
         raise ValueError(f"rows: found {describe(rows)}, expected {expected}")
     if rank is None and world is None:
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world = rank_and_world(group)
+    elif group is not None:
+        raise ValueError("group: found a group, and also rank and world; expected None")
     if not is_count(rank) or not is_count(world) or rank >= world:
         found = f"{describe(rank)} and {describe(world)}"
         raise ValueError(f"rank, world: found {found}, expected 0 ≤ rank < world, or neither of them")
@@ -47,13 +54,30 @@ def is_count(x):
     return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool) and x >= 0
 
 
-def gather_rows(x, rows):
+def rank_and_world(group=None):
+    """Return (rank of this process in the group, number of processes of the group)."""
+    if not dist.is_initialized():
+        if group is not None:
+            raise ValueError("group: found a group, but torch.distributed is not initialised; expected None")
+        return 0, 1
+    if group == dist.GroupMember.NON_GROUP_MEMBER:             # what new_group returns to other processes
+        raise ValueError("group: this process is not part of it; expected a group that contains it, or None")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group: found {describe(group)}, expected a group of torch.distributed, or None")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather_rows(x, rows, *, group=None, dtype=None):
     """Return the rows of all ranks in the order of the ranks, with gradient; with one process, x itself.
 
-    x        (n, ...) this rank's rows, of any dtype; n must be the length of own_rows(rows)
+    x        (n, ...) this rank's rows, of any dtype; n must be the length of own_rows(rows, group=group)
     rows     number of rows of the whole batch
+    group    process group whose ranks share the batch; None: all processes
+    dtype    torch.float16 or torch.bfloat16: round the rows to this dtype, which halves the bytes that are
+             sent; for float32 rows that a loss multiplies in this dtype anyway. The result and the gradients
+             keep the dtype of x
     returns  (rows, ...). If a loss compares this rank's queries with the result, pass
-             offset=own_rows(rows).start to the loss
+             offset=own_rows(rows, group=group).start to the loss
     raises   ValueError if n is not this rank's share of rows. Ranks do not compare their n: if only one rank
              raises, the others wait for it until torchrun or the time limit of the process group ends them
     """
@@ -64,15 +88,18 @@ def gather_rows(x, rows):
     check_not_meta("x", x)
     if x.is_quantized:
         raise ValueError(f"x: found {x.dtype}, expected a tensor that is not quantised; call .dequantize()")
-    own, world = own_rows(rows), dist.get_world_size() if dist.is_initialized() else 1
+    if dtype is not None and dtype is not torch.float16 and dtype is not torch.bfloat16:
+        raise ValueError(f"dtype: found {describe(dtype)}, expected torch.float16, torch.bfloat16 or None")
+    rank, world = rank_and_world(group)
+    own = own_rows(rows, rank, world)
     if len(x) != own.stop - own.start:
         found = f"{describe(rows)}, of which this process (1 of {world}) has {describe(own.stop - own.start)}"
-        expected = "the number of rows of all processes, split by own_rows(rows)"
+        expected = "the number of rows of all processes of the group, split by own_rows(rows)"
         raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
     if world == 1:
         return x
     shares = [own_rows(rows, rank, world) for rank in range(world)]
-    gathered = GatherRows.apply(x, [share.stop - share.start for share in shares])
+    gathered = GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, dtype)
     if not torch.compiler.is_compiling():
         gathered.own_rows = own.start, own.stop                # for check_gathered
     return gathered
@@ -83,22 +110,32 @@ class GatherRows(torch.autograd.Function):
 
     shares  list with the number of rows of each rank
 
-    The collectives need equal sizes, so each rank sends as many rows as the largest share.
+    The collectives need equal sizes. If the shares differ, by one row, each rank sends as many rows as the
+    largest share, and gathered rows and gradients are copied once, without or with the padding.
     """
 
     @staticmethod
-    def forward(ctx, x, shares):
-        ctx.shares = shares
-        parts = [x.new_empty(max(shares), *x.shape[1:]) for _ in shares]
-        dist.all_gather(parts, pad_rows(x, max(shares)))
-        return cat_rows([part[:share] for part, share in zip(parts, shares)])
+    def forward(ctx, x, shares, rank, group, dtype):
+        ctx.shares, ctx.rank, ctx.group = shares, rank, group
+        sent = pad_rows(x if dtype is None else x.to(dtype), max(shares))
+        gathered = sent.new_empty(len(shares) * max(shares), *x.shape[1:])
+        ALL_GATHER(gathered, sent, group)
+        if min(shares) < max(shares):
+            parts = gathered.split(max(shares))
+            gathered = cat_rows([part[:share] for part, share in zip(parts, shares)])
+        return gathered.to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        parts = [pad_rows(part, max(ctx.shares)) for part in gradient.split(ctx.shares)]
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts)
-        return own[: ctx.shares[dist.get_rank()]], None
+        shares = ctx.shares
+        if min(shares) < max(shares):
+            padded = gradient.new_zeros(len(shares), max(shares), *gradient.shape[1:])
+            for part, place in zip(gradient.split(shares), padded):
+                place[:len(part)] = part
+            gradient = padded.flatten(0, 1)
+        own = gradient.new_empty(max(shares), *gradient.shape[1:])
+        REDUCE_SCATTER(own, gradient.contiguous(), group=ctx.group)
+        return own[: shares[ctx.rank]], None, None, None, None
 
 
 def pad_rows(x, count):

@@ -19,8 +19,11 @@ from .checks import (
     check_choice,
     check_dense,
     check_flag,
+    check_gathered,
     check_integer,
     check_number,
+    check_offset,
+    check_pair,
     check_positives,
     check_rows,
     check_temperature,
@@ -41,33 +44,55 @@ from .similarity import (
 )
 
 
-def info_nce(q, k, temperature=0.07, *, symmetric=False, offset=0, normalize=False, impl="auto"):
+def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0, normalize=False,
+             impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
 
     q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: the positive of row i is key i + offset
     temperature  float > 0 (see similarity_lse), or a 0-dim tensor, which then receives a gradient
     symmetric    True: the mean of this row-softmax loss (dim=1) and the column-softmax loss (dim=0), as in
-                 CLIP (M = N)
+                 CLIP. Both q and k are (N, D)
+    gathered     with symmetric, on several ranks: the pair (q, k) of all ranks' rows, (M, D) each, with
+                 gradient (gather_rows); q and k are this rank's. Without symmetric pass all ranks' rows as k
     offset       this rank's first row in the gathered batch, own_rows(batch_size).start; 0 in one process
     normalize    True: divide rows by their norms first; False: use them as given, so pass unit rows
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64)
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
+    check_flag("symmetric", symmetric)
+    if gathered is not None:
+        if not symmetric:
+            raise ValueError("gathered: needs symmetric=True; expected all ranks' rows as k instead")
+        return gathered_clip_loss(q, k, temperature, gathered, offset, normalize, impl, ("q", "k"))
     return info_nce_with_names(q, k, temperature, symmetric, offset, normalize, impl)
+
+
+def gathered_clip_loss(q, k, temperature, gathered, offset, normalize, impl, names):
+    """Return the mean of two info_nce: this rank's q against all k, and this rank's k against all q."""
+    all_rows = check_pair("gathered", gathered, f"({names[0]}, {names[1]}) of all ranks")
+    losses = []
+    for (x, y), (name, other), all_y in zip(((q, k), (k, q)), (names, names[::-1]), reversed(all_rows)):
+        prepare_inputs(x, y, temperature, (name, other))
+        if len(x) != len(y):
+            raise ValueError(f"{names[1]}: {len(k)} rows, expected {len(q)} like {names[0]}")
+        losses.append(info_nce_with_names(x, all_y, temperature, False, offset, normalize, impl,
+                                          (name, f"gathered: {other}")))
+    return (losses[0] + losses[1]) / 2
 
 
 def info_nce_with_names(q, k, temperature, symmetric, offset, normalize, impl, names=("q", "k")):
     """Return info_nce; its error messages call q and k by `names`."""
     q, k, temperature, product_dtype = prepare_inputs(q, k, temperature, names)
-    check_flag("symmetric", symmetric)
     check_flag("normalize", normalize)
     mask = make_mask(q, k, False, "diagonal", offset=offset)
     impl = choose_impl(impl, q, q.shape[0], k.shape[0])
+    if symmetric:
+        check_no_offset(offset)
+        if q.shape[0] != k.shape[0]:
+            expected = f"{len(q)} like {names[0]}, because both are anchors"
+            raise ValueError(f"{names[1]}: {len(k)} rows, expected {expected}")
     check_positives((names[0], q), (names[1], k), offset)
-    if symmetric and q.shape[0] != k.shape[0]:
-        expected = f"{len(q)} like {names[0]}, because both are anchors"
-        raise ValueError(f"{names[1]}: {len(k)} rows, expected {expected}")
     if normalize:
         q, k, product_dtype = normalize_rows(q, k, product_dtype)
     if impl == "eager":
@@ -75,9 +100,21 @@ def info_nce_with_names(q, k, temperature, symmetric, offset, normalize, impl, n
     return softmax_loss(q, k, temperature, mask, impl, product_dtype, both=symmetric)
 
 
-def clip_loss(image, text, temperature=0.07, *, normalize=False, impl="auto"):
-    """Return the symmetric info_nce of (N, D) images and texts; source: Radford et al. 2021, fig. 3."""
-    return info_nce_with_names(image, text, temperature, True, 0, normalize, impl, ("image", "text"))
+def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normalize=False, impl="auto"):
+    """Return the symmetric info_nce of image-text pairs: the mean over images and texts.
+
+    image, text  (N, D): row i of both is a pair
+    gathered     on several ranks: (image, text) of all ranks, (M, D) each, with gradient (gather_rows). The
+                 loss is the mean over the rows and the columns of this rank's pairs
+    offset       this rank's first row in `gathered`, own_rows(batch_size).start
+    others       as in info_nce
+    returns      scalar, float32 (float64 for float64)
+    source       Radford et al. 2021, fig. 3
+    """
+    names = "image", "text"
+    if gathered is not None:
+        return gathered_clip_loss(image, text, temperature, gathered, offset, normalize, impl, names)
+    return info_nce_with_names(image, text, temperature, True, offset, normalize, impl, names)
 
 
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
@@ -159,69 +196,135 @@ def round_like_products(x, temperature, product_dtype):
     return x.to(rounded.dtype) + (rounded - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
 
 
-def nt_xent(z1, z2, temperature=0.5, *, normalize=False, impl="auto"):
+def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False, impl="auto"):
     """Return the mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ).
 
     z1, z2       (N, D) two views: row i of z1 and row i of z2 are each other's positive (i and i' above)
     temperature  float > 0 (see similarity_lse), or a 0-dim tensor, which then receives a gradient
+    gathered     on several ranks: (z1, z2) of all ranks, (M, D) each, with gradient (gather_rows). The loss
+                 is the mean over this rank's 2N views, each compared with the 2M views of all ranks
+    offset       this rank's first row in `gathered`, own_rows(batch_size).start
     normalize    True: divide rows by their norms first; False: use them as given, so pass unit rows
     impl         see similarity_lse
     returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
+    own = z1, z2
     z1, z2, temperature, product_dtype = prepare_inputs(z1, z2, temperature, names=("z1", "z2"))
     check_flag("normalize", normalize)
-    n = 2 * z1.shape[0]
-    impl = choose_impl(impl, z1, n, n)
     if z1.shape[0] != z2.shape[0]:
         raise ValueError(f"z2: {len(z2)} rows, expected {len(z1)} like z1")
+    all_z1, all_z2 = z1, z2
+    if gathered is not None:
+        gathered = check_pair("gathered", gathered, "(z1, z2) of all ranks")
+        all_z1, all_z2 = (gathered_rows(f"z{i}", x, all_x, temperature, offset)
+                          for i, x, all_x in zip((1, 2), own, gathered))
+        if all_z1.shape[0] != all_z2.shape[0]:
+            raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
+    else:
+        check_no_offset(offset)
+    impl = choose_impl(impl, z1, 2 * z1.shape[0], 2 * all_z1.shape[0])
+    rows = cat_rows([z1, z2])
+    keys = rows if gathered is None else cat_rows([all_z1, all_z2])
     if normalize:
-        z1, z2, product_dtype = normalize_rows(z1, z2, product_dtype)
+        rows, keys, product_dtype = normalize_rows(rows, keys, product_dtype)
     if impl == "eager":
-        return eager.nt_xent(*cast_rows(product_dtype, z1, z2), temperature)
-    return softmax_loss(cat_rows([z1, z2]), None, temperature, Mask(exclude="pair"), impl, product_dtype)
+        return eager.nt_xent(*cast_rows(product_dtype, rows, keys), temperature, offset)
+    k = None if gathered is None else keys
+    return softmax_loss(rows, k, temperature, Mask("pair", offset=offset), impl, product_dtype)
 
 
-def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=0.07, *, normalize=False, impl="auto"):
+def check_no_offset(offset):
+    """Raise ValueError unless offset is 0, as it must be without gathered rows."""
+    check_offset(offset)
+    if offset != 0:
+        raise ValueError(f"offset: {describe(offset)}, expected 0 if gathered is None")
+
+
+def gathered_rows(name, own, rows, temperature, offset):
+    """Return all ranks' rows as prepare_inputs does; raise ValueError if they do not fit this rank's."""
+    name, names = f"gathered: {name}", (name, f"gathered: {name}")
+    own, rows, *_ = prepare_inputs(own, rows, temperature, names)
+    check_offset(offset)
+    check_positives((names[0], own), (name, rows), offset)
+    check_gathered(own, rows, offset, name)
+    return rows
+
+
+def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gathered=None, offset=0,
+                 normalize=False, impl="auto"):
     """Return the mean over views of −τ/(τ_base |P(i)|) Σ_{p∈P(i)} [ z_i·z_p/τ − log Σ_{j≠i} exp(z_i·z_j/τ) ].
 
     z                 (N, V, D): V views of N samples
     labels            (N,) integers: the positives P(i) are all other views of the same label; None: all other
                       views of the same sample
     temperature       float > 0, or a 0-dim tensor, which then receives a gradient
-    base_temperature  float > 0, τ_base in the released code. The paper's loss has no factor τ/τ_base; for the
-                      paper's loss set base_temperature = temperature
+    base_temperature  None: the paper's loss, without the factor τ/τ_base; or float > 0, τ_base: 0.07 in the
+                      released code
+    gathered          on several ranks: (z, labels) of all ranks, (M, V, D) with gradient and (M,), by
+                      gather_rows; (z, None) if labels is None. The loss is the mean over this rank's N·V
+                      views, each compared with the M·V views of all ranks
+    offset            this rank's first row in `gathered`, own_rows(batch_size).start
     normalize         True: divide rows by their norms first; False: use them as given, so pass unit rows
     impl              see similarity_lse
     returns           scalar, float32 (float64 for float64); a view without positives counts as 0 in the mean
     source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
     """
-    check_rows(z=(z, "N V D"), labels=(labels, "N", int, None))
+    all_z, all_labels = (z, labels) if gathered is None else check_pair(
+        "gathered", gathered, "(z, labels) of all ranks")
+    if gathered is None:
+        check_no_offset(offset)
+    check_labels(z, labels, all_z, all_labels, offset)
     check_flag("normalize", normalize)
-    n, views, d = z.shape
-    has_factor = base_temperature is not temperature
-    z = z.flatten(0, 1)
-    z, _, temperature, product_dtype = prepare_inputs(z, z, temperature, names=("z", "z"))
-    check_temperature(base_temperature, z.device, "base_temperature")
-    impl = choose_impl(impl, z, z.shape[0], z.shape[0])
-    labels = torch.arange(n, device=z.device) if labels is None else labels
+    has_factor = base_temperature is not None and base_temperature is not temperature
+    (n, views, _), count = z.shape, all_z.shape[0]
+    z, k = z.flatten(0, 1), None
+    if gathered is not None:
+        k = all_z.flatten(0, 1)
+    z, keys, temperature, product_dtype = prepare_inputs(z, z if k is None else k, temperature,
+                                                         names=("z", "gathered: z"))
+    if has_factor:
+        check_temperature(base_temperature, z.device, "base_temperature")
+    impl = choose_impl(impl, z, z.shape[0], keys.shape[0])
+    if labels is None:
+        all_labels = torch.arange(count, device=z.device)
+        labels = all_labels[offset:offset + n]
     if normalize:
-        z, _, product_dtype = normalize_rows(z, z, product_dtype)
+        z, keys, product_dtype = normalize_rows(z, z if k is None else keys, product_dtype)
+    k = None if k is None else keys
+    ids = labels.repeat_interleave(views), all_labels.repeat_interleave(views)
+    by_view = Mask("labels", *ids, offset=offset * views)
     if impl == "eager":
-        z, = cast_rows(product_dtype, z)
-        loss = eager.sup_con_loss(z, labels.repeat_interleave(views), temperature)
-    elif impl == "blockwise" and is_stored(z, None):
-        mask = Mask("labels", labels.repeat_interleave(views))
-        loss = softmax_loss(z, None, temperature, mask, impl, product_dtype)
+        loss = eager.sup_con_loss(*cast_rows(product_dtype, z, keys), temperature, by_view)
+    elif impl == "blockwise" and is_stored(z, k):
+        loss = softmax_loss(z, k, temperature, by_view, impl, product_dtype)
     else:
-        loss = fused_sup_con_loss(z.view(n, views, d), labels, temperature, impl, product_dtype)
+        loss = fused_sup_con_loss(z, k, views, all_labels, offset, temperature, impl, product_dtype)
     return loss * temperature / as_scalar(base_temperature, temperature.dtype) if has_factor else loss
 
 
-def fused_sup_con_loss(z, labels, temperature, impl, product_dtype):
-    """Return sup_con_loss without the factor τ/τ_base, without storing a matrix of all pairs of views."""
-    n, views, _ = z.shape
-    lse = fused_lse(z.flatten(0, 1), None, temperature, Mask("diagonal"), impl, product_dtype)
+def check_labels(z, labels, all_z, all_labels, offset):
+    """Raise ValueError if the rows and labels of this rank and of all ranks do not fit together."""
+    check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
+        "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
+    if (labels is None) != (all_labels is None):
+        raise ValueError("gathered: expected labels of all ranks, (z, labels), exactly if labels are given")
+    if labels is None or labels is all_labels or not labels.is_cpu or is_traced(labels):
+        return
+    if not torch.equal(labels.long(), all_labels[offset:offset + len(labels)].long()):
+        raise ValueError(f"labels: not equal to the gathered labels from row {offset} on; expected this "
+                         "rank's rows of them, and as offset this rank's first row")
+
+
+def fused_sup_con_loss(z, k, views, labels, offset, temperature, impl, product_dtype):
+    """Return sup_con_loss without the factor τ/τ_base, without storing a matrix of all pairs of views.
+
+    z       (N·V, D) rows of this rank
+    k       (M·V, D) rows of all ranks; None: z
+    labels  (M,) of all ranks
+    """
+    mask = Mask("diagonal", offset=offset * views)
+    lse = fused_lse(z, k, temperature, mask, impl, product_dtype)
     # number the labels by their first place in the sorted labels: unlike torch.unique, no synchronisation
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
@@ -230,11 +333,24 @@ def fused_sup_con_loss(z, labels, temperature, impl, product_dtype):
     weight = (positives > 0) / positives.clamp(min=1).to(lse.dtype)
     # the sum of z_i·z_p over all pairs of a label is |Σ_i z_i|² − Σ_i |z_i|²: no (N·V, N·V) matrix
     rows = round_like_products(z, temperature, product_dtype)
-    sums = torch.zeros_like(rows[:, 0])
-    add_rows(sums, number, rows.sum(1))
-    near = (weight * (sums * sums).sum(1)).sum() - (weight[number] * (rows * rows).sum((1, 2))).sum()
-    lse = lse.view(n, views).where(positives[number, None] > 0, 0)
+    keys = rows if k is None else round_like_products(k, temperature, product_dtype)
+    n = rows.shape[0] // views
+    own = slice(offset, offset + n)
+    sums = own_sums = sums_by_number(keys, number, views, len(labels))
+    if k is not None:
+        own_sums = sums_by_number(rows, number[own], views, len(labels))
+    own_keys = keys[offset * views:(offset + n) * views]
+    near = (weight * (own_sums * sums).sum(1)).sum()
+    near = near - (weight[number[own]].repeat_interleave(views) * (rows * own_keys).sum(1)).sum()
+    lse = lse.view(n, views).where(positives[number[own], None] > 0, 0)
     return (lse.sum() - near / temperature) / (n * views)
+
+
+def sums_by_number(rows, number, views, count):
+    """Return (count, D) the sums of the rows (n·views, D) of the samples with each number; number is (n,)."""
+    sums = rows.new_zeros(count, rows.shape[1])
+    add_rows(sums, number, rows.unflatten(0, (-1, views)).sum(1))
+    return sums
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):

@@ -5,17 +5,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_gathered, check_number, check_offset, check_pair, check_rows, describe
+from .checks import (
+    check_choice,
+    check_gathered,
+    check_number,
+    check_offset,
+    check_pair,
+    check_rows,
+    describe,
+)
 
 
 class Mask(NamedTuple):
     """A mask whose parts have been checked, with its fields in the order of the operations' arguments.
 
-    exclude                      "none" | "diagonal" (j = i + offset) | "pair" (the two columns j = i and
-                                 j = i ± N/2) | "ids" (equal ids) | "target" (j = row_ids[i]; in a transposed
-                                 mask i = column_ids[j])
-    row_ids, column_ids          for "ids" integers (N,) and (M,); for "target" row_ids (N,) holds the target
-                                 of each row, and column_ids is None; else both are None
+    exclude                      "none" | "diagonal" (j = i + offset) | "pair" (both views of row i's image:
+                                 j = i' and i' + M/2 with i' = i mod N/2 + offset) | "target" (j = row_ids[i];
+                                 in a transposed mask i = column_ids[j])
+    row_ids, column_ids          integers (N,), (M,): columns with the row's id are excluded too; None: no
+                                 ids. For "target" row_ids (N,) holds the targets, and column_ids is None
     row_groups, column_groups    integers (N,), (M,): a row keeps only columns of its group; None: no groups
     row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are excluded; None: no features
     offset                       row i belongs to column i + offset; negative in a transposed mask
@@ -32,12 +40,19 @@ class Mask(NamedTuple):
     phi: float = 0.0
 
 
-def positive_columns(mask, n, device):
+def positive_columns(mask, n, m, device):
     """Return (n,) the column of each row's positive, which "diagonal", "pair" or "target" excludes."""
     if mask.exclude == "target":
         return mask.row_ids
-    rows = torch.arange(mask.offset, n + mask.offset, device=device)
-    return rows.roll(n // 2) if mask.exclude == "pair" else rows
+    rows = torch.arange(n, device=device)
+    if mask.exclude == "pair":
+        return own_columns(mask, rows, n, m) + (rows < n // 2) * (m // 2) - (rows >= n // 2) * (m // 2)
+    return rows + mask.offset
+
+
+def own_columns(mask, rows, n, m):
+    """Return the column of the same view as each of the rows; the mask is a "pair"."""
+    return rows % (n // 2) + mask.offset + (rows >= n // 2) * (m // 2)
 
 
 def is_symmetric(mask):
@@ -58,8 +73,9 @@ def make_mask(q, k, self_similarity, exclude=None, within=None, similar=None, of
     check_offset(offset)
     groups = (None, None) if within is None else check_ids("within", within, q, k)
     *features, phi = (None, None, 0.0) if similar is None else check_similar(similar, q, k)
-    rest = (*groups, *features, offset, phi)
+    rest = (*groups, *features)
     if exclude is None or isinstance(exclude, str):
+        ids = None, None
         if exclude not in (None, "diagonal", "pair"):
             expected = 'None, "diagonal", "pair" or a pair of id vectors'
             raise ValueError(f"exclude: {describe(exclude)}, expected {expected}")
@@ -67,10 +83,15 @@ def make_mask(q, k, self_similarity, exclude=None, within=None, similar=None, of
             found = f"found {len(q)} rows" if self_similarity else "found a k"
             raise ValueError('exclude: "pair" needs k=None and an even number of rows, two views stacked; '
                              f"{found}")
-        if exclude == "diagonal":
-            check_gathered(q, k, offset)
-        return Mask(exclude or "none", None, None, *rest)
-    return Mask("ids", *check_ids("exclude", exclude, q, k), *rest)
+    elif isinstance(exclude, (tuple, list)) and len(exclude) == 3 and isinstance(exclude[0], str):
+        exclude, *ids = exclude
+        check_choice("exclude", exclude, "diagonal")
+        ids = check_ids("exclude", ids, q, k)
+    else:
+        exclude, ids = None, check_ids("exclude", exclude, q, k)
+    if exclude == "diagonal":
+        check_gathered(q, k, offset)
+    return Mask(exclude or "none", *ids, *rest, 0 if exclude == "pair" else offset, phi)
 
 
 def check_ids(name, ids, q, k):
@@ -98,10 +119,10 @@ def check_similar(similar, q, k):
     return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)
 
 
-def excluded(mask, rows, m, at=slice(None)):
+def excluded(mask, rows, n, m, at=slice(None)):
     """Return a bool matrix (len(rows), m), True for excluded entries; None if the mask excludes nothing.
 
-    rows  vector of row indices
+    rows  vector of row indices, of the n rows
     at    slice of the m columns to which the result is restricted
     """
     columns = torch.arange(m, device=rows.device)[at]
@@ -109,11 +130,12 @@ def excluded(mask, rows, m, at=slice(None)):
     if mask.exclude == "diagonal":
         out = columns == rows[:, None] + mask.offset
     elif mask.exclude == "pair":
-        out = (columns - rows[:, None]) % (m // 2) == 0
+        out = (columns - own_columns(mask, rows, n, m)[:, None]) % (m // 2) == 0
     elif mask.exclude == "target":
         out = columns == mask.row_ids[rows, None]
-    elif mask.exclude == "ids":
-        out = mask.row_ids[rows, None] == mask.column_ids[at]
+    if mask.row_ids is not None and mask.exclude != "target":
+        equal = mask.row_ids[rows, None] == mask.column_ids[at]
+        out = equal if out is None else out | equal
     if mask.row_groups is not None:
         other = mask.row_groups[rows, None] != mask.column_groups[at]
         out = other if out is None else out | other

@@ -31,6 +31,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     exclude      columns left out of each row's sum: None | "diagonal" (j = i + offset)
                  | "pair" (the two columns j = i and j = i ± N/2; k is None)
                  | (row ids (N,), column ids (M,)) integers: columns with the row's id
+                 | ("diagonal", row ids, column ids): both
     within       (row ids, column ids) integers: each row keeps only columns with its id. If both are sorted
                  (packed sequences), the cost is proportional to the pairs that are kept; this saving exists
                  in Triton for half types, and in blockwise on the CPU

@@ -54,9 +54,9 @@ def masked_logits(q, k, temperature, mask):
     s = product(q, k.T, reciprocal(temperature))
     if mask.exclude not in ("none", "diagonal", "pair") or any(part is not None for part in mask[1:7]):
         rows = torch.arange(q.shape[0], device=q.device)
-        return s.masked_fill_(excluded(mask, rows, k.shape[0]), -torch.inf)
+        return s.masked_fill_(excluded(mask, rows, q.shape[0], k.shape[0]), -torch.inf)
     if mask.exclude == "pair":
-        s.fill_diagonal_(-torch.inf)
+        own_views(s, mask).fill_(-torch.inf)
     if mask.exclude != "none":
         positives(s, mask).fill_(-torch.inf)
     return s
@@ -122,14 +122,15 @@ def similarity_lse_frozen_keys(q, k, temperature, mask):
 def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs_temperature):
     """Return (loss, dq, dk, dτ); see blockwise.softmax_loss.
 
-    mask  excludes the positives; or exclude is "labels" and row_ids holds the labels, for sup_con_loss
+    mask  excludes the positives; or exclude is "labels", for sup_con_loss: row_ids and column_ids hold the
+          labels, and row i is column i + offset
     """
     rows, keys = operands(q, k, temperature)
     s, self_similarity = product(rows, keys.T, reciprocal(temperature)), k is None
-    if self_similarity:
-        s.fill_diagonal_(torch.finfo(s.dtype).min)
+    if mask.exclude in ("pair", "labels"):
+        own_views(s, mask).fill_(torch.finfo(s.dtype).min)
     if mask.exclude == "labels":
-        loss, w = mean_over_labels(s, mask.row_ids)
+        loss, w = mean_over_labels(s, mask)
     else:
         loss, w = cross_entropy(s, mask, 1)
     if both:
@@ -167,13 +168,22 @@ def positives(x, mask):
     """Return the entries of the positives of x (N, M), contiguous: a view (N,), or (2, N/2) for "pair"."""
     if mask.exclude != "pair":
         return x.diagonal(mask.offset)
-    n, half = x.shape[0], x.shape[0] // 2
-    return x.as_strided((2, half), (half * (n - 1), n + 1), half)          # (i, half + i), then (half + i, i)
+    (n, m), half = x.shape, x.shape[1] // 2    # entries (i, half + i + offset), then (n/2 + i, i + offset)
+    return x.as_strided((2, n // 2), (n // 2 * m - half, m + 1), half + mask.offset)
 
 
-def mean_over_labels(s, labels):
+def own_views(x, mask):
+    """Return the entries of x (N, M) that compare a row with itself, contiguous: a view, as in positives."""
+    if mask.exclude != "pair":
+        return x.diagonal(mask.offset)
+    (n, m), half = x.shape, x.shape[1] // 2    # entries (i, i + offset), then (n/2 + i, half + i + offset)
+    return x.as_strided((2, n // 2), (n // 2 * m + half, m + 1), mask.offset)
+
+
+def mean_over_labels(s, mask):
     """Return (loss of each row (N,), gradient of their sum in s): the mean of −log p over the row's label."""
-    same = (labels[:, None] == labels).fill_diagonal_(False)
+    same = mask.row_ids[:, None] == mask.column_ids
+    same.diagonal(mask.offset).fill_(False)
     count = same.sum(1, keepdim=True, dtype=s.dtype)
     target = same / count.clamp(min=1)
     log_p = s.log_softmax(1)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import eager, losses, stored
 from ..benchmark.cases import MIN_FLOP, TAU, make_inputs, our_loss, stack_views
 from ..blockwise import STORED_LOGITS_ON_GPU
+from ..masks import Mask
 from .launches import simulated_gpu
 
 ROWS = 64, 256, 1024
@@ -27,14 +28,23 @@ NO_LAUNCH = "empty", "local_scalar", "aten::full"              # full makes a CP
 def textbook(loss):
     """Return a loss as users write it, as a function (q, k, targets) → scalar, without checks."""
     tau = torch.tensor(TAU)
+
+    def nt_xent(q, k, targets):
+        z = torch.cat([q[:len(q) // 2], k[:len(q) // 2]])
+        return eager.nt_xent(z, z, tau, 0)
+
+    def sup_con_loss(q, k, targets):
+        z = stack_views(q, k)
+        return eager.sup_con_loss(z, z, tau, Mask("labels", targets // 4, targets // 4))
+
     functions = {
-        "nt_xent": lambda q, k, targets: eager.nt_xent(q[:len(q) // 2], k[:len(q) // 2], tau),
+        "nt_xent": nt_xent,
         "clip_loss": lambda q, k, targets: eager.info_nce(q, k, tau, symmetric=True),
         "info_nce": lambda q, k, targets: eager.info_nce(q, k, tau),
         "queue_loss": lambda q, k, targets: eager.queue_loss(q, k[-len(q):], k[:-len(q)], tau),
         "linear_cross_entropy": lambda q, k, targets: eager.linear_cross_entropy(q, k, targets, -100, tau),
         "sigmoid_loss": lambda q, k, targets: eager.sigmoid_loss(q, k, tau, torch.tensor(-10.0), 0),
-        "sup_con_loss": lambda q, k, targets: eager.sup_con_loss(stack_views(q, k), targets // 4, tau)}
+        "sup_con_loss": sup_con_loss}
     return functions[loss]
 
 

@@ -38,7 +38,7 @@ class KernelMask(NamedTuple):
     column_groups: Any
     row_features: Any
     column_features: Any
-    offset: Any              # 4 · offset + 2 (kernel_args says why)
+    offset: Any              # 4 · offset + 2 (kernel_args says why); None for a "pair" of self-similarity
     phi: Any
     feature_count: Any       # E, features per row of row_features
     row_stride: Any          # of row_features
@@ -238,7 +238,7 @@ def kernel_args(q, k, mask, temperature, config):
     feature_args = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     # Triton compiles separate kernels for tuple integers that are 1 or multiples of 16; 4 · offset + 2 is
     # never such a number
-    offset = 4 * mask.offset + 2
+    offset = None if mask.exclude == "pair" and k is q else 4 * mask.offset + 2
     kernel_mask = KernelMask(*mask[1:7], offset, mask.phi, *feature_args, *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape
     if capability(q) >= 9:

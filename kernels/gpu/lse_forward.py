@@ -95,7 +95,7 @@ def save_positives(POSITIVE, qk, rows, column, index_base, N, M, MASK, EXCLUDE: 
 
     index_base  as in tiles.keep_mask
     """
-    target = positive_columns(rows, N, MASK, EXCLUDE)
+    target = positive_columns(rows, N, M, MASK, EXCLUDE)
     is_target = (column - index_base + tl.arange(0, BLOCK_M))[None, :] == (target - index_base)[:, None]
     found = tl.sum(tl.where(is_target, qk, 0.0), 1)
     in_tile = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
@@ -481,6 +481,8 @@ def lse_config(x, mask, two_sided=False):
     resident = x.element_size() == 2 and features <= 128
     if resident:
         config |= dict(BLOCK_D=features, num_stages=2)
+        if mask.exclude == "pair" and capability(x) >= 10:
+            config |= dict(BLOCK_M=64)                             # 128 columns spill registers there
     return config | dict(RESIDENT=resident)
 
 

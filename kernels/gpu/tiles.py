@@ -87,10 +87,16 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
     if EXCLUDE == "diagonal":
         needed = needed | crosses_diagonal(row + mask_offset(MASK), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        needed = needed | crosses_diagonal(row, column, BLOCK_N, BLOCK_M)
-        needed = needed | crosses_diagonal(row + N // 2, column, BLOCK_N, BLOCK_M)
-        needed = needed | crosses_diagonal(row, column + N // 2, BLOCK_N, BLOCK_M)
-    if EXCLUDE == "ids" or EXCLUDE == "target":
+        if MASK.offset is None:
+            needed = needed | crosses_diagonal(row, column, BLOCK_N, BLOCK_M)
+            needed = needed | crosses_diagonal(row + N // 2, column, BLOCK_N, BLOCK_M)
+            needed = needed | crosses_diagonal(row, column + N // 2, BLOCK_N, BLOCK_M)
+        else:
+            for view in tl.static_range(2):                    # rows of the first and of the second view
+                at = row + mask_offset(MASK) - view * (N // 2)
+                needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
+                needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
+    if EXCLUDE == "target" or MASK.row_ids is not None:
         needed = True
     if MASK.row_groups is not None or MASK.row_features is not None:
         needed = True
@@ -98,10 +104,20 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def positive_columns(rows, N, MASK, EXCLUDE: tl.constexpr):
+def image_of(rows, N):
+    """Return the number of the image of which each row is a view; the N rows are two views, stacked."""
+    return tl.where(rows < N // 2, rows, rows - N // 2)
+
+
+@triton.jit
+def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
     """Return the column of each row's positive, which the mask excludes. It may lie outside [0, M)."""
-    if EXCLUDE == "pair":
+    if EXCLUDE == "pair" and MASK.offset is None:              # self-similarity
         column = tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
+    elif EXCLUDE == "pair":
+        image = image_of(rows, N) + mask_offset(MASK)
+        column = tl.where(rows < N // 2, image + M // 2, image)
+        column = tl.where((image >= 0) & (image < M // 2), column, -1)         # −1: an image of another rank
     elif EXCLUDE == "target":
         column = tl.load(MASK.row_ids + rows, mask=rows < N, other=-1)
     else:
@@ -123,15 +139,18 @@ def keep_mask(rows, column, index_base, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
     keep = (rows < N)[:, None] & (at < M - index_base)[None, :]
     if EXCLUDE == "diagonal":
         keep = keep & (at[None, :] != (rows + mask_offset(MASK) - index_base)[:, None])
+    elif EXCLUDE == "pair" and MASK.offset is not None:
+        images = image_of(rows, N) + mask_offset(MASK)
+        keep = keep & (image_of(index_base + at, M)[None, :] != images[:, None])
     elif EXCLUDE == "pair":
         keep = keep & (at[None, :] != (rows - index_base)[:, None])
-        keep = keep & (at[None, :] != (positive_columns(rows, N, MASK, EXCLUDE) - index_base)[:, None])
+        keep = keep & (at[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - index_base)[:, None])
     elif EXCLUDE == "target" and MASK.row_ids is None:  # swapped: each column has a target among the rows
         column_ids = tl.load(MASK.column_ids + index_base + at, mask=at < M - index_base, other=-1)
         keep = keep & (rows[:, None] != column_ids[None, :])
     elif EXCLUDE == "target":
-        keep = keep & (at[None, :] != (positive_columns(rows, N, MASK, EXCLUDE) - index_base)[:, None])
-    elif EXCLUDE == "ids":
+        keep = keep & (at[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - index_base)[:, None])
+    if EXCLUDE != "target" and MASK.row_ids is not None:
         row_ids = tl.load(MASK.row_ids + rows, mask=rows < N, other=0)
         column_ids = tl.load(MASK.column_ids + index_base + at, mask=at < M - index_base, other=0)
         keep = keep & (row_ids[:, None] != column_ids[None, :])
@@ -262,7 +281,7 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
     dx = dx * (1.0 / WEIGHT_SCALE)
     inside = (rows < N)[:, None] & (d < FINISH.features)[None, :]
     if FINISH.positive_rows is not None:
-        at = positive_columns(rows, N, MASK, EXCLUDE)
+        at = positive_columns(rows, N, M, MASK, EXCLUDE)
         exists = (rows < N) & (at >= 0) & (at < M)
         coefficient = tl.zeros((rows.shape[0],), tl.float32)
         if X_SIDE.dloss_dlse is not None:

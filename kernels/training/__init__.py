@@ -8,6 +8,7 @@ ranks       processes of a run: torchrun's environment variables, joining the pr
 output_dir  the folder --out: checks, lock, atomic writes; checksums of inputs
 state       state.pt, from which --resume continues
 loop        batch order, learning-rate schedules, gradient all-reduce
+precision   half precision in losses, and in the rows that ranks exchange
 progress    progress bars, log lines, remaining time
 trackers    --log: TensorBoard and Weights & Biases
 recipes     presets of several flags

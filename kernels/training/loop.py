@@ -1,4 +1,4 @@
-"""Building blocks of a training loop: batch order, learning-rate schedules, autocast, gradient all-reduce."""
+"""Building blocks of a training loop: batch order, learning-rate schedules, gradient all-reduce."""
 import math
 
 import torch
@@ -45,19 +45,6 @@ def set_lr(optimizer, lr):
     """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-# Losses multiply rows of unit length: float16 has enough range, and 1/8 of bfloat16's rounding error.
-LOSS_DTYPE = torch.float16
-
-
-def loss_autocast(x, args):
-    """Return the torch.autocast context for a loss on x's device, which --precision bf16 turns on.
-
-    Kernels then multiply in LOSS_DTYPE and return float32 gradients. Do not run layers, matrix products in
-    PyTorch or rows that are not normalised inside: they would overflow or lose precision.
-    """
-    return torch.autocast(x.device.type, LOSS_DTYPE, enabled=args.precision == "bf16")
 
 
 BUCKET_BYTES = 32 * 2**20                                      # gradients that one all-reduce sums

@@ -32,6 +32,7 @@ TIGHT = {
                                      "small d 768 one side", "frozen keys 128 within",
                                      "large d 256 two sides", "fused 256 one side"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal",
+                                     "forward 128 gathered pairs",
                                      "small d 128 self-similarity", "small d 256 within", "sigmoid 256"],
     ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
     ("bfloat16", "highest", "tensor"): ["frozen keys 128 all"],
@@ -90,6 +91,7 @@ def launches(name, precision, scalars):
     needs, rows = (True, True, True), (torch.ones(300),) * 2
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
+             "diagonal ids": dict(exclude=("diagonal", *ids)),
              "within": dict(within=ids),
              "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
     for d in (64, 128, 256, 768):
@@ -112,6 +114,7 @@ def launches(name, precision, scalars):
         if only_features:
             continue
         diagonal, pair = make_mask(q, square, False, "diagonal"), make_mask(q, q, True, "pair")
+        pair_of_ranks = pair._replace(offset=7)
         targets = make_mask(q, square, False)._replace(exclude="target", row_ids=ids[0])
         for title in ("none", "diagonal", "pair") if d != 64 or half else ():
             symmetric = make_mask(q, q, True, None if title == "none" else title)
@@ -122,6 +125,7 @@ def launches(name, precision, scalars):
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
         for title, other, mask, both, columns in (
                 ("one side", square, diagonal, False, None), ("targets", square, targets, False, None),
+                ("gathered pairs", k, pair_of_ranks, False, None),
                 ("two sides", square, diagonal, True, rows), ("self-similarity", None, pair, False, rows)):
             if d != 64 or half:
                 weights = one if title == "targets" else None
@@ -244,6 +248,7 @@ def count_variants():
     losses = {
         "info_nce": lambda q, k: info_nce(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),
         "clip_loss": lambda q, k: clip_loss(q, k, **on), "nt_xent": lambda q, k: nt_xent(q, k, **on),
+        "gathered": lambda q, k: nt_xent(q[: 1 + len(q) // 3], k[: 1 + len(q) // 3], gathered=(q, k), **on),
         "queue_loss": lambda q, k: queue_loss(q, k, k.detach().new_zeros(500, k.shape[1]), **on),
         "linear": lambda q, k: linear_cross_entropy(q, k, ids(q), **on),
         "sigmoid_loss": lambda q, k: sigmoid_loss(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),

@@ -53,9 +53,9 @@ def dclr_with(z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **options):
     (lambda: simcse_loss(Z, Z, HARD, ids=HARD[:, :, 0].long()), r"ids: found \(8, 3\), expected \(8, 4\)"),
     (lambda: simcse_loss(Z, Z, ids=LABELS), r"ids: found \(8,\), expected \(8, 1\)"),
     (lambda: simcse_loss(Z[:0], Z), r"z1: found \(0, 6\), expected \(N, D\), not empty"),
-    (lambda: simclr_loss(Z, Z[:4]), r"z2: found \(4, 6\), expected \(8, 6\)"),
-    (lambda: simclr_loss(Z, Z, gathered=(Z, Z), offset=2), r"gathered_z1: 8 rows, expected .* offset 2"),
-    (lambda: simclr_loss(Z, Z, gathered=(Z, WIDE)), r"gathered_z2: found \(8, 7\), expected \(8, 6\)"),
+    (lambda: simclr_loss(Z, Z[:4]), "z2: 4 rows, expected 8 like z1"),
+    (lambda: simclr_loss(Z, Z, gathered=(Z, Z), offset=2), "gathered: z1: 8 rows, expected .* offset 2"),
+    (lambda: simclr_loss(Z, Z, gathered=(Z, WIDE)), "gathered: z2: 7 features per row, expected 6 like z2"),
     (lambda: sup_con_loss(Z), r"features: found \(8, 6\), expected \(N, V, D\)"),
     (lambda: sup_con_loss(HARD, LABELS[:4]), r"labels: found \(4,\), expected \(8,\)"),
     (lambda: moco_loss(Z, Z[:4], UNIT), r"k: found \(4, 6\), expected \(8, 6\)"),
@@ -95,7 +95,7 @@ def dclr_with(z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **options):
     (lambda: gather_rows(Z, 4), r"rows: found 4, of which this process \(1 of 1\) has 4, but x has 8"),
     (lambda: gather_rows(Z.sum(), 1), "x: found a tensor without dimensions, expected"),
     (lambda: choose_impl("auto", None), "x: found NoneType, expected a tensor"),
-    (lambda: simclr_loss(Z, Z, offset=3), r"gathered_z1: 8 rows, expected at least 8 \+ offset 3"),
+    (lambda: simclr_loss(Z, Z, offset=3), "offset: 3, expected 0 if gathered is None"),
     (lambda: selfguided_loss(Z, HARD, offset=3), r"gathered_c: 8 rows, expected at least 8 \+ offset 3"),
     (lambda: task_loss(Z, LABELS), "labels: found 6, expected 0 to 5, or -100"),
     (lambda: replaced_token_loss(HARD[:, :, :3], LABELS[:, None].repeat(1, 3), "code"), "labels: found 3"),
@@ -160,20 +160,28 @@ offset_normalize = dict(offset=0, normalize=False)
 MASK_ARGUMENTS = dict(exclude="diagonal", within=(CLASSES, CLASSES), similar=(Z, Z, 9.0), impl="auto",
                       **offset_normalize)
 PAPER_FORM, BY_ID = dict(form="paper"), dict(q=Z, k=Z, temperature=0.5, exclude=(LABELS, LABELS))
+DIAGONAL_AND_ID = dict(q=Z, k=Z, exclude=("diagonal", LABELS, LABELS), offset=0)
 DCLR = dict(z1=Z, z2=Z8, noise=Z, f1=Z, f2=Z, phi=0.9, temperature=0.5)
 GOOD_CALLS = [
     (kernels.similarity_lse, dict(q=Z, k=Z8, **tau, **MASK_ARGUMENTS)), (kernels.similarity_lse, BY_ID),
+    (kernels.similarity_lse, DIAGONAL_AND_ID),
     (kernels.similarity_topk, dict(q=Z, k=Z8, n=2, **MASK_ARGUMENTS)),
     (kernels.info_nce, dict(q=Z, k=Z8, symmetric=False, **offset_normalize, **tau_impl)),
     (kernels.clip_loss, dict(image=Z, text=Z8, normalize=False, **tau_impl)),
+    (kernels.info_nce, dict(q=Z, k=Z8, symmetric=True, gathered=(Z, Z8), **offset_normalize, **tau_impl)),
+    (kernels.clip_loss, dict(image=Z, text=Z8, gathered=(Z, Z8), **offset_normalize, **tau_impl)),
     (kernels.queue_loss, dict(q=Z, k=Z8, queue=UNIT, normalize=False, **tau_impl)),
     (kernels.sigmoid_loss, dict(q=Z, k=Z8, bias=-10.0, **offset_normalize, **tau_impl)),
     (kernels.nt_xent, dict(z1=Z, z2=Z8, normalize=False, **tau_impl)),
+    (kernels.nt_xent, dict(z1=Z, z2=Z8, gathered=(Z, Z8), **offset_normalize, **tau_impl)),
     (kernels.sup_con_loss, dict(z=HARD, labels=CLASSES, base_temperature=0.07, normalize=False, **tau_impl)),
+    (kernels.sup_con_loss, dict(z=HARD, labels=CLASSES, gathered=(HARD, CLASSES), **offset_normalize,
+                                **tau_impl)),
     (kernels.linear_cross_entropy, dict(hidden=Z, weight=Z8, targets=LABELS, ignore_index=-100, **tau_impl)),
     (kernels.triplet_loss, dict(anchor=Z, positive=Z8, negative=Z, margin=1.0, mining="hard")),
     (kernels.margin_loss, dict(x1=Z, x2=Z8, same=CLASSES, margin=1.0)),
-    (gather_rows, dict(x=Z, rows=8)), (own_rows, dict(rows=8, rank=0, world=1)),
+    (gather_rows, dict(x=Z, rows=8, group=None, dtype=torch.float16)),
+    (own_rows, dict(rows=8, rank=0, world=1, group=None)),
     (check_unit, dict(name="x", x=UNIT)),
     (embed_in_chunks, dict(embed=NET, chunks=CHUNKS, module=NET)),
     (simclr_loss, dict(z1=Z, z2=Z8, gathered=(Z, Z8), **offset_normalize, **tau_impl)),
@@ -235,6 +243,8 @@ BAD_VALUES = {
     "offset": BAD_INTEGERS | {"1e30": 10**30, "-1e30": -10**30, "2^62": 2**62, "digits": 10**5000},
     "ignore_index": BAD_INTEGERS | {"1e30": 10**30}, "symmetric normalize": BAD_FLAGS,
     "head embed": BAD_TUPLES, "name": {}, "impl form objective similarity mining": BAD_STRINGS,
+    "group": {"text": "x", "number": 3, "list": [], "matrix": Z},
+    "dtype": BAD_STRINGS | {"float64": torch.float64, "integers": torch.int32},
     "momentum": BAD_NUMBERS | {"2": 2.0, "-1": -1.0},
     "module": {"text": "x", "list": [NET], "matrix": Z},
     "chunks": {"none": None, "number": 3, "text": "xy", "matrix": Z, "array": np.ones((2, 2)), "empty": []},
@@ -271,12 +281,12 @@ def mismatched_tensors(x):
 
 
 # the kinds of "invalid" values that an argument does accept: in all functions, or by (function, argument)
-OPTIONAL = """k exclude within similar gathered labels negative base_temperature module z3 ids hard entity_ids
-              hard_ids""".split()
+OPTIONAL = """k exclude within similar gathered labels negative base_temperature dtype module z3 ids hard
+              entity_ids hard_ids""".split()
 ACCEPTED = {name: ["none"] for name in OPTIONAL} | {
     "attention_mask": ["none", "bool", "floats"], "masked": ["bool", "floats"], "same": ["bool"],
     "x": "complex float8 bool u16 u64 integers".split(), (check_unit, "x"): [], (nearest_neighbours, "k"): [],
-    (kernels.sup_con_loss, "base_temperature"): [], (task_loss, "labels"): ["floats", "integers"],
+    (task_loss, "labels"): ["floats", "integers"],
     (rdrop_loss, "labels"): ["floats"]}
 ACCEPTED |= {(loss, "k"): [] for loss in (
     kernels.info_nce, kernels.queue_loss, kernels.sigmoid_loss, moco_loss)}

@@ -91,13 +91,15 @@ def draw(seed):
         return tuple(x.sort()[0] for x in pair) if pick.random() < 0.5 else tuple(pair)
 
     q, k = random_rows(n), random_rows(m)
-    mask = {"exclude": pick.choice([None, "diagonal", ids()]), "within": pick.choice([None, None, ids()])}
+    excludes = {"none": None, "diagonal": "diagonal", "ids": ids(), "both": ("diagonal", *ids())}
+    kind = pick.choice(list(excludes))
+    mask = {"exclude": excludes[kind], "within": pick.choice([None, None, ids()])}
     if pick.random() < 0.3:  # whole numbers, whose products are exact in every dtype
         width = pick.randint(1, 50)
         features = [torch.randint(-2, 3, (count, width), generator=numbers).to(DEVICE, torch.float32)
                     for count in (n, m)]
         mask["similar"] = (*features, pick.choice([0.0, 3.0, -100.0]))
-    if mask["exclude"] == "diagonal":
+    if kind in ("diagonal", "both"):
         mask["offset"] = pick.randint(-5, m)
     return impl, q, k, 10 ** pick.uniform(-2, 0.5), mask
 
@@ -154,6 +156,16 @@ def test_losses(seeds, monkeypatch):
                 q[:both], k, t, bias, offset=offset, impl=impl, **options),
             "sup_con_loss": lambda q, k, t, impl: sup_con_loss(
                 torch.stack([q[:both], k[:both]], 1), targets[:both], t, temperature, impl=impl, **options)}
+        rank = slice(both // 3, both - both // 4)              # the rows of one of several ranks
+
+        def gathered(loss):
+            def of_one_rank(q, k, t, impl):
+                found = loss(q[rank], k[rank], t, gathered=(q[:both], k[:both]), offset=rank.start, impl=impl,
+                             **options)
+                return found + 0 * k.sum()
+            return of_one_rank
+
+        losses |= {"gathered clip_loss": gathered(clip_loss), "gathered nt_xent": gathered(nt_xent)}
         loss = pick.choice(list(losses))
         with describe_case(seed, f"{loss}, {options}", impl, q, k, temperature):
             compare(losses[loss], q, k, temperature, impl, units=64, floor=1 / temperature / n)

@@ -21,7 +21,7 @@ import selfguided  # noqa: E402
 import simclr  # noqa: E402
 import simcse  # noqa: E402
 import tacl  # noqa: E402
-from kernels.training.loop import LOSS_DTYPE  # noqa: E402
+from kernels.training.precision import LOSS_DTYPE  # noqa: E402
 from running import DATA, SENTENCES, few_images, run  # noqa: E402
 
 # ── what reaches the kernels ────────────────────────────────────────────────────────────────────────────────

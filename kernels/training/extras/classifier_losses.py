@@ -3,7 +3,7 @@ out-of-domain detection. childtuning.py uses them with --rdrop-weight, --supcon-
 import torch
 import torch.nn.functional as F
 
-from kernels import check_rows, checks, gather_rows, sup_con_loss
+from kernels import check_rows, checks, gather_rows, own_rows, sup_con_loss
 
 from ..cli import fail
 from ..text.classifier import classify, task_loss
@@ -33,8 +33,8 @@ def regularised_loss(model, inputs, labels, rows, args):
             alpha = args.rdrop_weight / (len(labels) / rows)
         loss = rdrop_loss(*passes, labels, alpha, args.form)
     if args.supcon_weight:
-        z = gather_rows(torch.stack(features, 1), rows)        # two passes are two views
-        contrast = supcon_loss(z, gather_rows(labels, rows), args.temperature or 0.3)
+        z = torch.stack(features, 1)                           # two passes are two views
+        contrast = supcon_loss(z, labels, args.temperature or 0.3, **gathered_rows(z, labels, rows))
         loss = (1 - args.supcon_weight) * loss + args.supcon_weight * contrast
     return loss
 
@@ -48,8 +48,8 @@ def ood_stage_loss(model, inputs, labels, rows, args):
         lambda found: F.cross_entropy(found[0], labels, reduction="sum"))
     logits, z = clean
     z_adv = adversarial[1]
-    gathered = [gather_rows(x, rows) for x in (z, z_adv, labels)]
-    loss = ood_contrastive_loss(*gathered, args.temperature or 0.1, args.form)
+    loss = ood_contrastive_loss(z, z_adv, labels, args.temperature or 0.1, args.form,
+                                **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
     # With several ranks all_reduce_gradients turns a gradient of None into zeros; 0 · logits does so on one.
     return loss + 0 * logits.sum()
 
@@ -78,21 +78,33 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
     return tasks + alpha * penalty.mean() if form == "paper" else tasks / 2 + alpha * penalty.sum()
 
 
-def supcon_loss(z, labels, temperature=0.3):
+def gathered_rows(z, labels, rows):
+    """Return the arguments gathered and offset of the losses below, for rows z and their labels."""
+    if len(z) == rows:
+        return {}
+    return dict(gathered=(gather_rows(z, rows), gather_rows(labels, rows)), offset=own_rows(rows).start)
+
+
+def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
     """SCL: the mean SupCon loss over the views that have a positive; 0 if none has.
 
     z         (N, V, D) features, V views of N texts; normalised here
     labels    (N,) integers
+    gathered  (z, labels) of all ranks, with gradient; None: one process. The loss is then the sum over this
+              rank's views, times all / own texts, divided by the number of all ranks' views with a positive
+    offset    this rank's first row in `gathered`
     source    Gunel et al. 2021, eq. 3. Their loss is a sum over views, so that their λ depends on the batch
               size; this one is a mean
     """
     check_rows(z=(z, "N V D"), labels=(labels, "N", int))
-    _, group, sizes = labels.unique(return_inverse=True, return_counts=True)
+    loss = sup_con_loss(z, labels, temperature, gathered=gathered, offset=offset, normalize=True)
+    all_labels = labels if gathered is None else gathered[1]
+    _, group, sizes = all_labels.unique(return_inverse=True, return_counts=True)
     share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # the others add 0 to the mean
-    return sup_con_loss(F.normalize(z, dim=2), labels, temperature, temperature) / share.clamp(min=1 / len(z))
+    return loss / share.clamp(min=1 / len(all_labels))
 
 
-def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper"):
+def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gathered=None, offset=0):
     """SupCon of N texts and their adversarial views.
 
     z, z_adv     (N, D) features z_i of the texts and z'_i of their adversarial views, float32 or float64;
@@ -102,21 +114,29 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper"):
                  "code": the mean over i of −1/|C_i| Σ_{j in C_i} log(a_ij / Σ_l a_il), plus the same with
                  z and z' swapped; a_ij = [j ≠ i] e^{z_i·z_j/τ} + e^{z_i·z'_j/τ}, and C_i are the texts with
                  the label of text i
+    gathered     ((z, z') stacked (M, 2, D), labels) of all ranks, with gradient; None: one process
+    offset       this rank's first row in `gathered`
     source       Zeng et al. 2021
     """
     check_rows(z=(z, "N D"), z_adv=(z_adv, "N D"), labels=(labels, "N", int))
     checks.check_same_dtype(z=z, z_adv=z_adv)
     checks.check_temperature(temperature, z.device)
     checks.check_choice("form", form, "paper", "code")
-    z, z_adv = F.normalize(z, dim=1), F.normalize(z_adv, dim=1)
+    views = torch.stack([z, z_adv], 1)
     if form == "paper":
-        return sup_con_loss(torch.stack([z, z_adv], 1), labels, temperature, temperature)
-    diagonal = torch.eye(len(z), device=z.device) > 0
-    same_label = labels[:, None] == labels
+        return sup_con_loss(views, labels, temperature, gathered=gathered, offset=offset, normalize=True)
+    all_views, all_labels = (views, labels) if gathered is None else checks.check_pair(
+        "gathered", gathered, "(views, labels) of all ranks")
+    check_rows(offset, views=(views, "N v D"), **{
+        "gathered: views": (all_views, "M v D"), "gathered: labels": (all_labels, "M", int)})
+    (z, z_adv), (all_z, all_z_adv) = (F.normalize(x, dim=2).unbind(1) for x in (views, all_views))
+    same_label = labels[:, None] == all_labels
+    own = torch.zeros_like(same_label)
+    own.diagonal(offset).fill_(True)
     loss = 0
-    for anchors, others in ((z, z_adv), (z_adv, z)):
+    for anchors, alike, others in ((z, all_z, all_z_adv), (z_adv, all_z_adv, all_z)):
         across = anchors @ others.T / temperature
-        both = torch.where(diagonal, across, torch.logaddexp(anchors @ anchors.T / temperature, across))
+        both = torch.where(own, across, torch.logaddexp(anchors @ alike.T / temperature, across))
         log_p = both - both.logsumexp(1, keepdim=True)
         loss = loss - ((log_p * same_label).sum(1) / same_label.sum(1)).mean()
     return loss

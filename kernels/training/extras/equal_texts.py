@@ -15,30 +15,20 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
     ids             (M, 1 + n) integers: text ids of the positives and of the n hard negatives
     offset          row of z2 that is the positive of this rank's first anchor
     """
-    own, texts = slice(offset, offset + len(z1)), id_signs(ids)
-    others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
+    own = slice(offset, offset + len(z1))
 
-    def equal_to_positive(column):
-        """The argument `similar` that leaves out the texts of a column that equal the anchor's positive."""
-        return texts[own, 0], texts[:, column], 64
+    def negatives_lse(keys, column):
+        """Return log Σ exp s over the keys of other rows whose text is not that of the anchor's positive."""
+        exclude = "diagonal", ids[own, 0], ids[:, column]
+        return similarity_lse(z1, keys, temperature, exclude=exclude, offset=offset, impl=impl)
 
-    negatives = similarity_lse(z1, z2, similar=equal_to_positive(0), **others)
+    negatives = negatives_lse(z2, 0)
     positive = (z1 * z2[own]).sum(1) / temperature
     for column, z in enumerate(hard, 1):
         weighted = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
         weighted = weighted.masked_fill(ids[own, column] == ids[own, 0], torch.finfo(weighted.dtype).min)
-        rest = similarity_lse(z1, z, similar=equal_to_positive(column), **others)
-        negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), rest)
+        negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), negatives_lse(z, column))
     return -F.logsigmoid(positive - negatives).mean()
-
-
-def id_signs(ids):
-    """Encode each id as a vector (..., 64) of ±1, its bits: equal ids have the dot product 64, others less.
-
-    Needed because similarity_lse accepts only one `exclude`, which is already "diagonal". Its argument
-    `similar` can exclude more negatives, but it compares dot products instead of ids.
-    """
-    return ((ids.long()[..., None] >> torch.arange(64, device=ids.device) & 1) * 2 - 1).half()
 
 
 def text_ids(tokens, row_indices):

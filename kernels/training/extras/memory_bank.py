@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, own_rows, queue_loss
 
-from ..loop import loss_autocast
+from ..precision import loss_autocast
 
 
 def compute_bank_loss(model, views, rows, args):

@@ -77,8 +77,8 @@ from kernels import similarity_topk
 from kernels.heuristics import TOPK_SLOTS
 
 from ..columns import SENTENCE_COLUMNS
-from ..loop import LOSS_DTYPE
 from ..output_dir import create_file
+from ..precision import LOSS_DTYPE
 from ..progress import progress
 from ..run import Run
 from ..tables import describe_table, empty_cell, read_table

@@ -5,9 +5,10 @@ The flags and recipes are in sentence_flags.py, the views in text_views.py, the 
 import torch
 import torch.nn.functional as F
 
-from kernels import embed_in_chunks, gather_rows, nt_xent, own_rows
+from kernels import embed_in_chunks, nt_xent, own_rows
 
-from ..loop import all_reduce_gradients, loss_autocast, set_lr, steps_per_epoch
+from ..loop import all_reduce_gradients, set_lr, steps_per_epoch
+from ..precision import gather_keys, loss_autocast
 from ..text.mlm import embed_masked, masked_lm_loss, share_of_mean
 from ..text.tokens import restore_order, tokenise_table
 from .equal_texts import log_equal_texts, text_ids
@@ -71,19 +72,22 @@ def compute_loss(model, batch, rows, args, simcse_loss, ids=None):
 
 
 def contrastive_loss(z1, keys, rows, args, simcse_loss, ids=None):
-    """Return the mean loss of this rank's anchors against the keys of all ranks; or with --objective nt-xent
-    the mean loss over all ranks' anchors, the same on each rank."""
+    """Return the mean loss of this rank's anchors (--objective nt-xent: also of its keys) against the keys of
+    all ranks."""
     def gather(z):                                 # the anchors of a document stay together
-        return gather_rows(z.unflatten(0, (-1, args.anchors)), rows).flatten(0, 1)
+        return gather_keys(z.unflatten(0, (-1, args.anchors)), rows, args).flatten(0, 1)
 
+    common = dict(offset=own_rows(rows).start * args.anchors, impl=args.impl)
+    if args.objective == "nt-xent":
+        views, gathered = (z1, keys[0]), None
+        if len(z1) < rows * args.anchors:
+            gathered = [gather(z) for z in views]
+        with loss_autocast(z1, args):
+            return nt_xent(*views, args.temperature, gathered=gathered, normalize=True, **common)
     z2, *hard = (gather(z) for z in keys)
     with loss_autocast(z1, args):
-        if args.objective == "nt-xent":
-            z1, z2 = (F.normalize(z, dim=1, eps=1e-8) for z in (gather(z1), z2))
-            return nt_xent(z1, z2, args.temperature, impl=args.impl)
         return simcse_loss(z1, z2, torch.stack(hard, 1) if hard else None, args.temperature,
-                           args.hard_negative_weight, offset=own_rows(rows).start * args.anchors, ids=ids,
-                           impl=args.impl)
+                           args.hard_negative_weight, ids=ids, **common)
 
 
 def embed_views(model, batch, args):

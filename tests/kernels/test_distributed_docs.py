@@ -1,0 +1,213 @@
+"""Run the loops of docs/distributed.md, as they are printed, in two, three and four processes.
+
+The same loop in one process gives the expected weights. Batches have 7 and 9 rows, so that shares differ.
+"""
+import functools
+import importlib
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from kernels import gather_rows, nt_xent, own_rows
+from running import ROOT, fork_context, free_port
+
+PAGE = (ROOT / "docs/distributed.md").read_text("utf-8")
+TITLES = ["setup", "without a wrapper", "DDP", "accumulation", "compile", "fully_shard", "saving",
+          "mixed precision"]
+CLIPPED = ["without a wrapper", "DDP", "compile", "fully_shard"]               # these blocks clip gradients
+RESULTS = [*TITLES[1:], "saving, loaded", "saving, whole", *(f"{title}, not clipped" for title in CLIPPED)]
+WORLDS = 1, 2, 3, 4
+
+
+def code_blocks():
+    """Return {title: code} of the Python blocks of the page."""
+    found = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    assert len(found) == len(TITLES)
+    return dict(zip(TITLES, found))
+
+
+def without_clipping(code):
+    return re.sub(r".*clip_grad_norm_.*\n", "", code)
+
+
+def make_batches():
+    numbers = torch.Generator().manual_seed(1)
+    return [torch.randn(2, rows, 20, generator=numbers, dtype=torch.float64).to(torch.get_default_dtype())
+            for rows in (7, 9, 7, 9)]
+
+
+def weights(model):
+    """Return {name: weight}: shards are collected, and prefixes that wrappers add are removed."""
+    found = {}
+    for name, weight in model.named_parameters():
+        weight = weight.detach()
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        found[re.sub(r"(module|_orig_mod|layer)\.", "", name)] = weight.clone()
+    return found
+
+
+def run_blocks():
+    """Run each block; return {title: weights of the model after it}."""
+    code, found, names = code_blocks(), {}, {}
+    for title in TITLES[1:]:
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32 if title == "mixed precision" else torch.float64)
+        if title != "saving":                                  # which saves the model of the block before
+            names = {"batches": make_batches()}
+            exec(code["setup"], names)
+        exec(code[title], names)
+        found[title] = weights(names["model"])
+        if title == "saving":
+            with torch.no_grad():
+                for weight in names["model"].parameters():
+                    weight.zero_()
+            exec(code[title].rpartition("\n\n")[2], names)     # loads the shards
+            found["saving, loaded"] = weights(names["model"])
+            dist.barrier()
+            plain = names["Encoder"]()
+            plain.load_state_dict(torch.load("whole.pt"))
+            found["saving, whole"] = weights(plain)
+    for title, dtype in [*((title, torch.float64) for title in CLIPPED), ("fully_shard", torch.float32)]:
+        torch.manual_seed(0)
+        torch.set_default_dtype(dtype)
+        names = {"batches": make_batches()}
+        exec(code["setup"] + without_clipping(code[title]), names)
+        found[title + ", not clipped" + ", float32" * (dtype == torch.float32)] = weights(names["model"])
+    return found
+
+
+def checkpointed(module):
+    """Return the module with activation checkpointing, as in the page's block "mixed precision"."""
+    names = {}
+    exec(code_blocks()["setup"] + code_blocks()["mixed precision"].partition("model =")[0], names)
+    return names["Checkpointed"](module)
+
+
+def sharded(layers):
+    for layer in layers:
+        fully_shard(layer)
+    return fully_shard(layers)
+
+
+WRAPPERS = {"checkpoint": checkpointed, "DDP": DistributedDataParallel, "fully_shard": sharded}
+ORDERS = ["checkpoint, compile, DDP", "checkpoint, DDP, compile", "checkpoint, compile, fully_shard",
+          "checkpoint, fully_shard, compile", "compile, checkpoint, DDP", "compile, checkpoint, fully_shard"]
+
+
+def run_orders():
+    """Return {order of the wrappers: gradients of the layers}; "" is the encoder without wrappers."""
+    torch.set_default_dtype(torch.float64)
+    found, batch, own = {}, make_batches()[0], own_rows(7)
+    for order in ["", *ORDERS]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+        for name in order.split(", ") if order else ():
+            wrap = torch.compile if name == "compile" else WRAPPERS[name]      # as patched by one_process
+            per_layer = name in ("checkpoint", "compile") and isinstance(model, torch.nn.Sequential)
+            model = torch.nn.Sequential(*map(wrap, model)) if per_layer else wrap(model)
+        if order:
+            z1, z2 = model(batch[:, own].flatten(0, 1)).chunk(2)
+            gathered = gather_rows(z1, 7), gather_rows(z2, 7)
+            loss = nt_xent(z1, z2, gathered=gathered, offset=own.start, normalize=True)
+            (loss * len(z1) / 7 * dist.get_world_size()).backward()
+        else:
+            nt_xent(*model(batch).unbind(), normalize=True).backward()
+        found[order] = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+    return found
+
+
+def one_process(index, ports, folder):
+    """Run one process of one of the groups: those of 1, 2, 3 and 4 processes."""
+    world = next(world for world in WORLDS if index < sum(range(world + 1)))
+    rank = index - sum(range(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world]))
+    os.makedirs(folder / str(world), exist_ok=True)
+    os.chdir(folder / str(world))
+    torch.set_num_threads(1)
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")      # compiling C++ takes long
+    torch.optim.AdamW = torch.optim.SGD                        # whose steps show a wrong factor of a gradient
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    found = run_blocks()
+    if world == 2:
+        found["orders"] = run_orders()
+    if rank == 0:
+        torch.save(found, folder / f"{world}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def all_processes(_, ports, folder):
+    """Import once what the loops need, which takes seconds, and fork all processes."""
+    importlib.import_module("torch.distributed.checkpoint")
+    torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
+    torch.multiprocessing.start_processes(one_process, (ports, folder), sum(WORLDS), start_method="fork")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return {number of processes: {title: weights}}."""
+    folder = tmp_path_factory.mktemp("loops")
+    fork_context()
+    ports = {world: free_port() for world in WORLDS}
+    torch.multiprocessing.start_processes(all_processes, (ports, folder), 1, start_method="forkserver")
+    return {world: torch.load(folder / f"{world}.pt") for world in WORLDS}
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def start(dtype=torch.float64):
+    """Return the weights before training."""
+    names = {}
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    exec(code_blocks()["setup"], names)
+    found = weights(names["Encoder"]())
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("title", [title for title in RESULTS if title != "mixed precision"])
+def test_processes_equal_one(title, world, results):
+    assert largest_difference(results[world][title], results[1][title]) < 1e-8
+
+
+@pytest.mark.parametrize("title", ["DDP", "fully_shard"])
+def test_wrappers_change_nothing(title, results):
+    """The loop of fully_shard does not clip log_tau, so loops are compared without clipping."""
+    alone, wrapped = (results[3][f"{name}, not clipped"] for name in ("without a wrapper", title))
+    assert largest_difference(wrapped, alone) < 1e-8
+
+
+@pytest.mark.parametrize("title", ["saving", "saving, loaded", "saving, whole"])
+def test_saved_weights_are_those_of_the_model(title, results):
+    assert largest_difference(results[3][title], results[3]["fully_shard"]) == 0
+
+
+@pytest.mark.parametrize("title", RESULTS)
+def test_every_loop_trains(title, results):
+    first = start(torch.float32 if title == "mixed precision" else torch.float64)
+    assert largest_difference(results[1][title], first) > 1e-3
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_mixed_precision_is_near(world, results):
+    first, half = start(torch.float32), results[world]["mixed precision"]
+    for name, full in results[1]["fully_shard, not clipped, float32"].items():
+        assert (half[name] - full).norm() < 0.03 * (full - first[name]).norm(), name
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_of_wrappers(order, results):
+    for found, expected in zip(results[2]["orders"][order], results[2]["orders"][""], strict=True):
+        assert (found - expected).abs().max() < 1e-12
+    listed = "compile, checkpoint, DDP or fully_shard" if order.startswith("compile") else order
+    assert f"\n| {listed} |" in PAGE
