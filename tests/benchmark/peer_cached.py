@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 2 tests/benchmark/peer_cached.py peer MODEL triples.csv --out out/peer
     python tests/benchmark/peer_cached.py compare MODEL triples.csv --out out/ours out/peer
 
-`ours` runs simcse.py. `peer` runs CachedMultipleNegativesRankingLoss with gather_across_devices=True in its own
-trainer, and needs pip install sentence-transformers accelerate datasets. Both train on the same rows in the same
-order, with mean pooling, AdamW without weight decay, and linear decay to 0. They print the median time of a
-step after the first, and the peak memory of each process. `compare` prints the relative norm of the difference
-of the weights' changes; give both runs --dropout 0 before. MODEL is a folder, triples.csv has a header.
+`ours` runs simcse.py. `peer` runs CachedMultipleNegativesRankingLoss with gather_across_devices=True in its
+own trainer, and needs pip install sentence-transformers accelerate datasets. Both train on the same rows in
+the same order, with mean pooling, AdamW without weight decay, and linear decay to 0. They print the median
+time of a step after the first, and the peak memory of each process. After two runs with --dropout 0,
+`compare` prints the relative norm of the difference of the weights' changes. MODEL is a DistilBERT's folder.
 """
 import argparse
 import csv
@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("side", choices=("ours", "peer", "compare"))
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
@@ -56,7 +57,7 @@ def train_ours(args):
 
 
 def train_peer(args):
-    """Run the trainer of sentence-transformers on simcse.py's batches; return the seconds at each step's end."""
+    """Run the trainer of sentence-transformers on simcse.py's batches; return the seconds as train_ours."""
     try:
         import sentence_transformers as peer
         from datasets import Dataset
@@ -84,12 +85,12 @@ def train_peer(args):
     model = peer.SentenceTransformer(str(args.model), device="cpu", config_kwargs=dropout)   # mean pooling
     model.max_seq_length = 32
     settings = peer.SentenceTransformerTrainingArguments(
-        str(args.out[0] / "trainer"), per_device_train_batch_size=args.batch_size // world, num_train_epochs=1,
-        learning_rate=5e-5, use_cpu=True, ddp_backend="gloo", batch_sampler=in_order, report_to="none",
-        save_strategy="no", disable_tqdm=True)
+        str(args.out[0] / "trainer"), per_device_train_batch_size=args.batch_size // world,
+        num_train_epochs=1, learning_rate=5e-5, use_cpu=True, ddp_backend="gloo", batch_sampler=in_order,
+        report_to="none", save_strategy="no", disable_tqdm=True)
     loss = CachedMultipleNegativesRankingLoss(model, scale=20.0, mini_batch_size=args.chunk_size,
                                               gather_across_devices=True)
-    peer.SentenceTransformerTrainer(model, settings, train_dataset=data, loss=loss, callbacks=[Clock()]).train()
+    peer.SentenceTransformerTrainer(model, settings, data, loss=loss, callbacks=[Clock()]).train()
     if os.environ["RANK"] == "0":
         model[0].auto_model.save_pretrained(args.out[0])
     return ends
