@@ -76,7 +76,7 @@ def make_parser():
     shared("--head", shown="as saved with --model, else train-only with cls pooling (paper), else none")
     shared("--prompt", shown="as saved with --model, else none")
     shared("--batch-size", shown="128 (paper), 32 with --model scratch")
-    shared("--chunk-size", shown="the whole batch")
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     shared("--epochs", shown="3 (paper), 4 with --model scratch")
     shared("--steps", shown="from --epochs")
     shared("--lr", shown="3e-5 (paper), 2e-3 with --model scratch; linear decay to 0")

@@ -98,7 +98,7 @@ def make_parser():
              "then the number of negatives, and --momentum that of the stored vectors")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
     shared("--batch-size", 256, "256 (paper)")
-    shared("--chunk-size", shown="the whole batch")
+    shared("--chunk-size")
     shared("--epochs", 200, "200 (paper)")
     shared("--steps", shown="from --epochs")
     shared("--lr", 0.03, "0.03 (paper); it is always multiplied by batch / 256")

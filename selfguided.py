@@ -71,7 +71,7 @@ def make_parser():
     add("--projection-dim", type=at_least(1, int), default=4096, group="model",
         help="output dimension of the projection head; default 4096 (paper)")
     shared("--batch-size", 16, "16 (paper)")
-    shared("--chunk-size", shown="the whole batch")
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     shared("--epochs", 1, "1 (paper)")
     shared("--steps", shown="from --epochs")
     shared("--lr", 5e-5, "5e-5 (paper); linear warm-up over a tenth of the steps, then linear decay to 0")

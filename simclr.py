@@ -111,7 +111,7 @@ def make_parser():
         help="train --model to match the predictions of TEACHER, a fine-tuned model, on --data (v2)")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
     shared("--batch-size", 512)
-    shared("--chunk-size", shown="the whole batch")
+    shared("--chunk-size")
     shared("--epochs", 100)
     shared("--steps", shown="from --epochs")
     add("--optimizer", group="training", choices=("lars", "sgd", "nesterov", "adam"), default="lars",

@@ -64,7 +64,7 @@ def make_parser():
     add("--dropout", type=at_least(0), group="model",
         help="dropout probability of the encoder in training; default the model's own, 0.1 for BERT (paper)")
     shared("--batch-size", shown="512, or 64 if unsupervised (paper), 32 with --model scratch")
-    shared("--chunk-size", shown="the whole batch")
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     shared("--epochs", shown="3, or 1 if unsupervised (paper), 4 with --model scratch")
     shared("--steps", shown="from --epochs")
     shared("--lr", shown="5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0")

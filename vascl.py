@@ -68,7 +68,7 @@ def make_parser():
     shared("--pooling", shown="as saved with --model, else avg (paper), last for a decoder")
     shared("--prompt", shown="as saved with --model, else none")
     shared("--batch-size", shown="1024 (paper), 32 with --model scratch")
-    shared("--chunk-size", shown="the whole batch")
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     shared("--epochs", shown="5 (paper), 4 with --model scratch")
     shared("--steps", shown="from --epochs")
     shared("--lr", shown="5e-6 (paper), 2e-3 with --model scratch; constant")

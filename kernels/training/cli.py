@@ -148,7 +148,11 @@ SHARED_FLAGS = {
     "--batch-size": dict(group="training", type=at_least(1, int), help="rows per step, summed over all GPUs"),
     "--chunk-size": dict(group="training", type=at_least(1, int),
                          help="encode this many rows at a time to save memory (GradCache); gradients are "
-                              "those of the full batch"),
+                              "those of the full batch; default the whole batch"),
+    "--chunk-tokens": dict(group="training", type=at_least(1, int),
+                           help="encode at most this many tokens at a time, counted with padding, as "
+                                "--chunk-size does with rows; a longer text is encoded alone; default no "
+                                "limit"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
     "--steps": dict(group="training", type=at_least(1, int), help="number of training steps"),
     "--lr": dict(group="training", type=at_least(0), help="learning rate"),
@@ -550,7 +554,8 @@ def describe_out_of_memory(error, main):
     import torch
 
     known = main.__globals__["make_parser"]()._option_string_actions
-    lower = [flag for flag in ("--chunk-size", "--batch-size", "--max-length") if flag in known]
+    flags = "--chunk-size", "--chunk-tokens", "--batch-size", "--max-length"
+    lower = [flag for flag in flags if flag in known]
     advice = f"lower {' or '.join(lower)}" if lower else "close other programs, or use a larger machine"
     whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
     return f"the {whose} memory is full; {advice}"

@@ -18,8 +18,9 @@ NEEDED_FLAGS = {"--layer-study": "--dev sts.tsv", "--contrast-set": "topics.tsv"
 COMBINATIONS = {
     "simcse": """--evaluate --resume, --head keep new, --head keep train-only, --columns 1 1 1, --columns 9,
         --prompt a b c d, --pooling last --head keep, --resume --out none, --batch-size 1, --batch-size 25,
-        --chunk-size 1 --mlm-weight 1, --da few.csv, --test --dev, -1, --, few.csv, --no-such 1, --lr=--lr,
-        --lr, --lr 1e18 --steps 3, --evaluate --model scratch --dev sts.tsv, --temperature 1e-4 --lr 1,
+        --chunk-size 1 --mlm-weight 1, --chunk-tokens 1 --mlm-weight 1,
+        --da few.csv, --test --dev, -1, --, few.csv, --no-such 1, --lr=--lr, --lr,
+        --lr 1e18 --steps 3, --evaluate --model scratch --dev sts.tsv, --temperature 1e-4 --lr 1,
         --resume=x, --views blur, --views dropout, --views spans, --columns 1 --views spans,
         --columns 1 --views spans --spans 99999999999 1, --spans 1, --spans 0 1,
         --views crop delete shuffle, --columns 1 --views crop delete --view-rates 0.99 0,

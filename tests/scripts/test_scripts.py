@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from kernels import embed_in_chunks
 from running import (
     DATA,
     ROOT,
@@ -165,18 +166,41 @@ def test_chunks_give_the_gradient_of_the_whole_batch(name, size, tmp_path, monke
         torch.testing.assert_close(of_chunks, weight["exp_avg"], rtol=1e-5, atol=1e-6)
 
 
+def test_chunks_of_tokens(tmp_path, bert, monkeypatch):
+    """With texts of very different lengths, no chunk exceeds --chunk-tokens or --chunk-size, except a single
+    longer text. Gradients are those of a run without chunks."""
+    rows = [["no " * 2**(i % 8), "yes " * (1 + i)] for i in range(24)]         # 4 to 258 tokens
+    flags = ["--model", bert, "--pooling", "avg", "--batch-size", 24, "--steps", 1, "--max-length", 512]
+    whole, counts = run_text("simcse", tmp_path / "whole", rows, *flags), []
+    for most_rows, limits in ((48, ["--chunk-tokens", 200]), (5, ["--chunk-tokens", 200, "--chunk-size", 5])):
+        embed = Mock(wraps=embed_in_chunks)
+        monkeypatch.setattr("kernels.training.text.encoders.embed_in_chunks", embed)
+        chunked = run_text("simcse", tmp_path / f"chunks{most_rows}", rows, *flags, *limits)
+        (_, chunks, module), _ = embed.call_args
+        shapes = [ids.shape for _, ids, _ in chunks]
+        assert module is chunked.model.encoder and sum(n for n, _ in shapes) == 48
+        assert all(n <= most_rows and n * length <= 200 or n == 1 for n, length in shapes)
+        assert max(length for _, length in shapes) > 200
+        counts.append((len(shapes), max(n for n, _ in shapes)))
+        assert chunked.norms == pytest.approx(whole.norms, rel=1e-5)
+        for key, weight in whole.state["optimizer"]["state"].items():          # exp_avg: gradient / 10
+            of_chunks = chunked.state["optimizer"]["state"][key]["exp_avg"]
+            torch.testing.assert_close(of_chunks, weight["exp_avg"], rtol=1e-4, atol=1e-6)
+    assert counts[0][0] < counts[1][0] and counts[0][1] > 5
+
+
 @pytest.mark.parametrize("name, flags", [*((name, []) for name in SCRIPTS),
                                          ("selfguided", ["--objective", "base", "--layers", 2])])
 def test_several_processes_equal_one(name, flags, tmp_path, bert):
-    """Three processes with unequal shares of a batch and --chunk-size equal one process without --chunk-size.
-    The model has no dropout."""
+    """Three processes with unequal shares of a batch and chunks equal one process without chunks. The model
+    has no dropout."""
     flags = [*small(name, tmp_path, dev=False), "--model", bert, "--pooling", "avg", "--lr", 1e-3, *flags]
     flags += ["--steps", 6]
     if name == "ease":                                         # its entity term has little weight by default
         flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]
     one = run(name, tmp_path / "one", *flags)
     assert max(one.norms) > 1                                  # clipping is active
-    norms = run_distributed(3, name, tmp_path / "three", [*flags, "--chunk-size", 3])
+    norms = run_distributed(3, name, tmp_path / "three", [*flags, "--chunk-size", 3, "--chunk-tokens", 60])
     check_processes(one, tmp_path / "three", norms)
 
 

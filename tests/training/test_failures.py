@@ -163,7 +163,7 @@ def make_parser():
 
 
 def test_full_memory(capfd):
-    flags = "--chunk-size or --batch-size or --max-length"
+    flags = "--chunk-size or --chunk-tokens or --batch-size or --max-length"
     wanted = f"test_failures.py: the machine's memory is full; lower {flags}\n"
     assert run_and_get_error(lambda argv=None: torch.empty(2**45), capfd) == wanted
     assert run_and_get_error(lambda argv=None: bytearray(2**62), capfd) == wanted

@@ -218,6 +218,7 @@ def flip_bit(content):
     ("metrics.jsonl", lambda old: b"{\n", "", DAMAGED),
     ("args.json", None, "", DAMAGED),
     ("args.json", bytes, "--lr 1", r"--resume: lr was 0\.002 in out, now it is 1\.0"),
+    ("args.json", bytes, "--chunk-tokens 9", r"--resume: chunk_tokens was None in out, now it is 9"),
     ("args.json", bytes, "--pooling cls", r"--resume: pooling was avg in out, now it is cls"),
     ("../good.csv", lambda old: old.replace(b"a", b"e", 1), "",
      "--resume: the content of --data .* has changed since the run in out was started; .*"),

@@ -63,7 +63,9 @@ class SentenceEncoder(torch.nn.Module):
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = torch.nn.Identity()               # SqueezeBERT would call None
         self.tokenizer, self.pooling = tokenizer, pooling
-        self.device, self.bf16, self.chunk_size = run.device, run.bf16, getattr(run.args, "chunk_size", None)
+        self.device, self.bf16 = run.device, run.bf16
+        self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
+        self.in_chunks = any(self.chunk_limits)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # decoders
         self.max_length, self.normalise, self.lower_case = longest_input(encoder, tokenizer), False, False
@@ -78,7 +80,7 @@ class SentenceEncoder(torch.nn.Module):
         """
         flat, padding = [ids for view in views for ids in view], self.tokenizer.pad_token_id or 0
         groups = []
-        for indices in group_by_length([len(ids) for ids in flat], self.device, self.chunk_size):
+        for indices in group_by_length([len(ids) for ids in flat], self.device, *self.chunk_limits):
             lengths = torch.tensor([len(flat[i]) for i in indices])
             ids = pad([flat[i] for i in indices], padding)
             mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -102,7 +104,7 @@ class SentenceEncoder(torch.nn.Module):
 
     def forward(self, batch):
         """Return (rows, H) float32 embeddings of the groups in `batch`, in row order."""
-        module = self.encoder if self.chunk_size else None
+        module = self.encoder if self.in_chunks else None
         return restore_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
     def pool(self, ids, mask, *extra):

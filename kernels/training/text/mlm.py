@@ -67,7 +67,7 @@ def masked_lm_loss(model, batch, impl="auto"):
     def loss_sum(group):
         return embed_masked(model, group, impl)[1]
 
-    return share_of_mean(embed_in_chunks(loss_sum, batch, model.lm if model.chunk_size else None))
+    return share_of_mean(embed_in_chunks(loss_sum, batch, model.lm if model.in_chunks else None))
 
 
 def embed_masked(model, group, impl):

@@ -1,5 +1,6 @@
 """Tokenise sentences, store their tokens in files, and group them by length into batches."""
 import itertools
+import math
 import os
 import shutil
 
@@ -137,21 +138,22 @@ class TokenRows:
         return [columns[i % self.columns] for i in range(count)]
 
 
-def group_by_length(lengths, device, max_rows=None):
+def group_by_length(lengths, device, max_rows=None, max_tokens=None):
     """Divide sequences of these lengths into groups, each to be padded to one tensor, at the least cost: the
     tokens with padding plus GROUP_COST per group.
 
     max_rows    maximum number of sequences in a group, or None
+    max_tokens  maximum number of tokens in a group, with padding, or None. A longer sequence is a group alone
     returns     [[index of a sequence, ...] per group]
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    cuts = length_groups([lengths[i] for i in order], GROUP_COST[device.type], max_rows)
+    cuts = length_groups([lengths[i] for i in order], GROUP_COST[device.type], max_rows, max_tokens)
     return [order[start:end] for start, end in cuts]
 
 
-def length_groups(lengths, cost, max_rows=None):
+def length_groups(lengths, cost, max_rows=None, max_tokens=None):
     """Divide ascending lengths into groups [(start, end)] with the least Σ (rows · longest + cost), by
-    dynamic programming. Then divide groups of more than `max_rows` rows."""
+    dynamic programming. Then divide groups of more than `max_rows` rows or `max_tokens` tokens."""
     best = {0: (0, 0)}                         # n: (least cost of the first n rows, start of the last group)
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
@@ -161,9 +163,18 @@ def length_groups(lengths, cost, max_rows=None):
     while end:
         cuts.append((best[end][1], end))
         end = best[end][1]
-    max_rows = max_rows or len(lengths)
-    return [(first, min(first + max_rows, end))
-            for start, end in cuts[::-1] for first in range(start, end, max_rows)]
+    limits = max_rows or math.inf, max_tokens or math.inf
+    return [part for start, end in cuts[::-1] for part in divide_group(lengths, start, end, *limits)]
+
+
+def divide_group(lengths, start, end, max_rows, max_tokens):
+    """Yield the parts (start, end) of a group, each within both limits, or with one row only."""
+    for i in range(start + 1, end):
+        rows = i - start + 1                   # with row i, the longest so far
+        if rows > max_rows or rows * lengths[i] > max_tokens:
+            yield start, i
+            start = i
+    yield start, end
 
 
 def restore_order(x, batch):

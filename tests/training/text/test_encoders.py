@@ -26,7 +26,8 @@ every_pooling = pytest.mark.parametrize("pooling, data", CASES)  # cls with one 
 def make_encoder(folder, pooling, head=None, **more):
     """Return the SentenceEncoder of a folder with this pooling and head."""
     encoder, tokenizer = load_text_model(str(folder))
-    args = SimpleNamespace(model=str(folder), max_length=32, chunk_size=more.pop("chunk_size", None))
+    limits = {name: more.pop(name, None) for name in ("chunk_size", "chunk_tokens")}
+    args = SimpleNamespace(model=str(folder), max_length=32, **limits)
     run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
     return SentenceEncoder(encoder, tokenizer, run, pooling, head, **more)
 
@@ -87,8 +88,8 @@ def test_batches_and_chunks_of_one_row(bert):
     """Results keep their two dimensions, and chunks give the gradients of the whole batch."""
     rows = tokens.tokenise([row[0] for row in NLI[:5]], AutoTokenizer.from_pretrained(bert), 32)[0]
     gradients = []
-    for size in (None, 1, 2):
-        model = make_encoder(bert, "avg", chunk_size=size)
+    for size, most in ((None, None), (1, None), (2, None), (None, 1), (2, 50)):
+        model = make_encoder(bert, "avg", chunk_size=size, chunk_tokens=most)
         z = model(model.batch(rows))
         assert z.shape == (5, 32) and model(model.batch(rows[:1])).shape == (1, 32)
         z.square().sum().backward()

@@ -18,7 +18,7 @@ from transformers import (
 import simcse
 from formulas import check_equal, randn
 from kernels import blockwise
-from kernels.training.text import tokens
+from kernels.training.text import mlm, tokens
 from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.mlm import (
     decoder_loss,
@@ -91,15 +91,15 @@ def test_encoder_and_mlm_states(config):
     assert not model.base_model._forward_hooks and not decoder._forward_pre_hooks
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("chunks", [{}, {"chunk_size": 2}, {"chunk_tokens": 90}])
 @pytest.mark.parametrize("chosen, draw, becomes", [(0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""),
                                                    (0.2, 0.7, "")])
-def test_masked_lm_loss(chosen, draw, becomes, chunk_size, bert, monkeypatch):
+def test_masked_lm_loss(chosen, draw, becomes, chunks, bert, monkeypatch):
     """Fixed random numbers decide whether all tokens are masked, replaced by an e, unchanged, or not chosen.
     Special tokens are never chosen. The decoder is untied, and simcse.py multiplies the loss by its
     weight."""
     lm, tokenizer = AutoModelForMaskedLM.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
-    run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, chunk_size=chunk_size),
+    run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, **chunks),
                           device=torch.device("cpu"), bf16=False)
     model = SentenceEncoder(lm.base_model, tokenizer, run, "avg")
     model.lm = untie_decoder(lm)
@@ -121,7 +121,10 @@ def test_masked_lm_loss(chosen, draw, becomes, chunk_size, bert, monkeypatch):
     monkeypatch.setitem(tokens.GROUP_COST, "cpu", 0)
     batch = model.batch(*views)
     assert len(batch) > 2
+    embed = Mock(wraps=mlm.embed_in_chunks)
+    monkeypatch.setattr(mlm, "embed_in_chunks", embed)
     masked_lm_loss(model, batch).backward()
+    assert embed.call_args.args[2] is (lm if chunks else None)
     wanted = torch.autograd.grad(expected, decoder.weight)[0]
     found = torch.zeros_like(wanted) if decoder.weight.grad is None else decoder.weight.grad
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)

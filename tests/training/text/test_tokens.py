@@ -123,16 +123,34 @@ def test_length_groups_have_the_least_cost():
         assert total(ours) == min(total(list(zip((0, *cut), (*cut, n)))) for cut in inner)
 
 
-@pytest.mark.parametrize("most", [None, 1, 4])
-def test_groups_contain_every_row_once(most, monkeypatch):
-    """Groups are ordered by length, respect the maximum size, and become fewer if groups cost more."""
+@pytest.mark.parametrize("most, most_tokens", [(None, None), (1, None), (4, None), (None, 60), (4, 60)])
+def test_groups_contain_every_row_once(most, most_tokens, monkeypatch):
+    """Groups are ordered by length, respect the maximum sizes, and become fewer if groups cost more. If only
+    the maximum sizes divide the rows, no group could take the next row, too."""
     lengths = random.Random(1).choices(range(3, 40), k=50)
     sizes = []
     for cost in (0, 60, 10**6):
         monkeypatch.setitem(tokens.GROUP_COST, "cpu", cost)
-        groups = group_by_length(lengths, SimpleNamespace(type="cpu"), most)
-        assert sorted(sum(groups, [])) == list(range(50)) and (most is None or max(map(len, groups)) <= most)
+        groups = group_by_length(lengths, SimpleNamespace(type="cpu"), most, most_tokens)
+        assert sorted(sum(groups, [])) == list(range(50))
+
+        def fits(rows, longest):
+            return rows <= (most or 50) and rows * lengths[longest] <= (most_tokens or 10**6)
+        assert all(fits(len(group), group[-1]) or len(group) == 1 for group in groups)
         grouped = [lengths[i] for group in groups for i in group]
         assert grouped == sorted(grouped)
         sizes.append(len(groups))
-    assert sizes == sorted(sizes, reverse=True) and (most or (sizes[2] == 1 < sizes[1] < sizes[0]))
+    assert sizes == sorted(sizes, reverse=True)
+    if not most and not most_tokens:
+        assert sizes[2] == 1 < sizes[1] < sizes[0]
+    else:                                      # with the highest cost per group, only limits divide the rows
+        assert not any(fits(len(group) + 1, other[0]) for group, other in itertools.pairwise(groups))
+
+
+@pytest.mark.parametrize("limits, expected", [
+    ((None, 12), [[0, 1, 2], [3, 4], [5], [6]]),               # 3 · 3 and 2 · 6 tokens; 7 and 40 alone
+    ((2, 12), [[0, 1], [2, 3], [4], [5], [6]]),                # 2 · 3, 2 · 5, 6, 7 and 40
+    ((2, 1000), [[0, 1], [2, 3], [4, 5], [6]]), ((None, 1), [[0], [1], [2], [3], [4], [5], [6]])])
+def test_rows_and_tokens_of_a_group_are_limited(limits, expected, monkeypatch):
+    monkeypatch.setitem(tokens.GROUP_COST, "cpu", 10**9)
+    assert group_by_length([2, 3, 3, 5, 6, 7, 40], SimpleNamespace(type="cpu"), *limits) == expected
