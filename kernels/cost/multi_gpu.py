@@ -16,8 +16,8 @@ kernels. For a step of one rank:
                    gradients three times: the local, the arriving and the leaving ones
 
 size is the bytes per feature of the keys: 2 for --dtype bfloat16 and float16, 4 for float32. Gradients are
-taken as float32, 4 bytes. gather_rows sums gradients in the dtype of the gathered rows, so this is right for
-the scripts, which gather float32 rows, and 2 bytes too much if half-precision rows are gathered.
+float32, 4 bytes, as with gather_rows(x, rows, dtype=torch.float16), which the scripts use with --precision
+bf16. It keeps the gathered rows in float32 too, 2 bytes per feature more memory than estimated here.
 
 clip_loss gathers both sides, which doubles bytes, pairs and memory. Gathering is assumed not to overlap with
 computation. The second table shows "full" if gathering takes more than MAX_MEMORY_SHARE of the GPU's memory,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import simcse
 from kernels.training.cli import command, fail, log
-from running import DATA, KEPT, SMALL, equal, few_pairs, free_port, rejects, run, start
+from running import DATA, KEPT, SMALL, equal, few_pairs, free_port, metrics, rejects, run, start
 
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--batch-size", 8]
 IMAGES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
@@ -93,13 +93,46 @@ def test_full_disk_is_one_line_and_keeps_the_checkpoint(written, tmp_path, half)
 
 def test_dead_rank_ends_the_others(tmp_path):
     group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    out, flags = tmp_path / "out", [*TEXT, "--steps", 500]
+    out, flags = tmp_path / "out", [*TEXT, "--steps", 500, "--eval-every", 1, "--keep-state", "always"]
     ranks = [start("simcse", out, *flags, RANK=rank, LOCAL_RANK=rank, **group) for rank in "01"]
     wait_for_step(ranks[0], out, 2)
     ranks[1].kill()
     ranks[0].join(60)
     errors = Path(f"{out}.err").read_text()
-    assert ranks[0].exitcode == 2 and "another process of this run has died or hangs" in errors
+    assert ranks[0].exitcode == 2 and errors.count("\n") == 1
+    assert "another process of this run has died or hangs" in errors and last_step(out) >= 1
+
+
+def stop_after_three_steps():
+    """Make simcse.py stop as after Ctrl-C, in the fourth step."""
+    real, steps = simcse.all_reduce_gradients, []
+
+    def all_reduce_or_stop(model):
+        steps.append(model)
+        if len(steps) > 3:
+            raise KeyboardInterrupt
+        real(model)
+
+    simcse.all_reduce_gradients = all_reduce_or_stop
+
+
+def test_every_rank_resumes_with_its_own_random_state(tmp_path):
+    """Elsewhere, all ranks resume with the state of rank 0, so that dropout is not that of a whole run. Here
+    the run resumes at step 2, and has the weights of a run that was not interrupted, bit by bit."""
+    flags = [*TEXT, "--steps", 5, "--eval-every", 2, "--dev", few_pairs(tmp_path), "--keep-state", "always"]
+    for out, more, before in (("whole", [], None), ("parts", [], stop_after_three_steps),
+                              ("parts", ["--resume"], None)):
+        group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        ranks = [start("simcse", tmp_path / out, *flags, *more, before=before, **group, RANK=rank,
+                       LOCAL_RANK=rank) for rank in "01"]
+        for process in ranks:
+            process.join(60)
+        assert [process.exitcode for process in ranks] == ([130, 130] if before else [0, 0])
+    whole, parts = (torch.load(tmp_path / out / "state.pt", weights_only=True) for out in ("whole", "parts"))
+    assert not torch.equal(whole["random"][0][0], whole["random"][1][0])
+    assert equal(whole["random"], parts["random"]) and equal(whole["model"], parts["model"])
+    assert [row["loss"] for row in metrics(tmp_path / "whole")] == [
+        row["loss"] for row in metrics(tmp_path / "parts")]
 
 
 @every_script
