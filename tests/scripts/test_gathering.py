@@ -18,7 +18,7 @@ import selfguided
 import simclr
 import simcse
 import vascl
-from kernels import own_rows
+from kernels import gather, own_rows
 from kernels.training.extras import classifier_losses, sentence_papers
 from running import fork_context, free_port, multiplications
 
@@ -73,6 +73,18 @@ def simcse_case(impl, equal_texts):
     return simcse.compute_loss(stand_in(z), None, ROWS, args(impl), ids)[0], [z]
 
 
+def bf16_case(impl):
+    """With --precision bf16, the loss multiplies float16 rows, and only these are sent."""
+    def send_half(gathered, sent, group):
+        assert sent.dtype == torch.float16
+        all_gather(gathered, sent, group)
+
+    z, all_gather = embeddings(3, seed=2).detach().float().requires_grad_(), gather.ALL_GATHER
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "ALL_GATHER", send_half)
+        return simcse.compute_loss(stand_in(z), None, ROWS, args(impl, precision="bf16"))[0], [z]
+
+
 def nt_xent_case(impl):
     z, own = embeddings(2, seed=3), own_rows(ROWS // 2)        # documents with two anchors each
     views = z.unflatten(0, (-1, 2))[own].flatten(0, 1).unbind(1)
@@ -124,6 +136,7 @@ CASES = {
     "simclr --supervised": functools.partial(simclr_case, supervised=True),
     "simcse": functools.partial(simcse_case, equal_texts=False),
     "simcse --ignore-equal": functools.partial(simcse_case, equal_texts=True),
+    "simcse --precision bf16": bf16_case,
     "simcse --objective nt-xent": nt_xent_case,
     "vascl": functools.partial(vascl_case, form="code"),
     "vascl --form paper": functools.partial(vascl_case, form="paper"),
@@ -182,6 +195,7 @@ def test_ranks_together_equal_one_process(name, results):
     loss, gradients, _ = results[0][name]
     parts = [rank[name] for rank in results[1]]
     limit = 1e-6 if "selfguided" in name else 1e-9             # its projections are cast to float32
+    limit = 1e-3 if "bf16" in name else limit
     torch.testing.assert_close(sum(part[0] for part in parts), loss, rtol=limit, atol=0)
     for found, expected in zip(zip(*(part[1] for part in parts)), gradients):
         assert (sum(found) - expected).abs().max() < limit * expected.abs().max()
