@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..gather import ALL_GATHER, REDUCE_SCATTER, gather_rows, own_rows
+from ..printing import fail
 
 REPEATS = 7
 
@@ -101,14 +102,16 @@ def one_process(rank, port, args):
 def main(argv=None):
     """Start the processes."""
     text_format = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=text_format)
+    parser = argparse.ArgumentParser("kernels.benchmark.gather", description=__doc__,
+                                     formatter_class=text_format)
+    parser.error = fail                                        # one line
     add = parser.add_argument
     add("--rows", type=int, default=65536, help="rows of the whole batch; default 65536")
     add("--features", type=int, default=768, help="features per row; default 768")
     add("--processes", type=int, default=4, help="number of processes; default 4")
     args = parser.parse_args(argv)
     if min(vars(args).values()) < 1 or args.rows < args.processes:
-        parser.error("--rows, --features, --processes: expected at least 1, and at least one row per process")
+        fail("--rows, --features, --processes: expected at least 1 each, and at least one row per process")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(one_process, (port, args), args.processes)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.benchmark import gather
 from kernels.benchmark import measure as benchmark
 from kernels.benchmark import report as benchmark_report
 from kernels.heuristics import HAS_TRITON
@@ -292,3 +293,15 @@ def test_nothing_to_plot(tmp_path, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--from", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")])
     assert capsys.readouterr().err.endswith(": --plot: no result has a time\n")
+
+
+def test_gather_is_measured_between_processes(capfd):
+    gather.main(["--rows", "9", "--features", "4", "--processes", "2"])
+    head, _, *rows = capfd.readouterr().out.splitlines()
+    assert head.startswith("gather   9 × 4 float32 over 2 processes, gloo, ")
+    directions = [row.split()[:2] for row in rows]
+    assert directions == [[sent, way] for sent in ("float32", "float16") for way in ("forward", "backward")]
+    for flags in (["--rows", "0"], ["--rows", "3"], ["--rows", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            gather.main(flags)
+        assert re.fullmatch(r".*: .*--rows.*\n", capfd.readouterr().err)

@@ -92,6 +92,37 @@ def check_gather_rows(rank):
     with torch.autocast("cpu", torch.bfloat16):                # the other half type
         gather_rows(halves, 8).sum().backward()
     assert torch.equal(halves.grad, torch.full_like(halves, dist.get_world_size()))
+    check_groups(rank)
+    check_half_rows(z / 3, own)
+
+
+def check_groups(rank):
+    """Ranks 0 and 2 share five rows, and rank 1 has five rows alone; gradients are sums over the group."""
+    groups, ranks = [dist.new_group(ranks) for ranks in ([0, 2], [1])], [[0, 2], [1]]
+    for group, members in zip(groups, ranks):
+        if rank not in members:
+            for call in (lambda: own_rows(5, group=group), lambda: gather_rows(torch.eye(5), 5, group=group)):
+                with pytest.raises(ValueError, match="group: this process is not part of it; expected"):
+                    call()
+            continue
+        own = own_rows(5, group=group)
+        assert own == own_rows(5, members.index(rank), len(members))
+        x = torch.arange(5.0)[own, None].requires_grad_()
+        gathered = gather_rows(x, 5, group=group)
+        assert torch.equal(gathered[:, 0], torch.arange(5.0))
+        (gathered * (rank + 1)).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, sum(members) + len(members)))
+    with pytest.raises(ValueError, match="group: found '0, 2', expected a group of torch.distributed"):
+        own_rows(5, group="0, 2")
+
+
+def check_half_rows(z, own):
+    """Rows are sent as float16; the result and the gradient are float32, and the gradient is not rounded."""
+    x = z[own].clone().requires_grad_()
+    gathered = gather_rows(x, 8, dtype=torch.float16)
+    assert gathered.dtype == torch.float32 and torch.equal(gathered, z.half().float())
+    (gathered * 1e-9).sum().backward()                         # would be 0 in float16
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3e-9))
 
 
 def make_gradients(rank):
