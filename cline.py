@@ -169,8 +169,6 @@ def build_model(args, run):
     """Build the encoder with a masked-LM head, RTD's head, the weights of the losses, and (code) a pooler."""
     model = build_encoder(args, run, "cls", "keep" if args.form == "code" else None, AutoModelForMaskedLM)
     config, size = model.encoder.config, model.encoder.config.hidden_size
-    if model.tokenizer.mask_token_id is None:
-        fail(f"--model {args.model}: its tokenizer has no mask; expected a masked language model like BERT")
     model.rtd = torch.nn.Linear(size, 1, bias=False)
     if args.form == "code":
         linear, norm = torch.nn.Linear(size, size), torch.nn.LayerNorm(size)

@@ -93,7 +93,7 @@ from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
 from kernels.training.loop import all_reduce_gradients, set_lr, warmup_linear
-from kernels.training.output_dir import atomic_output, model_card, save_tokenizer
+from kernels.training.output_dir import save_transformer
 from kernels.training.precision import loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
@@ -395,15 +395,9 @@ def format_scores(scores):
 
 def save_student(model, run):
     """Write the encoder to --out in transformers' format, without heads and teacher."""
-    if run.rank:
-        return
     tokenizer = copy.deepcopy(model.tokenizer)  # the thread of stream_pairs may be using the original
     text = f"An encoder to fine-tune. {format_scores(run.extra_state['saved'])}".strip()
-    card = model_card(run, "feature-extraction", ["transformers"], text, load_command(run))
-    with atomic_output(run) as aside:
-        model.encoder.save_pretrained(aside)
-        save_tokenizer(tokenizer, aside)
-        (aside / "README.md").write_text(card, encoding="utf-8")
+    save_transformer(run, model.encoder, tokenizer, "feature-extraction", text, load_command(run))
 
 
 def load_command(run):

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors.torch import save_file
 from transformers.utils import cached_file
 
 from .cli import UserError, fail, writing
@@ -222,6 +223,23 @@ All settings are in args.json, the training metrics in metrics.jsonl.
     {load_code}
 """
     return card.encode("utf-8", "backslashreplace").decode()   # names of files may not be UTF-8
+
+
+def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
+    """Write a model and its tokenizer into --out in transformers' format, with a model card; on rank 0 only.
+
+    kind, text, load_code   as for model_card; text is its description
+    more                    {file name: {name: tensor}} to write beside the model
+    """
+    if run.rank:
+        return
+    card = model_card(run, kind, ["transformers"], text, load_code)
+    with atomic_output(run) as aside:
+        model.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
+        for name, tensors in (more or {}).items():
+            save_file({part: tensor.cpu() for part, tensor in tensors.items()}, aside / name)
+        (aside / "README.md").write_text(card, encoding="utf-8")
 
 
 MODEL_FILES = ".json", ".txt", ".model", ".safetensors", ".bin"

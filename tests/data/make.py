@@ -11,6 +11,9 @@ entities.tsv   320 sentences, each with an entity that it mentions, three other 
                pages, the type and the page
 wordnet        the words of sentences.txt in the format of Princeton's database: data.* (synsets) and *.exc
                (irregular forms)
+relations.jsonl      40 bags, each of one to five sentences about two people: 32 bags have one of four relations, 8
+               have none (NA). A third of the sentences of a bag do not express its relation.
+               relations_dev.jsonl has 40 bags of other pairs
 topics.tsv     320 sentences with one of eight topics: sentence, label; topics_dev.tsv has 120 others
 shapes.npz     600 training and 300 test images of 16 px: discs, rings, squares, triangles, crosses, stripes
 
@@ -20,6 +23,7 @@ enough.
 """
 import csv
 import itertools
+import json
 import random
 import re
 import sys
@@ -263,6 +267,32 @@ def draw_shape(shape):
     return np.round(8 * (cover * front + (1 - cover) * back)) * 31  # few colours keep the file small
 
 
+NAMES = """Ada Bjarne Chidi Dalia Emre Fenna Goran Hana Idris Jonas Kaja Leila Milo Nadia Otto Petra Quentin Rosa Sven Tamar Umut Vera
+           Wanda Xaver Yusuf Zita""".split()
+RELATIONS = {"parent_of": "H is the mother of T / T is the younger child of H / H raised T in a small town / T has the eyes of H, the proud parent",
+             "married_to": "H married T in the old church / the wedding of H and T lasted three days / T became the husband of H / H and T celebrated as a couple",
+             "taught": "H taught T chemistry at school / T learned the piano from H / H gave T lessons every week / T was the best student of H",
+             "hired": "H hired T as an accountant / T works for the company of H / H pays T a good salary / T signed a contract with the firm of H",
+             "NA": "H met T at the station / H and T arrived late / T wrote a letter to H / H saw T on the ferry / T sat behind H in the theatre"}
+LATER = "", " last year", " in spring", " long ago", ", the papers say"
+
+
+def bag(relation, pair):
+    """Return the lines of a bag. In a noisy sentence, H and T are mentioned without the relation."""
+    lines = []
+    for i in range(1 + int(5 * rng.random())):
+        words = pick((RELATIONS["NA"] if i and rng.random() < 0.5 else RELATIONS[relation]).split(" / ")) + pick(LATER) + "."
+        entities, text = {}, ""
+        for part in re.split(r"\b([HT])\b", words):
+            if part in ("H", "T"):
+                name = pair[part == "T"]
+                entities[part.lower()] = dict(id=f"Q{NAMES.index(name)}", name=name, pos=[len(text), len(text) + len(name)])
+                part = name
+            text += part
+        lines.append(dict(text=text[0].upper() + text[1:], relation=relation, h=entities["h"], t=entities["t"]))
+    return lines
+
+
 def main(folder=Path(__file__).parent):
     nli = [fresh(triple, domains) for _ in range(300) for domains in SUBSETS.values()]
     sts = [(*fresh(pair, SUBSETS[name], score), str(score), name) for _ in range(19) for score in CHANGED for name in SUBSETS]
@@ -282,6 +312,12 @@ def main(folder=Path(__file__).parent):
     topics = list(dict.fromkeys(topic(i % len(TOPICS)) for i in range(480)))
     for name, rows in ("topics.tsv", topics[:320]), ("topics_dev.tsv", topics[320:440]):
         Path(folder, name).write_text("".join("\t".join(row) + "\n" for row in [("sentence", "label"), *rows]), encoding="utf-8", newline="\n")
+    rng.seed(11)
+    pairs = sorted(itertools.permutations(NAMES, 2), key=lambda _: rng.random())[:80]
+    names = [*list(RELATIONS)[:4] * 8, *["NA"] * 8]
+    for name, chosen in ("relations.jsonl", pairs[:40]), ("relations_dev.jsonl", pairs[40:]):
+        rows = [line for relation, pair in zip(names, chosen) for line in bag(relation, pair)]
+        Path(folder, name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -48,12 +48,16 @@ class UncorrectedAdamW(torch.optim.AdamW):
 
 def make_optimizer(model, args):
     """Return the optimizer of --optimizer-recipe for the trainable weights of the model."""
-    settings = OPTIMIZERS[args.optimizer_recipe]
+    return adamw(model, args.lr, OPTIMIZERS[args.optimizer_recipe])
+
+
+def adamw(model, lr, settings):
+    """Return AdamW with these OptimizerSettings for the trainable weights of the model."""
     weights = [w for w in model.parameters() if w.requires_grad]
     groups = [dict(params=[w for w in weights if w.dim() > 1], weight_decay=settings.weight_decay),
               dict(params=[w for w in weights if w.dim() <= 1], weight_decay=0.0)]
     adam = torch.optim.AdamW if settings.bias_correction else UncorrectedAdamW
-    return adam(groups, lr=args.lr, eps=settings.eps, fused=True)
+    return adam(groups, lr=lr, eps=settings.eps, fused=True)
 
 
 def learning_rate(step, total, args):

@@ -9,6 +9,7 @@ Further panels:
 
     alignment and uniformity (Wang and Isola)    runs of simcse, selfguided, ease, vascl and dclr with --dev
     similarity of a sentence's tokens, by layer  runs of tacl
+    precision against recall, best checkpoint    runs of docs/eleventh/cil.py
     score of each layer and pooling              runs of selfguided with --layer-study; RUN may also be a
                                                  FILE.json that --layer-study wrote
 
@@ -27,7 +28,8 @@ from kernels.printing import fail
 # the score that selects the best checkpoint, or that the paper is about.
 METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
                  "hits": "held-out hits, %", "accuracy": "dev accuracy, %", "f1": "dev F1 · 100",
-                 "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100"}
+                 "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100",
+                 "auc": "dev AUC · 100"}
 
 
 def read_runs(folder, name):
@@ -137,6 +139,14 @@ def draw_token_similarity(axis, label, metric, rows, colour):
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
+def draw_precision_recall(axis, label, metric, rows, colour):
+    """Draw the curve of the checkpoint with the best area under it, a point per percent of recall."""
+    curves, areas = values_of(rows, "dev_curve", "dev_auc")
+    curve = curves[areas.index(max(areas))]
+    axis.plot([i / 100 for i in range(1, len(curve) + 1)], curve, color=colour, label=label)
+    axis.set(xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02))
+
+
 def draw_study(axis, label, metric, rows, colour):
     """A layer study has a panel of its own, in which colours stand for poolings instead of runs."""
     study = rows[-1]["study"]
@@ -153,7 +163,8 @@ def draw_study(axis, label, metric, rows, colour):
 PANELS = ((draw_loss, lambda metric, rows: values_of(rows, "loss")), (draw_score, score_of),
           (draw_alignment_uniformity,
            lambda metric, rows: values_of(rows, "dev_alignment", "dev_uniformity")),
-          (draw_token_similarity, lambda metric, rows: values_of(rows, "dev_similarity")))
+          (draw_token_similarity, lambda metric, rows: values_of(rows, "dev_similarity")),
+          (draw_precision_recall, lambda metric, rows: values_of(rows, "dev_curve", "dev_auc")))
 
 
 def draw(runs, path):

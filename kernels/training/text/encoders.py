@@ -166,7 +166,8 @@ class SentenceEncoder(torch.nn.Module):
             linear.load_state_dict({name.removeprefix("linear."): x for name, x in load_file(file).items()})
 
 
-def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, columns=1, flag="--model"):
+def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, columns=1, flag="--model",
+                  texts=None):
     """Load --model as a SentenceEncoder. --pooling, --head, --prompt, --max-length override saved settings.
 
     pooling         default for models without saved settings; decoders always default to last
@@ -175,13 +176,15 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     auto_class      class of transformers that loads the model
     columns         number of texts in a row of the data
     flag            the flag that names the model, for messages
+    texts           texts for the vocabulary of --model scratch; None: those of the table --data
     returns         a SentenceEncoder with four more attributes. lm: the model around the encoder, or None.
                     pooler: (the pretrained pooler as a head, or None,), a tuple to hide it from parameters().
                     head_origin: "new", "saved", "pooler" or None. saved_settings: SavedSettings or None
     """
     name, local, evaluating = args.model, Path(args.model).is_dir(), getattr(args, "evaluate", False)
     saved = read_saved_settings(name, flag) if local else None
-    texts = None if evaluating else iter_texts(args.data)
+    if texts is None and not evaluating:
+        texts = iter_texts(args.data)
     loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
     if not local and name != "scratch":        # after the model: a hub that is down is asked only once
         saved = read_saved_settings(name, flag)
@@ -213,6 +216,8 @@ def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
     model.head_origin, model.saved_settings = origin, saved
     if model.lm is not None and not has_decoder(model.lm):
         fail(f"{source}: {type(model.lm).__name__} is not a masked language model like BERT or DistilBERT")
+    if model.lm is not None and tokenizer.mask_token_id is None:
+        fail(f"{source}: its tokenizer has no mask; expected a masked language model like BERT")
     model.pooler = (pooler,)
     apply_saved_settings(model, saved, args, columns)
     if hasattr(args, "pooling"):

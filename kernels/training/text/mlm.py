@@ -61,23 +61,27 @@ def untie_decoder(lm):
     return lm
 
 
-def masked_lm_loss(model, batch, impl="auto"):
+def masked_lm_loss(model, batch, impl="auto", protected=None):
     """Mask a SentenceEncoder's batch, and return this rank's part of the mean cross entropy over all ranks'
-    chosen tokens."""
+    chosen tokens. protected: see embed_masked."""
     def loss_sum(group):
-        return embed_masked(model, group, impl)[1]
+        return embed_masked(model, group, impl, protected)[1]
 
     return share_of_mean(embed_in_chunks(loss_sum, batch, model.lm if model.in_chunks else None))
 
 
-def embed_masked(model, group, impl):
+def embed_masked(model, group, impl, protected=None):
     """Mask the tokens of a group of SentenceEncoder.batch and run the encoder and the MLM head on it.
 
+    protected   function from ids (n, L) to bool (n, L), the tokens that stay besides special tokens; or None
     returns     embeddings (n, H); (1, 2) sum of the chosen tokens' cross entropies, and their number
     """
     _, ids, mask, *_ = group
     special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # includes padding
-    masked, chosen = mask_tokens(ids, ~torch.isin(ids, special), model.tokenizer)
+    maskable = ~torch.isin(ids, special)
+    if protected is not None:
+        maskable &= ~protected(ids)
+    masked, chosen = mask_tokens(ids, maskable, model.tokenizer)
     z = []
 
     def pool(_, __, output):

@@ -1,0 +1,329 @@
+"""CIL: Contrastive Instance Learning Framework for Distantly Supervised Relation Extraction. Chen, Shi, Tang,
+Chen, Wu, Zhuang, ACL 2021, arXiv 2106.10855.
+
+A bag is all sentences about the same two entities. A database names their relation, but some sentences do
+not express it. So only the bag's vector B_b, a weighted mean of its sentence vectors x_i, is classified. CIL
+also trains each sentence: x_i is pulled to the vector a_i of an edited copy, and pushed from the vectors of
+other bags. With the bag b(i) of sentence i, s(u, v) = cos(u, v) / τ, step t and w warm-up steps:
+
+    L_C = mean over i of −log( exp s(x_i, a_i) / ( exp s(x_i, a_i) + Σ_{b ≠ b(i)} exp s(x_i, B_b) ) )
+    L   = L_bag + 10 · tanh(t / 2w) · L_C + 0.1 · L_MLM
+
+    cp docs/eleventh/cil.py .
+    python cil.py --model scratch --data tests/data/relations.jsonl --dev tests/data/relations_dev.jsonl
+    torchrun --nproc-per-node 2 cil.py --data nyt10d_train.txt --dev nyt10d_val.txt --out out/cil
+    python cil.py --evaluate --model out/cil --data nyt10d_test.txt
+
+Data: OpenNRE's JSON lines, one sentence each; pos is start and end of an entity in the text:
+    {"text": "Ada was born in Ulm.", "relation": "born_in",
+     "h": {"id": "Q1", "name": "Ada", "pos": [0, 3]}, "t": {"id": "Q2", "name": "Ulm", "pos": [16, 19]}}
+The relation NA (or no_relation) means that none is known. A bag for training has one pair of ids and one
+relation; a bag for evaluation has one pair of ids and all its relations.
+
+Expected: the scores on --dev rise. They rank all pairs of a bag and a relation: auc is the area under the
+curve of precision and recall, f1 the best F1, p@100 the precision of the first 100, all in percent. The
+authors' code names an auc of 50.8 on NYT10-D for our defaults (NYT10-M: --warmup-steps 400, KBP: 250).
+
+Both forms follow the released code where the paper is silent. --form code also follows it in these points:
+    L_C       the k-th sentence of a bag has as negatives the k-th sentences of others, compared with B_b(i)
+    copies    words are substituted, punctuation and one-letter words are lost; the paper also inserts words
+    MLM       the words of the entities may be masked
+    p@N       the precision of the first N + 1
+Departures from the released code, in both forms:
+- The negatives are the bags of all GPUs, and the learning rate reaches 0 at the last step.
+- The own bag is masked. The code subtracts its term from the sum, which is wrong in float32.
+- The four marks around the entities are new tokens. A sentence that --max-length cuts at a mark is left out.
+- --dev uses all sentences of a bag, as the final test; the code draws at most 10.
+"""
+from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add, shared = parser.add_argument, parser.add_shared
+    parser.add_shared_flags("--data", "--evaluate", "--dev")
+    shared("--max-length", 128, "128 (released code)")
+    shared("--model", "bert-base-uncased")
+    shared("--temperature", 0.05, "0.05 (released scripts)")
+    add("--contrastive-weight", type=at_least(0), default=10.0,
+        help="weight of the contrastive loss; 0: off; default 10 (released code), approached by the schedule")
+    add("--mlm-weight", type=at_least(0), default=0.1,
+        help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
+    add("--bag-size", type=at_least(1, int), default=3,
+        help="sentences drawn from each bag; small bags repeat some; default 3 (released scripts)")
+    shared("--form", "paper")
+    shared("--batch-size", shown="32 bags (released scripts: 16 on 2 GPUs), 16 with --model scratch")
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
+    shared("--epochs", shown="3 (released scripts), 40 with --model scratch")
+    shared("--steps", shown="from --epochs")
+    shared("--lr", shown="2e-5 (released scripts), 1e-3 with --model scratch; linear decay to 0")
+    shared("--warmup-steps", shown="500 (released script for NYT10-D), 40 with --model scratch")
+    shared("--seed", 42)
+    shared("--impl", "auto")
+    shared("--eval-every", 1000, "1000 (released script for NYT10-D)")
+    shared("--out", "out/cil")
+    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
+    return parser
+
+
+# Defaults of flags that were not given
+RELEASED = dict(batch_size=32, epochs=3, lr=2e-5, warmup_steps=500)
+SCRATCH = dict(batch_size=16, epochs=40, lr=1e-3, warmup_steps=40)
+
+
+if __name__ == "__main__":
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
+
+import math
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM
+
+from kernels import check_rows, checks, embed_in_chunks, gather_rows, own_rows, similarity_lse
+from kernels.training.extras import relation_bags
+from kernels.training.extras.optimizers import OptimizerSettings, adamw
+from kernels.training.extras.relation_bags import format_scores, precision_recall
+from kernels.training.extras.tfidf import WordEditor
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.output_dir import save_transformer
+from kernels.training.precision import loss_autocast
+from kernels.training.progress import progress
+from kernels.training.run import Run
+from kernels.training.text.encoders import build_encoder, describe_model, init_linear, set_dropout
+from kernels.training.text.mlm import masked_lm_loss
+from kernels.training.text.tokens import restore_order
+
+# ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(path, args):
+    """Return (lines of --data, names of its relations, NA first); set flags that were not given."""
+    fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
+    rows, names = relation_bags.load_sentences(path)
+    log("cil", f"{args.form}: {len(rows):,} sentences, {len(names) - 1} relations besides NA, from {path}")
+    return rows, names
+
+
+def build_model(args, run, relations, texts=None):
+    """Return the encoder with its masked-LM head, the layer W of sentence vectors, and the classifier."""
+    model = build_encoder(args, run, "cls", None, AutoModelForMaskedLM, texts=texts)
+    relation_bags.add_marks(model)
+    set_dropout(model.encoder, 0.0, args.model)                # released scripts
+    config, heads = model.encoder.config, Path(args.model, "heads.safetensors")
+    saved = [*config.id2label.values()] if heads.is_file() else None
+    if args.evaluate and saved is None:
+        fail(f"--model {args.model}: no heads.safetensors, expected a model that this script has trained")
+    relations = saved if args.evaluate else relations
+    config.id2label, config.label2id = dict(enumerate(relations)), {x: i for i, x in enumerate(relations)}
+    width = 2 * config.hidden_size
+    layers = torch.nn.Linear(width, width), torch.nn.Linear(width, len(relations))
+    model.heads = torch.nn.ModuleList(init_linear(layer, config) for layer in layers)
+    model.sentence, model.classifier = model.heads
+    if relations == saved:
+        model.heads.load_state_dict(load_file(heads))
+    log("model", f"{describe_model(model, args)}, {len(relations)} relations with NA")
+    return model.to(run.device)
+
+
+def make_batch(bags, tokens, step, model, args):
+    """Return the batch of compute_loss, with --bag-size sentences of each bag.
+    bags: [((head id, tail id, relation), indices of sentences)] of this rank."""
+    rows, size, number_of = [], args.bag_size, model.encoder.config.label2id
+    for _, bag in bags:
+        rng = random.Random(f"{args.seed} {step} {bag[0]}")
+        rows += rng.sample(bag, size) if len(bag) > size else bag + rng.choices(bag, k=size - len(bag))
+    sentences, copies = zip(*(tokens[row] for row in rows))
+    numbers = [number_of.get(relation, 0) for (_, _, relation), _ in bags]     # no_relation: 0
+    return sentences, copies, torch.tensor(numbers, device=model.device)
+
+
+# ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, impl="auto"):
+    """Return L_C, the mean over N sentences. Vectors of any length and float type are normalised here.
+
+    x, a      (N, D) sentences and their edited copies; a zero vector has cosine 0 with all others
+    bags      (B, D) vectors of all bags of the batch
+    bag_of    (N,) integers from 0 to B − 1: the bag of each sentence
+    form      "paper" | "code", where all bags have the same number of sentences, one bag after the other
+    all_x     (L, D) with form="code" on several ranks: the sentences of all bags, in order; None: x
+    returns   scalar float32, float64 for float64; 0 if there is one bag
+    source    Chen et al. 2021, L_C; code: antct/cil, whose pair matrix is transposed
+    """
+    checks.check_choice("form", form, "paper", "code")
+    all_x = x if all_x is None else all_x
+    check_rows(x=(x, "N D"), a=(a, "N D"), bags=(bags, "B D"), bag_of=(bag_of, "N", int),
+               all_x=(all_x, "L D"))
+    checks.check_same_dtype(x=x, a=a, bags=bags, all_x=all_x)
+    checks.check_index("bag_of", bag_of, len(bags))
+    x, a, bags, all_x = (F.normalize(z, dim=1, eps=1e-8) for z in (x, a, bags, all_x))
+    queries, keys, ids, places = x, bags, torch.arange(len(bags), device=x.device), None
+    if form == "code":
+        size, rest = divmod(len(all_x), len(bags))             # sentences per bag
+        if rest or len(x) % max(1, size):
+            raise ValueError(f"bag_of: {len(x)} of {len(all_x)} sentences and {len(bags)} bags, expected the "
+                             "same number of sentences in each bag")
+        place = torch.arange(len(all_x), device=x.device) % size
+        queries, keys, ids = bags[bag_of], all_x, ids.repeat_interleave(size)
+        places = place[: len(x)], place
+    negatives = similarity_lse(queries, keys, temperature, exclude=(bag_of, ids), within=places, impl=impl)
+    positive = (x * a).sum(1) / temperature
+    return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
+
+
+def bag_attention(x, bag_of, queries):
+    """Return (B, D) bag vectors Σ_i α_i x_i, where α is the softmax of x_i·query over the bag's sentences.
+
+    x, bag_of   (N, D) sentences, (N,) integers from 0 to B − 1; each bag has a sentence
+    queries     (B, D) in training the classifier's weights of the bag's relation, without gradient
+    source      antct/cil
+    """
+    check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), queries=(queries, "B D"))
+    checks.check_index("bag_of", bag_of, len(queries))
+    return attend((x * queries[bag_of]).sum(1), bag_of, len(queries)) @ x
+
+
+def attend(scores, bag_of, count):
+    """Return (B, N) the softmax of the scores (N,) over the sentences of each bag; 0 for other sentences."""
+    is_member = bag_of == torch.arange(count, device=bag_of.device)[:, None]
+    return scores.where(is_member, -torch.inf).softmax(1)
+
+
+def bag_scores(x, bag_of, weight, bias):
+    """Return (B, R) scores: for relation r a bag attends with weight[r], and the score is the r-th element of
+    the softmax of its logits. So the scores of a bag need not sum to 1.
+
+    x, bag_of      (N, D) sentences, (N,) integers from 0 to B − 1; each bag has a sentence
+    weight, bias   (R, D) and (R,) of the classifier
+    source         antct/cil
+    """
+    check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), weight=(weight, "R D"), bias=(bias, "R"))
+    products, count = x @ weight.T, int(bag_of.max()) + 1      # W B = Σ_i α_i W x_i: no (B, R, D) bag vectors
+    logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
+    return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
+
+
+def encode(model, batch):
+    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b, from the states h at the start marks."""
+    def embed(group):
+        _, ids, mask = group
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+            hidden = model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+            rows = torch.arange(len(ids), device=ids.device)
+            starts = [(ids == mark).int().argmax(1) for mark in model.marks[::2]]
+            return model.sentence(torch.cat([hidden[rows, start] for start in starts], 1)).float()
+
+    return restore_order(embed_in_chunks(embed, batch, model if model.in_chunks else None), batch)
+
+
+def compute_loss(model, batch, rows, args, schedule=1.0):
+    """Return this rank's part of the loss of `rows` bags over all ranks, and the values to log. batch: (token
+    ids of this rank's sentences, of their copies, relations of the bags (n,)); schedule: tanh(t / 2w)."""
+    sentences, copies, relations = batch
+    n, own = len(relations), own_rows(rows)
+    bag_of = torch.arange(n, device=model.device).repeat_interleave(args.bag_size)
+    views = [sentences, copies] if args.contrastive_weight else [sentences]
+    x, *a = encode(model, model.batch(*views)).chunk(len(views))
+    bags = bag_attention(x, bag_of, model.classifier.weight.detach()[relations])
+    logits = model.classifier(F.dropout(bags, 0.5, model.training))
+    loss = F.cross_entropy(logits, relations) * (n / rows)
+    values = {"bag": loss}
+    if a:
+        all_bags, all_x = gather_rows(bags, rows), None
+        if args.form == "code":
+            all_x = gather_rows(x.unflatten(0, (n, -1)), rows).flatten(0, 1)
+        with loss_autocast(x, args):
+            contrast = cil_loss(x, a[0], all_bags, bag_of + own.start, args.temperature, args.form,
+                                all_x=all_x, impl=args.impl)
+        values["contrast"] = contrast * (n / rows)
+        loss = loss + args.contrastive_weight * schedule * values["contrast"]
+    if args.mlm_weight:
+        values["mlm"] = masked_lm_loss(model, model.batch(sentences), args.impl,
+                                       lambda ids: relation_bags.protected(ids, model.marks, args.form))
+        loss = loss + args.mlm_weight * values["mlm"]
+    return loss, {name: value.detach() for name, value in {"loss": loss, **values}.items()}
+
+
+# ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def evaluate(model, dev, args):
+    """Return the scores of precision_recall. dev: the result of relation_bags.load_bags."""
+    tokens, bags, facts, total = dev
+    scores = []
+    model.eval()
+    for i in progress(range(0, len(bags), 16), "held-out bags", " groups"):
+        sizes = torch.tensor([len(bag) for bag in bags[i : i + 16]], device=model.device)
+        ids = [tokens[row] for bag in bags[i : i + 16] for row in bag]
+        x = torch.cat([encode(model, model.batch(ids[j : j + 128])) for j in range(0, len(ids), 128)])
+        bag_of = torch.arange(len(sizes), device=model.device).repeat_interleave(sizes)
+        scores.append(bag_scores(x, bag_of, model.classifier.weight, model.classifier.bias).cpu())
+    model.train()
+    return precision_recall(torch.cat(scores), facts, total, args.form)[0]
+
+
+# ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    if args.evaluate:
+        model = build_model(args, Run(args, __file__), None)
+        bags = relation_bags.load_bags(args.dev or args.data, model, args)
+        return log("test", format_scores(evaluate(model, bags, args)))
+    rows, relations = load_data(args.data, args)
+    run = Run(args, __file__)
+    texts = [row["text"] for row in rows]
+    model = build_model(args, run, relations, texts)
+    editor = WordEditor(texts, args.form == "paper", args.form == "paper")
+    rows, tokens = relation_bags.tokenise_sentences(rows, model, args.max_length, editor, args.seed)
+    bags = [*relation_bags.group_rows(rows, "relation").items()]
+    if len(bags) < args.batch_size:
+        fail(f"{args.data}: {len(bags)} bags, expected at least --batch-size ({args.batch_size})")
+    dev = relation_bags.load_bags(args.dev, model, args) if args.dev else None
+    settings = OptimizerSettings(eps=1e-8, bias_correction=False, weight_decay=1e-5)   # released code
+    optimizer, warmup = adamw(model, args.lr, settings), args.warmup_steps
+    load_command = f'AutoModel.from_pretrained("{args.out}")'
+    total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size, run.world_size)
+    run.begin(model, optimizer, total, warmup)
+    if dev and run.step == 0:
+        run.log_initial_scores(evaluate(model, dev, args))
+    model.train()
+    run.describe_batch = lambda step: f"bags {[bags[i][0] for i in next(run.order(step - 1))[:20]]} ..."
+    for step, picked in run.steps(total, len(bags)):
+        set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
+        batch = make_batch([bags[i] for i in picked[own_rows(len(picked))]], tokens, step, model, args)
+        schedule = math.tanh(step / (2 * warmup)) if warmup else 1.0
+        loss, values = compute_loss(model, batch, len(picked), args, schedule)
+        optimizer.zero_grad()
+        loss.backward()
+        all_reduce_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        optimizer.step()
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due:
+            scores = evaluate(model, dev, args) if dev else {}
+            by, shown = ("auc", f"{scores['auc']:.2f}") if dev else (None, "")
+            if run.should_save(scores, by, shown):
+                text = f"Relations of two marked entities. {format_scores(run.extra_state['saved'])}"
+                save_transformer(run, model.lm, model.tokenizer, "text-classification", text, load_command,
+                                 {"heads.safetensors": model.heads.state_dict()})
+    change = ""
+    if dev:
+        before, after = run.extra_state["before"], run.extra_state["saved"]
+        change = "".join(f"{name} {before[name]:.2f} → {after[name]:.2f}, " for name in ("auc", "f1"))
+    run.finish(change)
+    log("load", load_command)
+
+
+if __name__ == "__main__":
+    main()
