@@ -35,7 +35,7 @@ Departures from the released code, in both forms:
 - The four marks around the entities are new tokens. A sentence that --max-length cuts at a mark is left out.
 - --dev uses all sentences of a bag, as the final test; the code draws at most 10.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
+from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -53,12 +53,14 @@ def make_parser():
         help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
     add("--bag-size", type=at_least(1, int), default=3,
         help="sentences drawn from each bag; small bags repeat some; default 3 (released scripts)")
+    add("--classifier-dropout", type=ratio, group="model", default=0.5,
+        help="dropout probability of bag vectors before the classifier; default 0.5 (released code)")
     shared("--form", "paper")
     shared("--batch-size", shown="32 bags (released scripts: 16 on 2 GPUs), 16 with --model scratch")
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     shared("--epochs", shown="3 (released scripts), 40 with --model scratch")
     shared("--steps", shown="from --epochs")
-    shared("--lr", shown="2e-5 (released scripts), 1e-3 with --model scratch; linear decay to 0")
+    shared("--lr", shown="2e-5 (released scripts), 5e-4 with --model scratch; linear decay to 0")
     shared("--warmup-steps", shown="500 (released script for NYT10-D), 40 with --model scratch")
     shared("--seed", 42)
     shared("--impl", "auto")
@@ -70,7 +72,7 @@ def make_parser():
 
 # Defaults of flags that were not given
 RELEASED = dict(batch_size=32, epochs=3, lr=2e-5, warmup_steps=500)
-SCRATCH = dict(batch_size=16, epochs=40, lr=1e-3, warmup_steps=40)
+SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40)
 
 
 if __name__ == "__main__":
@@ -232,7 +234,7 @@ def compute_loss(model, batch, rows, args, schedule=1.0):
     views = [sentences, copies] if args.contrastive_weight else [sentences]
     x, *a = encode(model, model.batch(*views)).chunk(len(views))
     bags = bag_attention(x, bag_of, model.classifier.weight.detach()[relations])
-    logits = model.classifier(F.dropout(bags, 0.5, model.training))
+    logits = model.classifier(F.dropout(bags, args.classifier_dropout, model.training))
     loss = F.cross_entropy(logits, relations) * (n / rows)
     values = {"bag": loss}
     if a:
@@ -317,9 +319,8 @@ def main(argv=None):
                 text = f"Relations of two marked entities. {format_scores(run.extra_state['saved'])}"
                 save_transformer(run, model.lm, model.tokenizer, "text-classification", text, load_command,
                                  {"heads.safetensors": model.heads.state_dict()})
-    change = ""
+    before, after, change = run.extra_state["before"], run.extra_state["saved"], ""
     if dev:
-        before, after = run.extra_state["before"], run.extra_state["saved"]
         change = "".join(f"{name} {before[name]:.2f} → {after[name]:.2f}, " for name in ("auc", "f1"))
     run.finish(change)
     log("load", load_command)

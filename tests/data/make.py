@@ -11,7 +11,7 @@ entities.tsv   320 sentences, each with an entity that it mentions, three other 
                pages, the type and the page
 wordnet        the words of sentences.txt in the format of Princeton's database: data.* (synsets) and *.exc
                (irregular forms)
-relations.jsonl      40 bags, each of one to five sentences about two people: 32 bags have one of four relations, 8
+relations.jsonl      40 bags, each of one to eight sentences about two people: 32 bags have one of four relations, 8
                have none (NA). A third of the sentences of a bag do not express its relation.
                relations_dev.jsonl has 40 bags of other pairs
 topics.tsv     320 sentences with one of eight topics: sentence, label; topics_dev.tsv has 120 others
@@ -280,7 +280,7 @@ LATER = "", " last year", " in spring", " long ago", ", the papers say"
 def bag(relation, pair):
     """Return the lines of a bag. In a noisy sentence, H and T are mentioned without the relation."""
     lines = []
-    for i in range(1 + int(5 * rng.random())):
+    for i in range(1 + int(8 * rng.random())):
         words = pick((RELATIONS["NA"] if i and rng.random() < 0.5 else RELATIONS[relation]).split(" / ")) + pick(LATER) + "."
         entities, text = {}, ""
         for part in re.split(r"\b([HT])\b", words):

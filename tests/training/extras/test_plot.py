@@ -49,6 +49,17 @@ def plot_folders(*folders, file="a.png"):
     return figure.axes, [[points(line) for line in axis.lines] for axis in figure.axes], legend
 
 
+def test_precision_recall_panel():
+    """A run of cil.py: the curve of the checkpoint with the best area, a point per percent of recall."""
+    rows = curve(6, auc=10)
+    for row, area, points in zip(rows[1::2], (30, 50, 40), ([0.1], [0.9, 0.8, 0.7], [0.2, 0.2])):
+        row |= dict(dev_auc=area, dev_curve=points)
+    write_run("a", rows)
+    axes, lines, _ = plot_folders("a")
+    assert lines[2] == [([0.01, 0.02, 0.03], [0.9, 0.8, 0.7])]
+    assert [axis.get_xlabel() for axis in axes] == ["step", "step", "recall"]
+
+
 def test_panels():
     """Each folder has a line of its colour in each panel for which it has data. Run a has a row of step 0."""
     a, c = curve(8, spearman=10, alignment=0.1, uniformity=-1), curve(4, knn=7)
