@@ -84,17 +84,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
-from kernels import check_rows, checks, embed_in_chunks, gather_rows, own_rows, similarity_lse
+from kernels import check_rows, checks, embed_in_chunks, own_rows, similarity_lse
 from kernels.training.extras import relation_bags
 from kernels.training.extras.optimizers import OptimizerSettings, adamw
 from kernels.training.extras.relation_bags import format_scores, precision_recall
 from kernels.training.extras.tfidf import WordEditor
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.output_dir import save_transformer
-from kernels.training.precision import loss_autocast
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear, set_dropout
@@ -128,7 +127,7 @@ def build_model(args, run, relations, texts=None):
     model.heads = torch.nn.ModuleList(init_linear(layer, config) for layer in layers)
     model.sentence, model.classifier = model.heads
     if relations == saved:
-        model.heads.load_state_dict(load_file(heads))
+        relation_bags.load_heads(model.heads, heads)
     log("model", f"{describe_model(model, args)}, {len(relations)} relations with NA")
     return model.to(run.device)
 
@@ -238,9 +237,9 @@ def compute_loss(model, batch, rows, args, schedule=1.0):
     loss = F.cross_entropy(logits, relations) * (n / rows)
     values = {"bag": loss}
     if a:
-        all_bags, all_x = gather_rows(bags, rows), None
+        all_bags, all_x = gather_keys(bags, rows, args), None
         if args.form == "code":
-            all_x = gather_rows(x.unflatten(0, (n, -1)), rows).flatten(0, 1)
+            all_x = gather_keys(x.unflatten(0, (n, -1)), rows, args).flatten(0, 1)
         with loss_autocast(x, args):
             contrast = cil_loss(x, a[0], all_bags, bag_of + own.start, args.temperature, args.form,
                                 all_x=all_x, impl=args.impl)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cil import bag_attention, bag_scores, cil_loss
+from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer
 
 from formulas import both_impls, check_equal, cosine, randn
@@ -214,6 +215,14 @@ def test_saved_model_loads_in_transformers(tmp_path):
     second = run("cil", tmp_path / "next", "--model", tmp_path / "out", *SHORT[2:], "--steps", 1, "--lr", 0)
     before, after = second.run.extra_state["before"], first.run.extra_state["saved"]
     assert before["auc"] == pytest.approx(after["auc"])
+
+
+def test_damaged_heads(tmp_path, cwd, capfd):
+    """A classifier with another number of relations than the model's config names."""
+    run("cil", tmp_path / "out", *SHORT, "--steps", 1)
+    save_file({"0.weight": torch.zeros(2, 2)}, tmp_path / "out/heads.safetensors")
+    flags = "--evaluate", "--model", tmp_path / "out", "--data", DATA / "relations_dev.jsonl"
+    rejects("cil", capfd, ".*heads.safetensors: .*", *flags)
 
 
 def test_resume(tmp_path):

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 
 from kernels import check_rows, checks
 
 from ..cli import fail, log
 from ..files import check_unchanged, file_signature
+from ..pretrained import one_line_errors
 from ..progress import progress
 from ..rows import read_jsonl
 from ..tables import invalid_character, summarise
@@ -73,6 +75,12 @@ def add_marks(model):
     model.tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     model.lm.resize_token_embeddings(len(model.tokenizer), mean_resizing=False)
     model.marks = torch.tensor(model.tokenizer.convert_tokens_to_ids(marks), device=model.device)
+
+
+def load_heads(heads, file):
+    """Load the weights of a module from a file that save_transformer wrote. Fail if they do not fit."""
+    with one_line_errors(str(file)):
+        heads.load_state_dict(load_file(file))
 
 
 def marked_text(row, edit=None):
