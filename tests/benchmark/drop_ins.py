@@ -42,8 +42,8 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--only", nargs="+", choices=LOSSES, default=list(LOSSES))
-    parser.add_argument("--repeats", type=int, default=3, help="processes per loss and side")
-    parser.add_argument("--steps", type=int, default=4, help="steps per process; the first is not timed")
+    parser.add_argument("--repeats", type=int, default=2, help="processes per loss and side")
+    parser.add_argument("--steps", type=int, default=3, help="steps per process; the first is not timed")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)          # name, side, rows
     args = parser.parse_args()
     if args.measure:

@@ -94,6 +94,16 @@ def test_vectors(title, n, dtype):
     assert_equal(title, results(ours(title), *x), results(theirs(title), *x))
 
 
+@pytest.mark.parametrize("columns", [2, 4])
+def test_embeddings_in_float32(columns):
+    x = torch.randn(columns, 300, 16, generator=torch.Generator().manual_seed(0))
+    found = []
+    for make in (ours, theirs):
+        loss = make("ranking", torch.nn.Identity())
+        found.append(results(lambda *x, loss=loss: loss([dict(sentence_embedding=z) for z in x], None), *x))
+    assert_equal("ranking", *found)
+
+
 @pytest.mark.parametrize("title", ["clip", "siglip"])
 def test_call_of_the_training_loop_of_open_clip(title):
     """Some of its models return a bias although the loss is ClipLoss. Its gradient is 0, up to rounding."""
@@ -109,11 +119,14 @@ def test_call_of_the_training_loop_of_open_clip(title):
     assert_equal(title, *found)
 
 
+@pytest.mark.parametrize("impl", ["auto", "eager"])            # eager, like Triton, uses the bank in backward
 @pytest.mark.parametrize("size", [5, 7, 20])
-def test_memory_bank(size):
+def test_memory_bank(size, impl):
     """The bank has fewer or more rows than the batches of 7 and 3; an evaluation does not change it."""
     settings = BANK | dict(memory_bank_size=(size, 16))
-    mine, other = ours("bank", **settings).double(), theirs("bank", **settings).double()
+    code = BLOCKS["bank"].replace("self.temperature)", f"self.temperature, impl={impl!r})")
+    assert code.count("impl=") == 1
+    mine, other = ours("bank", code=code, **settings).double(), theirs("bank", **settings).double()
     other.memory_bank.bank.copy_(mine.bank)
     for seed, n in enumerate([7, 3, 7, 7, 3]):
         x, y = inputs("bank", n, seed=seed)
