@@ -18,7 +18,7 @@ BANNERS = ["flags", "data and model", "the paper", "evaluation", "main"]       #
 # goals are behaviour that tests check: one-line errors, exact resume, models from elsewhere, large files.
 # kernels has stored.py for small batches (210), losses on several ranks (220) and cost/host.py (130);
 # training has precision.py (15) and --chunk-tokens (25); tests have the emulator of compiled kernels (2,260),
-# autocast's rules (270), several processes (900: docs/distributed.md, mistakes, shares of work), the comparison
+# autocast's rules (270), several processes (900: docs/distributed.md, mistakes, work), the comparison
 # of docs/drop-ins.md with four libraries (490), cil.py (400) and the recipes of docs/others.md (220).
 # For cil.py, extras has a data format and edits of texts (240), and training save_transformer (16).
 LINES = {"cil.py": 330, "simcse.py": 241, "the ten scripts": 3_720, "the longest script": 481,
