@@ -251,12 +251,16 @@ def not_a_number(cells):
     return None
 
 
-def read_groups(path, column):
-    """Return {text: indices of the rows with this text in the column} for a data file or Table."""
+def read_groups(path, column, min_rows=1):
+    """Return {text: indices of the rows with this text in the column} for a data file or Table. Fail if a
+    text has fewer than `min_rows` rows."""
     _, table = read_table(path, empty_cell, columns=[column])
     groups = {}
     for row, (_, cells) in enumerate(table):
         groups.setdefault(cells[0], []).append(row)
+    for text, rows in groups.items():
+        if len(rows) < min_rows:
+            fail(f"{path}: {column} {text[:40]!r} has {len(rows)} rows, expected at least {min_rows}")
     return groups
 
 
