@@ -46,7 +46,7 @@ def find_header(rows, keys, width, roles=None, columns=None, names=()):
     keys     column names, or [] if the columns have none; None: the first row may be a header
     width    number of columns
     roles    {role: usual column names}: read the columns in the order of the roles; None: read all columns
-    columns  --columns: names or numbers of the columns to read instead
+    columns  names or numbers of the columns to read instead; with roles they come from --columns
     names    the first row is a header if it has all of these names
     """
     has_header, is_known = False, True
@@ -78,9 +78,13 @@ def select_columns(header, columns, width, roles):
         expected = f"one of {', '.join(header.display_names)}"[:150] + ", or " if names else ""
         unknown = columns[indices.index(None)][:40]
         error = f"--columns {unknown}: expected {expected}a number from 1 to {width}"
+        if not roles:                                          # the script names the columns, not the user
+            error = f"no column {unknown} among columns {join_names(header.display_names or ['(no header)'])}"
         return header._replace(display_names=None, error=error)
     all_names = header.display_names or [f"column {i + 1}" for i in range(width)]
-    shown = [f"{role_by_position(i, roles)} {all_names[index]}" for i, index in enumerate(indices)]
+    shown = [all_names[index] for index in indices]
+    if roles:
+        shown = [f"{role_by_position(i, roles)} {name}" for i, name in enumerate(shown)]
     return header._replace(display_names=shown, indices=indices)
 
 

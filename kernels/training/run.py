@@ -136,22 +136,24 @@ class Run:
         fixed = {name: value for name, value in vars(self.args).items() if name not in may_change}
         return fixed | dict(data=str(self.args.data), world=self.world_size, inputs=self.inputs)
 
-    def steps(self, total, rows=None, min_rows=None):
+    def steps(self, total, rows=None, min_rows=None, order=None):
         """Yield (step, row indices of the global batch) for each remaining step.
 
         After each step, write metrics and state if they are due, and stop if a signal came.
 
         rows       number of rows to sample from, or their indices; None: the script has its own order
         min_rows   skip an epoch's last batch if it has fewer rows; default one row per rank
+        order      function that replaces `rows`: step -> iterator over the row indices of each later batch,
+                   equal on all ranks and in a resumed run
         """
         args = self.args
 
-        def order(step):
+        def random_order(step):
             if rows is None:
                 return itertools.repeat(None)
             return batches(rows, args.batch_size, args.seed, step, min_rows or self.world_size)
 
-        self.order, self.signals = order, []
+        self.order, self.signals = order or random_order, []
         handle_signals(self.on_signal)
         self.clock.start(self.step)
         # the first step whose loss is not finite, or 0; on the device, to avoid a sync in each step

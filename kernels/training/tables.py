@@ -2,6 +2,7 @@
 import functools
 import hashlib
 import itertools
+import math
 import os
 import sys
 from pathlib import Path
@@ -186,6 +187,8 @@ def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=
     table.signature = table.path and file_signature(table.path)
     with check_unchanged(table.path, table.signature):
         header, rows = table.read()
+        if columns and header.error:                           # `check` would see other columns
+            fail(f"{path}: {header.error}")
         for location, cells, error in rows:
             error = error or check and check(cells)
             if not error:
@@ -228,6 +231,37 @@ def describe_table(table, header):
 def empty_cell(cells):
     """Return an error message if a cell is empty, else None: a `check` of read_table."""
     return None if all(map(str.strip, cells)) else "an empty cell; fill it or delete the row"
+
+
+def read_numbers(path, columns):
+    """Return the numbers in these columns of a data file or Table, one list per row. Fail on other cells."""
+    _, table = read_table(path, not_a_number, columns=columns)
+    return [[float(cell) for cell in cells] for _, cells in table]
+
+
+def not_a_number(cells):
+    """Return an error message if a cell is not a finite number, else None: a `check` of read_table."""
+    for cell in cells:
+        try:
+            is_finite = math.isfinite(float(cell))
+        except ValueError:
+            is_finite = False
+        if not is_finite:
+            return f"found {cell[:40]!r}, expected a number"
+    return None
+
+
+def read_groups(path, column, min_rows=1):
+    """Return {text: indices of the rows with this text in the column} for a data file or Table. Fail if a
+    text has fewer than `min_rows` rows."""
+    _, table = read_table(path, empty_cell, columns=[column])
+    groups = {}
+    for row, (_, cells) in enumerate(table):
+        groups.setdefault(cells[0], []).append(row)
+    for text, rows in groups.items():
+        if len(rows) < min_rows:
+            fail(f"{path}: {column} {text[:40]!r} has {len(rows)} rows, expected at least {min_rows}")
+    return groups
 
 
 def iter_texts(path, max_rows=100_000):

@@ -1,0 +1,244 @@
+"""The recipes of docs/others.md: apply the blocks to a copy of simcse.py exactly as printed, and train."""
+import csv
+import importlib.util
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel
+
+import simcse
+from families import small_model
+from kernels.training.text.sts import load_sts, spearman
+from running import (
+    DATA,
+    NLI,
+    ONE_BATCH,
+    ROOT,
+    SMALL,
+    embed_saved,
+    embed_unbatched,
+    few_pairs,
+    rejects,
+    run,
+    run_distributed,
+    run_text,
+)
+from whole_runs import check_processes, check_resume
+
+SECTIONS = {part.split("\n")[0]: part for part in (ROOT / "docs/others.md").read_text("utf-8").split("\n### ")}
+NAMES = {"matryoshka": "Matryoshka embeddings", "teacher": "Scores of a teacher", "lora": "LoRA",
+         "mixed": "Several data sets"}
+ROWS = [[*row, f"{i % 5 - 1.5}", f"{i % 3 - 2}"] for i, row in enumerate(NLI[:12])]      # two scores per row
+COLUMNS = ["--columns", "query", "positive", "negative"]
+
+
+def blocks(name, language):
+    """Return the code blocks of a recipe in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[NAMES[name]], re.M | re.S)
+
+
+def edit(text, diff):
+    """Return the text after the changes of a diff block, in which an empty line separates the changes."""
+    for change in diff.split("\n\n") if diff else ():
+        lines = change.splitlines()
+        old, new = ("".join(line[1:] + "\n" for line in lines if line[0] != sign) for sign in "+-")
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """Write the four edited copies of simcse.py, and margin.py, to a folder from which they are imported."""
+    folder = tmp_path_factory.mktemp("copies")
+    for name in NAMES:
+        assert f"cp simcse.py {name}.py\n" in SECTIONS[NAMES[name]]
+        before, banner, main = (ROOT / "simcse.py").read_text("utf-8").partition("# ── main ─")
+        text = f"{before}{blocks(name, 'python')[0]}\n\n{banner}{main}"
+        for variant, diff in zip((name, "margin"), blocks(name, "diff") or [""]):
+            text = edit(text, diff)
+            (folder / f"{variant}.py").write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+
+
+def write_table(path, header, rows):
+    """Write a .csv file and return its path."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+def scored(folder, rows=ROWS):
+    """Write rows of three texts and two scores, and return the file."""
+    header = "query,positive_score,positive,negative,negative_score".split(",")
+    return write_table(folder / "scored.csv", header, [[row[i] for i in (0, 3, 1, 2, 4)] for row in rows])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "margin"])
+def test_recipes_are_short(name, copies):
+    """Compared with simcse.py, a copy has at most 15 new lines."""
+    new = Counter((copies / f"{name}.py").read_text().splitlines())
+    new -= Counter((ROOT / "simcse.py").read_text().splitlines())
+    assert sum(count for line, count in new.items() if line) <= 15
+
+
+# ── Matryoshka ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("shape", [None, (10, 128), (10, 2, 128)])
+def test_matryoshka_loss_is_the_sum_over_widths(shape, copies):
+    torch.manual_seed(0)
+    z1, z2 = torch.randn(6, 128).double(), torch.randn(10, 128).double()
+    z3 = None if shape is None else torch.randn(shape).double()
+    settings = dict(temperature=0.1, offset=3, hard_negative_weight=0.5)
+    widths = [[z if z is None else z[..., :width] for z in (z1, z2, z3)] for width in (16, 32, 64, 128)]
+    expected = sum(simcse.simcse_loss(*z, **settings) for z in widths)
+    torch.testing.assert_close(importlib.import_module("matryoshka").simcse_loss(z1, z2, z3, **settings), expected)
+
+
+def test_matryoshka_improves_truncated_embeddings(copies, tmp_path):
+    """Truncated to 16 of 128 dimensions, the embeddings score higher than those of simcse.py."""
+    scores, (one, two, wanted) = {}, zip(*load_sts(DATA / "sts.tsv"))
+    for name in ("simcse", "matryoshka"):
+        result = run(name, tmp_path / name, "--model", "scratch", "--data", DATA / "nli.csv", "--steps", 60,
+                     "--seed", 2)
+        z, indices = result.model.embed([*one, *two])
+        scores[name] = 100 * spearman(F.cosine_similarity(*z[indices, :16].chunk(2)), wanted)
+    assert scores["matryoshka"] > scores["simcse"] + 3, scores
+
+
+def test_matryoshka_widths_that_do_not_fit(copies, tmp_path, monkeypatch, capfd, bert):
+    """The model has 32 dimensions, and the largest width is 128."""
+    with pytest.raises(SystemExit):
+        run_text("matryoshka", tmp_path, NLI[:12], "--model", bert, *ONE_BATCH)
+    assert "WIDTHS: the embeddings have 32 dimensions, expected at least 128\n" in capfd.readouterr().err
+
+
+# ── scores of a teacher ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["teacher", "margin"])
+def test_first_loss_of_a_teacher(name, copies, tmp_path, bert):
+    """The loss equals the formula, in float64, although rows are shuffled; and training reduces it."""
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *COLUMNS, "--temperature", 0.5, "--lr", 1e-3]
+    losses = run(name, tmp_path / "out", "--data", scored(tmp_path), *flags, "--steps", 10).losses
+    z1, z2, z3 = (F.normalize(embed_saved(bert, texts, "avg").double(), dim=1) for texts in [*zip(*ROWS)][:3])
+    student = torch.stack([(z1 * z2).sum(1), (z1 * z3).sum(1)], 1) / 0.5
+    teacher = torch.tensor([[float(row[3]), float(row[4])] for row in ROWS]).double()
+    if name == "margin":
+        expected = (student[:, 0] - student[:, 1] - teacher[:, 0] + teacher[:, 1]).square().mean()
+    else:
+        p, q = teacher.softmax(1), student.softmax(1)
+        expected = (p * (p / q).log()).sum(1).mean()
+    assert losses[0] == pytest.approx(expected.item(), rel=1e-4) and losses[-1] < 0.7 * losses[0]
+
+
+def test_bad_scores(copies, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scored(Path(), [*ROWS[:4], [*ROWS[4][:3], "high", "1"], *ROWS[5:], [*ROWS[4][:3], "1", "nan"]])
+    flags = ["--data", "scored.csv", "--model", "scratch", "--batch-size", 4]
+    rejects("teacher", capfd, r"scored\.csv line 6: found 'high', expected a number \(1 more rows .* line 14\)",
+            *flags, *COLUMNS)
+    rejects("teacher", capfd, "--columns: expected the names .*", *flags, *COLUMNS[:3])
+    rejects("teacher", capfd, r"scored\.csv: no column negative_score_score among columns query, .*", *flags,
+            *COLUMNS[:3], "negative_score")
+
+
+# ── LoRA ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_lora(copies, tmp_path, monkeypatch):
+    """Only LoRA matrices train, --resume is exact, and the saved folder gives the embeddings that were
+    scored: base and adapter, or merged as printed."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    small_model("Qwen2", Path("base"))
+    base, texts = AutoModel.from_pretrained("base").state_dict(), [row[0] for row in NLI[:6]]
+    run_text("simcse", tmp_path / "data", NLI[:36], "--model", "scratch", "--steps", 1)    # writes data.json
+    flags = ["--data", "data/data.json", "--model", "base", "--batch-size", 8, "--max-length", 90, "--lr", 0.01,
+             "--dev", few_pairs(Path()), "--steps", 6]
+    result = check_resume("lora", tmp_path, [*flags, "--eval-every", 3], [*flags, "--eval-every", 6], 4, [2, 1])
+    names = dict(result.model.encoder.named_parameters())
+    trained = {name for name, weight in names.items() if weight.requires_grad}
+    assert trained == {name for name in names if "lora_" in name} and len(trained) == 3 * 7 * 2
+    assert len(result.run.optimizer.param_groups[0]["params"]) == len(trained)
+    for name, weight in result.model.encoder.state_dict().items():
+        if "lora_" not in name:
+            assert torch.equal(weight, base[name.replace(".base_layer", "")]), name
+    z, indices = result.model.embed(texts)
+    expected, tokenizer = z[indices], result.model.tokenizer
+    code = blocks("lora", "python")[1].replace("Qwen/Qwen3-0.6B", "base")
+    exec(code.replace("out/lora", "whole").replace("out/merged", "merged"), {})
+    assert not [*Path("merged").glob("adapter*")] and AutoModel.from_pretrained("merged").name_or_path
+    adapted = peft.PeftModel.from_pretrained(AutoModel.from_pretrained("base"), "whole")
+    models = [adapted, *(AutoModel.from_pretrained(folder) for folder in ("whole", "merged"))]
+    found = [embed_unbatched(model, tokenizer, texts, "last") for model in models]
+    if importlib.util.find_spec("sentence_transformers"):
+        from sentence_transformers import SentenceTransformer
+        found += [SentenceTransformer(folder).encode(texts, convert_to_tensor=True) for folder in ("whole", "merged")]
+    before = embed_unbatched(AutoModel.from_pretrained("base"), tokenizer, texts, "last")
+    assert (before - expected).abs().max() > 0.01
+    for embeddings in found:
+        torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_lora_without_peft(copies, tmp_path, capfd, monkeypatch, cwd):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    rejects("lora", capfd, "LoRA needs the package peft: pip install peft", *SMALL)
+
+
+# ── several data sets ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def mixed(folder, sizes=(24, 11)):
+    """Write pairs of two data sets, in mixed order, and return the file and the data set of each row."""
+    names = sorted(sizes[0] * ["a"] + sizes[1] * ["b"], key=lambda name: torch.rand(()).item())
+    return write_table(folder / "mixed.csv", ["dataset", "query", "positive"],
+                       [[name, *row[:2]] for name, row in zip(names, NLI)]), names
+
+
+def test_a_batch_has_rows_of_one_dataset(copies, tmp_path):
+    """Batches are full; data sets are drawn in proportion to their size; each pass has a row at most once."""
+    file, names = mixed(tmp_path)
+    args = SimpleNamespace(data=file, batch_size=4, seed=1)
+    order = importlib.import_module("mixed").one_dataset_per_batch(args, 400)
+    found = [*order(0)]
+    assert [*order(7)] == found[7:] and len(found) == 400
+    kinds = ["".join(sorted({names[i] for i in batch})) for batch in found]
+    assert {*kinds} == {"a", "b"} and abs(kinds.count("a") / 400 - 24 / 35) < 0.07
+    assert all(len(batch) == len({*batch}) == 4 for batch in found)
+    first, second = ([i for batch in part for i in batch] for kind, n in (("a", 6), ("b", 2))
+                     for part in [[batch for batch, k in zip(found, kinds) if k == kind][:n]])
+    assert sorted(first) == [i for i, name in enumerate(names) if name == "a"] and len({*second}) == 8
+
+
+def test_several_data_sets_in_a_run(copies, tmp_path, bert, capfd):
+    """The first loss is that of the first batch, --resume is exact, and two processes equal one."""
+    file, names = mixed(tmp_path)
+    flags = ["--data", file, "--model", bert, "--pooling", "avg", "--batch-size", 4, "--steps", 6,
+             "--columns", "query", "positive", "--max-length", 512]
+    one = check_resume("mixed", tmp_path, [*flags, "--eval-every", 3], [*flags, "--eval-every", 6], 4, [0, 0])
+    rows = next(importlib.import_module("mixed").one_dataset_per_batch(one.args, 6)(0))
+    z1, z2 = (embed_saved(bert, texts, "avg") for texts in zip(*(NLI[i][:2] for i in rows)))
+    assert one.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
+    check_processes(one, tmp_path / "two", run_distributed(2, "mixed", tmp_path / "two",
+                                                           [*flags, "--eval-every", 3]))
+    with pytest.raises(SystemExit):
+        run("mixed", tmp_path / "few", *flags, "--batch-size", 12)
+    assert "mixed.csv: dataset 'b' has 11 rows, expected at least 12\n" in capfd.readouterr().err
+    assert not (tmp_path / "few").exists()
+
+
+def test_a_teacher_in_two_processes(copies, tmp_path, bert):
+    flags = ["--data", scored(tmp_path), *COLUMNS, "--model", bert, "--pooling", "avg", "--batch-size", 5,
+             "--steps", 2, "--max-length", 512]
+    one = run("teacher", tmp_path / "one", *flags)
+    check_processes(one, tmp_path / "two", run_distributed(2, "teacher", tmp_path / "two", flags))
