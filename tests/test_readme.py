@@ -39,12 +39,14 @@ def read(path):
 
 
 def commands(path):
-    """Return {(program, flags)} of the commands in a document, in code blocks and in inline code."""
-    _, blocks, prose = read(path)
+    """Return {(program, flags)} of the commands in a document, in code blocks and in inline code. A copy made
+    by `cp simcse.py NAME.py` has the flags of simcse.py."""
+    text, blocks, prose = read(path)
+    copies = {copy: script for script, copy in re.findall(r"^cp (\w+)\.py (\w+)\.py$", text, re.M)}
     printed = "\n".join(re.sub(r" \\\n *", " ", block) for language, block in blocks if not language)
     lines = [*printed.splitlines(), *re.findall(r"`([^`\n]+)`", prose)]
     found = (PROGRAM.fullmatch(part.strip()) for line in lines for part in line.split(" && "))
-    return {command.groups() for command in found if command}
+    return {(copies.get(command[1], command[1]), command[2]) for command in found if command}
 
 
 COMMANDS = sorted(set().union(*map(commands, DOCUMENTS)))

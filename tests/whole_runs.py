@@ -27,7 +27,7 @@ def check_resume(name, folder, flags, others, done, evaluations, *more):
     resumed, other = run(name, parts, *flags, *more, "--resume"), run(name, folder / "other", *others)
     assert [row | {"seconds": 0} for row in resumed.steps] == [row | {"seconds": 0} for row in whole.steps]
     assert equal(resumed.state, whole.state) and other.losses == whole.losses
-    files = [next(out.glob("*.safetensors")) for out in (parts, folder / "whole")]         # a model or adapter
+    files = [next(out.glob("*.safetensors")) for out in (parts, folder / "whole")]     # a model or an adapter
     assert equal(*map(load_file, files))
     for part in ("model", "optimizer", "random"):
         assert equal(other.state[part], whole.state[part]), part
