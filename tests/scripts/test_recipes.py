@@ -12,26 +12,15 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel
 
+import running
 import simcse
 from families import small_model
 from kernels.training.text.sts import load_sts, spearman
-from running import (
-    DATA,
-    NLI,
-    ONE_BATCH,
-    ROOT,
-    SMALL,
-    embed_saved,
-    embed_unbatched,
-    few_pairs,
-    rejects,
-    run,
-    run_distributed,
-    run_text,
-)
+from running import NLI, ONE_BATCH, embed_saved, embed_unbatched, rejects, run, run_distributed, run_text
 from whole_runs import check_processes, check_resume
 
-SECTIONS = {part.split("\n")[0]: part for part in (ROOT / "docs/others.md").read_text("utf-8").split("\n### ")}
+PARTS = (running.ROOT / "docs/others.md").read_text("utf-8").split("\n### ")
+SECTIONS = {part.split("\n")[0]: part for part in PARTS}
 NAMES = {"matryoshka": "Matryoshka embeddings", "teacher": "Scores of a teacher", "lora": "LoRA",
          "mixed": "Several data sets"}
 ROWS = [[*row, f"{i % 5 - 1.5}", f"{i % 3 - 2}"] for i, row in enumerate(NLI[:12])]      # two scores per row
@@ -59,7 +48,7 @@ def copies(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copies")
     for name in NAMES:
         assert f"cp simcse.py {name}.py\n" in SECTIONS[NAMES[name]]
-        before, banner, main = (ROOT / "simcse.py").read_text("utf-8").partition("# ── main ─")
+        before, banner, main = (running.ROOT / "simcse.py").read_text("utf-8").partition("# ── main ─")
         text = f"{before}{blocks(name, 'python')[0]}\n\n{banner}{main}"
         for variant, diff in zip((name, "margin"), blocks(name, "diff") or [""]):
             text = edit(text, diff)
@@ -78,15 +67,15 @@ def write_table(path, header, rows):
 
 def scored(folder, rows=ROWS):
     """Write rows of three texts and two scores, and return the file."""
-    header = "query,positive_score,positive,negative,negative_score".split(",")
-    return write_table(folder / "scored.csv", header, [[row[i] for i in (0, 3, 1, 2, 4)] for row in rows])
+    header = ["query", "positive", "negative", "positive_score", "negative_score"]
+    return write_table(folder / "scored.csv", header, rows)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "margin"])
 def test_recipes_are_short(name, copies):
     """Compared with simcse.py, a copy has at most 15 new lines."""
     new = Counter((copies / f"{name}.py").read_text().splitlines())
-    new -= Counter((ROOT / "simcse.py").read_text().splitlines())
+    new -= Counter((running.ROOT / "simcse.py").read_text().splitlines())
     assert sum(count for line, count in new.items() if line) <= 15
 
 
@@ -104,10 +93,10 @@ def test_matryoshka_loss_is_the_sum_over_widths(shape, copies):
 
 def test_matryoshka_improves_truncated_embeddings(copies, tmp_path):
     """Truncated to 16 of 128 dimensions, the embeddings score higher than those of simcse.py."""
-    scores, (one, two, wanted) = {}, zip(*load_sts(DATA / "sts.tsv"))
+    scores, (one, two, wanted) = {}, zip(*load_sts(running.DATA / "sts.tsv"))
+    flags = ["--model", "scratch", "--steps", 40, "--seed", 2, "--columns", 1, 2]
     for name in ("simcse", "matryoshka"):
-        result = run(name, tmp_path / name, "--model", "scratch", "--data", DATA / "nli.csv", "--steps", 40,
-                     "--seed", 2, "--columns", 1, 2)
+        result = run(name, tmp_path / name, "--data", running.DATA / "nli.csv", *flags)
         z, indices = result.model.embed([*one, *two])
         scores[name] = 100 * spearman(F.cosine_similarity(*z[indices, :16].chunk(2)), wanted)
     assert scores["matryoshka"] > scores["simcse"] + 3, scores
@@ -140,11 +129,10 @@ def test_bad_scores(copies, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scored(Path(), [*ROWS[:4], [*ROWS[4][:3], "high", "1"], *ROWS[5:], [*ROWS[4][:3], "1", "nan"]])
     flags = ["--data", "scored.csv", "--model", "scratch", "--batch-size", 4]
-    rejects("teacher", capfd, r"scored\.csv line 6: found 'high', expected a number \(1 more rows .* line 14\)",
-            *flags, *COLUMNS)
-    rejects("teacher", capfd, "--columns: expected the names .*", *flags, *COLUMNS[:3])
-    rejects("teacher", capfd, r"scored\.csv: no column negative_score_score among columns query, .*", *flags,
-            *COLUMNS[:3], "negative_score")
+    for wanted, columns in ((r".*\.csv line 6: found 'high', expected a number \(1 more .* 14\)", COLUMNS),
+                            ("--columns: expected the names .*", COLUMNS[:3]),
+                            (".*: no column query_score among columns query, .*", [*COLUMNS, "query"])):
+        rejects("teacher", capfd, wanted, *flags, *columns)
 
 
 def test_lora(copies, tmp_path, monkeypatch):
@@ -155,9 +143,9 @@ def test_lora(copies, tmp_path, monkeypatch):
     small_model("Qwen2", Path("base"))
     base, texts = AutoModel.from_pretrained("base").state_dict(), [row[0] for row in NLI[:6]]
     run_text("simcse", tmp_path / "data", NLI[:36], "--model", "scratch", "--steps", 1)    # writes data.json
-    flags = ["--data", "data/data.json", "--model", "base", "--batch-size", 8, "--max-length", 90, "--lr", 0.01,
-             "--dev", few_pairs(Path()), "--steps", 6]
-    result = check_resume("lora", tmp_path, [*flags, "--eval-every", 3], [*flags, "--eval-every", 6], 4, [2, 1])
+    flags = ["--data", "data/data.json", "--model", "base", "--batch-size", 8, "--max-length", 90, "--lr",
+             0.01, "--dev", running.few_pairs(Path()), "--steps", 6, "--eval-every"]
+    result = check_resume("lora", tmp_path, [*flags, 3], [*flags, 6], 4, [2, 1])
     names = dict(result.model.encoder.named_parameters())
     trained = {name for name, weight in names.items() if weight.requires_grad}
     assert trained == {name for name in names if "lora_" in name} and len(trained) == 3 * 7 * 2
@@ -165,8 +153,7 @@ def test_lora(copies, tmp_path, monkeypatch):
     for name, weight in result.model.encoder.state_dict().items():
         if "lora_" not in name:
             assert torch.equal(weight, base[name.replace(".base_layer", "")]), name
-    z, indices = result.model.embed(texts)
-    expected, tokenizer = z[indices], result.model.tokenizer
+    (z, indices), tokenizer = result.model.embed(texts), result.model.tokenizer
     code = blocks("lora", "python")[1].replace("Qwen/Qwen3-0.6B", "base")
     exec(code.replace("out/lora", "whole").replace("out/merged", "merged"), {})
     assert not [*Path("merged").glob("adapter*")]
@@ -175,24 +162,23 @@ def test_lora(copies, tmp_path, monkeypatch):
     found = [embed_unbatched(model, tokenizer, texts, "last") for model in models]
     if importlib.util.find_spec("sentence_transformers"):
         from sentence_transformers import SentenceTransformer
-        models = [SentenceTransformer(folder) for folder in ("whole", "merged")]
-        found += [model.encode(texts, convert_to_tensor=True) for model in models]
+        found += [torch.tensor(SentenceTransformer(x).encode(texts)) for x in ("whole", "merged")]
     before = embed_unbatched(AutoModel.from_pretrained("base"), tokenizer, texts, "last")
-    assert (before - expected).abs().max() > 0.01
+    assert (before - z[indices]).abs().max() > 0.01
     for embeddings in found:
-        torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(embeddings, z[indices], atol=1e-5, rtol=1e-5)
 
 
 def test_lora_without_peft(copies, capfd, monkeypatch, cwd):
     monkeypatch.setitem(sys.modules, "peft", None)
-    rejects("lora", capfd, "LoRA needs the package peft: pip install peft", *SMALL)
+    rejects("lora", capfd, "LoRA needs the package peft: pip install peft", *running.SMALL)
 
 
 def mixed(folder, sizes=(24, 11)):
     """Write pairs of two data sets, in mixed order, and return the file and the data set of each row."""
     names = sorted(sizes[0] * ["a"] + sizes[1] * ["b"], key=lambda name: torch.rand(()).item())
-    return write_table(folder / "mixed.csv", ["dataset", "query", "positive"],
-                       [[name, *row[:2]] for name, row in zip(names, NLI)]), names
+    rows = [[name, *row[:2]] for name, row in zip(names, NLI)]
+    return write_table(folder / "mixed.csv", ["dataset", "query", "positive"], rows), names
 
 
 def test_a_batch_has_rows_of_one_dataset(copies, tmp_path):
@@ -214,15 +200,15 @@ def test_several_data_sets_in_a_run(copies, tmp_path, bert, capfd):
     """The first loss is that of the first batch, --resume is exact, and two processes equal one."""
     file, names = mixed(tmp_path)
     flags = ["--data", file, "--model", bert, "--pooling", "avg", "--batch-size", 4, "--steps", 6,
-             "--columns", "query", "positive", "--max-length", 512]
-    one = check_resume("mixed", tmp_path, [*flags, "--eval-every", 3], [*flags, "--eval-every", 6], 4, [0, 0])
+             "--columns", "query", "positive", "--max-length", 512, "--eval-every"]
+    one = check_resume("mixed", tmp_path, [*flags, 3], [*flags, 6], 4, [0, 0])
     rows = next(importlib.import_module("mixed").one_dataset_per_batch(one.args, 6)(0))
     z1, z2 = (embed_saved(bert, texts, "avg") for texts in zip(*(NLI[i][:2] for i in rows)))
     assert one.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
-    check_processes(one, tmp_path / "two", run_distributed(2, "mixed", tmp_path / "two",
-                                                           [*flags, "--eval-every", 3]))
+    two = tmp_path / "two"
+    check_processes(one, two, run_distributed(2, "mixed", two, [*flags, 3]))
     with pytest.raises(SystemExit):
-        run("mixed", tmp_path / "few", *flags, "--batch-size", 12)
+        run("mixed", tmp_path / "few", *flags, 3, "--batch-size", 12)
     assert "mixed.csv: dataset 'b' has 11 rows, expected at least 12\n" in capfd.readouterr().err
     assert not (tmp_path / "few").exists()
 
