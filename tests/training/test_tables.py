@@ -130,7 +130,8 @@ def test_table_can_be_iterated_twice(kind, header, compressed, tmp_path):
     ("nli.csv", "A,b\n", r"nli\.csv: 1 rows, expected at least 2 and at least --batch-size \(1\)")])
 def test_bad_files_are_rejected(tmp_path, monkeypatch, capfd, name, content, wanted):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)          # not installed
+    for package in ("pyarrow", "pyarrow.parquet"):    # not installed; other tests may have imported it
+        monkeypatch.setitem(sys.modules, package, None)
     if content == name:
         Path(name).mkdir()
     elif content is not None:
