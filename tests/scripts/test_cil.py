@@ -1,16 +1,17 @@
 """docs/eleventh/cil.py: losses and bags against the formulas in float64, whole runs, bad input."""
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import cil
 import pytest
 import torch
 import torch.nn.functional as F
-from cil import bag_attention, bag_scores, cil_loss
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoTokenizer
 
+import cil
+from cil import bag_attention, bag_scores, cil_loss
 from formulas import both_impls, check_equal, cosine, randn
 from kernels.training.extras import relation_bags
 from running import DATA, rejects, run, run_distributed
@@ -178,6 +179,25 @@ def test_loss_of_a_batch(form, tmp_path):
     torch.testing.assert_close(model.classifier.weight.grad, expected, atol=1e-4, rtol=1e-3)
     args.contrastive_weight = args.mlm_weight = 0.0
     assert cil.compute_loss(model, batch, 8, args)[1].keys() == {"loss", "bag"}
+
+
+@both_forms
+def test_protected_tokens_are_not_masked(form, tmp_path, monkeypatch):
+    """Special tokens and, in the paper's form, entities with their marks may not be chosen."""
+    model, tokens, bags, args = build(tmp_path, "--form", form, "--contrastive-weight", 0)
+    batch, masked = cil.make_batch(bags[:2], tokens, 1, model, args), Counter()
+
+    def mask_all(ids, maskable, tokenizer):
+        masked.update((ids * maskable).unique().tolist())
+        return ids, maskable
+
+    monkeypatch.setattr("kernels.training.text.mlm.mask_tokens", mask_all)
+    cil.compute_loss(model, batch, 2, args)
+    names = {row["h"]["name"].lower() for row in relation_bags.load_sentences(args.data)[0]}
+    names &= {*model.tokenizer.get_vocab()}
+    found = {*model.tokenizer.convert_ids_to_tokens([*masked])}
+    assert "." in found and not found & {"[H-CLS]", "[T-CLS]", "[CLS]", "[SEP]"}
+    assert bool(found & {"[H-SEP]", "[T-SEP]"}) == bool(found & names) == (form == "code")
 
 
 # ── whole runs ──
