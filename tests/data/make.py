@@ -12,7 +12,7 @@ entities.tsv   320 sentences, each with an entity that it mentions, three other 
 wordnet        the words of sentences.txt in the format of Princeton's database: data.* (synsets) and *.exc
                (irregular forms)
 relations.jsonl      40 bags, each of one to eight sentences about two people: 32 bags have one of four relations, 8
-               have none (NA). A third of the sentences of a bag do not express its relation.
+               have none (NA). Four in ten sentences with a relation do not express it.
                relations_dev.jsonl has 40 bags of other pairs
 topics.tsv     320 sentences with one of eight topics: sentence, label; topics_dev.tsv has 120 others
 shapes.npz     600 training and 300 test images of 16 px: discs, rings, squares, triangles, crosses, stripes
