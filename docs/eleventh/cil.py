@@ -2,9 +2,9 @@
 Chen, Wu, Zhuang, ACL 2021, arXiv 2106.10855.
 
 A bag is all sentences about the same two entities. A database names their relation, but some sentences do
-not express it. So only the bag's vector B_b, a weighted mean of its sentence vectors x_i, is classified. CIL
-also trains each sentence: x_i is pulled to the vector a_i of an edited copy, and pushed from the vectors of
-other bags. With the bag b(i) of sentence i, s(u, v) = cos(u, v) / τ, step t and w warm-up steps:
+not express it. So only the bag's vector B_b, a weighted mean of sentence vectors x_i, is classified (L_bag).
+CIL also trains each sentence: x_i is pulled to the vector a_i of an edited copy, and pushed from the vectors
+of other bags. With the bag b(i) of sentence i, s(u, v) = cos(u, v) / τ, step t and w warm-up steps:
 
     L_C = mean over i of −log( exp s(x_i, a_i) / ( exp s(x_i, a_i) + Σ_{b ≠ b(i)} exp s(x_i, B_b) ) )
     L   = L_bag + 10 · tanh(t / 2w) · L_C + 0.1 · L_MLM
@@ -14,25 +14,25 @@ other bags. With the bag b(i) of sentence i, s(u, v) = cos(u, v) / τ, step t an
     torchrun --nproc-per-node 2 cil.py --data nyt10d_train.txt --dev nyt10d_val.txt --out out/cil
     python cil.py --evaluate --model out/cil --data nyt10d_test.txt
 
-Data: OpenNRE's JSON lines, one sentence each; pos is start and end of an entity in the text:
+Data: OpenNRE's JSON lines, one sentence each; pos is [start, end) of an entity in characters of the text:
     {"text": "Ada was born in Ulm.", "relation": "born_in",
      "h": {"id": "Q1", "name": "Ada", "pos": [0, 3]}, "t": {"id": "Q2", "name": "Ulm", "pos": [16, 19]}}
 The relation NA (or no_relation) means that none is known. A bag for training has one pair of ids and one
 relation; a bag for evaluation has one pair of ids and all its relations.
 
 Expected: the scores on --dev rise. They rank all pairs of a bag and a relation: auc is the area under the
-curve of precision and recall, f1 the best F1, p@100 the precision of the first 100, all in percent. The
-authors' code names an auc of 50.8 on NYT10-D for our defaults (NYT10-M: --warmup-steps 400, KBP: 250).
+curve of precision and recall, f1 the best F1, p@100 the precision of the first 100, all in percent. A curve
+in the authors' code has the label 50.8 (auc on NYT10-D); the nearest is --form code with our defaults.
 
 Both forms follow the released code where the paper is silent. --form code also follows it in these points:
     L_C       the k-th sentence of a bag has as negatives the k-th sentences of others, compared with B_b(i)
     copies    words are substituted, punctuation and one-letter words are lost; the paper also inserts words
-    MLM       the words of the entities may be masked
+    MLM       the words of the entities may be masked, but no start mark (in the code: of any row)
     p@N       the precision of the first N + 1
 Departures from the released code, in both forms:
-- The negatives are the bags of all GPUs, and the learning rate reaches 0 at the last step.
+- Negatives are the bags of all GPUs. The learning rate falls to 0; in the code, on 2 GPUs, to half its peak.
 - The own bag is masked. The code subtracts its term from the sum, which is wrong in float32.
-- The four marks around the entities are new tokens. A sentence that --max-length cuts at a mark is left out.
+- The four marks are new tokens. Sentences are left out if --max-length cuts off a start mark.
 - --dev uses all sentences of a bag, as the final test; the code draws at most 10.
 """
 from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
@@ -56,23 +56,22 @@ def make_parser():
     add("--classifier-dropout", type=ratio, group="model", default=0.5,
         help="dropout probability of bag vectors before the classifier; default 0.5 (released code)")
     shared("--form", "paper")
-    shared("--batch-size", shown="32 bags (released scripts: 16 on 2 GPUs), 16 with --model scratch")
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
+    shared("--batch-size", shown="32 bags (released scripts: 2 GPUs × 16), 16 with --model scratch")
     shared("--epochs", shown="3 (released scripts), 40 with --model scratch")
     shared("--steps", shown="from --epochs")
     shared("--lr", shown="2e-5 (released scripts), 5e-4 with --model scratch; linear decay to 0")
-    shared("--warmup-steps", shown="500 (released script for NYT10-D), 40 with --model scratch")
+    shared("--warmup-steps", shown="500 (NYT10-D; NYT10-M 400, KBP 250, GDS 20), 40 with --model scratch")
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens", "--precision")
     shared("--seed", 42)
     shared("--impl", "auto")
-    shared("--eval-every", 1000, "1000 (released script for NYT10-D)")
+    shared("--eval-every", shown="1000 (released script for NYT10-D), 20 with --model scratch")
     shared("--out", "out/cil")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
+    parser.add_shared_flags("--resume", "--keep-state", "--log")
     return parser
 
 
-# Defaults of flags that were not given
-RELEASED = dict(batch_size=32, epochs=3, lr=2e-5, warmup_steps=500)
-SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40)
+RELEASED = dict(batch_size=32, epochs=3, lr=2e-5, warmup_steps=500, eval_every=1000)   # defaults of flags
+SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20)
 
 
 if __name__ == "__main__":
@@ -87,6 +86,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM
 
 from kernels import check_rows, checks, embed_in_chunks, own_rows, similarity_lse
+from kernels.losses import upcast
 from kernels.training.extras import relation_bags
 from kernels.training.extras.optimizers import OptimizerSettings, adamw
 from kernels.training.extras.relation_bags import format_scores, precision_recall
@@ -126,7 +126,7 @@ def build_model(args, run, relations, texts=None):
     layers = torch.nn.Linear(width, width), torch.nn.Linear(width, len(relations))
     model.heads = torch.nn.ModuleList(init_linear(layer, config) for layer in layers)
     model.sentence, model.classifier = model.heads
-    if relations == saved:
+    if saved == relations:
         relation_bags.load_heads(model.heads, heads)
     log("model", f"{describe_model(model, args)}, {len(relations)} relations with NA")
     return model.to(run.device)
@@ -162,15 +162,14 @@ def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, 
     all_x = x if all_x is None else all_x
     check_rows(x=(x, "N D"), a=(a, "N D"), bags=(bags, "B D"), bag_of=(bag_of, "N", int),
                all_x=(all_x, "L D"))
-    checks.check_same_dtype(x=x, a=a, bags=bags, all_x=all_x)
     checks.check_index("bag_of", bag_of, len(bags))
-    x, a, bags, all_x = (F.normalize(z, dim=1, eps=1e-8) for z in (x, a, bags, all_x))
+    bag_of = bag_of.long()
+    x, a, bags, all_x = (F.normalize(z, dim=1, eps=1e-8) for z in upcast(x, a, bags, all_x))
     queries, keys, ids, places = x, bags, torch.arange(len(bags), device=x.device), None
     if form == "code":
         size, rest = divmod(len(all_x), len(bags))             # sentences per bag
         if rest or len(x) % max(1, size):
-            raise ValueError(f"bag_of: {len(x)} of {len(all_x)} sentences and {len(bags)} bags, expected the "
-                             "same number of sentences in each bag")
+            raise ValueError("bag_of: expected the same number of sentences in each bag")
         place = torch.arange(len(all_x), device=x.device) % size
         queries, keys, ids = bags[bag_of], all_x, ids.repeat_interleave(size)
         places = place[: len(x)], place
@@ -187,8 +186,9 @@ def bag_attention(x, bag_of, queries):
     source      antct/cil
     """
     check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), queries=(queries, "B D"))
+    checks.check_same_dtype(x=x, queries=queries)
     checks.check_index("bag_of", bag_of, len(queries))
-    return attend((x * queries[bag_of]).sum(1), bag_of, len(queries)) @ x
+    return attend((x * queries[bag_of.long()]).sum(1), bag_of, len(queries)) @ x
 
 
 def attend(scores, bag_of, count):
@@ -206,6 +206,7 @@ def bag_scores(x, bag_of, weight, bias):
     source         antct/cil
     """
     check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), weight=(weight, "R D"), bias=(bias, "R"))
+    checks.check_same_dtype(x=x, weight=weight, bias=bias)
     products, count = x @ weight.T, int(bag_of.max()) + 1      # W B = Σ_i α_i W x_i: no (B, R, D) bag vectors
     logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
     return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
@@ -315,8 +316,8 @@ def main(argv=None):
             scores = evaluate(model, dev, args) if dev else {}
             by, shown = ("auc", f"{scores['auc']:.2f}") if dev else (None, "")
             if run.should_save(scores, by, shown):
-                text = f"Relations of two marked entities. {format_scores(run.extra_state['saved'])}"
-                save_transformer(run, model.lm, model.tokenizer, "text-classification", text, load_command,
+                text = f"cil.py adds heads.safetensors. {format_scores(run.extra_state['saved'])}"
+                save_transformer(run, model.lm, model.tokenizer, "feature-extraction", text, load_command,
                                  {"heads.safetensors": model.heads.state_dict()})
     before, after, change = run.extra_state["before"], run.extra_state["saved"], ""
     if dev:

@@ -60,7 +60,8 @@ def line_error(row):
                     found = text[max(start, 0) : max(end, 0)]
                     return f"{entity}: pos [{start}, {end}] is {found!r:.60}, expected the name {name!r:.60}"
             case found:
-                return f"{entity}: found {found!r:.60}, expected an object with id, name and pos [start, end]"
+                return (f"{entity}: found {found!r:.60}, expected an object with the texts id and name, and "
+                        "integers pos [start, end]")
     for mark in itertools.chain(*MARKS.values()):
         if mark in text:
             return f"the text contains {mark}, which marks an entity after reading; delete it"
@@ -110,8 +111,8 @@ def tokenise_sentences(rows, model, max_length, editor=None, seed=0):
         columns.append([edited(i, row) for i, row in enumerate(progress(rows, "editing sentences"))])
     tokens = [*zip(*(tokenise(texts, model.tokenizer, limit)[0] for texts in columns))]
     whole = [all(np.isin(starts, ids).all() for ids in row) for row in tokens]
-    log("tokens", f"{whole.count(False):,} of {len(rows):,} sentences left out: an entity starts after the "
-                  f"first {limit} tokens")
+    log("tokens", f"{whole.count(False):,} of {len(rows):,} sentences left out, whose entities start after "
+                  f"the first {limit} tokens")
     if not any(whole):
         fail(f"--max-length {max_length}: cuts all sentences before their entities; expected a larger number")
     return [*itertools.compress(rows, whole)], [*itertools.compress(tokens, whole)]
@@ -143,7 +144,7 @@ def load_bags(path, model, args):
     rows, tokens = tokenise_sentences(rows, model, args.max_length)
     bags = group_rows(rows)
     labels = torch.tensor([[(*pair, name) in facts for name in number_of] for pair in bags])
-    log("dev", f"{len(rows):,} sentences in {len(bags):,} bags, {len(facts):,} facts from {path}")
+    log("bags", f"{len(rows):,} sentences in {len(bags):,} bags, {len(facts):,} facts from {path}")
     return [ids for ids, in tokens], [*bags.values()], labels, len(facts)
 
 
@@ -154,12 +155,15 @@ def precision_recall(scores, facts, total=None, form="paper"):
     facts     (B, R) bool: the known relations of each bag
     total     number of facts, also those without a bag; None: the facts in `facts`
     form      "code": p@N is the precision of the first N + 1 pairs
-    returns   ({"auc", "f1", "p@100", "p@200", "p@300", "p_mean"} in percent, p@N if there are so many pairs,
-              and "curve", the precision at 1, 2 ... % of recall; precision and recall after each pair)
+    returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean"} in percent, p@N if there are so many pairs,
+              and "curve": the precision, 0 to 1, at 1, 2 ... % of recall; precision and recall after each
+              pair, (B · (R − 1),) float64, 0 to 1
     source    antct/cil
     """
     check_rows(scores=(scores, "B R"), facts=(facts, "B R", bool))
     checks.check_choice("form", form, "paper", "code")
+    if scores.shape[1] < 2:
+        raise ValueError("scores: found 1 relation, expected NA and at least one other")
     order = scores[:, 1:].flatten().sort(descending=True, stable=True).indices
     hits = facts[:, 1:].flatten()[order].double().cumsum(0)
     total = hits.max().item() if total is None else total

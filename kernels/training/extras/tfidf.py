@@ -1,4 +1,4 @@
-"""Change unimportant words of a text, as the released code of CIL (Chen et al. 2021) does."""
+"""Change unimportant words of a text, guided by TF-IDF, as CIL (Chen et al. 2021) does."""
 import itertools
 import math
 import re
@@ -42,7 +42,7 @@ class WordEditor:
         values = [self.idf(word) / len(words) for word in words]
         gaps = [max(values) - value for value in values]
         # draw places without repetition, in proportion to the gaps; those with gap 0 follow in random order
-        keys = [rng.random() ** (1 / gap) if gap > 0 else -rng.random() for gap in gaps]
+        keys = [(1, math.log(1 - rng.random()) / gap) if gap > 0 else (0, rng.random()) for gap in gaps]
         chosen = sorted(range(len(words)), key=keys.__getitem__)[len(words) - count :]
         for i, new in zip(chosen, rng.choices(self.vocabulary, cum_weights=self.cumulative, k=count)):
             inserted = self.insert and rng.random() < 0.5

@@ -334,7 +334,7 @@ def dropout_attributes(encoder):
 
 def set_dropout(encoder, p, name):
     """Set all dropout probabilities of the encoder to p, but not those in its config, which is saved. If it
-    has none, raise UserError with the model's `name`."""
+    has none, and p is not 0, raise UserError with the model's `name`."""
     if p >= 1:
         fail(f"--dropout {p}: expected a probability from 0 to less than 1")
     for part in list(encoder.modules()):
@@ -342,7 +342,7 @@ def set_dropout(encoder, p, name):
             if "drop" in child_name and type(child) is torch.nn.Identity:
                 setattr(part, child_name, torch.nn.Dropout(0.0))
     attributes = dropout_attributes(encoder)
-    if not attributes:
+    if p and not attributes:
         fail(f"--dropout {p}: {name} has no dropout layers")
     for part, attribute in attributes:
         setattr(part, attribute, p)
