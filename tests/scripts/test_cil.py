@@ -213,7 +213,7 @@ def test_learns(form, tmp_path):
     flags = ["--form", form, "--epochs", 20, "--warmup-steps", 20, "--eval-every", 20]
     result = run("cil", tmp_path / "out", *FLAGS, *flags)
     before, saved = result.run.extra_state["before"], result.run.extra_state["saved"]
-    assert saved["auc"] > before["auc"] + 12, (before["auc"], saved["auc"])    # measured at first: 18 → 50, 75 (code)
+    assert saved["auc"] > before["auc"] + 12, (before["auc"], saved["auc"])    # measured: 18 → 50, 75 (code)
     again = cil.evaluate(*reload(tmp_path / "out", form))
     assert all(saved[name] == pytest.approx(value, rel=1e-6) for name, value in again.items())
 
