@@ -210,10 +210,10 @@ def test_protected_tokens_are_not_masked(form, tmp_path, monkeypatch):
 @both_forms
 def test_learns(form, tmp_path):
     """Training raises the area under the curve on bags of other pairs. The saved model scores the same."""
-    flags = ["--form", form, "--epochs", 20, "--warmup-steps", 20, "--eval-every", 20]
+    flags = ["--form", form, "--epochs", 12, "--warmup-steps", 20, "--eval-every", 12]
     result = run("cil", tmp_path / "out", *FLAGS, *flags)
     before, saved = result.run.extra_state["before"], result.run.extra_state["saved"]
-    assert saved["auc"] > before["auc"] + 12, (before["auc"], saved["auc"])    # measured: 18 → 50, 75 (code)
+    assert saved["auc"] > before["auc"] + 12, (before["auc"], saved["auc"])    # measured: 18 → 60, 53 (code)
     again = cil.evaluate(*reload(tmp_path / "out", form))
     assert all(saved[name] == pytest.approx(value, rel=1e-6) for name, value in again.items())
 
