@@ -14,8 +14,9 @@ MIN_FLOP = {"nt_xent": 4, "clip_loss": 6, "info_nce": 6, "queue_loss": 4, "linea
             "sigmoid_loss": 6, "sup_con_loss": 4}
 # implementation of another package → its name on PyPI
 PEERS = {"memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy", "Liger": "liger-kernel",
-         "siglip-kernel": "siglip-kernel", "Liger-scaled": "liger-kernel"}
-IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS]
+         "siglip-kernel": "siglip-kernel", "Liger-scaled": "liger-kernel", "QuACK": "quack-kernels"}
+OURS = ["eager", "blockwise", "triton", "auto"]                # values of the argument impl
+IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS, "auto"]          # the order of colours
 
 
 def make_inputs(loss, size, dtype, device, trained):
@@ -50,7 +51,7 @@ def loss_function(loss, impl):
     """Return the loss as a function (q, k, targets) → scalar; None if the implementation does not have it."""
     if impl == "compile":
         return torch.compile(our_loss(loss, "eager"), dynamic=False)
-    return our_loss(loss, impl) if impl in ("eager", "blockwise", "triton") else peer_loss(loss, impl)
+    return our_loss(loss, impl) if impl in OURS else peer_loss(loss, impl)
 
 
 def our_loss(loss, impl):
@@ -117,6 +118,9 @@ def peer_cross_entropy(loss, impl):
         def inf_cl_loss(q, k, targets):
             return cal_flash_loss(q, k, targets, 1 / tau, head_dim=min(256, q.shape[1])).mean()
         return inf_cl_loss
+    if impl == "QuACK":  # from Hopper on; it needs NVIDIA's CUTLASS DSL
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+        return lambda q, k, targets: chunked_linear_cross_entropy(q / tau, k, targets)
     if impl == "Liger-scaled":  # for bfloat16 on Hopper only; it needs NVIDIA's CUTLASS DSL
         from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Liger
         return lambda q, k, targets: Liger.apply(q, k, targets, tau).mean()

@@ -287,10 +287,11 @@ def make_parser(on_gpu):
     dtype = "bfloat16" if on_gpu else "float32"
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"), default=dtype,
         help=f"dtype of the inputs; default {dtype} on this device")
-    impls = [x for x in IMPLS if x != "blockwise"] if on_gpu else ["eager", "blockwise"]
+    impls = [x for x in IMPLS if x not in ("blockwise", "auto")] if on_gpu else ["eager", "blockwise"]
     add("--impl", nargs="+", choices=IMPLS, metavar="IMPL", default=impls,
         help="implementations to measure. Of this package: eager (plain PyTorch), compile (eager with "
-             "torch.compile), blockwise, triton. Of others: torch (PyTorch's linear_cross_entropy), "
+             "torch.compile), blockwise, triton, auto (one of these two, as losses select by default). Of "
+             "others: torch (PyTorch's linear_cross_entropy), "
              f"{', '.join(PEERS)}; default {' '.join(impls)} on this device")
     repeat, limit = (20, 600) if on_gpu else (5, 3600)
     add("--repeat", type=positive_integer, default=repeat, metavar="RUNS",

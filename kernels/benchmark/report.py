@@ -6,6 +6,7 @@ from .figures import new_figure, save_figure
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("extra MB", "extra_mb", ".0f"), ("error", "error", ".1e"),
            ("peak %", "peak_percent", ".0f"))
+COLOURS = [*(f"C{i}" for i in range(10)), "black", "navy", "gold"]             # of IMPLS
 
 
 def cells(row):
@@ -81,10 +82,10 @@ def draw_curves(axis, lines, column):
     """
     ends, largest = [], max(point[0] for points in lines.values() for point in points)
     for impl in sorted(lines, key=IMPLS.index):
-        colour = [*(f"C{i}" for i in range(10)), "black"][IMPLS.index(impl)]
+        colour = COLOURS[IMPLS.index(impl)]
         smallest = 2 ** -8  # MB, one page: a logarithmic axis has no 0
         points = sorted((point[0], max(point[column], smallest)) for point in lines[impl])
-        is_highlighted = impl in ("blockwise", "triton")  # this package's
+        is_highlighted = impl in ("blockwise", "triton", "auto")  # this package's
         style = dict(linewidth=2.4, zorder=3) if is_highlighted else dict(linewidth=1.4)
         axis.loglog(*zip(*points), "o-", markersize=4, color=colour, label=impl, **style)
         ends += [(value, colour) for n, value in points if n == largest]

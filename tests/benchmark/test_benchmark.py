@@ -57,13 +57,13 @@ def test_every_loss_has_results(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "our_loss", record)
     for loss in benchmark.MIN_FLOP:
         (tmp_path / loss).mkdir()
-        impls = ["eager", "blockwise", "CCE", "unknown"]
+        impls = ["eager", "blockwise", "auto", "CCE", "unknown"]
         for impl in impls:
             benchmark.print_result(case(tmp_path / loss, loss, impl))
         rows = [json.loads(line) for line in capsys.readouterr().out.split("\n") if line]
-        eager, blockwise, cce, unknown = rows
+        *ours, cce, unknown = rows
         assert [row["impl"] for row in rows] == impls and unknown["failed"] == "does not have this loss"
-        assert all(row["error"] < 1e-3 and row["ms"] > 0 for row in (eager, blockwise))
+        assert all(row["error"] < 1e-3 and row["ms"] > 0 for row in ours)
         assert "failed" in cce or cce["ms"] > 0  # not installed, or needs a GPU
     assert calls == [(loss, "blockwise") for loss in benchmark.MIN_FLOP]
 
@@ -96,6 +96,19 @@ def test_both_losses_of_liger_are_called_correctly(loss, tmp_path, monkeypatch, 
     for impl in ("Liger", "Liger-scaled"):
         benchmark.print_result(case(tmp_path, loss, impl))
         assert json.loads(capsys.readouterr().out)["error"] < 1e-3
+
+
+@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "linear_cross_entropy"])
+def test_quack_is_called_correctly(loss, tmp_path, monkeypatch, capsys):
+    """QuACK's loss takes x (N, D), weight (M, D) and targets, and has no temperature."""
+    def chunked_linear_cross_entropy(x, weight, target, chunk_size=4096):
+        return F.cross_entropy(x @ weight.T, target)
+
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy",
+                        SimpleNamespace(chunked_linear_cross_entropy=chunked_linear_cross_entropy))
+    benchmark.print_result(case(tmp_path, loss, "QuACK"))
+    assert json.loads(capsys.readouterr().out)["error"] < 1e-3
 
 
 @pytest.mark.parametrize("loss", ["sigmoid_loss", "clip_loss"])
