@@ -36,11 +36,10 @@ TIGHT = {
                                      "small d 128 self-similarity", "small d 256 within", "sigmoid 256"],
     ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
     ("bfloat16", "highest", "tensor"): ["frozen keys 128 all"],
-    ("float32", "high", "number"): ["fused 256 targets", "sigmoid 256"],
+    ("float32", "high", "number"): ["sigmoid 256"],
     ("float32", "high", "tensor"): ["forward 256 one side", "fused 256 one side"],
     ("float32", "highest", "number"): ["top 64 of 256 within", "sigmoid 256"],
-    ("float32", "highest", "tensor"): ["forward 128 self-similarity", "large d 256 all"],
-    ("float16", "high", "number"): ["forward 256 two sides"]}
+    ("float32", "highest", "tensor"): ["forward 128 self-similarity", "large d 256 all"]}
 
 
 def launches(name, precision, scalars):
