@@ -143,9 +143,10 @@ def free_port():
 # Processes of tests are forked from a server that has imported these modules, so that they start fast.
 multiprocessing.set_forkserver_preload([
     *(path.stem for path in ROOT.glob("*.py")), "running", "transformers.models.bert.modeling_bert"])
-with contextlib.suppress(ImportError):                         # transformers below 5 has no such table
+with contextlib.suppress(ImportError):                         # other versions of transformers
+    # Loading or saving a model compiles 900 regular expressions. This compiles them once, in the server.
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    get_checkpoint_conversion_mapping("bert")                  # its 900 regular expressions take 0.1 seconds
+    get_checkpoint_conversion_mapping("bert")
 
 
 def fork_context():

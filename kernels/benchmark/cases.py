@@ -16,7 +16,7 @@ MIN_FLOP = {"nt_xent": 4, "clip_loss": 6, "info_nce": 6, "queue_loss": 4, "linea
 PEERS = {"memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy", "Liger": "liger-kernel",
          "siglip-kernel": "siglip-kernel", "Liger-scaled": "liger-kernel", "QuACK": "quack-kernels"}
 OURS = ["eager", "blockwise", "triton", "auto"]                # values of the argument impl
-IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS, "auto"]          # the order of colours
+IMPLS = ["eager", "compile", "blockwise", "triton", "torch", *PEERS, "auto"]
 
 
 def make_inputs(loss, size, dtype, device, trained):

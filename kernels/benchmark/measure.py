@@ -290,8 +290,8 @@ def make_parser(on_gpu):
     impls = [x for x in IMPLS if x not in ("blockwise", "auto")] if on_gpu else ["eager", "blockwise"]
     add("--impl", nargs="+", choices=IMPLS, metavar="IMPL", default=impls,
         help="implementations to measure. Of this package: eager (plain PyTorch), compile (eager with "
-             "torch.compile), blockwise, triton, auto (one of these two, as losses select by default). Of "
-             "others: torch (PyTorch's linear_cross_entropy), "
+             "torch.compile), blockwise, triton, auto (whichever of these two the losses choose by default). "
+             "Of others: torch (PyTorch's linear_cross_entropy), "
              f"{', '.join(PEERS)}; default {' '.join(impls)} on this device")
     repeat, limit = (20, 600) if on_gpu else (5, 3600)
     add("--repeat", type=positive_integer, default=repeat, metavar="RUNS",

@@ -6,7 +6,7 @@ from .figures import new_figure, save_figure
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("extra MB", "extra_mb", ".0f"), ("error", "error", ".1e"),
            ("peak %", "peak_percent", ".0f"))
-COLOURS = [*(f"C{i}" for i in range(10)), "black", "navy", "gold"]             # of IMPLS
+COLOURS = dict(zip(IMPLS, [*(f"C{i}" for i in range(10)), "black", "navy", "gold"], strict=True))
 
 
 def cells(row):
@@ -82,7 +82,7 @@ def draw_curves(axis, lines, column):
     """
     ends, largest = [], max(point[0] for points in lines.values() for point in points)
     for impl in sorted(lines, key=IMPLS.index):
-        colour = COLOURS[IMPLS.index(impl)]
+        colour = COLOURS[impl]
         smallest = 2 ** -8  # MB, one page: a logarithmic axis has no 0
         points = sorted((point[0], max(point[column], smallest)) for point in lines[impl])
         is_highlighted = impl in ("blockwise", "triton", "auto")  # this package's

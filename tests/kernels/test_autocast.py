@@ -215,7 +215,7 @@ def run_with_gradient(op, q, *arguments):
 
 
 @pytest.fixture(params=[("eager", 8), ("blockwise", 8), ("blockwise", 2400), ("triton", 8)], ids=str)
-def impl_and_size(request, monkeypatch, device_guard, rows_on_the_cpu):
+def impl_and_size(request, monkeypatch, device_guard):
     """Return an implementation for fake tensors and a number of rows; 2400 rows need several strips.
 
     Triton's kernels cannot run on fake tensors, so its fake functions do. A temperature that is a number is a
@@ -242,7 +242,7 @@ ON_CUDA = [(F32, F32, None), (F64, F64, F16), (F32, F32, F16), (F16, F16, BF16),
 def on_cuda(impl, n):
     """Return the (dtype of q, dtype of k, autocast's dtype or None) that impl supports.
 
-    Strips take long, because each operation on fake tensors does, so they get every second case.
+    2400 rows get every second case: with several strips there are many operations, each slow on fake tensors.
     """
     return [case for case in ON_CUDA[::2 if n == 2400 else 1] if impl != "triton" or F64 not in case]
 

@@ -123,7 +123,7 @@ def run_orders():
 
 
 def one_process(index, ports, folder):
-    """Run one process of one of the groups, of 1, 2, 3, ... processes."""
+    """Run one process of one of the groups; the groups have 1, 2, 3 ... processes."""
     world = next(world for world in WORLDS if index < sum(range(world + 1)))
     rank = index - sum(range(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world]))
