@@ -20,7 +20,6 @@ from kernels.benchmark import measure as benchmark
 from kernels.benchmark import report as benchmark_report
 from kernels.heuristics import HAS_TRITON
 from kernels.printing import program_name
-from running import fork_context
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "kernels" / "results" / "cpu.json"
@@ -309,12 +308,7 @@ def test_nothing_to_plot(tmp_path, capsys):
     assert capsys.readouterr().err.endswith(": --plot: no result has a time\n")
 
 
-def test_gather_is_measured_between_processes(capfd, monkeypatch):
-    def spawn(*arguments):                                     # forked processes start in less time
-        torch.multiprocessing.start_processes(*arguments, start_method="forkserver")
-
-    fork_context()
-    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+def test_gather_is_measured_between_processes(capfd):
     gather.main(["--rows", "9", "--features", "4", "--processes", "2"])
     head, _, *rows = capfd.readouterr().out.splitlines()
     assert head.startswith("gather   9 × 4 float32 over 2 processes, gloo, ")
