@@ -1,0 +1,79 @@
+"""Models and data that several tests of the contract need, made with public libraries only."""
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from command import DATA, train
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+
+CHARACTERS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
+
+
+def write_model(folder, model_class, config):
+    """Write a random model to the folder, with a tokenizer in which each character is a token."""
+    torch.manual_seed(0)
+    model_class(config).save_pretrained(folder)
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("", "isolated")]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(CHARACTERS)}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    special = dict(unk_token="[UNK]", pad_token="[PAD]", eos_token="[SEP]")
+    if model_class is BertModel:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+        special = dict(unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
+                       mask_token="[MASK]")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """Return the folder of a random BERT with three layers and without dropout."""
+    shape = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64)
+    config = BertConfig(vocab_size=len(CHARACTERS), initializer_range=0.2, hidden_dropout_prob=0.0,
+                        attention_probs_dropout_prob=0.0, **shape)
+    return write_model(tmp_path_factory.mktemp("bert"), BertModel, config)
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory):
+    """Return the folder of a random decoder with two layers."""
+    config = Qwen2Config(vocab_size=len(CHARACTERS), hidden_size=32, num_hidden_layers=2, pad_token_id=0,
+                         num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+                         max_position_embeddings=130, initializer_range=0.2)
+    return write_model(tmp_path_factory.mktemp("decoder"), Qwen2Model, config)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """Return the folder of an encoder that simcse.py has trained for 30 steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(["simcse", "--model", "scratch", "--data", DATA / "nli.csv", "--steps", 30, "--out", "out"], folder)
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def spoiled(trained, tmp_path_factory):
+    """Return the folder of the trained encoder with a random last layer: layers below it know more."""
+    folder = shutil.copytree(trained, tmp_path_factory.mktemp("spoiled") / "out")
+    model = AutoModel.from_pretrained(trained)
+    torch.manual_seed(0)
+    for weight in model.encoder.layer[-1].parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """Return two files of documents, for training and evaluation. A blank line separates two documents."""
+    folder = tmp_path_factory.mktemp("documents")
+    lines = (DATA / "sentences.txt").read_text("utf-8").splitlines(True)
+    for name, first, count in (("train.txt", 0, 8), ("held-out.txt", 500, 4)):
+        parts = ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
+        Path(folder, name).write_text("\n".join(parts), "utf-8")
+    return folder / "train.txt", folder / "held-out.txt"

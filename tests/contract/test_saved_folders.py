@@ -1,0 +1,103 @@
+"""Saved folders give the same embeddings in transformers, in sentence-transformers and in our scripts: an
+encoder, a decoder, a projection head, a prompt."""
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from command import DATA, train
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+# name: (fixture of the model, flags)
+FOLDERS = {"mean": ("bert", ["--pooling", "avg"]),
+           "first token": ("bert", ["--pooling", "cls", "--head", "keep"]),
+           "two layers": ("bert", ["--pooling", "avg_first_last"]),
+           "decoder": ("decoder", ["--pooling", "last"]),
+           "head": ("bert", ["--pooling", "avg", "--head", "keep", "new"]),
+           "prompt": ("bert", ["--pooling", "avg", "--prompt", "say: "])}
+every_folder = pytest.mark.parametrize("name", FOLDERS)
+
+
+@pytest.fixture
+def saved(name, tmp_path, bert, decoder):
+    """Return the folder of a short run of simcse.py and the flags of its pooling."""
+    model, flags = FOLDERS[name]
+    model = dict(bert=bert, decoder=decoder)[model]
+    train(["simcse", "--model", model, "--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 4,
+           "--lr", 1e-2, "--out", "out", *flags], tmp_path)
+    return tmp_path / "out"
+
+
+def scored_pairs(count=60):
+    """Return sentences (2, count) and gold scores (count,) of the first pairs of sts.tsv."""
+    rows = [line.split("\t") for line in (DATA / "sts.tsv").read_text("utf-8").splitlines()[1:1 + count]]
+    return list(zip(*(row[:2] for row in rows))), torch.tensor([float(row[2]) for row in rows])
+
+
+def embed(folder, sentences, name):
+    """Embed with transformers alone, one sentence at a time: the definition of each pooling."""
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    rows = []
+    for sentence in sentences:
+        text = ("say: " if name == "prompt" else "") + sentence
+        tokens = tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            output = model(**tokens, output_hidden_states=True)
+        states = output.last_hidden_state[0]
+        if name == "first token":                              # the head is BERT's pooler
+            rows.append(output.pooler_output[0])
+        elif name == "two layers":
+            rows.append((output.hidden_states[1][0].mean(0) + states.mean(0)) / 2)
+        elif name == "decoder":
+            rows.append(states[-1])
+        else:
+            rows.append(states.mean(0))
+    rows = torch.stack(rows)
+    if name == "head":
+        head = load_file(folder / "2_Dense" / "model.safetensors")
+        rows = torch.tanh(F.linear(rows, head["linear.weight"], head.get("linear.bias")))
+    return rows
+
+
+def spearman(x, y):
+    """Return the rank correlation times 100; equal values share their mean rank."""
+    ranks = [(values[:, None] > values).double().sum(1) + (values[:, None] == values).double().sum(1) / 2
+             for values in (x, y)]
+    return 100 * torch.corrcoef(torch.stack(ranks))[0, 1].item()
+
+
+@every_folder
+def test_transformers(name, saved, tmp_path):
+    """--evaluate prints the score of embeddings that transformers alone computes."""
+    (first, second), gold = scored_pairs()
+    (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tscore\n" + "".join(
+        f"{a}\t{b}\t{score}\n" for a, b, score in zip(first, second, gold.tolist())), "utf-8")
+    wanted = spearman(F.cosine_similarity(embed(saved, first, name), embed(saved, second, name)), gold)
+    printed = train(["simcse", "--evaluate", "--model", "out", "--dev", "dev.tsv"], tmp_path)
+    assert float(re.search(r"\ndev +(-?[0-9.]+) ", printed)[1]) == pytest.approx(wanted, abs=0.011)
+
+
+@every_folder
+def test_sentence_transformers(name, saved):
+    """SentenceTransformer(folder) gives the embeddings of transformers with pooling, head and prompt."""
+    library = pytest.importorskip("sentence_transformers")
+    sentences = scored_pairs(12)[0][0]
+    found = torch.from_numpy(library.SentenceTransformer(str(saved)).encode(list(sentences)))
+    torch.testing.assert_close(found, embed(saved, sentences, name), atol=1e-5, rtol=1e-4)
+
+
+def test_every_setting_is_in_the_folder(tmp_path, bert):
+    """Training on from a saved folder keeps its pooling, head and prompt without any flag."""
+    flags, own = ["--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 1], ["--prompt", "say: "]
+    own += ["--pooling", "avg", "--head", "keep", "new"]
+    train(["simcse", "--model", bert, *own, *flags, "--out", "first"], tmp_path)
+    train(["simcse", "--model", "first", *flags, "--lr", 0, "--out", "second"], tmp_path)
+    for file in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json",
+                 "config_sentence_transformers.json"):
+        first, second = (json.loads((tmp_path / out / file).read_text()) for out in ("first", "second"))
+        assert first == second, file
+    sentences = scored_pairs(4)[0][0]
+    vectors = [embed(tmp_path / out, sentences, "head") for out in ("first", "second")]
+    torch.testing.assert_close(*vectors, atol=1e-6, rtol=0)

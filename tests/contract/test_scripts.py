@@ -1,0 +1,197 @@
+"""Whole runs of the ten scripts: they learn, resume exactly, score again what they saved, run as copies, and
+give the same gradients in several processes."""
+import functools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from command import DATA, ROOT, SCRIPTS, metrics, run, start, train, weights
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+STS = ["--dev", DATA / "sts.tsv"]
+SENTENCES = ["--model", "scratch", "--data", DATA / "sentences.txt", *STS]
+IMAGES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 60, "--probe-epochs", 0]
+WORDNET = ["--tagger", "lexicon", "--wordnet", DATA / "wordnet", "--data", DATA / "sentences.txt"]
+# script: (flags of a run that learns, its steps, flags of --evaluate, pattern of the score before and after,
+# smallest gain). "bert" and other names of fixtures stand for their folders.
+RUNS = {
+    "simclr": ([*IMAGES, "--optimizer", "adam", "--lr", 2e-3, "--warmup-epochs", 0], 30,
+               IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),       # its loss must fall; see below
+    "moco": ([*IMAGES, "--queue-size", 120, "--bn-splits", 2, "--lr", 0.06], 30,
+             IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", 4),
+    "simcse": (["--model", "scratch", "--data", DATA / "nli.csv", *STS], 30, STS, r"(\S+) → (\S+) at", 20),
+    "selfguided": (["--model", "spoiled", *SENTENCES[2:], "--projection-dim", 128, "--pooling", "cls",
+                    "--lr", 2e-3, "--batch-size", 12, "--view-pooling", "mean"], 40, STS,
+                   r"(\S+) → (\S+) at", 4),
+    "cline": (["--model", "scratch", *WORDNET, "--batch-size", 16, "--synonym-rate", 0.6,
+               "--antonym-rate", 0.6, "--lr", 4e-3, "--held-out-rows", 60], 40, WORDNET,
+              r"hits (\S+) → ([0-9.]+)", 10),
+    "tacl": (["--model", "bert", "--data", "train.txt", "--dev", "held-out.txt", "--batch-size", 8,
+              "--max-length", 48, "--lr", 3e-3], 30, ["--dev", "held-out.txt", "--max-length", 48],
+             r"accuracy (\S+) → (\S+) %", 12),
+    "ease": (["--model", "scratch", "--data", DATA / "entities.tsv", *STS], 30, STS, r"(\S+) → (\S+) at", 12),
+    "vascl": ([*SENTENCES, "--neighbours", 4, "--radius", 0.2], 30, STS, r"(\S+) → (\S+) at", 4),
+    "dclr": ([*SENTENCES, "--guide", "trained", "--phi", 0.994], 30, STS, r"(\S+) → (\S+) at", 8),
+    "childtuning": (["--model", "scratch", "--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv",
+                     "--mode", "F"], 120, ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30)}
+# flags that --form code needs beside those of RUNS; moco.py has no --form
+FORMS = {name: [] for name in SCRIPTS if name != "moco"} | {
+    "childtuning": ["--mode", "D"], "selfguided": ["--temperature", 0.05]}
+every_script = pytest.mark.parametrize("name", SCRIPTS)
+
+
+@pytest.fixture
+def places(bert, trained, spoiled, documents):
+    """Return {word in RUNS: path}."""
+    return dict(zip(("bert", "trained", "spoiled", "train.txt", "held-out.txt"),
+                    (bert, trained, spoiled, *documents)))
+
+
+def learn(name, out, places, *more):
+    """Run a script with its flags in RUNS, check that its score improves, and return its last lines."""
+    flags, steps, _, pattern, gain = RUNS[name]
+    words = [places.get(flag, flag) for flag in flags]
+    printed = train([name, *words, "--steps", steps, "--eval-every", steps // 2, "--out", out, *more],
+                    out.parent)
+    done = printed[printed.index("\ndone "):]
+    before, after = re.search(pattern, done).groups()
+    assert metrics(out)[-1]["step"] == steps and float(after) >= float(before or 0) + gain
+    if name == "simclr":
+        losses = [row["loss"] for row in metrics(out) if row["step"]]
+        assert sum(losses[-3:]) < sum(losses[:3]) - 0.3
+    return done
+
+
+def die_after(steps):
+    """Make this process kill itself with SIGKILL after so many steps of its optimizer."""
+    def count(*_):
+        nonlocal steps
+        steps -= 1
+        if not steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_post_hook(count)
+
+
+@every_script
+def test_a_run_learns_and_resumes_after_a_kill(name, tmp_path, places):
+    """The killed and resumed run has the metrics and the saved weights of the uninterrupted run, bit by bit.
+    --evaluate prints the score of the saved model again."""
+    flags, steps, scored, pattern, _ = RUNS[name]
+    done, out = learn(name, tmp_path / "whole", places), tmp_path / "out"
+    flags, scored = ([places.get(flag, flag) for flag in words] for words in (flags, scored))
+    killed = run([name, *flags, "--steps", steps, "--eval-every", steps // 2, "--out", out], tmp_path,
+                 setup=functools.partial(die_after, steps // 2 + 3))
+    assert killed.code == -signal.SIGKILL, killed.errors
+    train([name, "--out", out, "--resume"], tmp_path)
+    assert metrics(out) == metrics(tmp_path / "whole")
+    assert weights(out) and weights(out) == weights(tmp_path / "whole")
+    printed = train([name, "--evaluate", "--model", out, *scored], tmp_path)
+    if name == "cline":                                        # training held out a part of these texts
+        assert float(re.search(r"hits ([0-9.]+)", printed)[1]) > 50
+        return
+    if name == "tacl":                                         # now the model itself is the teacher
+        pattern = r"(top layer) \S+ → (\S+),"
+    assert re.search(rf" {re.escape(re.search(pattern, done)[2])}\b", printed), printed
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_form_code(name, tmp_path, places):
+    learn(name, tmp_path / "out", places, "--form", "code", *FORMS[name])
+
+
+def test_copies_need_only_kernels(tmp_path, places):
+    """All ten scripts run in a folder with nothing but them and kernels/, without the project around it."""
+    home = tmp_path / "home"
+    shutil.copytree(ROOT / "kernels", home / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    commands = []
+    for name in SCRIPTS:
+        shutil.copy(ROOT / f"{name}.py", home)
+        words = [str(places.get(flag, flag)) for flag in RUNS[name][0]]
+        commands.append([f"{name}.py", *words, "--out", f"out/{name}", "--steps", "2"])
+    code = "import runpy, sys\nfor command in eval(sys.stdin.read()):\n    sys.argv = command\n"
+    code += "    runpy.run_path(command[0], run_name='__main__')\n"
+    env = {key: os.environ[key] for key in os.environ.keys() - {"PYTHONPATH", "TRITON_INTERPRET"}}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run([sys.executable, "-c", code], cwd=home, env=env, input=repr(commands),
+                          capture_output=True, encoding="utf-8")
+    assert done.returncode == 0 and done.stdout.count("\ndone ") == 10, done.stderr
+    for name in SCRIPTS:
+        assert {"args.json", "config.json"} <= {path.name for path in (home / "out" / name).iterdir()}
+        assert weights(home / "out" / name)
+
+
+def record_norms(variables, path):
+    """Set environment variables, and append the gradients' norms before clipping and before each step to a
+    file."""
+    os.environ.update(variables)
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def record(norm):
+        with open(path, "a") as file:
+            print(norm.item(), file=file)
+
+    def clip_and_record(*args, **more):
+        norm = clip(*args, **more)
+        record(norm)
+        return norm
+
+    def before_step(optimizer, *_):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        record(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
+
+    torch.nn.utils.clip_grad_norm_ = clip_and_record
+    register_optimizer_step_pre_hook(before_step)
+
+
+def train_ranks(count, name, words, folder):
+    """Train in several processes; return the losses and the gradient norms of rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(count):
+        (folder / str(rank)).mkdir(parents=True)
+        variables = {} if count == 1 else dict(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port))
+        processes.append(start([name, *words, "--out", folder / "out"], folder / str(rank),
+                               functools.partial(record_norms, variables, folder / str(rank) / "norms")))
+    for rank, process in enumerate(processes):
+        process.join()
+        assert process.exitcode == 0, (folder / str(rank) / "errors").read_text()
+    norms = [float(line) for line in (folder / "0" / "norms").read_text().split()]
+    return [row["loss"] for row in metrics(folder / "out") if row["step"]], norms
+
+
+@pytest.mark.parametrize("count, name", [(2, "simcse"), (3, "simcse"), (3, "ease"), (3, "vascl"), (2, "dclr"),
+                                         (3, "selfguided")])
+def test_processes_equal_one(count, name, tmp_path, bert):
+    """Several processes with unequal shares of a batch, and chunks, have the losses and gradients of one
+    process without chunks. The model has no dropout."""
+    file = RUNS[name][0][3]
+    lines = file.read_text("utf-8").splitlines(True)[:1 + 24]
+    (tmp_path / file.name).write_text("".join(lines), "utf-8")
+    words = ["--model", bert, "--pooling", "avg", "--data", tmp_path / file.name, "--batch-size", 8]
+    words += ["--steps", 3, "--lr", 1e-3]
+    words += dict(dclr=["--guide", bert], selfguided=["--projection-dim", 16, "--view-pooling", "mean"],
+                  vascl=["--neighbours", 4]).get(name, [])
+    losses, norms = train_ranks(1, name, words, tmp_path / "one")
+    assert len(losses) == 3 and len(norms) in (3, 6)     # 3 if the script does not clip
+    several = train_ranks(count, name, [*words, "--chunk-size", 3], tmp_path / "several")
+    assert several[0] == pytest.approx(losses, rel=1e-5, abs=1e-5)
+    assert several[1] == pytest.approx(norms, rel=1e-4)
+
+
+def test_the_first_command_of_the_readme(tmp_path):
+    """It prints the scores that README shows, and its folder scores the same again."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    command = re.search(r"python simcse\.py (--model scratch .*?) --out out/first$", readme, re.M)[1]
+    words = [ROOT / word if word.startswith("tests/") else word for word in command.split()]
+    printed = train(["simcse", *words, "--out", "out"], tmp_path)
+    assert "dev Spearman 41.57 → 78.94 at step 76" in printed and "41.57 → 78.94 at step 76" in readme
