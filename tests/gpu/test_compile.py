@@ -158,12 +158,12 @@ def table(chip, only=None):
     """
     from triton.runtime import driver
 
-    from kernels.cost.launches import recording_driver
+    from compiling_driver import compiling_driver
     from kernels.gpu import bound, launch
     launch.INTERPRETED = True  # accept CPU tensors, because nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
     launch.FEW_ROWS = bound.FEW_ROWS = 0  # 300 rows compile the kernels for many rows
-    driver.set_active(recording_driver(f"sm_{chip}"))
+    driver.set_active(compiling_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
     for (name, precision), scalars in itertools.product(DTYPES, ("number", "tensor")):
@@ -187,7 +187,7 @@ def check_compiled(chip, compiled, half):
     """Return (registers, stack, shared memory and programs per SM as text, list of problems) of a kernel."""
     import triton
 
-    from kernels.cost.launches import CHIPS, REGISTERS
+    from compiling_driver import CHIPS, REGISTERS
     registers, stack = resources(compiled.asm["cubin"])
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
     about, instruction = CHIPS[f"sm_{chip}"], TENSOR_CORE[chip]
@@ -238,10 +238,10 @@ def count_variants():
         sigmoid_loss,
         similarity_lse,
     )
-    from kernels.cost.launches import recording_driver
+    from compiling_driver import compiling_driver
     from kernels.gpu import launch
     launch.INTERPRETED = True
-    driver.set_active(recording_driver("sm_90"))
+    driver.set_active(compiling_driver("sm_90"))
     ids, on = lambda x: torch.arange(len(x)), dict(impl="triton")
     losses = {
         "info_nce": lambda q, k: info_nce(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),

@@ -53,11 +53,11 @@ def test_long_work_is_logged_without_a_terminal(monkeypatch, capsys):
 COMPILE = """
 import torch
 from triton.runtime import driver
-from kernels.cost.launches import recording_driver
+from compiling_driver import compiling_driver
 from kernels.gpu import launch
 from kernels.training import progress
 progress.QUIET_SECONDS = 0
-driver.set_active(recording_driver("sm_90"))
+driver.set_active(compiling_driver("sm_90"))
 with progress.announce_compilation():
     for features in 17, 33:
         launch.aligned_rows(torch.zeros(3, features))
@@ -68,7 +68,7 @@ launch.aligned_rows(torch.zeros(3, 1, dtype=torch.float16))
 @pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
 def test_compilation_is_announced_once_unless_it_is_cached(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/gpu"}
     printed = [subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
                for _ in range(2)]
     assert [done.stderr for done in printed] == ["", ""]
