@@ -26,14 +26,13 @@ cosines. Functions over all pairs of rows accept an implementation as impl=...:
 "auto"         "triton" on CUDA if the matrix is large (above 2048 × 2048), else "blockwise"
 
 Every public function raises ValueError if an argument does not fit; the message names the argument, what was
-found and what is expected. The first use of a function raises ImportError if torch or triton is older than
-versions.py requires.
+found and what is expected.
 """
 import importlib
 import os
 from importlib.machinery import PathFinder
 
-from . import hf_kernels, versions
+from . import hf_kernels
 
 VERSION = "0.1.0"
 FOLDER = [os.path.dirname(__file__)]
@@ -55,9 +54,6 @@ def __getattr__(name):
         return hf_kernels.version() or VERSION
     for module, names in MODULES.items():
         if name in names:
-            problem = versions.version_problem("python", "torch", "triton")
-            if problem:
-                raise ImportError(f"kernels: {problem}")
             return getattr(importlib.import_module(f".{module}", __name__), name)
     if PathFinder.find_spec(f"{__name__}.{name}", FOLDER):
         return importlib.import_module(f".{name}", __name__)

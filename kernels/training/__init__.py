@@ -5,7 +5,7 @@ This folder is the core, which every run needs:
 cli         the command line: checked flags, one-line errors, printed lines, signals
 run         a training run: progress, resume, signals, metrics
 ranks       processes of a run: torchrun's environment variables, joining the process group
-output_dir  the folder --out: checks, lock, atomic writes; checksums of inputs
+output_dir  the folder --out: checks, atomic writes; checksums of inputs
 state       state.pt, from which --resume continues
 loop        batch order, learning-rate schedules, gradient all-reduce
 precision   half precision in losses, and in the rows that ranks exchange

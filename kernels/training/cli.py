@@ -7,13 +7,11 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import warnings
 from pathlib import Path
 
-from .. import versions
 from ..printing import escape_unencodable, one_line, program_name
 from . import ranks
 from .ranks import is_first_rank
@@ -259,8 +257,6 @@ class ScriptParser(argparse.ArgumentParser):
         """
         given = sys.argv[1:] if args is None else [*map(str, args)]
         path = [f"--data={os.fsdecode(data)}"] if isinstance(data, (str, os.PathLike)) else []
-        if bad := [text for text in (*given, *path) if "\0" in text]:
-            fail(f"{bad[0]}: contains a NUL character; remove it")
         parsed = super().parse_args(given, namespace)
         if data is not None and parsed.data is not None:
             fail(f"--data {parsed.data}: main got its data argument, too; give only one of the two")
@@ -313,7 +309,7 @@ def saved_command(out):
         return []
     try:
         command = json.loads(path.read_text(encoding="utf-8")).get("command", [])
-        if not all(type(word) is str and "\0" not in word for word in command):
+        if not all(type(word) is str for word in command):
             raise TypeError("a flag is not a string")
         return command
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -321,7 +317,7 @@ def saved_command(out):
 
 
 def parse_early(make_parser):
-    """Handle --help, wrong flags and old packages before the script imports torch, which takes seconds.
+    """Handle --help and wrong flags before the script imports torch, which takes seconds.
 
     From here on a signal ends the process with one line, also during those imports.
     """
@@ -332,8 +328,6 @@ def parse_early(make_parser):
     handle_signals(exit_now)
     escape_unencodable()
     try:
-        if problem := versions.version_problem(*versions.OLDEST):
-            fail(problem)
         if sys.flags.optimize > 1:
             fail("python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers needs; run without it")
         make_parser().parse_args()
@@ -400,8 +394,7 @@ def command(main):
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 check_ranks()
-                with exit_on_second_signal():
-                    main(*args, **more)
+                main(*args, **more)
         except KeyboardInterrupt:                              # before training: in it, Run handles signals
             handle_signals(signal.SIG_IGN)
             log("stopped", NOTHING_SAVED)
@@ -435,43 +428,6 @@ def exit_process(code):
 def interrupt(*_):
     """Signal handler: raise KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def exit_on_second_signal():
-    """Context manager: with several processes, the second signal ends this process.
-
-    While a process waits in C++ for another one that hangs, Python runs no signal handler. So a thread counts
-    the signals.
-    """
-    if ranks.world_size() == 1 or not in_main_thread():
-        yield
-        return
-    receiver, sender = socket.socketpair()
-    done = threading.Event()
-    sender.setblocking(False)
-    threading.Thread(target=count_signals, args=(receiver, done), daemon=True).start()
-    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        done.set()
-        sender.close()
-
-
-def count_signals(receiver, done):
-    """Read signal numbers from a socket; end the process after the second one, unless `done` gets set."""
-    count = 0
-    while count < 2 and (number := receiver.recv(1)):
-        count += number[0] in SIGNALS
-    if not done.wait(1):                                       # Python has not handled the signal in a second
-        try:
-            if is_first_rank():
-                text = f"stopped  while waiting for another process{checkpoint_note}\n"
-                write_from_handler(text.encode())
-        finally:
-            os._exit(EXIT_STOPPED)
 
 
 def write_from_handler(text):

@@ -1,4 +1,4 @@
-"""The output folder of a run: checks of --out, the lock, atomic writes; and checksums of a run's inputs."""
+"""The output folder of a run: checks of --out, atomic writes; and checksums of a run's inputs."""
 import contextlib
 import hashlib
 import json
@@ -9,17 +9,15 @@ from pathlib import Path
 from safetensors.torch import save_file
 from transformers.utils import cached_file
 
-from .cli import UserError, fail, writing
+from .cli import fail, writing
 from .recipes import format_value
 
-LOCK_FILE = ".running"                                         # exists in --out until the run ends
+UNFINISHED = ".running"                                        # this file is in --out until the run ends
 
 
 def check_out(out, resume, data):
     """Fail if --out cannot be written, is inside --data, or has contents that must not be overwritten."""
     path = out.absolute()
-    if any("\ud800" <= character <= "\udfff" for character in str(out)):
-        fail(f"--out {out}: not UTF-8, which the tokenizers library needs; choose another name")
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         fail(f"--out {out}: {existing} is not a writable folder")
@@ -27,7 +25,7 @@ def check_out(out, resume, data):
         fail(f"--out {out}: inside --data {data}, where it would be read as data; choose another folder")
     if existing != path or not any(path.iterdir()):
         return
-    started = next((name for name in ("state.pt", LOCK_FILE) if (path / name).is_file()), None)
+    started = next((name for name in ("state.pt", UNFINISHED) if (path / name).is_file()), None)
     if not started and (path / "args.json").is_file():
         other = "" if resume else "choose another folder, or "
         fail(f"--out {out} contains a finished run; {other}to train its model further, start a new run with "
@@ -35,55 +33,17 @@ def check_out(out, resume, data):
     if resume and not started:
         fail(f"--out {out}: no state.pt to resume from")
     if resume:
-        return check_links(out)
+        return
     content = {"state.pt": "another run; continue it with --resume",
-               LOCK_FILE: "a run without a checkpoint; start it again with --resume",
+               UNFINISHED: "a run without a checkpoint; start it again with --resume",
                None: "files but no checkpoint; empty it"}[started]
     fail(f"--out {out} contains {content}, or choose another folder")
 
 
-def check_links(out):
-    """Fail if the folder contains links: a run would write through them to another folder."""
-    for inside, folders, files in os.walk(out):
-        for name in (*folders, *files):
-            path = os.path.join(inside, name)
-            if os.path.islink(path):
-                fail(f"--out {out}: {os.path.relpath(path, out)} is a link, through which the run would "
-                     "write elsewhere; replace it by its target, or delete it")
-
-
 def create_file(path, mode="w"):
-    """Open a new file for writing. It replaces an old file or link of this name; a link is never followed."""
-    path = Path(path)
-    path.unlink(missing_ok=True)
-    options = {} if "b" in mode else dict(encoding="utf-8", newline="")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    return open(os.open(path, flags, 0o666), mode, **options)
-
-
-def check_files(folder, label):
-    """Fail if the folder contains a pipe or a device, since reading it could block forever."""
-    for path in Path(folder).rglob("*"):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            fail(f"{label}: {path.name} is a pipe or a device; expected a file")
-
-
-@contextlib.contextmanager
-def locked(out, resume, rank=0):
-    """Context manager: rank 0 locks the folder before the block reads it. Yield the lock file, or None.
-
-    Fails without `resume` if another run was started in the folder since check_out. After a UserError in the
-    block the folder is as before.
-    """
-    file = lock(out) if rank == 0 else None
-    try:
-        if file and has_run(out) and not resume:
-            fail(f"--out {out}: another run was started in it at the same time; choose another folder")
-        yield file
-    except UserError:
-        if file and file.mode == "x":                          # this process created the lock file
-            (out / LOCK_FILE).unlink()
-        raise
+    """Open a new file for writing, in place of an old file or link of this name."""
+    Path(path).unlink(missing_ok=True)
+    return open(path, mode, **({} if "b" in mode else dict(encoding="utf-8", newline="")))
 
 
 def has_run(out):
@@ -91,35 +51,11 @@ def has_run(out):
     return any((out / name).is_file() for name in ("state.pt", "args.json"))
 
 
-def lock(out):
-    """Lock a folder and return the open lock file. The system removes the lock when the process ends."""
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        file = open(out / LOCK_FILE, "x")
-    except FileExistsError:                                    # open it without changing its content
-        file = open(os.open(out / LOCK_FILE, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), "r+")
-    try:
-        import fcntl
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:                                        # Windows
-        pass
-    except (BlockingIOError, PermissionError):
-        fail(f"--out {out}: another process is writing it; wait until it ends, or choose another folder")
-    return file
-
-
-def check_lock(out, file):
-    """Fail if the folder was removed or replaced since it was locked."""
-    try:
-        is_same = os.path.samestat(os.stat(out / LOCK_FILE), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        is_same = False
-    if not is_same:
-        fail(f"--out {out} was removed while this run was writing it; its content is lost, start again")
-
-
 def write_code(out, script, flags):
-    """Write args.json and copies of the script and of kernels/training, so that the run can be reproduced."""
+    """Mark the run in --out as unfinished, and write args.json and copies of the script and of
+    kernels/training, so that the run can be reproduced."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / UNFINISHED).touch()
     with writing(out / script.name), create_file(out / script.name, "wb") as file:
         file.write(script.read_bytes())
     shutil.rmtree(out / "training", ignore_errors=True)
@@ -177,7 +113,6 @@ def flush_to_disk(file):
 @contextlib.contextmanager
 def atomic_output(run):
     """Context manager: yield a temporary folder, whose files are renamed into --out when the block ends."""
-    check_lock(run.out, run.lock)
     temporary = run.out / ".saving"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

@@ -1,23 +1,17 @@
 """Open pretrained models, from folders or hub names, without trusting them.
 
-Code in a model folder is never run. The sizes in its config are compared with its weight files before memory
-is allocated. Every error is one line.
+Code in a model folder is never run. Every error is one line.
 """
 import contextlib
-import math
 import re
-from collections import Counter
 from pathlib import Path
 
-import torch
-from torch.nn.modules import module as registration
 from transformers import AutoConfig, PreTrainedConfig
 from transformers import dynamic_module_utils as remote_code
 from transformers.utils import cached_file
 
-from .cli import UserError, check_memory, fail, is_out_of_memory, log
+from .cli import UserError, fail, is_out_of_memory, log
 from .files import read_json_config
-from .output_dir import check_files
 
 
 @contextlib.contextmanager
@@ -42,37 +36,7 @@ def one_line_errors(label):
         fail(f"{label}: {type(error).__name__}: {' '.join(text.split())[:300]}")
 
 
-def first_not_finite(model):
-    """Return the name of the first weight or buffer that contains NaN or infinity, or None."""
-    tensors = model.state_dict()
-    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
-
-
-def refuse_nonfinite(label, model):
-    """Fail if a weight of the model is not finite."""
-    if bad := first_not_finite(model):
-        fail(f"{label}: {bad} contains NaN or infinity; choose a checkpoint from before training diverged")
-
-
-def unshare_storage(model):
-    """Copy weights that share memory with others, or are not contiguous: optimizers update weights in place.
-
-    The tensors of a .bin file may be views of each other, or expanded.
-    """
-    seen = set()
-    for weight in model.parameters():
-        memory = weight.untyped_storage()
-        if memory.nbytes() != weight.nbytes or not weight.is_contiguous() or memory.data_ptr() in seen:
-            weight.data = weight.data.clone(memory_format=torch.contiguous_format)
-        seen.add(weight.untyped_storage().data_ptr())
-
-
 # ── config.json ─────────────────────────────────────────────────────────────────────────────────────────────
-
-# Settings in a config.json that are counts, by their names; and their largest value.
-COUNT_NAMES = r"(^|_)(num|n|layers?|depths?|blocks?|groups?|experts?|labels)(_|$)"
-MAX_COUNT = 10**6
-
 
 def read_config(label, name, subfolder="", overrides=(), hint=""):
     """Return the transformers config of a folder or hub name, without settings that name code to run.
@@ -85,9 +49,6 @@ def read_config(label, name, subfolder="", overrides=(), hint=""):
     if local := Path(name).is_dir():
         if not Path(name, subfolder, "config.json").is_file():
             fail(f"{label}: no config.json in this folder; expected a model of the transformers library")
-        check_files(name, label)
-        with one_line_errors(label):
-            check_counts(label, read_json_config(Path(name, subfolder, "config.json")))
     else:
         log("hub", f"{name} is downloaded, unless it is in the cache")
     try:
@@ -135,59 +96,6 @@ def sanitise_config(config):
         for inner in part if isinstance(part, (list, tuple)) else [part]:
             if isinstance(inner, PreTrainedConfig):
                 sanitise_config(inner)
-
-
-def check_counts(label, settings):
-    """Fail if a count in a config (layers, labels, ...), also in inner settings, exceeds MAX_COUNT.
-
-    transformers would take minutes to build such a config.
-    """
-    for name, values in settings.items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, dict):
-                check_counts(label, value)
-            elif isinstance(value, (int, float)) and value > MAX_COUNT and re.search(COUNT_NAMES, name):
-                fail(f"{label}: config.json has {name} {value}; expected at most {MAX_COUNT:,}")
-
-
-def check_size(label, config, build, folder):
-    """Fail if a config describes a model that is larger than its weight files, or than this machine's memory.
-
-    build    builds the model; called on the meta device, which allocates no memory, and stopped as soon as
-             the model is too large
-    folder   folder with the weight files; None: they are on the hub, and their sizes are not known yet
-    """
-    files = [path.stat().st_size for path in folder.iterdir()
-             if path.suffix in (".safetensors", ".bin")] if folder else []
-    # a half-precision weight has 2 bytes; tied weights are stored once but counted twice; a head may be new
-    max_weights = 2 * sum(files) + 2**22 if folder else math.inf
-    max_parts = 20_000 + sum(files) // 1000 if folder else MAX_COUNT
-    found = Counter()
-
-    def count(_, __, part):
-        """PyTorch calls this for each parameter, buffer and module that is added to a module."""
-        found["parts"] += 1
-        kind = "weights" if isinstance(part, torch.nn.Parameter) else "buffers"
-        found[kind] += part.numel() if isinstance(part, torch.Tensor) else 0
-        if found["parts"] > max_parts or found["weights"] > max_weights:
-            size = f"{found['weights']:,} weights in {found['parts']:,} parts"
-            message = f"{label}: its config.json describes a model of more than {size}"
-            if folder:
-                message += (f", but its weight files have {sum(files):,} bytes; expected the config.json of "
-                            "these weights")
-            fail(message)
-        check_memory(f"{label}: its config.json with {found['weights']:,} weights",
-                     4 * found["weights"] + found["buffers"])
-
-    hooks = [register(count) for register in (registration.register_module_parameter_registration_hook,
-                                              registration.register_module_buffer_registration_hook,
-                                              registration.register_module_module_registration_hook)]
-    try:
-        with torch.device("meta"), forbid_remote_code():
-            build()
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,30 +23,19 @@ joining_thread = None                                          # connects to the
 
 
 def env_error():
-    """Return an error message if torchrun's environment variables are invalid, else None."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        if name in os.environ and int_env(name) is None:
-            return (f"{name} is {os.environ[name]!r}; expected a whole number, at least {ENV_MINIMUM[name]}; "
-                    f"start with torchrun, which sets {name}, or unset it")
-    for one, other in ("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"):
-        if one in os.environ and other not in os.environ and (one == "RANK" or world_size() > 1):
-            return f"{one} is set and {other} is not; start with torchrun, which sets both, or unset {one}"
-    if rank() >= world_size():
-        return (f"RANK is {rank()} and WORLD_SIZE is {world_size()}; expected a RANK from 0 to "
-                f"{world_size() - 1}")
-    if world_size() > 1:
-        if not os.environ.get("MASTER_ADDR"):
-            return rendezvous_error("MASTER_ADDR", "the address of the machine of rank 0")
-        if not 0 < (int_env("MASTER_PORT") or 0) < 2**16:
-            return rendezvous_error("MASTER_PORT", "a free port of the machine of rank 0, from 1 to 65535")
-    return None
-
-
-def rendezvous_error(name, expected):
-    """Return an error message for a missing or invalid MASTER_ADDR or MASTER_PORT."""
-    found = f"is {os.environ[name]!r}" if name in os.environ else "is not set"
-    return (f"{name} {found}; expected {expected}, where {world_size()} processes (WORLD_SIZE) connect; "
-            f"start with torchrun, which sets {name}, or unset WORLD_SIZE and RANK to run one process")
+    """Return an error message if torchrun's environment variables are incomplete or invalid, else None."""
+    given = {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    if not given or "RANK" not in given and world_size() == 1:
+        return None
+    needed = ["RANK", "WORLD_SIZE"]
+    if int_env("WORLD_SIZE") != 1:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    is_valid = all(os.environ.get(name) if name == "MASTER_ADDR" else int_env(name) is not None
+                   for name in needed)
+    if is_valid and rank() < world_size():
+        return None
+    found = ", ".join(f"{name} is {os.environ.get(name, 'not set')}" for name in needed)
+    return f"{found}; start with torchrun, which sets them, or unset RANK and WORLD_SIZE to run one process"
 
 
 def int_env(name, default=None):
@@ -135,15 +124,9 @@ def init_group(device, errors):
         if device.type == "cuda":
             torch.cuda.set_device(device)                      # the current GPU is a setting of each thread
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    except (socket.gaierror, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a host name"
-        errors.append(f"MASTER_ADDR is {host!r}: {reason}; expected the address of the machine of rank 0")
     except Exception as error:
-        message = f"MASTER_PORT is {port}: another process uses this port; choose a free one"
-        if "EADDRINUSE" not in str(error):
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            message = f"{world_size()} processes (WORLD_SIZE) cannot connect to {host}:{port} ({reason})"
-        errors.append(message)
+        errors.append(f"{world_size()} processes (WORLD_SIZE) cannot connect to {host}:{port} (MASTER_ADDR, "
+                      f"MASTER_PORT): {error}".splitlines()[0])
 
 
 def is_joining():

@@ -42,7 +42,6 @@ from .cli import (
 )
 from .files import file_signature
 from .loop import batches
-from .pretrained import first_not_finite
 from .progress import Clock, announce_compilation, peak_gb, step_line
 from .trackers import open_tracker
 
@@ -115,14 +114,13 @@ class Run:
             log("note", f"the warm-up has {warmup:,} steps, but the run has only {total:,}: the learning "
                         "rate never reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)               # dropout differs between ranks, weights do not
-        with output_dir.locked(self.out, args.resume, self.rank) as self.lock:
-            rows = self.load_state() if args.resume and output_dir.has_run(self.out) else []
+        rows = self.load_state() if args.resume and output_dir.has_run(self.out) else []
         if args.resume and not self.step:
             log("resume", f"no checkpoint in {args.out} yet: starting from the beginning")
         if self.rank == 0:
-            output_dir.write_atomically(self.out / "metrics.jsonl", "".join(rows))
             if not self.step:
                 output_dir.write_code(self.out, self.script, self.flags())
+            output_dir.write_atomically(self.out / "metrics.jsonl", "".join(rows))
             if self.tracker:
                 self.tracker.begin(self.out, self.flags(), self.extra_state)
 
@@ -227,7 +225,7 @@ class Run:
         """End the run: remove the files that only an unfinished run needs. Print `text`, such as the
         final score, and how long the run took."""
         if self.rank == 0:
-            (self.out / output_dir.LOCK_FILE).unlink(missing_ok=True)
+            (self.out / output_dir.UNFINISHED).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
             (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(self.clock.seconds()), 60)
@@ -265,7 +263,8 @@ class Run:
             dist.all_reduce(self.first_bad_step, dist.ReduceOp.MAX)
         step, problem = int(self.first_bad_step), "the loss is not finite"
         if not step:
-            name = first_not_finite(self.model)
+            tensors = self.model.state_dict()
+            name = next((name for name, x in tensors.items() if not x.isfinite().all()), None)
             problem = name and f"{name} contains NaN or infinity"
         if problem:
             checkpoint, saved = "there is no checkpoint", self.extra_state["step"]
@@ -292,7 +291,6 @@ class Run:
 
     def write_metrics(self, row):
         """Append a row to metrics.jsonl and send it to the tracker of --log."""
-        output_dir.check_lock(self.out, self.lock)
         with writing(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
             output_dir.flush_to_disk(file)
@@ -308,7 +306,6 @@ class Run:
         if self.world_size > 1:
             dist.all_gather_object(self.rng_states, own)
         if self.rank == 0 and self.args.keep_state != "never":
-            output_dir.check_lock(self.out, self.lock)
             state.write_state(self.out / "state.pt", self)
             set_checkpoint_note(True)
 
@@ -318,7 +315,6 @@ class Run:
         Fails if a flag or an input differs from that of the saved run.
         """
         exists, rows = (self.out / "state.pt").is_file(), []
-        output_dir.check_files(self.out, f"--out {self.out}")
         try:
             saved = json.loads((self.out / "args.json").read_text())
             output_dir.refuse_changes(saved, self.flags(), self.out)
@@ -329,8 +325,7 @@ class Run:
         except UserError:
             raise
         except Exception as error:                             # damaged files raise errors of many types
-            details = f": {error}".splitlines()[0] if type(error) is ValueError else ""
-            fail(f"--resume: {self.out} contains a damaged state.pt, model, args.json or metrics.jsonl "
-                 f"({type(error).__name__}{details}); start a new run in another folder")
+            fail(f"--resume: {self.out} contains a damaged state.pt, args.json or metrics.jsonl "
+                 f"({type(error).__name__}); start a new run in another folder")
         set_checkpoint_note(exists)
         return rows

@@ -156,9 +156,9 @@ def table(chip, only=None):
 
     only  launches by dtype and precision, such as TIGHT; None: all
     """
+    from compiling_driver import compiling_driver
     from triton.runtime import driver
 
-    from compiling_driver import compiling_driver
     from kernels.gpu import bound, launch
     launch.INTERPRETED = True  # accept CPU tensors, because nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
@@ -186,7 +186,6 @@ def table(chip, only=None):
 def check_compiled(chip, compiled, half):
     """Return (registers, stack, shared memory and programs per SM as text, list of problems) of a kernel."""
     import triton
-
     from compiling_driver import CHIPS, REGISTERS
     registers, stack = resources(compiled.asm["cubin"])
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
@@ -229,6 +228,8 @@ def count_variants():
         launch_metadata, run = (staticmethod(lambda *arguments: None) for _ in range(2))
 
     triton.compiler.compile = lambda *arguments, **options: Compiled()
+    from compiling_driver import compiling_driver
+
     from kernels import (
         clip_loss,
         info_nce,
@@ -238,7 +239,6 @@ def count_variants():
         sigmoid_loss,
         similarity_lse,
     )
-    from compiling_driver import compiling_driver
     from kernels.gpu import launch
     launch.INTERPRETED = True
     driver.set_active(compiling_driver("sm_90"))

@@ -167,9 +167,8 @@ def test_data_argument_of_main(cwd):
         args = simcse.make_parser().parse_args(flags, data=data)
         assert args.data == "good.csv" and args.command == [*flags, "--data=good.csv"]
     assert simcse.make_parser().parse_args(flags, data=ROWS).data.rows is not None
-    for data, wanted in ("", "--data: empty; .*"), ("a\0b", "--data=a.*: contains a NUL character; .*"):
-        with pytest.raises(UserError, match=wanted):
-            simcse.make_parser().parse_args(flags, data=data)
+    with pytest.raises(UserError, match="--data: empty; .*"):
+        simcse.make_parser().parse_args(flags, data="")
     for data in ROWS, "good.csv":
         with pytest.raises(UserError, match="^--data good.csv: main got its data argument, too; give .*"):
             simcse.make_parser().parse_args(SMALL, data=data)

@@ -1,7 +1,6 @@
 """Several processes: invalid environment variables, processes that do not connect or that hang."""
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,10 +16,6 @@ from kernels.training.cli import UserError, command, exit_process, parse_early, 
 from running import KEPT, SMALL, fork_context, free_port, metrics, rejects
 
 PAIR = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
-NUMBER = r"is .*; expected a whole number, at least {}; start with torchrun, which sets .*, or unset it"
-RANK, WORLD = f"RANK {NUMBER.format(0)}", f"WORLD_SIZE {NUMBER.format(1)}"
-ADDRESS, PORT = (rf"{name} .*; expected .*, where 2 processes \(WORLD_SIZE\) connect; start with torchrun, .*"
-                 for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 @pytest.fixture
@@ -35,20 +30,14 @@ def variables(monkeypatch):
     return set_variables
 
 
-@pytest.mark.parametrize("given, wanted", [
-    (dict(RANK="0"), "RANK is set and WORLD_SIZE is not; start with torchrun, .*, or unset RANK"),
-    (dict(RANK="1"), "RANK is set and .*"), (dict(WORLD_SIZE="2"), "WORLD_SIZE is set and RANK is not; .*"),
-    (PAIR | dict(RANK="2"), "RANK is 2 and WORLD_SIZE is 2; expected a RANK from 0 to 1"),
-    *((PAIR | dict(RANK=text), RANK) for text in ("", "x", "-1", " 0", "1.0", "٠", "\udcff", "9" * 5000)),
-    *((PAIR | dict(WORLD_SIZE=text), WORLD) for text in ("0", "two", "")),
-    (dict(LOCAL_RANK="a"), f"LOCAL_RANK {NUMBER.format(0)}"),
-    (dict(LOCAL_WORLD_SIZE="0"), f"LOCAL_WORLD_SIZE {NUMBER.format(1)}"),
-    *((PAIR | dict(MASTER_ADDR=text), ADDRESS) for text in (None, "")),
-    *((PAIR | dict(MASTER_PORT=text), PORT) for text in (None, "", "0", "65536", "-1", "http", "٨٠"))])
-def test_invalid_variables(given, wanted, variables, cwd, capfd):
+@pytest.mark.parametrize("given", [
+    dict(RANK="0"), dict(WORLD_SIZE="2"), PAIR | dict(RANK="2"), PAIR | dict(RANK="x"),
+    PAIR | dict(WORLD_SIZE="two"), PAIR | dict(MASTER_ADDR=None), PAIR | dict(MASTER_PORT=""),
+    PAIR | dict(MASTER_PORT="http")])
+def test_invalid_variables(given, variables, cwd, capfd):
     """Every rank prints the error, not only rank 0."""
     variables(**given)
-    rejects("simcse", capfd, wanted, *SMALL, "--out", "out")
+    rejects("simcse", capfd, "RANK is .*WORLD_SIZE is .*; start with torchrun, .*", *SMALL, "--out", "out")
 
 
 @pytest.mark.parametrize("given", [{}, dict(LOCAL_RANK="3"), dict(WORLD_SIZE="1"),
@@ -67,7 +56,7 @@ def test_variables_are_checked_before_torch_is_imported(variables, tmp_path, mon
     monkeypatch.setitem(sys.modules, "torch", None)            # import torch raises an error
     with pytest.raises(SystemExit, match="2"):
         parse_early(simcse.make_parser)
-    assert capfd.readouterr().err.startswith("simcse.py: RANK is 'x'; expected")
+    assert capfd.readouterr().err.startswith("simcse.py: RANK is x, WORLD_SIZE is 2, ")
 
 
 def test_local_rank_is_the_number_of_a_gpu(variables, monkeypatch):
@@ -82,54 +71,32 @@ def test_local_rank_is_the_number_of_a_gpu(variables, monkeypatch):
         ranks.local_device()
 
 
-def test_port_that_another_process_uses(variables, cwd, capfd):
-    with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        variables(**PAIR | dict(MASTER_PORT=port))
-        wanted = f"MASTER_PORT is {port}: another process uses this port; choose a free one"
-        rejects("simcse", capfd, wanted, *SMALL, "--out", "out")
-
-
-@pytest.mark.parametrize("error, wanted", [
-    (socket.gaierror(-2, "Name or service not known"), "Name or service not known; expected the address .*"),
-    (UnicodeError("label too long"), "not a host name; expected .*")])
-def test_unknown_host(error, wanted, variables, cwd, capfd, monkeypatch):
-    def fail_to_resolve(*_):
-        raise error
-    monkeypatch.setattr(socket, "getaddrinfo", fail_to_resolve)
-    variables(**PAIR | dict(MASTER_ADDR="nowhere"))
-    rejects("simcse", capfd, f"MASTER_ADDR is 'nowhere': {wanted}", *SMALL, "--out", "out")
-
-
 def test_other_connection_errors_are_one_line(variables, cwd, capfd, monkeypatch):
     def fail_to_init(*_, **__):
         raise ValueError("first\nsecond")
     monkeypatch.setattr(torch.distributed, "init_process_group", fail_to_init)
     variables(**PAIR)
-    wanted = r"2 processes \(WORLD_SIZE\) cannot connect to 127\.0\.0\.1:29555 \(ValueError: first\)"
+    wanted = r"2 processes \(WORLD_SIZE\) cannot connect to 127\.0\.0\.1:29555 .*: first"
     rejects("simcse", capfd, wanted, *SMALL, "--out", "out")
 
 
 # ── processes that wait for each other ──
 
 
-def start_rank(env, flags, timeout=300, hangs=False):
-    """Start simcse.py in a new process, with stdout and stderr in the files RANK.out and RANK.err. With
-    `hangs`, it stops itself (SIGSTOP) instead of summing gradients over the ranks."""
-    process = fork_context().Process(target=run_rank, args=(env, flags, Path.cwd(), timeout, hangs))
+def start_rank(env, flags, timeout=300):
+    """Start simcse.py in a new process, with stdout and stderr in the files RANK.out and RANK.err."""
+    process = fork_context().Process(target=run_rank, args=(env, flags, Path.cwd(), timeout))
     process.start()
     return process
 
 
-def run_rank(env, flags, folder, timeout, hangs):              # the new process of start_rank
+def run_rank(env, flags, folder, timeout):                     # the new process of start_rank
     os.chdir(folder)
     os.environ.update(env)
     for number, name in (1, "out"), (2, "err"):
         os.dup2(os.open(f"{env['RANK']}.{name}", os.O_WRONLY | os.O_CREAT), number)
     torch.cuda.is_available = lambda: False
     ranks.QUIET_SECONDS, ranks.RENDEZVOUS_TIMEOUT = 0, timeout
-    if hangs:
-        simcse.all_reduce_gradients = lambda model: os.kill(os.getpid(), signal.SIGSTOP)
     simcse.main([*map(str, flags)])
 
 
@@ -173,35 +140,6 @@ def test_other_ranks_never_connect(cwd, variables):
     errors = output()[1]
     assert errors.startswith("simcse.py: not all 2 processes (WORLD_SIZE) connected to 127.0.0.1:")
     assert "start them with torchrun" in errors and errors.count("\n") == 1
-
-
-def test_second_signal_ends_a_process_that_waits_for_a_hanging_one(cwd, variables):
-    variables()
-    env, flags = PAIR | dict(MASTER_PORT=str(free_port())), [*KEPT, "--out", "out"]
-    first, second = start_rank(env, flags), start_rank(env | dict(RANK="1"), flags, hangs=True)
-    try:
-        wait_until(lambda: process_state(second)[0] == "T", second)
-        wait_until(lambda: is_idle(first), first)              # it waits in the all-reduce, in C++
-        os.kill(first.pid, signal.SIGTERM)
-        os.kill(first.pid, signal.SIGINT)
-        assert exit_code(first) == 130 and output()[1] == ""
-    finally:
-        second.kill()
-        second.join()
-
-
-def process_state(process):
-    """Return the state of a process (S: sleeping, T: stopped), and its CPU times."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], fields[11:13]
-
-
-def is_idle(process):
-    states = []
-    for _ in range(10):
-        states.append(process_state(process))
-        time.sleep(0.02)
-    return states[0][0] == "S" and all(state == states[0] for state in states)
 
 
 def test_thread_that_connects_to_other_ranks_does_not_block_the_exit(monkeypatch):

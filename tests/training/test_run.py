@@ -200,21 +200,13 @@ def test_resume_takes_flags_from_the_folder(cwd, monkeypatch, capfd):
     rejects("simcse", capfd, wanted, "--resume", "--out", "out")
 
 
-DAMAGED = r"--resume: out contains a damaged state\.pt, model, args\.json or metrics\.jsonl \(\w+.*\); .*"
-
-
-def flip_bit(content):
-    """Flip the last bit of one weight's mantissa."""
-    i = len(content) // 2 & -4
-    return content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :]
+DAMAGED = r"--resume: out contains a damaged state\.pt, args\.json or metrics\.jsonl \(\w+\); .*"
 
 
 @pytest.mark.parametrize("file, change, flags, wanted", [
     ("state.pt", None, "", "--out out contains a finished run; .*"),
     ("state.pt", lambda old: old[:5000], "", DAMAGED),
     ("state.pt", lambda old: b"", "", DAMAGED),
-    ("state.pt", flip_bit, "", DAMAGED),
-    ("model.safetensors", lambda old: old[:-9], "", DAMAGED),
     ("metrics.jsonl", lambda old: b"{\n", "", DAMAGED),
     ("args.json", None, "", DAMAGED),
     ("args.json", bytes, "--lr 1", r"--resume: lr was 0\.002 in out, now it is 1\.0"),

@@ -43,7 +43,7 @@ def run_trials(args, modes, script, train):
         if is_finished(folder):
             log("skipped", f"{folder} is finished")
             continue
-        trial.resume = (folder / output_dir.LOCK_FILE).is_file()
+        trial.resume = (folder / output_dir.UNFINISHED).is_file()
         run = Trial(trial, script, parent)
         train(trial, run)
         del run.model, run.optimizer                           # free memory: the signal handlers keep `run`
@@ -63,20 +63,19 @@ def trial_args(args, mode, seed):
 
 def is_finished(folder):
     """Return whether the trial in a folder has ended."""
-    return (folder / "args.json").is_file() and not (folder / output_dir.LOCK_FILE).is_file()
+    return (folder / "args.json").is_file() and not (folder / output_dir.UNFINISHED).is_file()
 
 
 def begin_parent(run):
-    """Lock OUT, and write flags and code to it, or check that the flags are those of the trials in OUT. Only
-    the first call does this."""
-    if hasattr(run, "lock"):
+    """Write flags and code to OUT, or check that the flags are those of the trials in OUT. Only the first
+    call does this."""
+    if hasattr(run, "inputs"):
         return
     run.inputs = output_dir.fingerprints(run.args, run.known_checksums)
-    with output_dir.locked(run.out, run.args.resume, run.rank) as run.lock:
-        begun = run.args.resume and output_dir.has_run(run.out)
-        if begun:
-            saved = json.loads((run.out / "args.json").read_text(encoding="utf-8"))
-            output_dir.refuse_changes(saved, run.flags(), run.out)
+    begun = run.args.resume and output_dir.has_run(run.out)
+    if begun:
+        saved = json.loads((run.out / "args.json").read_text(encoding="utf-8"))
+        output_dir.refuse_changes(saved, run.flags(), run.out)
     if run.rank == 0 and not begun:
         output_dir.write_code(run.out, run.script, run.flags())
 

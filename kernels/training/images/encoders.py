@@ -1,7 +1,6 @@
 """Image encoders and their heads: create, load, and save them in the format of transformers."""
 import contextlib
 import json
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,15 +13,7 @@ from kernels import embed_in_chunks
 
 from ..cli import fail
 from ..output_dir import atomic_output, model_card
-from ..pretrained import (
-    check_size,
-    forbid_remote_code,
-    one_line_errors,
-    read_config,
-    read_json,
-    refuse_nonfinite,
-    unshare_storage,
-)
+from ..pretrained import forbid_remote_code, one_line_errors, read_config, read_json
 
 SMALL_SIZE = 32                                                # pixels: views up to this size count as small
 CENTRE_CROP = 0.875                                            # share of the shorter side, for larger views
@@ -76,19 +67,13 @@ def load_image_encoder(name, small=False, flag="--model"):
             fail(f"{label}: {config.model_type} is not an image encoder like ResNet")
         if (channels := getattr(config, "num_channels", 3)) != 3:
             fail(f"{label}: its input images have {channels} channels, expected 3")
-        if (least := min([*config.hidden_sizes, *(getattr(config, "depths", None) or ())])) < 1:
-            fail(f"{label}: config.json has {least} layers or channels, expected at least 1")
         kind = SmallImageResNet if code or getattr(config, "small_stem", False) is True else AutoModel
-        build = kind if kind is SmallImageResNet else partial(kind.from_config, trust_remote_code=False)
-        check_size(label, config, lambda: build(config), Path(name) if local else None)
         with forbid_remote_code():
             encoder, info = kind.from_pretrained(
                 name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
                 trust_remote_code=False, output_loading_info=True)
-        unshare_storage(encoder)
     if lost := [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]:
         fail(f"{label}: {len(lost)} weights, such as {min(lost)}, are missing or do not fit its config.json")
-    refuse_nonfinite(label, encoder)
     if config.model_type != "resnet" and pooled_feature_dim(encoder) != config.hidden_sizes[-1]:
         fail(f"{label}: {config.model_type} is not an image encoder like ResNet")
     return encoder

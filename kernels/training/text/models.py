@@ -9,14 +9,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
 from ..cli import fail
-from ..pretrained import (
-    check_size,
-    forbid_remote_code,
-    one_line_errors,
-    read_config,
-    refuse_nonfinite,
-    unshare_storage,
-)
+from ..pretrained import forbid_remote_code, one_line_errors, read_config
 
 
 def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subfolder="", **config):
@@ -39,16 +32,13 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subf
     if name == "scratch" and not local:
         fail(f"{source}: a new model is untrained; name a folder or a model of the hub")
     config = read_config(source, name, subfolder, config, ", or take scratch" if texts is not None else "")
-    folder = Path(name, subfolder) if local else None
     options = dict(subfolder=subfolder, trust_remote_code=False)
     with one_line_errors(source):
-        check_size(source, config, lambda: auto_class.from_config(config, trust_remote_code=False), folder)
         with forbid_remote_code():
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
             model, info = auto_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
                                                      ignore_mismatched_sizes=True, config=config, **options)
         check_tokenizer(source, tokenizer, model)
-    unshare_storage(model)
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto_class is AutoModel and any("pooler" in part for part in model.missing):
         model.pooler = torch.nn.Identity()     # instead of a pooler with random weights
@@ -60,7 +50,6 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subf
     for part, weight in model.named_parameters():
         if part in model.missing and part.endswith("predictions.bias"):
             torch.nn.init.zeros_(weight)       # transformers does not initialise FNet's
-    refuse_nonfinite(source, model)
     return model, tokenizer
 
 

@@ -259,10 +259,6 @@ def test_code_of_a_folder_is_never_run(folder):
 
 
 @pytest.mark.parametrize("settings, expected", [
-    (dict(depths=[10**9, 1]), r"config\.json has depths 1000000000; expected at most 1,000,000"),
-    (dict(hidden_sizes=[8, 10**9]), r".* a model of more than .*, but its weight files have .* bytes; .*"),
-    (dict(embedding_size=10**9), r".* a model of more than .*"),
-    (dict(depths=[1, -1]), "config.json has -1 layers or channels, expected at least 1"),
     (dict(depths="many"), r"\w+: .*"),
     (dict(num_channels=1), "its input images have 1 channels, expected 3"),
     (dict(hidden_sizes=[8, 17]), r"\d+ weights, such as .*, are missing or do not fit its config\.json"),
