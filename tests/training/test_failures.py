@@ -19,7 +19,6 @@ import torch
 from transformers import AutoTokenizer
 
 import simcse
-from kernels.benchmark import measure as benchmark
 from kernels.printing import one_line
 from kernels.training import output_dir
 from kernels.training.cli import ScriptParser, UserError, command, fail, handle_signals, write
@@ -200,12 +199,6 @@ def test_full_disk_for_other_files(write, path, cwd, monkeypatch, capsys):
         command(lambda argv=None: write())()
     monkeypatch.undo()
     assert capsys.readouterr().err == f"test_failures.py: {path}: File too large\n"
-
-
-def test_full_disk_for_the_benchmark(cwd, capsys):
-    with full_disk(20), pytest.raises(SystemExit, match="2"):
-        benchmark.save_result(dict(rows=["a row" * 9]), "full.json")
-    assert capsys.readouterr().err.endswith(": --json full.json: File too large\n")
 
 
 def test_full_disk_for_a_tokenizer(bert, tmp_path, capfd):
