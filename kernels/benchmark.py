@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 import kernels
 from kernels import hf_kernels
-from kernels.figures import caption, in_mb, in_ms, plot
+from kernels.figures import caption, in_mb, in_ms, largest_cases, plot
 from kernels.printing import escape_unencodable, fail
 
 TAU = 0.05
@@ -330,9 +330,9 @@ def cell(row):
 
 
 def markdown(result):
-    """Return a markdown table with one line per case. Of other packages, it has the fastest one."""
+    """Return a markdown table of the largest case of each loss. Of other packages, it has the fastest one."""
     cases = {}  # {case: {implementation: row}}
-    for row in result["rows"]:
+    for row in largest_cases(result["rows"]):
         case = row["loss"], " × ".join(f"{x:,}" for x in row["size"]), row["set"]
         cases.setdefault(case, {})[row["impl"]] = row
     lines = []
@@ -401,7 +401,7 @@ def make_parser(device):
     add("--json", metavar="FILE", help="save the results to this file at the end, also after Ctrl-C")
     add("--from", dest="source", metavar="FILE",
         help="measure nothing: read results of --json; --loss, --sizes, --set and --impl select rows")
-    add("--markdown", action="store_true", help="print the results as a markdown table at the end")
+    add("--markdown", action="store_true", help="print a markdown table of the largest size of each loss")
     add("--plot", metavar="FILE", help="plot time and memory against N to this file; needs matplotlib")
     return parser
 

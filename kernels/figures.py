@@ -24,12 +24,17 @@ def in_mb(mb):
     return f"{mb / 1024:.1f} GB" if mb >= 1024 else f"{mb:.2g} MB" if mb < 10 else f"{mb:.0f} MB"
 
 
+def largest_cases(rows):
+    """Return the rows of the largest size of each loss."""
+    largest = {row["loss"]: row["size"] for row in sorted(rows, key=lambda row: math.prod(row["size"]))}
+    return [row for row in rows if row["size"] == largest[row["loss"]]]
+
+
 def plot(result, path):
     """Plot time (left panels) and memory (right) against N, for the M and D of the largest case of each loss.
     Losses of which only one N was measured are left out."""
     rows = [row for row in result["rows"] if "ms" in row and row["set"] == result["rows"][0]["set"]]
-    largest = {row["loss"]: row for row in sorted(rows, key=lambda row: math.prod(row["size"]))}
-    titles = [panel_title(largest[loss]) for loss in dict.fromkeys(row["loss"] for row in rows)]
+    titles = dict.fromkeys(panel_title(row) for row in largest_cases(rows))
     panels = {title: [row for row in rows if panel_title(row) == title] for title in titles}
     panels = {title: rows for title, rows in panels.items() if len({row["size"][0] for row in rows}) > 1}
     if not panels:
@@ -67,9 +72,12 @@ def draw_curves(axis, rows, key, in_units):
     axis.minorticks_off()
     axis.margins(0.05, 0.1)
     axis.tick_params(labelsize=8)
-    low, high = map(math.log, axis.get_ylim())
+    low, high = map(math.log10, axis.get_ylim())
+    if high - low < 2:                                         # show at least two powers of ten
+        low, high = math.floor(low), math.ceil(high)
+    axis.set_ylim(10 ** low, 10 ** high)
     ends.sort(reverse=True)
-    places = [(math.log(value) - low) / (high - low) for value, _, _ in ends]
+    places = [(math.log10(value) - low) / (high - low) for value, _, _ in ends]
     for i in reversed(range(len(ends) - 1)):                   # a line of text needs 0.12 of the height
         places[i] = max(places[i], places[i + 1] + 0.12)
     for i, (_, text, colour) in enumerate(ends):

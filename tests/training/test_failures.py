@@ -1,5 +1,5 @@
 """Failures: runs that cannot be restarted, damaged tokens, closed streams, a full disk or memory, names with
-control characters. tests/attack/faults.py makes each stage of a run fail."""
+control characters."""
 import contextlib
 import json
 import os

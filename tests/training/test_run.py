@@ -1,5 +1,5 @@
 """Whole runs: --out, --resume, a full disk, a dead rank, a loss that is NaN. Signals are tested in
-test_failures.py, kills in tests/attack."""
+test_failures.py."""
 import functools
 import json
 import os

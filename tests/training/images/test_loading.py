@@ -1,5 +1,5 @@
 """Image files decoded by worker processes: crops equal Pillow's, and views do not depend on the number of
-workers. Killed workers and signals are tested in tests/attack/faults.py."""
+workers."""
 import os
 import re
 from pathlib import Path
