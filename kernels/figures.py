@@ -21,7 +21,9 @@ def in_ms(ms):
 
 def in_mb(mb):
     """Return a size of memory with its unit."""
-    return f"{mb / 1024:.1f} GB" if mb >= 1024 else f"{mb:.2g} MB" if mb < 10 else f"{mb:.0f} MB"
+    if mb >= 1024:
+        return f"{mb / 1024:.1f} GB"
+    return f"{mb:.0f} MB" if mb >= 10 else f"{mb:.2g} MB"
 
 
 def largest_cases(rows):
