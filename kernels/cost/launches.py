@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import checks, custom_op
-from ..benchmark.cases import our_loss
+from ..benchmark import our_loss
 
 REGISTERS = 65_536                       # per streaming multiprocessor (SM)
 HBM_SHARE = 0.9                          # share of the HBM rate that a kernel can reach
