@@ -22,7 +22,8 @@ BANNERS = ["flags", "data and model", "the paper", "evaluation", "main"]       #
 # tests have the emulator of compiled kernels (2,260), autocast's rules (270), several processes (900:
 # docs/distributed.md, mistakes, work), docs/drop-ins.md (490), cil.py (410) and the recipes (250).
 LINES = {"cil.py": 330, "simcse.py": 241, "the ten scripts": 3_720, "the longest script": 481,
-         "kernels": 5_305, "training without extras": 6_455, "extras": 3_335, "tests": 22_700}
+         "kernels": 5_305, "training without extras": 6_455, "extras": 3_335, "tests": 22_700,
+         "benchmark and figures": 546}
 FUNCTION, MAIN = 50, 60                                        # MAIN also limits make_parser
 
 
@@ -62,10 +63,9 @@ def test_a_flag_means_the_same_everywhere():
 T = "kernels.training"
 # {folder: folders that its modules may import}; "": the scripts. LATER: {folder: more folders, but only in
 # imports inside functions, which run when a flag needs them}.
-MAY_IMPORT = {"kernels.gpu": {"kernels.gpu"}, "kernels": {"kernels"}, "kernels.benchmark": {"kernels"},
-              T: {"kernels"},
+MAY_IMPORT = {"kernels.gpu": {"kernels.gpu"}, "kernels": {"kernels"}, T: {"kernels"},
               f"{T}.text": {"kernels", T}, f"{T}.images": {"kernels", T},
-              f"{T}.extras": {"kernels", "kernels.benchmark", T, f"{T}.text", f"{T}.images"},
+              f"{T}.extras": {"kernels", T, f"{T}.text", f"{T}.images"},
               "": {"kernels", T, f"{T}.text", f"{T}.images", f"{T}.extras"}}
 MAY_IMPORT["docs.eleventh"] = MAY_IMPORT[""]
 LATER = {"kernels": {"kernels.gpu"}, f"{T}.text": {f"{T}.extras"}, f"{T}.images": {f"{T}.extras"}}
@@ -110,11 +110,11 @@ def test_imports_go_one_way(file):
 def test_lengths():
     extras = [file for file in CODE if "extras" in file.parts]
     training = [file for file in CODE if "training" in file.parts and file not in extras]
-    commands = [file for file in CODE if "benchmark" in file.parts]
-    kernels = [file for file in CODE if file not in (*SCRIPTS, ELEVENTH, *extras, *training, *commands)]
+    benchmark = [ROOT / "kernels" / name for name in ("benchmark.py", "figures.py")]
+    kernels = [file for file in CODE if file not in (*SCRIPTS, ELEVENTH, *extras, *training, *benchmark)]
     folders = {"the ten scripts": SCRIPTS, "kernels": kernels, "training without extras": training,
                "extras": extras, "tests": (ROOT / "tests").rglob("*.py"), "simcse.py": [ROOT / "simcse.py"],
-               "cil.py": [ELEVENTH]}
+               "cil.py": [ELEVENTH], "benchmark and figures": benchmark}
     found = {name: lines_in(*files) for name, files in folders.items()}
     found["the longest script"] = max(map(lines_in, SCRIPTS))
     assert {name: lines for name, lines in found.items() if lines > LINES[name]} == {}

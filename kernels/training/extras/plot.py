@@ -21,7 +21,7 @@ import functools
 import json
 from pathlib import Path
 
-from kernels.benchmark.figures import new_figure, save_figure
+from kernels.figures import new_figure, save_figure
 from kernels.printing import fail
 
 # Axis labels of dev scores. If args.json names no metric, the first of these that the run has logged is used:

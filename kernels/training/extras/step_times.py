@@ -1,6 +1,6 @@
 """simclr.py --profile: time a training step, and the loss alone."""
 from kernels import choose_impl
-from kernels.benchmark.measure import peak_memory_bytes, time_ms
+from kernels.benchmark import peak_memory_bytes, time_ms
 
 from ..cli import log
 from ..loop import batches

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from kernels.benchmark import measure
+from kernels import benchmark
 from kernels.training.extras import plot
 from running import ROOT, rejects
 
@@ -156,7 +156,7 @@ def test_without_folder_or_matplotlib(monkeypatch, capfd):
     rejects(plot, capfd, "good.csv/metrics.jsonl: Not a dir.*", "good.csv", "--save", "a.png")
     write_run("run", curve(4))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    expected, result = "plots need the package matplotlib; .*", ROOT / "kernels/results/cpu.json"
+    expected, result = "plots need the package matplotlib; .*", ROOT / "docs/cpu.json"
     rejects(plot, capfd, expected, "run", "--save", "a.png")
-    monkeypatch.setattr(sys, "argv", ["measure.py"])
-    rejects(measure, capfd, expected, "--from", result, "--plot", "a.png")
+    monkeypatch.setattr(sys, "argv", ["benchmark.py"])
+    rejects(benchmark, capfd, expected, "--from", result, "--plot", "a.png")
