@@ -112,7 +112,7 @@ from kernels.training.extras.triples import (
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
-from kernels.training.tables import describe_table, empty_cell, read_table
+from kernels.training.tables import describe_table, empty_cell, log_first_row, read_table
 from kernels.training.text.checkpoint import load_hint, save
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
 from kernels.training.text.mlm import decoder_loss, encoder_and_mlm_states, mask_tokens
@@ -130,6 +130,7 @@ def load_data(path, args):
         fail(f"{path} {place}: {len(cells)} columns, expected {expected}")
     fill_defaults(args, FORMS[args.form] | (SCRATCH if args.model == "scratch" else {}))
     log("cline", f"{args.form}: {describe_table(table, header)}")
+    log_first_row(table, header, ROLES)
     if len(cells) == 1:
         return [cells[0] for _, cells in table], load_wordnet(path, args)
     if args.save_triples:

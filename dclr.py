@@ -106,7 +106,7 @@ from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
-from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, read_table
+from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.mlm import masked_lm_loss, untie_decoder
@@ -129,6 +129,7 @@ def load_data(path, args):
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
     log("dclr", f"unsupervised: {describe_table(table, header)}")
+    log_first_row(table, header, SENTENCE_COLUMNS)
     return table
 
 

@@ -93,7 +93,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, own_rows, similarity_lse
-from kernels.training.columns import non_text_error
 from kernels.training.extras.layer_study import check_layer_study, compare_layers, evaluate_layers
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
@@ -114,7 +113,6 @@ def load_data(path, args):
     names = "sentence1", "sentence2"
     roles = {"sentence": names} if args.columns else None
     header, table = read_table(path, names=names, roles=roles, columns=args.columns)
-    sample = table.sample
     rows = list(table)
     width = len(rows[0][1])
     columns = [i for i, name in enumerate(header or []) if normalise_name(name) in names]
@@ -123,8 +121,6 @@ def load_data(path, args):
     elif len(columns) < 2:                                     # take all columns that are not numeric
         columns = [i for i in range(width)
                    if not all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in rows)]
-        if problem := non_text_error(sample, columns):
-            fail(f"{path}: {problem}")
     for place, cells in rows:
         if not all(cells[i].strip() for i in columns):
             fail(f"{path} {place}: an empty cell; fill it or delete the row")
@@ -137,6 +133,7 @@ def load_data(path, args):
     distinct = len({cells for _, cells in sentences})
     log("selfguided", f"{args.objective}: {len(sentences):,} sentences, {distinct:,} distinct, "
                       f"in {len(columns)} columns of {path}")
+    log("first", "  ".join(f'sentence "{cells[0]}"' for _, cells in sentences[:len(columns)]))
     return sentences
 
 

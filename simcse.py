@@ -97,7 +97,7 @@ from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - re-expo
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
-from kernels.training.tables import describe_table, empty_cell, read_table
+from kernels.training.tables import describe_table, empty_cell, log_first_row, read_table
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.mlm import masked_lm_loss, untie_decoder
@@ -118,6 +118,7 @@ def load_data(path, args):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
     sentence_flags.check_flags(args, path, columns)            # sets args.count, the number of texts per row
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
+    log_first_row(table, header, sentence_flags.roles_of(args))
     return table
 
 

@@ -103,7 +103,7 @@ from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similari
 from kernels.training.loop import all_reduce_gradients, steps_per_epoch
 from kernels.training.precision import gather_views, loss_autocast
 from kernels.training.run import Run
-from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, read_table
+from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
@@ -134,6 +134,7 @@ def load_data(path, args):
         fail(f"--neighbours {args.neighbours}: expected fewer than --batch-size, which is {args.batch_size}")
     args.mode = "unsupervised" if columns == 1 else "pairs"
     log("vascl", f"{args.mode}: {describe_table(table, header)}, {len(rows):,} of them distinct")
+    log_first_row(table, header, SENTENCE_COLUMNS)
     return rows
 
 

@@ -17,7 +17,6 @@ files       opens and reads files of the user
 tables      rows of text from data files or memory; errors name the row
 rows        the file formats: .txt .csv .tsv .json .jsonl .parquet
 columns     column names and roles: anchor, positive, hard negative
-sniff       finds columns that do not look like texts, if columns have no names
 in_memory   rows that a program passes: lists, columns, arrays, DataFrames, Datasets
 parquet     rows of .parquet files
 

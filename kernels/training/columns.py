@@ -3,8 +3,6 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from .sniff import find_non_text_columns
-
 # {role: its usual column names}, as normalise_name returns them. For REPEATABLE_ROLES a number may follow.
 SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
                     "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
@@ -29,14 +27,12 @@ class Header(NamedTuple):
     indices        indices of the columns to read, in this order; None: all columns
     error          why the columns cannot be read, or None
     is_guess       whether the first row only looks like a header, without a well-known column name
-    must_be_text   indices of columns to check, because no name shows that these columns contain texts
     """
     has_header: bool
     display_names: list | None = None
     indices: list | None = None
     error: str | None = None
     is_guess: bool = False
-    must_be_text: list | tuple = ()
 
 
 def find_header(rows, keys, width, roles=None, columns=None, names=()):
@@ -62,10 +58,7 @@ def find_header(rows, keys, width, roles=None, columns=None, names=()):
     if not roles:
         doubled = first_duplicate(map(normalise_name, keys))
         return header._replace(error=doubled and f"two columns are called {doubled}, in {join_names(keys)}")
-    if not keys:
-        texts = [i for i in range(width) if not role_by_position(i, roles).endswith("_words")]
-        return header._replace(must_be_text=texts)
-    return order_by_role(header, roles)
+    return order_by_role(header, roles) if keys else header
 
 
 def select_columns(header, columns, width, roles):
@@ -110,22 +103,6 @@ def order_by_role(header, roles):
         error += "; if that row is data, write a header above it"
     shown = [f"{found[i]} {names[i]}" for i in indices]
     return header._replace(display_names=shown, indices=indices, error=error)
-
-
-def non_text_error(sample, indices):
-    """Return an error message if one of these columns does not contain texts, else None. The message suggests
-    which --columns to give.
-
-    sample   rows, as Table.sample has them
-    """
-    found = find_non_text_columns(sample)
-    shown = ", ".join(f"column {i + 1} holds {found[i]}" for i in indices if i in found)
-    if not shown:
-        return None
-    every = [str(i + 1) for i in indices]
-    texts = " ".join([str(i + 1) for i in indices if i not in found][:9])
-    how = f"choose the columns to read: --columns {texts} (or {' '.join(every[:9])}, if all are texts)"
-    return f"{shown[:300]}; {how if texts else 'expected texts'}"
 
 
 def join_names(names):

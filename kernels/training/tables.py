@@ -13,13 +13,12 @@ from .columns import (  # noqa: F401 - other modules import some of these names 
     SENTENCE_COLUMNS,
     find_header,
     join_names,
-    non_text_error,
     normalise_name,
+    role_by_position,
 )
 from .files import check_unchanged, file_signature
 from .in_memory import rows_of
 from .rows import READERS
-from .sniff import Sample
 
 FILE_EXTENSIONS = tuple(READERS)
 HEADER_ROWS = 21                                               # first rows, which tell if there is a header
@@ -40,7 +39,6 @@ class Table:
 
     path            path of the file, or None for rows in memory
     signature       files.file_signature when the file was checked, or None
-    sample          sample of the rows when they were checked, or None
     """
 
     def __init__(self, data, lists=None, **header_options):
@@ -56,7 +54,7 @@ class Table:
             *others, last = FILE_EXTENSIONS
             fail(f"{data}: expected a name that ends in {', '.join(others)} or {last}; .gz may follow")
         self.length = None if self.path else len(self.rows)
-        self.signature, self.sample = None, None
+        self.signature = None
 
     def __len__(self):
         return self.length
@@ -183,7 +181,7 @@ def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=
     roles, columns, names   as for columns.find_header; with roles the names include each column's role
     """
     table = Table(path, "spread" if roles else lists, roles=roles, columns=columns, names=names)
-    sample, errors = Sample(), []
+    count, errors = 0, []
     table.signature = table.path and file_signature(table.path)
     with check_unchanged(table.path, table.signature):
         header, rows = table.read()
@@ -192,22 +190,22 @@ def read_table(path, check=None, lists=None, *, roles=None, columns=None, names=
         for location, cells, error in rows:
             error = error or check and check(cells)
             if not error:
-                sample.add(cells)
+                count += 1
                 continue
             errors.append(f"{location}: {error}"[:300])
             if len(errors) > MAX_COUNTED_ERRORS:
                 break
         if errors:
             fail(f"{path} {summarise(errors)}")
-        if not sample.seen:
+        if not count:
             fail(f"{path}: no rows")
-        if error := header.error or header.must_be_text and non_text_error(sample.rows, header.must_be_text):
-            fail(f"{path}: {error}")
+        if header.error:
+            fail(f"{path}: {header.error}")
     if header.is_guess:
         names = join_names(header.display_names)
         log("note", f"{path}: its first row is read as a header: {names}; if it is data, write a header "
                     "above it")
-    table.length, table.sample = sample.seen, sample.rows
+    table.length = count
     return header.display_names, table
 
 
@@ -226,6 +224,14 @@ def describe_table(table, header):
     count = len(next(iter(table))[1])
     columns = "one column" if count == 1 else f"{count} columns"
     return f"{len(table):,} rows of {columns} (no header) from {table}"
+
+
+def log_first_row(table, header, roles):
+    """Print the first row with the role of each cell, so that a user sees what is trained."""
+    cells = next(iter(table))[1]
+    names = header or [role_by_position(i, roles) for i in range(len(cells))]
+    shown = (cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in cells)
+    log("first", "  ".join(f'{name.split()[0]} "{text}"' for name, text in zip(names, shown)))
 
 
 def empty_cell(cells):

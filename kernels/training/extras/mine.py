@@ -81,7 +81,7 @@ from ..output_dir import create_file
 from ..precision import LOSS_DTYPE
 from ..progress import progress
 from ..run import Run
-from ..tables import describe_table, empty_cell, read_table
+from ..tables import describe_table, empty_cell, log_first_row, read_table
 from ..text.encoders import build_encoder, describe_model
 
 
@@ -111,6 +111,7 @@ def load_data(args):
     if len(cells) < 2:
         fail(f"{args.data} {place}: 1 column, expected anchor, positive and any hard negatives")
     log("data", describe_table(table, header))
+    log_first_row(table, header, SENTENCE_COLUMNS)
     return table
 
 

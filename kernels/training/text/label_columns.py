@@ -1,6 +1,5 @@
 """Find the columns of one or two texts and of the labels in a data file."""
-from ..cli import fail
-from ..sniff import find_id_column
+from ..cli import fail, log
 from ..tables import join_names, normalise_name, read_table
 
 
@@ -25,9 +24,10 @@ def find_columns(path, args):
         fail(f"{path}: columns {join_names(header)}; expected one or two of text (now {join_names(texts)}) "
              f"and one of labels (now {label[:40]}); name them by --text-columns and --label-column")
     indices = [names.index(name) for name in texts]
-    if not args.text_columns and texts == others and (fault := find_id_column(table.sample, indices)):
-        fail(f"{path}: {fault}; write a header that names the columns to read: sentence (or sentence1, "
-             "sentence2) and label")
+    if not args.text_columns:
+        cells = next(iter(table))[1]
+        shown = [f'text "{cells[i][:40]}"' for i in indices] + [f'label "{cells[names.index(label)][:40]}"']
+        log("first", "  ".join(shown))
     args.text_columns = [header[i] for i in indices]
     args.label_column = header[names.index(label)]
     return table, indices, names.index(label)
