@@ -129,8 +129,6 @@ def make_parser():
         help="epochs of the linear probe at the end; 0: no probe; default 100")
     shared("--eval-every", 1000)
     shared("--out", "out/simclr")
-    add("--profile", group="run", action="store_true", 
-        help="measure the time of a training step and of its loss (medians of ten runs), then exit")
     parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
@@ -180,8 +178,6 @@ def check_flags(args):
         fail(f"--label-fraction {args.label_fraction}: needs --finetune, which is not given")
     if args.from_layer and not (args.finetune or args.distill):
         fail(f"--from-layer {args.from_layer}: needs --finetune or --distill, and neither is given")
-    if args.profile and (args.finetune or args.distill):
-        fail("--profile: times contrastive losses only; leave --finetune and --distill out")
 
 
 def load_data(path, args):
@@ -350,9 +346,6 @@ def main(argv=None):
     warmup = round(args.warmup_epochs * epoch)
     lr = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, lr, args)
-    if args.profile:
-        from kernels.training.extras.step_times import profile
-        return profile(model, optimizer, images, run, make_batch, compute_loss)
     run.begin(model, optimizer, total, warmup)
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1 if model.classes else 2)

@@ -167,8 +167,7 @@ def test_recipes(given, wanted, capsys):
     ("--label-fraction 0.5", "--label-fraction 0.5: needs --finetune"),
     ("--finetune x --label-fraction 0", "--label-fraction 0: expected a number above 0"),
     ("--distill t --supervised", "--supervised and --distill: expected only one"),
-    ("--supervised --no-normalize", "--no-normalize: --supervised needs"),
-    ("--distill t --profile", "--profile: times")])
+    ("--supervised --no-normalize", "--no-normalize: --supervised needs")])
 def test_contradicting_flags(given, wanted):
     with pytest.raises(UserError, match=wanted):
         simclr.check_flags(flags(*given.split()))

@@ -402,14 +402,6 @@ def test_momentum_update_precedes_key_encoding(data, tmp_path, monkeypatch):
     run("moco", tmp_path / "out", "--data", data, *FLAGS, *OWN["moco"], "--momentum", 0)
 
 
-def test_profile_prints_times_and_writes_nothing(data, cwd, capsys):
-    simclr.main(["--profile", "--data", str(data), "--model", "tiny", "--batch-size", "8"])
-    times = re.search(r"step ([\d.]+) ms, loss ([\d.]+) ms, ([\d.]+) % of the step", capsys.readouterr().out)
-    step, loss, share = map(float, times.groups())
-    assert 0 < loss < step and share == pytest.approx(100 * loss / step, abs=0.5)
-    assert [*map(str, Path().iterdir())] == ["good.csv"]
-
-
 def all_cases(rank, port, data, out):
     """Train all CASES: ranks 0 to 2 train together, rank 3 alone. float64 keeps equal runs equal to nine
     digits. SimCLR runs without batch statistics, because SyncBatchNorm does not exist for CPUs."""
