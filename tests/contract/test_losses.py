@@ -157,8 +157,8 @@ CASES = {
         q=Q, k=K, temperature=T, bias=-30 * T),
     "sup_con_loss": cases(
         kernels.sup_con_loss, formulas.sup_con_loss, {}, dict(labels=None), dict(base_temperature=0.07),
-        dict(z=3 * VIEWS, normalize=True), dict(z=VIEWS[:, :1], labels=torch.arange(20) // 2 * 2 % 7),
-        dict(z=LARGE["q"][:1030].view(515, 2, 20), labels=torch.arange(515) * 3 % 50),
+        dict(z=3 * VIEWS, normalize=True), dict(z=VIEWS[:, :1], labels=torch.arange(20) * 3 % 13),
+        dict(z=LARGE["q"].view(1031, 1, 20), labels=torch.arange(1031) * 3 % 700),
         z=VIEWS, labels=LABELS, temperature=T),
     "linear_cross_entropy": cases(
         kernels.linear_cross_entropy, formulas.linear_cross_entropy, {}, dict(ignore_index=9),
