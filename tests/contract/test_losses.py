@@ -1,9 +1,8 @@
 """The contract of the losses: value and gradients of each public loss equal those of its formula in float64.
 
-The limit is 1e-10 in float64. In other dtypes "eager" may have the rounding errors of a textbook formula, and
-others at most a few times eager's errors. Each call is repeated: the same bits. Only public names are used.
+Small matrices, several tiles of Triton, and matrices too large to be stored; several processes; chunks. Only
+public names are used, so this file holds for any implementation.
 """
-import inspect
 import itertools
 import os
 import subprocess
@@ -16,15 +15,7 @@ import torch
 import kernels
 
 from . import loss_formulas as formulas
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"                              # Triton's interpreter runs on the CPU
-BOTH = ["eager", "blockwise"]
-IMPLS = {torch.float64: BOTH, torch.float32: [*BOTH, "triton"], torch.float16: [*BOTH, "triton"],
-         torch.bfloat16: [*BOTH, "triton"] if GPU else BOTH}   # the interpreter's bfloat16 products are wrong
-# limits of eager's error; and what others may add to three times eager's error, which may happen to be tiny
-EAGER = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
-MORE = {torch.float64: 1e-10, torch.float32: 5e-7, torch.float16: 3e-4, torch.bfloat16: 2e-3}
+from .loss_check import cases, check, error_of, numbers
 
 
 @pytest.fixture(autouse=True)
@@ -32,77 +23,7 @@ def scripts_stay_on_the_cpu():
     """Replace conftest's fixture, which hides the GPU."""
 
 
-def cast(x, dtype, device):
-    """Return x on the device; rows of floats in this dtype, numbers in float32, or in float64 for float64."""
-    if isinstance(x, tuple):
-        return tuple(cast(part, dtype, device) for part in x)
-    if not isinstance(x, torch.Tensor):
-        return x
-    number = dtype if dtype == torch.float64 or x.dim() else torch.float32
-    return x.to(device, number if x.is_floating_point() else None)
-
-
-def differentiate(f, arguments):
-    """Return {part: tensor in float64}: the value of f, and its gradients in all tensors of floats."""
-    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items()
-              if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    value = f(**arguments | leaves)
-    double = all(x.dtype == torch.float64 for x in leaves.values())
-    assert value.dtype == (torch.float64 if double else torch.float32), f"{f.__name__}: {value.dtype}"
-    parts = {"value": value}
-    if value.requires_grad:
-        weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device)
-        total = (value.where(value.isfinite(), 0) * weights.view_as(value)).sum()
-        gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-        parts |= {f"gradient of {name}": gradient for name, gradient in zip(leaves, gradients)}
-    return {part: x.detach().double().cpu() for part, x in parts.items()}
-
-
-def error_of(found, exact):
-    """Return the largest error relative to the largest entry; infinite if the infinite entries differ."""
-    finite = exact.isfinite()
-    if found.shape != exact.shape or not torch.equal(found[~finite], exact[~finite]):
-        return torch.inf
-    found, exact = found[finite], exact[finite]
-    if found.equal(exact):                                     # all entries may be 0, and there may be none
-        return 0.0
-    return ((found - exact).abs().max() / exact.abs().max()).item()
-
-
-def check(loss, formula, arguments, dtypes=IMPLS):
-    """Compare a loss with its formula in all dtypes and implementations; fail with a list of all errors."""
-    sizes = {name: tuple(x.shape) for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-    shown = {name: "..." if isinstance(x, tuple) else x for name, x in arguments.items()} | sizes
-    is_large = max(shape[0] for shape in sizes.values() if shape) > 500        # too large for the interpreter
-    has_impl, problems = "impl" in inspect.signature(loss).parameters, []
-    for dtype in dtypes:
-        rounded = {name: cast(x, dtype, "cpu") for name, x in arguments.items()}
-        exact = differentiate(formula, {name: cast(x, torch.float64, "cpu") for name, x in rounded.items()})
-        impls = [None] if not has_impl else BOTH if is_large else IMPLS[dtype]
-        limits, eager = dict.fromkeys(exact, EAGER[dtype]), None
-        for impl in impls:
-            device = DEVICE if impl == "triton" else "cpu"
-            given = {name: cast(x, dtype, device) for name, x in rounded.items()}
-            given |= dict(impl=impl) if has_impl else {}
-            found, again = differentiate(loss, given), differentiate(loss, given)
-            errors = {part: error_of(found[part], exact[part]) for part in exact}
-            eager = eager or errors                            # the first implementation is eager
-            for part, error in errors.items():
-                where = f"{loss.__name__} {shown}, impl {impl}, {dtype}, {part}"
-                if not error <= limits[part]:
-                    problems.append(f"{where}: error {error:.1e}, limit {limits[part]:.1e}, "
-                                    f"eager's error {eager[part]:.1e}")
-                if not torch.equal(found[part], again[part]):
-                    problems.append(f"{where}: the second call gives other bits")
-            limits = {part: 3 * error + MORE[dtype] for part, error in eager.items()}
-    assert not problems, "\n" + "\n".join(problems)
-
-
 # ── the losses of kernels ───────────────────────────────────────────────────────────────────────────────────
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def unit_rows(n, seed):
@@ -118,8 +39,20 @@ def topk(n, impl, **arguments):
     return torch.cat([products, found.masked_fill(columns < 0, -torch.inf)])
 
 
-def cases(loss, formula, *variants, **common):
-    return [(loss, formula, common | variant) for variant in variants]
+def of_ranks(loss, first, second):
+    """Return the loss as the sum of the shares of three ranks, computed one after the other.
+
+    first, second   names of the arguments that all ranks gather
+    """
+    def f(impl, **arguments):
+        pair, total = (arguments.pop(first), arguments.pop(second)), 0
+        for rank in range(3):
+            own, rows = kernels.own_rows(len(pair[0]), rank, 3), len(pair[0])
+            share = loss(*(x[own] for x in pair), gathered=pair, offset=own.start, impl=impl, **arguments)
+            total = total + share * ((own.stop - own.start) / rows)
+        return total
+    f.__name__ = f"{loss.__name__} of three ranks"
+    return f
 
 
 T, N, M = torch.tensor(0.1).double(), torch.arange(37), torch.arange(53)
@@ -127,7 +60,7 @@ Q, K = unit_rows(37, 1), unit_rows(53, 2).T.contiguous().T     # K is stored by 
 QUEUE = unit_rows(61, 3)
 TILES = dict(q=unit_rows(150, 4), k=unit_rows(170, 5))         # of several tiles in Triton
 LARGE = dict(q=unit_rows(1031, 6), k=unit_rows(1051, 7))       # too many pairs to store them
-LONG = dict(q=3 * Q, k=K / 2, normalize=True)
+LONG, LONG_PAIRS = dict(q=3 * Q, k=K / 2, normalize=True), dict(text=3 * K[:37], normalize=True)
 IDS, GROUPS = (N % 5 - 2, M * 7 % 9 - 2), (N // 4, M // 6)     # row 36 has no column of its group
 # features of whole numbers, whose products are exact in all dtypes; some are equal to the threshold
 SIMILAR = (N[:, None] * 5 + N[:6]).double() % 7 - 3, (M[:, None] * 3 + M[:6]).double() % 5 - 2, 4.0
@@ -142,7 +75,7 @@ CASES = {
         dict(symmetric=True, k=K[:37]), dict(symmetric=True, normalize=True, q=3 * Q, k=K[:37]),
         dict(symmetric=True, q=LARGE["q"], k=LARGE["k"][:1031]), q=Q, k=K, temperature=T),
     "clip_loss": cases(
-        kernels.clip_loss, formulas.clip_loss, {}, dict(text=3 * K[:37], normalize=True),
+        kernels.clip_loss, formulas.clip_loss, {}, LONG_PAIRS,
         image=Q, text=K[:37], temperature=T),
     "nt_xent": cases(
         kernels.nt_xent, formulas.nt_xent, {}, dict(z1=3 * Q, normalize=True),
@@ -172,6 +105,15 @@ CASES = {
                anchor=Q, positive=K[:37] * (1 + N[:, None] / 9)),
         *cases(kernels.margin_loss, formulas.margin_loss, {}, dict(margin=1.4),
                x1=Q, x2=K[:37], same=N % 3 == 0)],
+    "losses of ranks": [
+        *cases(of_ranks(kernels.nt_xent, "z1", "z2"), formulas.nt_xent, {},
+               dict(z1=TILES["q"][:75], z2=TILES["k"][:75]), dict(z1=LARGE["q"][:900], z2=LARGE["k"][:900]),
+               z1=Q, z2=K[:37], temperature=T),
+        *cases(of_ranks(kernels.clip_loss, "image", "text"), formulas.clip_loss, {}, LONG_PAIRS,
+               image=Q, text=K[:37], temperature=T),
+        *cases(of_ranks(kernels.sup_con_loss, "z", "labels"), formulas.sup_con_loss, {},
+               dict(z=LARGE["q"][:1030].view(515, 2, 20), labels=torch.arange(515) * 3 % 400),
+               z=VIEWS, labels=LABELS, temperature=T)],
     "similarity_lse": [
         *cases(kernels.similarity_lse, formulas.similarity_lse, *MASKS, TILES | dict(exclude="diagonal"),
                LARGE, LARGE | dict(exclude="diagonal", offset=7), q=Q, k=K, temperature=T),

@@ -17,7 +17,13 @@ import tacl
 import vascl
 
 from . import loss_formulas as formulas
-from .test_losses import cases, check, numbers
+from .loss_check import cases, check, numbers
+
+
+@pytest.fixture(autouse=True)
+def scripts_stay_on_the_cpu():
+    """Replace conftest's fixture, which hides the GPU."""
+
 
 DTYPES = [torch.float64, torch.float32]
 N = 13
