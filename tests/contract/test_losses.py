@@ -1,0 +1,172 @@
+"""The contract of the losses: value and gradients of each public loss equal those of its formula in float64.
+
+Small matrices, several tiles of Triton, and matrices too large to be stored; several processes; chunks. Only
+public names are used, so this file holds for any implementation.
+"""
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+
+from . import loss_formulas as formulas
+from .loss_check import cases, check, error_of, numbers
+
+
+@pytest.fixture(autouse=True)
+def scripts_stay_on_the_cpu():
+    """Replace conftest's fixture, which hides the GPU."""
+
+
+# ── the losses of kernels ───────────────────────────────────────────────────────────────────────────────────
+
+
+def unit_rows(n, seed):
+    return formulas.unit(numbers(n, 20, seed=seed))
+
+
+def topk(n, impl, **arguments):
+    """Return the n largest products, and the products of the columns found, which must be the same."""
+    products, columns = kernels.similarity_topk(n=n, impl=impl, **arguments)
+    q, k = (arguments[x].detach().double() for x in "qk")
+    q, k = (formulas.unit(q), formulas.unit(k)) if arguments.get("normalize") else (q, k)
+    found = (q @ k.T).gather(1, columns.clamp(min=0)).to(products.dtype)
+    return torch.cat([products, found.masked_fill(columns < 0, -torch.inf)])
+
+
+def of_ranks(loss, first, second):
+    """Return the loss as the sum of the shares of three ranks, computed one after the other.
+
+    first, second   names of the arguments that all ranks gather
+    """
+    def f(impl, **arguments):
+        pair, total = (arguments.pop(first), arguments.pop(second)), 0
+        for rank in range(3):
+            own, rows = kernels.own_rows(len(pair[0]), rank, 3), len(pair[0])
+            share = loss(*(x[own] for x in pair), gathered=pair, offset=own.start, impl=impl, **arguments)
+            total = total + share * ((own.stop - own.start) / rows)
+        return total
+    f.__name__ = f"{loss.__name__} of three ranks"
+    return f
+
+
+T, N, M = torch.tensor(0.1).double(), torch.arange(37), torch.arange(53)
+Q, K = unit_rows(37, 1), unit_rows(53, 2).T.contiguous().T     # K is stored by columns
+QUEUE = unit_rows(61, 3)
+TILES = dict(q=unit_rows(150, 4), k=unit_rows(170, 5))         # of several tiles in Triton
+LARGE = dict(q=unit_rows(1031, 6), k=unit_rows(1051, 7))       # too many pairs to store them
+LONG, LONG_PAIRS = dict(q=3 * Q, k=K / 2, normalize=True), dict(text=3 * K[:37], normalize=True)
+IDS, GROUPS = (N % 5 - 2, M * 7 % 9 - 2), (N // 4, M // 6)     # row 36 has no column of its group
+# features of whole numbers, whose products are exact in all dtypes; some are equal to the threshold
+SIMILAR = (N[:, None] * 5 + N[:6]).double() % 7 - 3, (M[:, None] * 3 + M[:6]).double() % 5 - 2, 4.0
+MASKS = [{}, dict(exclude="diagonal", offset=3), dict(exclude=IDS), dict(within=GROUPS), dict(within=IDS),
+         dict(exclude=("diagonal", *IDS), offset=1), dict(similar=SIMILAR),
+         dict(exclude="diagonal", within=(N % 3, M % 4), similar=SIMILAR), LONG]
+VIEWS, LABELS = unit_rows(60, 8).view(20, 3, 20), torch.arange(20) * 3 % 7
+TARGETS = (N * 7 % 53).where(N % 4 > 0, 9)
+CASES = {
+    "info_nce": cases(
+        kernels.info_nce, formulas.info_nce, dict(offset=5), LONG, TILES, LARGE,
+        dict(symmetric=True, k=K[:37]), dict(symmetric=True, normalize=True, q=3 * Q, k=K[:37]),
+        dict(symmetric=True, q=LARGE["q"], k=LARGE["k"][:1031]), q=Q, k=K, temperature=T),
+    "clip_loss": cases(
+        kernels.clip_loss, formulas.clip_loss, {}, LONG_PAIRS,
+        image=Q, text=K[:37], temperature=T),
+    "nt_xent": cases(
+        kernels.nt_xent, formulas.nt_xent, {}, dict(z1=3 * Q, normalize=True),
+        dict(z1=TILES["q"][:75], z2=TILES["k"][:75]), dict(z1=LARGE["q"][:530], z2=LARGE["k"][:530]),
+        z1=Q, z2=K[:37], temperature=T),
+    "queue_loss": cases(
+        kernels.queue_loss, formulas.queue_loss, {}, dict(k=3 * K[:37], queue=QUEUE / 2, normalize=True),
+        dict(q=TILES["q"], k=TILES["k"][:150], queue=LARGE["q"][:170]),
+        dict(q=LARGE["q"], k=LARGE["k"][:1031], queue=LARGE["k"]), q=Q, k=K[:37], queue=QUEUE, temperature=T),
+    "sigmoid_loss": cases(
+        kernels.sigmoid_loss, formulas.sigmoid_loss, dict(offset=9), LONG, TILES, LARGE,
+        q=Q, k=K, temperature=T, bias=-30 * T),
+    "sup_con_loss": cases(
+        kernels.sup_con_loss, formulas.sup_con_loss, {}, dict(labels=None), dict(base_temperature=0.07),
+        dict(z=3 * VIEWS, normalize=True), dict(z=VIEWS[:, :1], labels=torch.arange(20) * 3 % 13),
+        dict(z=LARGE["q"].view(1031, 1, 20), labels=torch.arange(1031) * 3 % 700),
+        z=VIEWS, labels=LABELS, temperature=T),
+    "linear_cross_entropy": cases(
+        kernels.linear_cross_entropy, formulas.linear_cross_entropy, {}, dict(ignore_index=9),
+        dict(targets=TARGETS.where(N % 3 > 0, -100)), dict(targets=0 * TARGETS, ignore_index=0),
+        dict(hidden=TILES["q"], weight=TILES["k"], targets=torch.arange(150) + 20),
+        dict(hidden=LARGE["q"], weight=LARGE["k"], targets=torch.arange(1031) + 20),
+        hidden=10 * Q, weight=K, targets=TARGETS, temperature=7 * T),
+    "triplet_loss and margin_loss": [
+        *cases(kernels.triplet_loss, formulas.triplet_loss, dict(negative=QUEUE[:37]), {},
+               dict(negative=QUEUE[:37], margin=0.1), dict(mining="semi-hard"),
+               anchor=Q, positive=K[:37] * (1 + N[:, None] / 9)),
+        *cases(kernels.margin_loss, formulas.margin_loss, {}, dict(margin=1.4),
+               x1=Q, x2=K[:37], same=N % 3 == 0)],
+    "losses of ranks": [
+        *cases(of_ranks(kernels.nt_xent, "z1", "z2"), formulas.nt_xent, {},
+               dict(z1=TILES["q"][:75], z2=TILES["k"][:75]), dict(z1=LARGE["q"][:900], z2=LARGE["k"][:900]),
+               z1=Q, z2=K[:37], temperature=T),
+        *cases(of_ranks(kernels.clip_loss, "image", "text"), formulas.clip_loss, {}, LONG_PAIRS,
+               image=Q, text=K[:37], temperature=T),
+        *cases(of_ranks(kernels.sup_con_loss, "z", "labels"), formulas.sup_con_loss, {},
+               dict(z=LARGE["q"][:1030].view(515, 2, 20), labels=torch.arange(515) * 3 % 400),
+               z=VIEWS, labels=LABELS, temperature=T)],
+    "similarity_lse": [
+        *cases(kernels.similarity_lse, formulas.similarity_lse, *MASKS, TILES | dict(exclude="diagonal"),
+               LARGE, LARGE | dict(exclude="diagonal", offset=7), q=Q, k=K, temperature=T),
+        *cases(kernels.similarity_lse, formulas.similarity_lse, {}, dict(exclude="diagonal"),
+               dict(exclude="pair"), dict(q=3 * Q[:36], exclude="diagonal", normalize=True),
+               dict(q=LARGE["q"][:1030], exclude="pair"), q=Q[:36], temperature=T)],
+    "similarity_topk": cases(topk, formulas.similarity_topk, *MASKS, TILES, LARGE, q=Q, k=K, n=11)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_of_kernels(name):
+    for loss, formula, arguments in CASES[name]:
+        check(loss, formula, arguments)
+
+
+# ── several processes, chunks ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_losses_of_1_2_and_3_ranks(tmp_path):
+    """The shares of all ranks, and their gradients, add up to those of one process without gathered rows."""
+    here = Path(__file__).resolve()
+    subprocess.run([sys.executable, here.with_name("loss_ranks.py"), tmp_path], check=True, timeout=120,
+                   env=os.environ | {"PYTHONPATH": str(here.parents[2])})
+    problems, alone = [], torch.load(tmp_path / "0-0")
+    for world in (1, 2, 3):
+        ranks = [torch.load(tmp_path / f"{world}-{rank}") for rank in range(world)]
+        for name, parts in alone.items():
+            for part, exact in parts.items():
+                error = error_of(sum(rank[name][part] for rank in ranks), exact)
+                if not error <= 1e-10:
+                    problems.append(f"{name} on {world} ranks, {part}: error {error:.1e}, limit 1e-10")
+    assert not problems, "\n" + "\n".join(problems)
+    assert len(alone) > 20 and all(parts["value"] for parts in alone.values())
+
+
+def test_embed_in_chunks():
+    """Loss, gradients and the next random number are those of the whole batch, whose dropout is repeated."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(0.4), torch.nn.Linear(16, 5)
+    module, x = torch.nn.Sequential(*layers).double(), numbers(34, 6)
+
+    def step(embed_all):
+        torch.manual_seed(1)
+        z = embed_all() + 0.1 * torch.rand(1)                  # a loss may use random numbers, too
+        module.zero_grad()
+        loss = kernels.info_nce(*z.chunk(2), 0.3, symmetric=True, normalize=True)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in module.parameters()), torch.rand(1)]
+
+    for size, has_dropout in itertools.product((1, 5, 33), (True, False)):
+        module.train(has_dropout)
+        chunks = x.split(size)
+        found = step(lambda: kernels.embed_in_chunks(module, chunks, module))
+        exact = step(lambda: torch.cat([module(chunk) for chunk in chunks]) if has_dropout else module(x))
+        errors = list(map(error_of, found, exact))
+        assert max(errors) <= 1e-10, f"chunks of {size}, dropout {has_dropout}, {errors}"
