@@ -9,15 +9,14 @@ import childtuning
 import cline
 import dclr
 import ease
+import loss_formulas as formulas
 import moco
 import selfguided
 import simclr
 import simcse
 import tacl
 import vascl
-
-from . import loss_formulas as formulas
-from .loss_check import cases, check, numbers
+from loss_check import cases, check, numbers
 
 
 @pytest.fixture(autouse=True)

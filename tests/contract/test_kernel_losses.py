@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import kernels
-
-from . import loss_formulas as formulas
-from .loss_check import cases, check, error_of, numbers
+import loss_formulas as formulas
+from loss_check import cases, check, error_of, numbers
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def similarity_lse(**arguments):
 
 
 def similarity_topk(n, **arguments):
-    """Return the n largest products of each row, twice: see test_losses.topk."""
+    """Return the n largest products of each row, twice: see test_kernel_losses.topk."""
     products = masked_products(**arguments).topk(n, 1).values.detach()
     return torch.cat([products, products])
 
