@@ -147,7 +147,7 @@ def selfguided_loss(c, h, temperature, objective):
     views = h if h.dim() == 3 else h[:, None]
     count = views.shape[1]
     if objective == "base":
-        return nt_xent(unit(c), unit(views[:, 0]), temperature)
+        return nt_xent(unit(c, 1e-8), unit(views[:, 0], 1e-8), temperature)
     keys, sentence = views.flatten(0, 1), torch.arange(len(c)).repeat_interleave(count)
     if objective == "opt1":
         keys, sentence = torch.cat([keys, c]), torch.cat([sentence, torch.arange(len(c))])

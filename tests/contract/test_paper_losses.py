@@ -27,6 +27,7 @@ def scripts_stay_on_the_cpu():
 DTYPES = [torch.float64, torch.float32]
 N = 13
 X, Y, Z, E, P = (numbers(N, 8, seed=seed) for seed in range(5))
+X[3] = 0                                                       # a zero vector has cosine 0
 MANY, MASK = numbers(N, 3, 8, seed=5), numbers(N, 3, seed=6) > 0
 IDS, LABELS = torch.arange(N) * 5 % 9, torch.arange(N) * 3 % 4
 PAPER, CODE = dict(form="paper"), dict(form="code")
@@ -116,7 +117,7 @@ CASES = {
         *cases(childtuning.supcon_loss, formulas.supcon_loss, dict(z=MANY), dict(z=MANY[:, :1], labels=IDS),
                labels=LABELS, temperature=0.3),
         *cases(childtuning.ood_contrastive_loss, formulas.ood_contrastive_loss, PAPER, CODE,
-               z=X, z_adv=Y, labels=LABELS, temperature=0.3),
+               z=E, z_adv=Y, labels=LABELS, temperature=0.3),
         *cases(child_gradient, formulas.child_gradient, dict(mode="F"), dict(mode="D"),
                gradient=X, mask=Y > 0, p=0.3),
         *cases(fisher_information, formulas.fisher_information, {},

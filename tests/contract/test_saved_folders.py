@@ -13,7 +13,9 @@ from transformers import AutoModel, AutoTokenizer
 # name: (fixture of the model, flags)
 FOLDERS = {"mean": ("bert", ["--pooling", "avg"]),
            "first token": ("bert", ["--pooling", "cls", "--head", "keep"]),
-           "two layers": ("bert", ["--pooling", "avg_first_last"]),
+           "before the pooler": ("bert", ["--pooling", "cls_before_pooler"]),
+           "first and last layer": ("bert", ["--pooling", "avg_first_last"]),
+           "last two layers": ("bert", ["--pooling", "avg_top2"]),
            "decoder": ("decoder", ["--pooling", "last"]),
            "head": ("bert", ["--pooling", "avg", "--head", "keep", "new"]),
            "prompt": ("bert", ["--pooling", "avg", "--prompt", "say: "])}
@@ -48,8 +50,11 @@ def embed(folder, sentences, name):
         states = output.last_hidden_state[0]
         if name == "first token":                              # the head is BERT's pooler
             rows.append(output.pooler_output[0])
-        elif name == "two layers":
-            rows.append((output.hidden_states[1][0].mean(0) + states.mean(0)) / 2)
+        elif name == "before the pooler":
+            rows.append(states[0])
+        elif name in ("first and last layer", "last two layers"):
+            other = output.hidden_states[1 if name.startswith("first") else -2][0]
+            rows.append((other.mean(0) + states.mean(0)) / 2)
         elif name == "decoder":
             rows.append(states[-1])
         else:

@@ -1,6 +1,5 @@
 """cline.py: losses against explicit formulas, the model, whole runs, bad input."""
 import itertools
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,76 +8,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, AutoTokenizer
 
 import cline
+import loss_formulas
 import running
-from cline import contrastive_loss, replaced_token_loss, total_loss
-from formulas import check_equal, randn
+from cline import total_loss
 from kernels.training.text import tokens
 from running import DATA, SENTENCES, free_port, rejects, run
-from whole_runs import check_processes, check_resume
+from whole_runs import check_processes
 
 COMMAND = ["--model", "scratch", "--tagger", "lexicon", "--wordnet", DATA / "wordnet",
            "--data", DATA / "sentences.txt"]
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
-
-# ── the losses, in float64 up to 1e-10 ──
-
-
-def reference_contrastive(o, s, a, form="paper"):
-    near, far = (o * s).sum(1), (o * a).sum(1)
-    if form == "paper":
-        return (torch.logaddexp(near, far) - near).mean()
-    near, far, zero = near / o.shape[1], far / o.shape[1], torch.zeros_like(near)
-    return (torch.logaddexp(zero, -near) + torch.logaddexp(zero, far)).mean() / 2
-
-
-@both_forms
-@pytest.mark.parametrize("scale", [1, 30, 1e4])
-@pytest.mark.parametrize("b, d", [(1, 1), (2, 16), (9, 5)])
-def test_contrastive_loss(form, scale, b, d):
-    """The loss equals the formula, even if exponentials overflow. The default form is "paper"."""
-    views = [scale * randn(b, d, seed) for seed in range(3)]
-    options = ["code"] if form == "code" else []
-    check_equal(lambda *x: contrastive_loss(*x, *options), lambda *x: reference_contrastive(*x, form), *views)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
-        low = [view.to(dtype) for view in views]
-        loss = contrastive_loss(*low, *options)
-        exact = reference_contrastive(*(x.double() for x in low), form)
-        assert loss.dtype == torch.float32
-        assert loss.item() == pytest.approx(exact.item(), rel=tolerance, abs=1e-9)
-
-
-def reference_replaced(logits, labels, form):
-    x, classes = logits[labels != -100], labels[labels != -100].long()
-    if form == "paper":                                        # two classes; the logit of "kept" is 0
-        x, classes = torch.stack([0 * x, x], 1), (classes > 0).long()
-    return F.cross_entropy(x, classes)
-
-
-@both_forms
-@pytest.mark.parametrize("labels", [[[0, 1, 1]], [[-100, 0, 2, 1, -100], [-100, 1, -100, -100, -100]]])
-def test_replaced_token_loss(form, labels):
-    """Labels of −100 are ignored; if all labels are −100, the loss is 0. In the paper's form all labels above
-    0 are one class."""
-    labels = torch.tensor(labels)
-    logits = randn(labels.numel(), 3, 1).view(*labels.shape, 3)[..., slice(3) if form == "code" else 0]
-    check_equal(lambda x: replaced_token_loss(x, labels, form), lambda x: reference_replaced(x, labels, form),
-          logits)
-    assert replaced_token_loss(logits.bfloat16(), labels.to(torch.int8), form).dtype == torch.float32
-    leaf = logits.float().requires_grad_()
-    loss = replaced_token_loss(leaf, torch.full_like(labels, -100), form)
-    assert loss == 0 and loss.dtype == torch.float32 and not torch.autograd.grad(loss, leaf)[0].any()
-
-
-def test_total_loss():
-    """Check Σ_i exp(−s_i) L_i + max(s_i, 0), and that the derivative of max(s_i, 0) is 1 at s_i = 0."""
-    losses, s = torch.tensor([[2.0, 0.3, 0.7], [0.6, -0.4, 0.0]], dtype=torch.float64)
-    check_equal(total_loss,
-                lambda x, s: sum(math.e ** -s[i] * x[i] + (s[i] if i != 1 else 0) for i in range(3)),
-          losses, s)
-
 
 # ── the model ──
 
@@ -107,8 +48,9 @@ def reference_losses(model, rows, mask, form):
         mlm.append(F.cross_entropy(output.logits[is_masked], ids[is_masked], reduction="none"))
         if view:
             rtd.append((model.rtd(hidden)[0].squeeze(-1), torch.from_numpy(row[view + 2]).long()))
-    cts = reference_contrastive(*map(torch.stack, vectors), form)
-    return (torch.cat(mlm).mean(), reference_replaced(*map(torch.cat, zip(*rtd)), form), cts), vectors
+    cts = loss_formulas.contrastive_loss(*map(torch.stack, vectors), form)
+    rtd = loss_formulas.replaced_token_loss(*map(torch.cat, zip(*rtd)), form)
+    return (torch.cat(mlm).mean(), rtd, cts), vectors
 
 
 def make_rows(form, bert, texts):
@@ -179,37 +121,6 @@ def small_command(folder, rows, *flags):
     """Return COMMAND for the first rows of its data, with batches of 8."""
     (folder / "few.txt").write_text("\n".join(text for text, in SENTENCES[:rows]))
     return [*COMMAND[:-1], folder / "few.txt", "--batch-size", 8, "--max-length", 64, *flags]
-
-
-@both_forms
-def test_resume_is_exact(form, tmp_path, bert):
-    """A resumed run equals the whole run bit by bit. So does a run on the saved triples with fewer
-    evaluations. The printed line loads the encoder, with --form code including the trained pooler."""
-    flags = small_command(tmp_path, 36, "--model", bert, "--form", form, "--held-out-rows", 4, "--steps", 8)
-    triples = tmp_path / "triples.csv"
-    again = [*flags, "--data", triples]
-    result = check_resume("cline", tmp_path, [*flags, "--eval-every", 3], again, 5, [3, 1],
-                          "--save-triples", triples)
-    encoder = eval(result.said["load"].split("  or  ")[1], {"AutoModel": AutoModel}).eval()
-    words = AutoTokenizer.from_pretrained(tmp_path / "whole")("The dog ate.", return_tensors="pt")
-    hidden, output = result.model.eval().encoder(**words).last_hidden_state, encoder(**words)
-    torch.testing.assert_close(output.last_hidden_state, hidden)
-    if form == "code":
-        torch.testing.assert_close(output.pooler_output, result.model.head(hidden[:, 0]))
-
-
-def test_learns(tmp_path):
-    """All three losses fall. On held-out texts the margin and the share of positive margins rise."""
-    flags = [*COMMAND, "--synonym-rate", 0.6, "--antonym-rate", 0.6, "--lr", 4e-3, "--steps", 60]
-    flags += ["--batch-size", 16, "--eval-every", 20, "--held-out-rows", 60]
-    result = run("cline", tmp_path / "out", *flags)
-    for name, ratio in dict(mlm=0.97, rtd=0.5, cts=0.9).items():
-        values = [step[name] for step in result.steps]
-        assert np.mean(values[-4:]) < ratio * np.mean(values[:4]), name
-    margins = [step["dev_margin"] for step in result.steps if "dev_margin" in step]
-    words = result.said["done"].split()                        # hits 47.000 → 81.000, margin ...
-    before, after = float(words[1]), float(words[3].strip(","))
-    assert len(margins) == 3 and margins[-1] > max(0.1, *margins[:-1]) and before < 50 and after > 65
 
 
 def run_rank(rank, *rest):

@@ -95,28 +95,6 @@ def test_code_form_where_q_rounds_to_one(temperature):
     assert gradient.isfinite().all() and gradient.abs().max() > 0.1
 
 
-def test_instance_weights():
-    """A cosine of exactly φ gives weight 0, except for the anchor's own positive."""
-    f1, f2, axes = randn(8, 3, 0), randn(8, 3, 1), torch.eye(3)[[0, 0, 1]]
-    expected = [[float(i == j or cosine(f1[i], f2[j]) < 0.2) for j in range(8)] for i in range(8)]
-    assert instance_weights(f1[3:] * 7, f2 / 9, 0.2, offset=3).tolist() == expected[3:]
-    assert instance_weights(axes, axes, 0.0).tolist() == torch.eye(3).tolist()
-    assert instance_weights(axes, axes, 1.0).tolist() == [[1, 0, 1], [0, 1, 1], [1, 1, 1]]
-
-
-@pytest.mark.parametrize("impl", ["blockwise", "eager"])
-@every_form
-@pytest.mark.parametrize("n, k, steps, step_size, temperature", [
-    (5, 5, 4, 1e-3, 0.05), (3, 7, 2, 0.5, 0.2), (1, 2, 1, 1e-3, 0.05), (5, 5, 0, 1, 1), (5, 0, 4, 1, 1)])
-def test_noise_matches_the_formula(form, impl, n, k, steps, step_size, temperature):
-    z1, z2, noise, *_ = random_inputs(n, k)
-    settings = steps, step_size, temperature, form
-    with torch.no_grad():                                      # the function turns gradients on itself
-        moved = noise_negatives(z1.requires_grad_(), z2, noise, *settings, impl=impl)
-    torch.testing.assert_close(moved, reference_ascent(z1, z2, noise, *settings), rtol=1e-10, atol=1e-10)
-    assert not moved.requires_grad and torch.equal(noise, random_inputs(n, k)[2])      # input unchanged
-
-
 @every_form
 @pytest.mark.parametrize("dtype, temperature", [(torch.float64, 0.005), (torch.float32, 0.025)])
 def test_noise_steps_have_full_length_or_none(form, dtype, temperature):

@@ -46,18 +46,6 @@ def test_dev_does_not_count_as_a_test_set(cwd, bert, capsys):
     assert mean == ["test", test[1], "mean"] and dev[1] != test[1]
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("simclr", []), ("simclr", ["--supervised"]), ("moco", ["--queue-size", 32, "--bn-splits", 2])])
-def test_images(name, flags, cwd, capsys):
-    few = {key: PICTURES[key][:60] for key in PICTURES.files}
-    np.savez("few.npz", **few)
-    flags = ["--data", "few.npz", "--batch-size", 16, "--probe-epochs", 5, *flags]
-    result = run(name, Path("out"), *flags, "--model", "resnet-small", "--steps", 20)
-    knn, linear = re.search(r"kNN .* → ([\d.]+) %, linear ([\d.]+) %", result.said["done"]).groups()
-    line = evaluate(name, capsys, *flags, "--model", "out")
-    assert line == f"test     kNN {knn} %, linear {linear} %  out"
-
-
 def test_cline(cwd, capsys):
     """Training holds out the last rows of a file. --evaluate on these rows alone gives the same scores."""
     rows = [(a, a.replace(" ", " so "), b) for (a,), (b,) in zip(SENTENCES[:60], SENTENCES[60:120])]
@@ -69,17 +57,6 @@ def test_cline(cwd, capsys):
     found = re.search(r"(hits .*), RTD [\d.]+(, CTS [\d.]+)", result.said["held"])
     line = evaluate("cline", capsys, "--model", "out", "--data", "last.csv")
     assert line == f"test     {found[1]}{found[2]}, 20 triples of last.csv"
-
-
-def test_tacl(cwd, capsys):
-    """The saved student has no MLM and NSP heads, so --evaluate does not print their losses."""
-    texts = [row[0] for row in SENTENCES[:40]]
-    Path("texts.txt").write_text("\n\n".join("\n".join(texts[i : i + 8]) for i in range(0, 40, 8)))
-    flags = ["--dev", "texts.txt", "--max-length", 64]
-    result = run("tacl", Path("out"), "--model", "scratch", "--data", "texts.txt", *flags, "--steps", 3)
-    line = evaluate("tacl", capsys, "--model", "out", *flags)
-    layers = re.escape(result.said["after"].split("layer ")[1])
-    assert re.fullmatch(rf"test     contrast [\d.]+, accuracy [\d.]+ %, .* layer {layers}", line)
 
 
 @pytest.mark.parametrize("regression", [False, True])

@@ -7,9 +7,6 @@ import copy
 import importlib.util
 import os
 import runpy
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,15 +21,12 @@ from running import (
     SENTENCES,
     embed_unbatched,
     equal,
-    few_images,
     few_pairs,
-    metrics,
     run,
-    run_distributed,
     run_text,
     saved_weights,
 )
-from whole_runs import check_processes, check_resume
+from whole_runs import check_resume
 
 TEXT = ["--model", "scratch", "--data", DATA / "sentences.txt", "--dev", DATA / "sts.tsv"]
 SCRIPTS = {
@@ -42,7 +36,6 @@ SCRIPTS = {
     "dclr": [*TEXT, "--phi", 0.994],  # masks a tenth of the pairs; the fixture adds --guide
     "selfguided": [*TEXT, "--projection-dim", 128, "--lr", 1e-3, "--pooling", "avg",
                    "--view-pooling", "mean"]}
-GAIN = {"vascl": 4, "dclr": 8}             # expected gain of the dev score in 30 steps; others: 12
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -50,11 +43,6 @@ every_script = pytest.mark.parametrize("name", SCRIPTS)
 def guide(bert):
     """Add --guide to the flags of dclr.py."""
     SCRIPTS["dclr"] += ["--guide", bert]
-
-
-def code_in(folder):
-    """Return {path: content} of the Python files below a folder."""
-    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.py")}
 
 
 def small(name, folder, rows=36, dev=True):
@@ -79,54 +67,6 @@ def without_dev(flags):
     """Return the flags without --dev and its file."""
     at = flags.index("--dev")
     return [*flags[:at], *flags[at + 2 :]]
-
-
-def test_every_script_needs_only_itself_and_kernels(tmp_path):
-    """All ten scripts run in a folder with nothing but them and kernels/, in one process that has not
-    imported the project before."""
-    home = tmp_path / "home"
-    shutil.copytree(ROOT / "kernels", home / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    pictures = ["--data", few_images(tmp_path), "--model", "resnet-small", "--batch-size", 16]
-    pictures += ["--probe-epochs", 1]
-    texts = [row[0] for row in SENTENCES[:80]]
-    documents = tmp_path / "documents.txt"
-    documents.write_text("\n\n".join("\n".join(texts[i : i + 8]) for i in range(0, 80, 8)))
-    others = {"simclr": pictures, "moco": [*pictures, "--queue-size", 64, "--bn-splits", 2],
-              "cline": ["--data", DATA / "sentences.txt", "--wordnet", DATA / "wordnet", "--batch-size", 8],
-              "tacl": ["--data", documents, "--batch-size", 8],
-              "childtuning": ["--data", DATA / "topics.tsv", "--mode", "F"]}
-    code = "import runpy, sys\nfor command in eval(sys.stdin.read()):\n    sys.argv = command\n"
-    code += "    runpy.run_path(command[0], run_name='__main__')\n"
-    commands = []
-    for name in (*SCRIPTS, *others):
-        shutil.copy(ROOT / f"{name}.py", home)
-        flags = others[name] if name in others else small(name, tmp_path)
-        scratch = [] if "--model" in flags else ["--model", "scratch"]
-        commands.append([*map(str, [f"{name}.py", *flags, *scratch, "--out", f"out/{name}", "--steps", 2])])
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=home, env=env,
-                          input=repr(commands), capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\ndone ") == done.stdout.count("\nload ") == 10
-    for name in (*SCRIPTS, *others):
-        out = home / "out" / name
-        files = ["README.md", "args.json", "config.json", "model.safetensors"]
-        if name in SCRIPTS:
-            files += ["modules.json", "1_Pooling/config.json", "tokenizer.json"]
-        assert [file for file in files if not (out / file).is_file()] == []
-        assert [step["step"] for step in metrics(out)] == [1, 2]
-        assert (out / f"{name}.py").read_bytes() == (ROOT / f"{name}.py").read_bytes()     # saved code
-        assert code_in(out / "training") == code_in(ROOT / "kernels" / "training")
-
-
-# test_selfguided.py has its own test_learns
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "selfguided"])
-def test_learns(name, tmp_path):
-    result = run(name, tmp_path / "out", *SCRIPTS[name], "--steps", 30)
-    words = result.said["done"].split()                        # dev Spearman 41.57 → 78.94 ...
-    before, best = float(words[2]), float(words[4])
-    assert best == round(result.steps[-1]["dev_spearman"], 2) and best > before + GAIN.get(name, 12)
 
 
 @every_script
@@ -187,21 +127,6 @@ def test_chunks_of_tokens(tmp_path, bert, monkeypatch):
             of_chunks = chunked.state["optimizer"]["state"][key]["exp_avg"]
             torch.testing.assert_close(of_chunks, weight["exp_avg"], rtol=1e-4, atol=1e-6)
     assert counts[0][0] < counts[1][0] and counts[0][1] > 5
-
-
-@pytest.mark.parametrize("name, flags", [*((name, []) for name in SCRIPTS),
-                                         ("selfguided", ["--objective", "base", "--layers", 2])])
-def test_several_processes_equal_one(name, flags, tmp_path, bert):
-    """Three processes with unequal shares of a batch and chunks equal one process without chunks. The model
-    has no dropout."""
-    flags = [*small(name, tmp_path, dev=False), "--model", bert, "--pooling", "avg", "--lr", 1e-3, *flags]
-    flags += ["--steps", 6]
-    if name == "ease":                                         # its entity term has little weight by default
-        flags += ["--warmup-steps", 1, "--entity-weight", 1, "--entity-temperature", 0.1]
-    one = run(name, tmp_path / "one", *flags)
-    assert max(one.norms) > 1                                  # clipping is active
-    norms = run_distributed(3, name, tmp_path / "three", [*flags, "--chunk-size", 3, "--chunk-tokens", 60])
-    check_processes(one, tmp_path / "three", norms)
 
 
 @every_script

@@ -20,7 +20,7 @@ from formulas import both_impls, check_equal, randn
 from kernels import blockwise
 from running import SENTENCES, equal, rejects, run, run_distributed
 from tacl import tacl_loss
-from whole_runs import check_processes, check_resume
+from whole_runs import check_processes
 
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
 
@@ -301,20 +301,6 @@ def test_learns(tmp_path, files, bert):
     rates = np.interp(range(39), [0, 3, 39], [0, 3e-3, 0])
     assert [step["lr"] for step in result.steps] == pytest.approx(rates)
     check_folder(result, tmp_path / "out", "bert")
-
-
-@pytest.mark.parametrize("flags", [
-    [], ["--form", "code", "--grad-accum", 3, "--whole-word", "--similarity", "dot", "--shuffle-buffer", 2],
-    ["--contrastive-weight", 0, "--grad-accum", 2]], ids=str)
-def test_resume_is_exact(flags, tmp_path, files, folders):
-    """The model has dropout and another model as teacher, and the stream reads its file twice. Evaluation
-    changes nothing."""
-    flags = [*files, "--model", folders / "distilbert", "--teacher", folders / "bert", "--steps", 8, *flags]
-    whole = check_resume("tacl", tmp_path, [*flags, "--eval-every", 3], flags, 5, [3, 1])
-    assert whole.state["progress"]["place"][1] > 0
-    assert all(("contrast" in step) is ("--contrastive-weight" not in flags) for step in whole.steps)
-    assert all(step["dev_contrast"] > 0 for step in whole.steps if "dev_loss" in step)
-    check_folder(whole, tmp_path / "whole", "distilbert")
 
 
 def test_several_processes_equal_one(tmp_path, files, bert):

@@ -5,7 +5,6 @@ import pickle
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -359,24 +358,6 @@ def test_loss_falls_on_one_batch(name, flags, least, tracked, data, tmp_path, mo
     state = dict(result.model.encoder.state_dict())
     assert equal(state, load_file(tmp_path / "out" / "model.safetensors"))
     assert state["embedder.embedder.normalization.num_batches_tracked"] == tracked
-
-
-@pytest.mark.parametrize("name, precision", [
-    ("simclr", "fp32"), ("moco", "fp32"), ("moco", "bf16"), ("moco", "bf16 --memory-bank")])
-def test_resume_is_exact(name, precision, data, tmp_path, monkeypatch):
-    """Steps 5 and 6, which the interrupted run did after its last checkpoint, are repeated."""
-    flags = ["--data", data, *FLAGS, *OWN[name], "--precision", *precision.split()]
-    whole = run(name, tmp_path / "whole", *flags)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        interrupted = Mock(side_effect=[None] * 6 + [KeyboardInterrupt])
-        patch.setattr(SCRIPTS[name], "all_reduce_gradients", interrupted)
-        run(name, tmp_path / "parts", *flags)
-    parts = run(name, tmp_path / "parts", *flags, "--resume")
-    assert whole.losses == parts.losses and equal(whole.state, parts.state)
-    if name == "moco":                                         # the queue has the dtype of its matmuls
-        queue, keys = parts.state["model"]["queue"], parts.model.queue
-        assert queue.dtype == keys.dtype == (torch.float32 if precision == "fp32" else torch.float16)
-        torch.testing.assert_close(queue.float().norm(dim=1), torch.ones(len(queue)), atol=1e-3, rtol=0)
 
 
 def test_crops_of_training_and_of_the_probe(data, tmp_path, monkeypatch):

@@ -143,17 +143,6 @@ def test_training_continues_with_the_saved_head(bert, tmp_path):
     assert is_kept and not (tmp_path / "train-only" / "2_Dense").exists()
 
 
-def test_code_of_a_folder_is_never_run(cwd, bert, capfd):
-    """The config names a model type that transformers does not know, and code for it in auto_map."""
-    shutil.copytree(bert, "model")
-    config = json.loads(Path("model/config.json").read_text())
-    code = dict(auto_map={"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"}, model_type="evil")
-    Path("model/config.json").write_text(json.dumps(config | code))
-    Path("model/evil.py").write_text("raise SystemExit('it ran')\n")
-    wanted = "--model model: needs to run its own Python code, which is never done; .*"
-    rejects("simcse", capfd, wanted, *SMALL, "--model", "model")
-
-
 @pytest.mark.parametrize("model, wanted", [
     (BertForSequenceClassification(BertConfig(vocab_size=90, hidden_size=8, num_hidden_layers=1,
                                               num_attention_heads=1, intermediate_size=8)),

@@ -1,26 +1,19 @@
 """Sentence encoders: every pooling against its definition, saved folders in other libraries, and models that
 cannot be loaded."""
 import itertools
-import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, CanineTokenizer, XLMConfig
+from transformers import AutoTokenizer, BertConfig, BertModel, CanineTokenizer, XLMConfig
 
-import simcse
 from kernels.training.cli import POOLINGS, UserError
 from kernels.training.text import tokens
 from kernels.training.text.encoders import SentenceEncoder, init_linear
 from kernels.training.text.models import load_text_model
-from running import NLI, SENTENCES, SMALL, embed_unbatched, rejects, run_text
+from running import NLI, SENTENCES, SMALL, embed_unbatched, rejects
 
 CASES = [*((pooling, NLI) for pooling in POOLINGS), ("cls", SENTENCES)]
-every_pooling = pytest.mark.parametrize("pooling, data", CASES)  # cls with one column: no head at inference
 
 
 def make_encoder(folder, pooling, head=None, **more):
@@ -59,31 +52,6 @@ def test_embeddings_match_the_definition(pooling, keep, bert, monkeypatch):
     torch.testing.assert_close(embedded, headed if keep else bare, atol=1e-5, rtol=0)
 
 
-@every_pooling
-@pytest.mark.parametrize("library", ["transformers", "sentence_transformers"])
-def test_other_libraries_load_the_folder(library, pooling, data, tmp_path, bert):
-    """The printed line loads a model whose embeddings equal those of the weights in state.pt."""
-    module = pytest.importorskip(library)
-    flags = ["--model", bert, "--pooling", pooling, "--batch-size", 8, "--steps", 3, "--lr", 1e-2]
-    result = run_text("simcse", tmp_path, data[:24], *flags, "--max-length", 16)
-    sentences = ["no, " * 20, *(row[0] for row in data[:12])]  # longer than 16 tokens
-    result.model.load_state_dict(result.state["model"])
-    ours = result.model.eval().embed_texts(sentences).detach()
-    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text())["truncation"] is None
-    sentence_transformer, auto_model = result.said["load"].split("  or  ")
-    if library == "sentence_transformers":
-        theirs = torch.from_numpy(eval(sentence_transformer, vars(module)).encode(sentences))
-    else:
-        model = eval(auto_model, {"AutoModel": AutoModel})
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-        headed = pooling == "cls" and data is NLI
-        if not headed:                         # the folder has the pretrained pooler, not a random one
-            pretrained = AutoModel.from_pretrained(bert).pooler.dense.weight
-            assert torch.equal(model.pooler.dense.weight, pretrained)
-        theirs = embed_unbatched(model, tokenizer, sentences, "pooler" if headed else pooling)
-    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
-
-
 def test_batches_and_chunks_of_one_row(bert):
     """Results keep their two dimensions, and chunks give the gradients of the whole batch."""
     rows = tokens.tokenise([row[0] for row in NLI[:5]], AutoTokenizer.from_pretrained(bert), 32)[0]
@@ -102,28 +70,6 @@ def test_batches_and_chunks_of_one_row(bert):
 # ── models that cannot be loaded ──
 
 
-def damage(path, change):
-    """Replace the file's bytes by change(bytes), or delete the file if change is None."""
-    if change:
-        path.write_bytes(change(path.read_bytes()))
-    else:
-        path.unlink()
-
-
-@pytest.mark.parametrize("file, change, wanted", [
-    ("config.json", None, r"no config\.json in this folder; expected a model of the transformers library"),
-    ("config.json", lambda old: b"{", r".*config\.json.* not a valid JSON file.*"),
-    ("config.json", lambda old: old.replace(b"128", b"64"),
-     r"\d+ weights, such as .*, .* do not fit its config\.json"),
-    ("model.safetensors", None, r".*no file named model\.safetensors.*"),
-    ("model.safetensors", lambda old: old[:-9], r"SafetensorError: .*"),
-    ("tokenizer.json", None, r"the words of its tokenizer are missing .*")])
-def test_damaged_model_folder(cwd, capfd, finished, file, change, wanted):
-    shutil.copytree(finished, "model")
-    damage(Path("model", file), change)
-    rejects("simcse", capfd, "--model model: " + wanted, *SMALL, "--model", "model")
-
-
 def test_slow_tokenizer_is_rejected(tmp_path):
     """CanineTokenizer has no vocabulary file; the weights in the folder are fine."""
     shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
@@ -133,17 +79,6 @@ def test_slow_tokenizer_is_rejected(tmp_path):
         load_text_model(str(tmp_path), flag="--guide")
     wanted = f"--guide {tmp_path}: CanineTokenizer is a slow tokenizer, expected one with a tokenizer.json"
     assert str(end.value) == wanted
-
-
-def test_error_in_a_separate_process(cwd, finished):
-    """A separate process, too, prints one line on stderr, although libraries write to it."""
-    shutil.copytree(finished, "model")
-    damage(Path("model/config.json"), lambda old: old.replace(b'layers": 2', b'layers": 3'))
-    command = [sys.executable, simcse.__file__, *SMALL, "--model", "model"]
-    done = subprocess.run(command, text=True, capture_output=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "--model model: 16 weights, such as encoder.layer.2." in done.stderr
-    assert sorted(path.name for path in Path().iterdir()) == ["good.csv", "model"]
 
 
 def test_triton_on_a_cpu_is_an_error(cwd, monkeypatch, capfd):
