@@ -34,7 +34,8 @@ def close(path, mode):
 
 def start_rank(**variables):
     """Set variables as torchrun does."""
-    os.environ.update(dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555") | variables)
+    pair = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+    os.environ.update(pair | variables)
 
 
 def take_port():
@@ -62,6 +63,7 @@ BROKEN_DOWNLOAD = {"hub/models--their--model/refs/main": "abc",
                    "hub/models--their--model/blobs/12.incomplete": "half of the weights",
                    "hub/models--their--model/snapshots/abc/config.json": '{"model_type": "bert"}'}
 NAN = {"bert/model.safetensors": lambda old: save({name: x * torch.nan for name, x in load(old).items()})}
+OTHER_DATA = {"few.csv": lambda old: old.replace(b" a ", b" the ")}
 SHORTER = {"bert/model.safetensors": lambda old: old[:-9]}
 
 # script and flags; files made beforehand; words of the message; and a condition
@@ -80,7 +82,7 @@ MISTAKES = [
     ("simcse --data none.csv", {}, "none.csv | No such file"),
     ("vascl --data a.txt", {"a.txt": ""}, "a.txt | no rows"),
     ("simcse --data a.csv", {"a.csv": "a,b\nA,B\nC,\n"}, "a.csv line 3 | empty"),
-    ("ease --data a.tsv", {"a.tsv": "text\tpositive_entity\nA\tB\nC\n"}, "a.tsv line 3 | 1 columns | expected 2"),
+    ("ease --data a.tsv", {"a.tsv": "text\tpositive_entity\nA\tB\nC\n"}, "a.tsv line 3 | 1 col | expected 2"),
     ("selfguided --data a.jsonl", {"a.jsonl": '{"text": "A"}\n{"text": \n'}, "a.jsonl line 2 | JSON"),
     ("cline --data a.txt", {"a.txt": b"A\nB\xe9\n"}, "a.txt line 2 | UTF-8"),
     ("cline --wordnet none", {}, "--wordnet none | data.noun"),
@@ -108,7 +110,7 @@ MISTAKES = [
     ("vascl --out few.txt", {}, "--out few.txt"),
     ("simcse --out bert --resume", {}, "--out bert | no state.pt | resume"),
     ("simcse --out half --resume --lr 1", {}, "--resume | lr was 0.002 | now it is 1"),
-    ("simcse --out half --resume", {"few.csv": lambda old: old.replace(b" a ", b" the ")}, "--resume | --data few.csv | changed"),
+    ("simcse --out half --resume", OTHER_DATA, "--resume | --data few.csv | changed"),
     ("simcse --out half --resume", {"half/state.pt": lambda old: old[:-99]}, "state.pt"),
     # ── machine ──
     ("cline", {}, "--out out | writable", partial(close, ".", 0o500)),
@@ -122,15 +124,16 @@ MISTAKES = [
 
 
 def files_in(folder):
-    """Return {path: size and time} of all files, and of folders without them, but not of the command's streams."""
+    """Return {path: what changes with its content} of all files and folders, but the streams'."""
     found = {path: path.lstat() for path in folder.rglob("*") if path.name not in ("printed", "errors")}
-    return {path: path.is_dir() or (about.st_size, about.st_mtime_ns, about.st_ino) for path, about in found.items()}
+    return {path: path.is_dir() or (about.st_size, about.st_mtime_ns, about.st_ino)
+            for path, about in found.items()}
 
 
 def check_refusal(done, script, message):
-    """Check exit code 2 and one line on stderr, "SCRIPT.py: ...", that contains the parts of `message`, joined by " | "."""
+    """Check exit code 2 and stderr: one line "SCRIPT.py: ..." with the parts of `message`, "PART | PART"."""
     assert done.code == 2, done.errors
-    assert re.fullmatch(rf"{script}\.py: [^\x00-\x1f\x7f]+\n", done.errors)
+    assert re.fullmatch(rf"{script}\.py: [^\x00-\x1f\x7f]+\n", done.errors), done.errors
     assert [part for part in message.split(" | ") if part not in done.errors] == [], done.errors
 
 

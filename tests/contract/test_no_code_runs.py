@@ -1,8 +1,6 @@
-"""Models, runs and data of strangers contain programs. None of them runs: the script refuses the input by one
-line, or trains without the program.
-
-A program writes the file `pwned`. It is a pickle, or the module own.py, which a setting names. A second test
-shows that these programs work: careless readers run them.
+"""Models, runs and data of strangers contain programs. None runs: the script refuses the input by one line, or
+trains without it. A program is a pickle, or the module own.py that a setting names, and writes the file `pwned`.
+A second test shows that the programs work: careless readers run them.
 """
 import contextlib
 import io
@@ -21,8 +19,7 @@ from good import change_files, with_settings, words
 
 
 class Bomb:
-    """Object that writes a file when it is unpickled. `text` is a Python program that does the same."""
-
+    """Object that runs `text`, a program that writes a file, when it is unpickled."""
     def __init__(self, path):
         self.text = f"open({str(path)!r}, 'w').close()"
 
@@ -40,14 +37,13 @@ def written(write, value):
 pickled = lambda bomb, old: pickle.dumps(bomb, 2)
 archive = lambda bomb, old: written(torch.save, bomb)
 in_state = lambda part: lambda bomb, old: written(torch.save, torch.load(io.BytesIO(old)) | {part: bomb})
-npy = lambda bomb, old: written(lambda value, file: np.save(file, value), np.array([bomb] * 16, object))
-PIXELS, LABELS = np.zeros((16, 16, 16, 3), np.uint8), [0, 1] * 8
-npz = lambda name: lambda bomb, old: written(lambda arrays, file: np.savez(file, **arrays), dict(
-    images=PIXELS, labels=LABELS) | {name: np.array([bomb] * 16, object)})
+objects = lambda bomb: np.array([bomb] * 16, object)
+npy = lambda bomb, old: written(lambda value, file: np.save(file, value), objects(bomb))
+npz = lambda bomb, old: written(lambda value, file: np.savez(file, images=value), objects(bomb))
+npy_header = lambda bomb, old: b"\x93NUMPY\x01\0" + f"@@exec({bomb.text!r})".ljust(500).encode().replace(
+    b"@@", (498).to_bytes(2, "little"))                        # the header is a Python expression
 cifar = lambda protocol: lambda bomb, old: pickle.dumps(
-    {b"data": PIXELS[:, :4].repeat(4, 1).reshape(16, 3072), b"labels": LABELS, b"batch_label": bomb}, protocol)
-header = lambda code: b"\x93NUMPY\x01\0" + len(code).to_bytes(2, "little") + code
-npy_header = lambda bomb, old: header(f"exec({bomb.text!r})\n".encode())       # a Python expression
+    {b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8, b"batch_label": bomb}, protocol)
 settings = lambda **more: lambda bomb, old: with_settings(**more)(old)
 
 # careless readers: functions of the path of the program
@@ -56,12 +52,13 @@ trust = lambda kind: lambda path: getattr(transformers, kind).from_pretrained(
 unpickle = lambda path: torch.load(io.BytesIO(path.read_bytes()), weights_only=False)
 read_npy = lambda path: np.load(path, allow_pickle=True)
 read_npz = lambda path: [*np.load(path, allow_pickle=True).values()]
-run_own = lambda path: runpy.run_path(path.with_name("own.py"))
+import_own = lambda path: runpy.run_path(path.with_name("own.py"))
 evaluate = lambda path: eval(path.read_bytes()[10:])
 
 OWN = dict.fromkeys([f"Auto{kind}" for kind in "Config Model ModelForMaskedLM ModelForSequenceClassification "
                      "ImageProcessor".split()], "own.Own")
 OWN_MODEL, OWN_BERT = settings(auto_map=OWN, model_type="own"), settings(auto_map=OWN)
+OWN_IMAGES = settings(auto_map=OWN, image_processor_type="Own")
 OWN_TOKENIZER = settings(auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
 # transformers has no AutoModel of kind trocr: inside another model, it asks whether to run own.py
 INNER = {"model_type": "trocr", "auto_map": {"AutoModel": "bert--own.Own"}}
@@ -82,11 +79,9 @@ INPUTS = [
     ("ease --model bert --evaluate --dev sts.tsv", "bert/config.json", OWN_MODEL, trust("AutoModel")),
     ("selfguided --model bert", "bert/config.json", LLAVA, trust("AutoModel")),
     ("simcse --model bert", "bert/tokenizer_config.json", OWN_TOKENIZER, trust("AutoTokenizer")),
-    ("childtuning --model bert", "bert/tokenizer_config.json", OWN_TOKENIZER, trust("AutoTokenizer")),
     ("moco --model net", "net/config.json", OWN_MODEL, trust("AutoModel")),
-    ("simclr --model net", "net/preprocessor_config.json",
-     settings(auto_map=OWN, image_processor_type="Own"), trust("AutoImageProcessor")),
-    ("simcse --model bert", "bert/modules.json", lambda *_: LAYERS % "own.Own", run_own),
+    ("simclr --model net", "net/preprocessor_config.json", OWN_IMAGES, trust("AutoImageProcessor")),
+    ("simcse --model bert", "bert/modules.json", lambda *_: LAYERS % "own.Own", import_own),
     ("simcse --model bert", "bert/pytorch_model.bin", pickled, unpickle, NO_WEIGHTS),
     ("tacl --teacher bert", "bert/pytorch_model.bin", archive, unpickle, NO_WEIGHTS),
     ("vascl --model bert", "bert/dense/pytorch_model.bin", pickled, unpickle, DENSE),
@@ -96,8 +91,7 @@ INPUTS = [
     (HALF, "half/state.pt", in_state("optimizer"), unpickle),
     (HALF, "half/state.pt", in_state("random"), unpickle), (HALF, "half/args.json", pickled, unpickle),
     (HALF, "half/simcse.py", lambda bomb, old: bomb.text, runpy.run_path),     # the copy of the code in --out
-    ("moco --data a.npz", "a.npz", npz("images"), read_npz),
-    ("simclr --data a.npz", "a.npz", npz("labels"), read_npz),
+    ("moco --data a.npz", "a.npz", npz, read_npz),
     ("moco --data a.npy", "a.npy", npy, read_npy), ("simclr --data a.npy", "a.npy", npy_header, evaluate),
     *(("simclr --data cifar", "cifar/data_batch_1", cifar(protocol), read_npy) for protocol in (0, 2, 5)),
     ("ease --entity-vectors a.npy", "a.npy", npy, read_npy)]
@@ -105,7 +99,7 @@ each_input = pytest.mark.parametrize("number", range(len(INPUTS)), ids=[
     f"{command}, {file}" for command, file, *_ in INPUTS])
 
 
-def write_input(here, file, content, _, others=()):
+def write_input(here, _, file, content, __, others=()):
     """Write the files of an input, and own.py in all folders. Returns the path that a program would write."""
     bomb = Bomb(here / "pwned")
     old = (here / file).read_bytes() if (here / file).exists() else None
@@ -124,8 +118,8 @@ def say_yes():
 
 @each_input
 def test_no_code_runs(number, here):
-    command, *rest = INPUTS[number]
-    mark = write_input(here, *rest)
+    command = INPUTS[number][0]
+    mark = write_input(here, *INPUTS[number])
     done = run(words(command), here, setup=say_yes)
     assert not mark.exists()
     refusal = rf"{command.split()[0]}\.py: [^\x00-\x1f\x7f]+\n"
@@ -135,13 +129,13 @@ def test_no_code_runs(number, here):
 @each_input
 def test_programs_work(number, here, monkeypatch):
     """A careless reader runs the program. Otherwise the test above could not fail."""
-    _, *rest = INPUTS[number]
-    mark = write_input(here, *rest)
+    _, file, _, careless, *_ = INPUTS[number]
+    mark = write_input(here, *INPUTS[number])
     monkeypatch.chdir(here)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(here / "cache"))
     with contextlib.suppress(Exception):
-        rest[2](here / rest[0])
+        careless(here / file)
     assert mark.exists()
 
 
