@@ -62,7 +62,8 @@ def change_files(here, made):
     for name, content in made.items():
         path = here / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = content(path.read_bytes()) if callable(content) else content
+        old = path.read_bytes() if path.exists() else None
+        content = content(old) if callable(content) else content
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
