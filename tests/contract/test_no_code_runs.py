@@ -44,7 +44,6 @@ npy_header = lambda bomb, old: b"\x93NUMPY\x01\0\0\1" + f"exec({bomb.text!r})".l
 cifar = lambda protocol: lambda bomb, old: pickle.dumps(
     {b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8, b"batch_label": bomb}, protocol)
 settings = lambda **more: lambda bomb, old: with_settings(**more)(old)
-
 # careless readers: functions of the path of the program
 trust = lambda kind: lambda path: getattr(transformers, kind).from_pretrained(
     path.parent, trust_remote_code=True)
@@ -59,13 +58,12 @@ OWN_MODEL = settings(auto_map=OWN, model_type="own")
 OWN_PART = settings(auto_map=OWN, image_processor_type="Own")  # beside a known model_type
 OWN_TOKENIZER = settings(auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
 # transformers has no AutoModel of kind trocr: inside another model, it asks whether to run own.py
-INNER = {"model_type": "trocr", "auto_map": {"AutoModel": "bert--own.Own"}}
-LLAVA = settings(model_type="llava", text_config=INNER)
+INNER = dict(model_type="trocr", auto_map={"AutoModel": "bert--own.Own"})
+NESTED = settings(model_type="llava", text_config=INNER)
 LAYERS = '[{"type": "sentence_transformers.models.Transformer", "path": ""}, {"type": "%s", "path": "dense"}]'
 DENSE = {"bert/modules.json": LAYERS % "sentence_transformers.models.Dense",
          "bert/dense/config.json": '{"in_features": 32, "out_features": 32}'}
 NO_WEIGHTS, HALF = {"bert/model.safetensors": None}, "simcse --out half --resume"
-
 # command; file that is the program, or names own.py; its content; a careless reader; other files
 INPUTS = [
     ("simcse --model bert", "bert/config.json", OWN_MODEL, trust("AutoModel")),
@@ -74,7 +72,7 @@ INPUTS = [
     ("dclr --guide bert", "bert/config.json", OWN_MODEL, trust("AutoModel")),
     ("tacl --teacher bert", "bert/config.json", OWN_MODEL, trust("AutoModel")),
     ("ease --model bert --evaluate --dev sts.tsv", "bert/config.json", OWN_MODEL, trust("AutoModel")),
-    ("selfguided --model bert", "bert/config.json", LLAVA, trust("AutoModel")),
+    ("selfguided --model bert", "bert/config.json", NESTED, trust("AutoModel")),
     ("simcse --model bert", "bert/tokenizer_config.json", OWN_TOKENIZER, trust("AutoTokenizer")),
     ("moco --model net", "net/config.json", OWN_MODEL, trust("AutoModel")),
     ("simclr --model net", "net/preprocessor_config.json", OWN_PART, trust("AutoImageProcessor")),
@@ -133,8 +131,8 @@ def test_programs_work(number, here, monkeypatch):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("script, name", [("simcse", "attn_implementation"), ("ease", "experts_implementation"),
-                                          ("childtuning", "attn_implementation")])
+@pytest.mark.parametrize("script, name", [
+    ("simcse", "attn_implementation"), ("ease", "experts_implementation"), ("childtuning", "attn_implementation")])
 def test_no_code_of_the_hub_is_downloaded(script, name, here):
     """A config can name compiled kernels of the hub. Without a network, the download would be an error."""
     change_files(here, {"bert/config.json": with_settings(**{name: "kernels-community/flash-attn"})})
