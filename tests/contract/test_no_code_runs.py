@@ -131,9 +131,9 @@ def test_programs_work(number, here, monkeypatch):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("script, name", [
-    ("simcse", "attn_implementation"), ("ease", "experts_implementation"), ("childtuning", "attn_implementation")])
-def test_no_code_of_the_hub_is_downloaded(script, name, here):
+@pytest.mark.parametrize("name, script", [("attn_implementation", "simcse"), ("experts_implementation", "ease"),
+                                          ("attn_implementation", "childtuning")])
+def test_no_code_of_the_hub_is_downloaded(name, script, here):
     """A config can name compiled kernels of the hub. Without a network, the download would be an error."""
     change_files(here, {"bert/config.json": with_settings(**{name: "kernels-community/flash-attn"})})
     done = run(words(f"{script} --model bert"), here)
