@@ -115,7 +115,7 @@ MISTAKES = [
     # ── machine ──
     ("cline", {}, "--out out | writable", partial(close, ".", 0o500)),
     ("vascl", {}, "few.txt | Permission denied", partial(close, "few.txt", 0)),
-    ("simcse", {}, "memory is full | lower | --batch-size", partial(limit_memory, 1)),
+    ("moco --queue-size 5000000", {}, "memory is full | lower | --batch-size", partial(limit_memory, 1000)),
     ("moco --queue-size 1000000000000", {}, "1000000000000 | memory"),
     ("tacl", {}, "RANK is 2 | WORLD_SIZE is 2", partial(start_rank, RANK="2")),
     ("simclr", {}, "MASTER_PORT is 'x'", partial(start_rank, MASTER_PORT="x")),

@@ -131,8 +131,8 @@ def test_programs_work(number, here, monkeypatch):
     assert mark.exists()
 
 
-@pytest.mark.parametrize("name, script", [("attn_implementation", "simcse"), ("experts_implementation", "ease"),
-                                          ("attn_implementation", "childtuning")])
+@pytest.mark.parametrize("name, script", [("attn_implementation", "simcse"),
+                                          ("experts_implementation", "childtuning")])
 def test_no_code_of_the_hub_is_downloaded(name, script, here):
     """A config can name compiled kernels of the hub. Without a network, the download would be an error."""
     change_files(here, {"bert/config.json": with_settings(**{name: "kernels-community/flash-attn"})})
