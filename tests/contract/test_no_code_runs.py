@@ -59,7 +59,7 @@ OWN_PART = settings(auto_map=OWN, image_processor_type="Own")  # beside a known 
 OWN_TOKENIZER = settings(auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
 # transformers has no AutoModel of kind trocr: inside another model, it asks whether to run own.py
 INNER = dict(model_type="trocr", auto_map={"AutoModel": "bert--own.Own"})
-NESTED = settings(model_type="llava", text_config=INNER)
+NESTED = settings(model_type="llava", text_config=INNER, vision_config=INNER)
 LAYERS = '[{"type": "sentence_transformers.models.Transformer", "path": ""}, {"type": "%s", "path": "dense"}]'
 DENSE = {"bert/modules.json": LAYERS % "sentence_transformers.models.Dense",
          "bert/dense/config.json": '{"in_features": 32, "out_features": 32}'}
