@@ -59,6 +59,8 @@ def run(words, folder, setup=None, data=None):
     returns  code: the exit code, negative for a signal; printed, errors: the text of its two streams
     """
     process = start(words, folder, setup, data)
+    process.join(60)
+    process.kill()                                             # only if it hangs
     process.join()
     printed, errors = (Path(folder, name).read_text("utf-8") for name in ("printed", "errors"))
     return SimpleNamespace(code=process.exitcode, printed=printed, errors=errors)

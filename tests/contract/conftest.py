@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import DATA, train
+from good import write_good_files
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
@@ -77,3 +78,15 @@ def documents(tmp_path_factory):
         parts = ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
         Path(folder, name).write_text("\n".join(parts), "utf-8")
     return folder / "train.txt", folder / "held-out.txt"
+
+
+@pytest.fixture(scope="session")
+def good_files(bert, tmp_path_factory):
+    """Return a folder with small good inputs of every kind; see good.py."""
+    return write_good_files(tmp_path_factory.mktemp("good"), bert)
+
+
+@pytest.fixture
+def here(good_files, tmp_path):
+    """Return a new folder with the good files."""
+    return shutil.copytree(good_files, tmp_path / "here")

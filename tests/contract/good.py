@@ -1,0 +1,69 @@
+"""Small good inputs, and flags with which each script accepts them."""
+import json
+import os
+import shutil
+
+import numpy as np
+from command import DATA, train
+from PIL import Image
+
+TEXT = "--model scratch --batch-size 4 --steps 1"
+IMAGES = "--data few.npz --model resnet-small --batch-size 8 --steps 1 --probe-epochs 0"
+FLAGS = {
+    "simclr": IMAGES,
+    "moco": f"{IMAGES} --queue-size 16 --bn-splits 2",
+    "simcse": f"--data few.csv {TEXT}",
+    "selfguided": f"--data few.txt {TEXT}",
+    "cline": f"--data few.txt --wordnet {DATA / 'wordnet'} --tagger lexicon {TEXT} --held-out-rows 2",
+    "tacl": f"--data documents.txt {TEXT} --max-length 32",
+    "ease": f"--data entities.tsv {TEXT}",
+    "vascl": f"--data few.txt {TEXT} --neighbours 2",
+    "dclr": f"--data few.txt --guide bert {TEXT} --phi 0.99",
+    "childtuning": f"--data topics.tsv --mode F {TEXT}"}
+
+
+def words(command):
+    """Return the words of "SCRIPT FLAGS", with the script's good flags and --out out before its own flags."""
+    script, *flags = command.split()
+    return [script, *FLAGS[script].split(), "--out", "out", *flags]
+
+
+def write_good_files(here, bert):
+    """Write data, a BERT (bert/), an image encoder (net/) and a run that --resume accepts (half/) into the
+    folder `here`, and return it.
+
+    bert    folder of a BERT, which is copied
+    """
+    for name, new, rows in [("nli.csv", "few.csv", 13), ("sentences.txt", "few.txt", 12),
+                            ("sentences.txt", "documents.txt", 12), ("sts.tsv", "sts.tsv", 5),
+                            ("entities.tsv", "entities.tsv", 13), ("topics.tsv", "topics.tsv", 25)]:
+        lines = (DATA / name).read_bytes().splitlines(True)[:rows]
+        (here / new).write_bytes((b"\n" if new == "documents.txt" else b"").join(
+            b"".join(lines[i : i + 3]) for i in range(0, rows, 3)))
+    with np.load(DATA / "shapes.npz") as file:
+        arrays = {name: file[name][:16] for name in file}
+    np.savez(here / "few.npz", **arrays)
+    os.mkdir(here / "photos")
+    for i, pixels in enumerate(arrays["images"][:8]):
+        Image.fromarray(pixels).save(here / "photos" / f"{i}.png")
+    shutil.copytree(bert, here / "bert")
+    train(words("moco --out net"), here)
+    train(words("simcse --out half --keep-state always"), here)
+    return here
+
+
+def with_settings(**more):
+    """Return a function that sets these values in the bytes of a JSON file."""
+    return lambda old: json.dumps(json.loads(old) | more).encode()
+
+
+def change_files(here, made):
+    """Write files. made: {path: text, bytes, or function of the old bytes; None: delete the file}."""
+    for name, content in made.items():
+        path = here / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        old = path.read_bytes() if path.exists() else None
+        content = content(old) if callable(content) else content
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -1,0 +1,157 @@
+"""Mistakes of a user, and failures of the machine: each is answered by one line, which names what is wrong,
+and by exit code 2. Nothing is written or changed."""
+import ctypes
+import json
+import os
+import re
+import resource
+import socket
+import struct
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from command import run
+from good import change_files, with_settings, words
+from safetensors.torch import load, save
+
+# ── conditions under which a command runs (called in its process) ──
+
+
+def limit_memory(megabytes):
+    """Allow this much memory more than the process has now."""
+    size = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (size + megabytes * 2**20,) * 2)
+
+
+def close(path, mode):
+    """Change the permissions of a path, and give up root's right to ignore them."""
+    os.chmod(path, mode)
+    if os.geteuid() == 0:
+        ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
+
+
+def start_rank(**variables):
+    """Set variables as torchrun does."""
+    pair = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+    os.environ.update(pair | variables)
+
+
+def take_port():
+    """Start rank 0 on a port that is in use."""
+    start_rank.port = socket.create_server(("127.0.0.1", 0))
+    start_rank(MASTER_PORT=str(start_rank.port.getsockname()[1]))
+
+
+def use_hub_cache():
+    """Use hub/ as the cache of downloads, without a network."""
+    import huggingface_hub.constants
+    huggingface_hub.constants.HF_HUB_CACHE = os.path.abspath("hub")
+
+
+# ── made beforehand ──
+
+
+def add_token(old):
+    content = json.loads(old)
+    content["added_tokens"].append(content["added_tokens"][0] | dict(id=11, content="cat", special=False))
+    return json.dumps(content).encode()
+
+
+BROKEN_DOWNLOAD = {"hub/models--their--model/refs/main": "abc",
+                   "hub/models--their--model/blobs/12.incomplete": "half of the weights",
+                   "hub/models--their--model/snapshots/abc/config.json": '{"model_type": "bert"}'}
+NAN = {"bert/model.safetensors": lambda old: save({name: x * torch.nan for name, x in load(old).items()})}
+OTHER_DATA = {"few.csv": lambda old: old.replace(b" a ", b" the ")}
+SHORTER = {"bert/model.safetensors": lambda old: old[:-9]}
+
+# script and flags; files made beforehand; words of the message; and a condition
+MISTAKES = [
+    # ── flags ──
+    ("simclr --no-such-flag", {}, "--no-such-flag"),
+    ("tacl --dev", {}, "--dev | expected one argument"),
+    ("dclr --batch-size -4", {}, "--batch-size | -4 | at least 1"),
+    ("moco --lr fast", {}, "--lr | fast"),
+    ("vascl --pooling sum", {}, "--pooling | sum | cls | avg"),
+    ("simcse --columns sent0 nothing", {}, "few.csv | --columns | nothing | sent0, sent1, hard_neg"),
+    ("simcse --evaluate --model bert", {}, "--evaluate | nothing to evaluate | --dev"),
+    ("selfguided --evaluate --dev sts.tsv", {}, "--model scratch | untrained"),
+    ("simcse --model few.csv", {}, "--model few.csv | no such folder"),
+    # ── data ──
+    ("simcse --data none.csv", {}, "none.csv | No such file"),
+    ("vascl --data a.txt", {"a.txt": ""}, "a.txt | no rows"),
+    ("simcse --data a.csv", {"a.csv": "a,b\nA,B\nC,\n"}, "a.csv line 3 | empty"),
+    ("ease --data a.tsv", {"a.tsv": "text\tpositive_entity\nA\tB\nC\n"}, "a.tsv line 3 | 1 col | expected 2"),
+    ("selfguided --data a.jsonl", {"a.jsonl": '{"text": "A"}\n{"text": \n'}, "a.jsonl line 2 | JSON"),
+    ("cline --data a.txt", {"a.txt": b"A\nB\xe9\n"}, "a.txt line 2 | UTF-8"),
+    ("cline --wordnet none", {}, "--wordnet none | data.noun"),
+    ("tacl --data few.txt", {}, "few.txt | 1 documents | at least 2"),
+    ("simcse --dev a.tsv", {"a.tsv": "a\tb\t1\nA\tB\tfive\n"}, "a.tsv line 2 | five | from 0 to 5"),
+    ("childtuning --dev a.tsv", {"a.tsv": "sentence\tlabel\nA\tkitchen\nB\tgarden\n"},
+     "a.tsv line 3 | garden | topics.tsv | kitchen"),
+    ("ease --entity-vectors a.txt", {"a.txt": "1 2\nENTITY/A 1 2\n"}, "a.txt | entities | ENTITY/"),
+    ("moco --data photos", {"photos/3.png": "no image"}, "photos | 3.png | 1 of 8 | --skip-damaged"),
+    ("simclr --data few.npz", {"few.npz": lambda old: old[:-99]}, "few.npz"),
+    # ── models ──
+    ("childtuning --model bert", {"bert/model.safetensors": None}, "--model bert | model.safetensors"),
+    ("vascl --model bert", SHORTER, "--model bert"),
+    ("ease --model bert", {"bert/config.json": with_settings(hidden_size=64)},
+     "--model bert | weights | config.json"),
+    ("tacl --teacher bert --model bert", {"bert/tokenizer.json": add_token}, "bert | cat | 99 | embeddings"),
+    ("dclr --guide bert", NAN, "--guide bert | NaN"),
+    ("selfguided --model net", {}, "--model net"),
+    ("moco --model bert", {}, "--model bert | image encoder"),
+    ("dclr --guide their/model", {}, "--guide their/model | no such folder | download failed"),
+    ("simcse --model their/model", BROKEN_DOWNLOAD, "--model their/model", use_hub_cache),
+    # ── output folder, --resume ──
+    ("moco --out net", {}, "--out net | finished run"),
+    ("simcse --out half", {}, "--out half | another run | --resume"),
+    ("vascl --out few.txt", {}, "--out few.txt"),
+    ("simcse --out bert --resume", {}, "--out bert | no state.pt | resume"),
+    ("simcse --out half --resume --lr 1", {}, "--resume | lr was 0.002 | now it is 1"),
+    ("simcse --out half --resume", OTHER_DATA, "--resume | --data few.csv | changed"),
+    ("simcse --out half --resume", {"half/state.pt": lambda old: old[:-99]}, "state.pt"),
+    # ── machine ──
+    ("cline", {}, "--out out | writable", partial(close, ".", 0o500)),
+    ("vascl", {}, "few.txt | Permission denied", partial(close, "few.txt", 0)),
+    ("moco --queue-size 5000000", {}, "memory is full | lower | --batch-size", partial(limit_memory, 1000)),
+    ("moco --queue-size 1000000000000", {}, "1000000000000 | memory"),
+    ("tacl", {}, "RANK is 2 | WORLD_SIZE is 2", partial(start_rank, RANK="2")),
+    ("simclr", {}, "MASTER_PORT is x | torchrun", partial(start_rank, MASTER_PORT="x")),
+    ("dclr", {}, "MASTER_ADDR | no..host", partial(start_rank, MASTER_ADDR="no..host")),
+    ("ease", {}, "MASTER_PORT | address already in use", take_port)]
+
+
+def files_in(folder):
+    """Return {path: what changes with its content} of all files and folders, but the streams'."""
+    found = {path: path.lstat() for path in folder.rglob("*") if path.name not in ("printed", "errors")}
+    return {path: path.is_dir() or (about.st_size, about.st_mtime_ns, about.st_ino)
+            for path, about in found.items()}
+
+
+def check_refusal(done, script, message):
+    """Check exit code 2 and stderr: one line "SCRIPT.py: ..." with the parts of `message`, "PART | PART"."""
+    assert done.code == 2, done.errors
+    assert re.fullmatch(rf"{script}\.py: [^\x00-\x1f\x7f]+\n", done.errors), done.errors
+    assert [part for part in message.split(" | ") if part not in done.errors] == [], done.errors
+
+
+@pytest.mark.parametrize("command, made, message, condition", [
+    pytest.param(*row, *[None] * (4 - len(row)), id=row[0] + ": " + row[2]) for row in MISTAKES])
+def test_mistakes(command, made, message, condition, here):
+    change_files(here, made)
+    before = files_in(here)
+    done = run(words(command), here, setup=condition)
+    check_refusal(done, command.split()[0], message)
+    assert files_in(here) == before
+
+
+@pytest.mark.parametrize("script, keep, message", [
+    ("simcse", set(), "step 2 | not finite | no checkpoint | --lr"),
+    ("moco --eval-every 1", {"state.pt", "model.safetensors"}, "finite | checkpoint of step 1 | --lr")])
+def test_loss_that_is_not_finite(script, keep, message, here):
+    """The run ends, and keeps the checkpoint that it has saved before, if any."""
+    done = run(words(f"{script} --lr 1e18 --steps 3"), here)
+    check_refusal(done, script.split()[0], message)
+    assert keep == {path.name for path in (here / "out").iterdir()} & {"state.pt", "model.safetensors"}

@@ -1,0 +1,140 @@
+"""Models, runs and data of strangers contain programs. None of them runs: the script refuses the input by one
+line, or trains without it. A program is a pickle, or the module own.py that a setting names; it writes the
+file `pwned`. A second test shows that the programs work: careless readers run them.
+"""
+import contextlib
+import io
+import os
+import pickle
+import re
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from command import run
+from good import change_files, with_settings, words
+
+
+class Bomb:
+    """Object that runs `text`, a program that writes a file, when it is unpickled."""
+    def __init__(self, path):
+        self.text = f"open({str(path)!r}, 'w').close()"
+
+    def __reduce__(self):
+        return exec, (self.text,)
+
+
+def written(write, value):
+    """Return the bytes that write(value, file) writes."""
+    write(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+# programs: functions of a Bomb and of the old content of the file, which return its new content
+pickled = lambda bomb, old: pickle.dumps(bomb, 2)
+archive = lambda bomb, old: written(torch.save, bomb)
+in_state = lambda part: lambda bomb, old: written(torch.save, torch.load(io.BytesIO(old)) | {part: bomb})
+objects = lambda bomb: np.array([bomb] * 16, object)
+npy = lambda bomb, old: written(lambda value, file: np.save(file, value), objects(bomb))
+npz = lambda bomb, old: written(lambda value, file: np.savez(file, images=value), objects(bomb))
+npy_header = lambda bomb, old: b"\x93NUMPY\x01\0\0\1" + f"exec({bomb.text!r})".ljust(256).encode()
+cifar = lambda protocol: lambda bomb, old: pickle.dumps(
+    {b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8, b"batch_label": bomb}, protocol)
+settings = lambda **more: lambda bomb, old: with_settings(**more)(old)
+# careless readers: functions of the path of the program
+trust = lambda kind: lambda path: getattr(transformers, kind).from_pretrained(
+    path.parent, trust_remote_code=True)
+unpickle = lambda path: torch.load(io.BytesIO(path.read_bytes()), weights_only=False)
+read_images = lambda path: np.load(path, allow_pickle=True)["images"]
+import_own = lambda path: runpy.run_path(path.with_name("own.py"))
+evaluate = lambda path: eval(path.read_bytes()[10:])
+
+OWN = dict.fromkeys([f"Auto{kind}" for kind in "Config Model ModelForMaskedLM ModelForSequenceClassification "
+                     "ImageProcessor".split()], "own.Own")
+OWN_MODEL = settings(auto_map=OWN, model_type="own")
+OWN_PART = settings(auto_map=OWN, image_processor_type="Own")  # beside a known model_type
+OWN_TOKENIZER = settings(auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
+# transformers has no AutoModel of kind trocr: inside another model, it asks whether to run own.py
+INNER = dict(model_type="trocr", auto_map={"AutoModel": "bert--own.Own"})
+NESTED = settings(model_type="llava", text_config=INNER, vision_config=INNER)
+LAYERS = '[{"type": "sentence_transformers.models.Transformer", "path": ""}, {"type": "%s", "path": "dense"}]'
+DENSE = {"bert/modules.json": LAYERS % "sentence_transformers.models.Dense",
+         "bert/dense/config.json": '{"in_features": 32, "out_features": 32}'}
+NO_WEIGHTS, HALF = {"bert/model.safetensors": None}, "simcse --out half --resume"
+# command; file that is the program, or names own.py; its content; a careless reader; other files
+INPUTS = [
+    ("simcse --model bert", "bert/config.json", OWN_MODEL, trust("AutoModel")),
+    ("vascl --model bert", "bert/config.json", OWN_PART, trust("AutoModel")),
+    ("childtuning --model bert", "bert/config.json", OWN_MODEL, trust("AutoModelForSequenceClassification")),
+    ("dclr --guide bert", "bert/config.json", OWN_MODEL, trust("AutoModel")),
+    ("tacl --teacher bert", "bert/config.json", OWN_MODEL, trust("AutoModel")),
+    ("ease --model bert --evaluate --dev sts.tsv", "bert/config.json", OWN_MODEL, trust("AutoModel")),
+    ("selfguided --model bert", "bert/config.json", NESTED, trust("AutoModel")),
+    ("simcse --model bert", "bert/tokenizer_config.json", OWN_TOKENIZER, trust("AutoTokenizer")),
+    ("moco --model net", "net/config.json", OWN_MODEL, trust("AutoModel")),
+    ("simclr --model net", "net/preprocessor_config.json", OWN_PART, trust("AutoImageProcessor")),
+    ("simcse --model bert", "bert/modules.json", lambda *_: LAYERS % "own.Own", import_own),
+    ("simcse --model bert", "bert/pytorch_model.bin", pickled, unpickle, NO_WEIGHTS),
+    ("tacl --teacher bert", "bert/pytorch_model.bin", archive, unpickle, NO_WEIGHTS),
+    ("vascl --model bert", "bert/dense/pytorch_model.bin", pickled, unpickle, DENSE),
+    ("ease --model bert --evaluate --dev sts.tsv", "bert/dense/pytorch_model.bin", archive, unpickle, DENSE),
+    ("simclr --finetune few.npz --model net", "net/head.safetensors", pickled, unpickle),
+    (HALF, "half/state.pt", pickled, unpickle), (HALF, "half/state.pt", archive, unpickle),
+    *((HALF, "half/state.pt", in_state(part), unpickle) for part in ("optimizer", "random")),
+    (HALF, "half/args.json", pickled, unpickle),
+    (HALF, "half/simcse.py", lambda bomb, old: bomb.text, runpy.run_path),     # the copy of the code in --out
+    ("moco --data a.npz", "a.npz", npz, read_images), ("moco --data a.npy", "a.npy", npy, read_images),
+    ("simclr --data a.npy", "a.npy", npy_header, evaluate),
+    *(("simclr --data cifar", "cifar/data_batch_1", cifar(protocol), read_images) for protocol in (0, 2, 5)),
+    ("ease --entity-vectors a.npy", "a.npy", npy, read_images)]
+each_input = pytest.mark.parametrize("number", range(len(INPUTS)), ids=lambda i: ", ".join(INPUTS[i][:2]))
+
+
+def write_input(here, _, file, content, __, others=()):
+    """Write the files of an input, and own.py in all folders. Returns the path that a program would write."""
+    bomb = Bomb(here / "pwned")
+    own = {f"{folder}own.py": f"{bomb.text}\nclass Own: pass\n" for folder in ("", "bert/", "net/")}
+    change_files(here, own | dict(others) | {file: lambda old: content(bomb, old)})
+    return here / "pwned"
+
+
+def say_yes():
+    """Answer "y" to each question of the command, such as whether to trust a model."""
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"y\n" * 99)
+    os.dup2(read_end, 0)
+    sys.stdin = open(0, closefd=False)
+
+
+@each_input
+def test_no_code_runs(number, here):
+    mark, (command, *_) = write_input(here, *INPUTS[number]), INPUTS[number]
+    done = run(words(command), here, setup=say_yes)
+    assert not mark.exists()
+    refusal = rf"{command.split()[0]}\.py: [^\x00-\x1f\x7f]+\n"
+    assert done.code == 0 and not done.errors or done.code == 2 and re.fullmatch(refusal, done.errors), done
+
+
+@each_input
+def test_programs_work(number, here, monkeypatch):
+    """A careless reader runs the program. Otherwise the test above could not fail."""
+    _, file, _, careless, *_ = INPUTS[number]
+    mark = write_input(here, *INPUTS[number])
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(here / "cache"))
+    with contextlib.suppress(Exception):
+        careless(here / file)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("name, script", [("attn_implementation", "simcse"),
+                                          ("experts_implementation", "childtuning")])
+def test_no_code_of_the_hub_is_downloaded(name, script, here):
+    """A config can name compiled kernels of the hub. Without a network, the download would be an error."""
+    change_files(here, {"bert/config.json": with_settings(**{name: "kernels-community/flash-attn"})})
+    done = run(words(f"{script} --model bert"), here)
+    assert done.code == 0 and not done.errors
