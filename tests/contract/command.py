@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -79,5 +81,6 @@ def metrics(out):
 
 
 def weights(out):
-    """Return {name: bytes} of the saved weights in a folder."""
-    return {path.name: path.read_bytes() for path in Path(out).rglob("*.safetensors")}
+    """Return {file and name: bytes} of all tensors in the .safetensors files of a folder."""
+    return {(path.name, name): x.reshape(-1).view(torch.uint8).numpy().tobytes()
+            for path in Path(out).rglob("*.safetensors") for name, x in load_file(path).items()}
