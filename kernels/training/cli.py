@@ -328,8 +328,6 @@ def parse_early(make_parser):
     handle_signals(exit_now)
     escape_unencodable()
     try:
-        if sys.flags.optimize > 1:
-            fail("python -OO (PYTHONOPTIMIZE=2) removes docstrings, which transformers needs; run without it")
         make_parser().parse_args()
         check_ranks()
     except UserError as error:

@@ -42,11 +42,6 @@ DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloa
 # force the paths for many rows or a large D; heuristics last: importing the other modules copies its FEW_ROWS
 MANY_ROWS = {"gpu.bound.FEW_ROWS": 0, "gpu.launch.FEW_ROWS": 0, "heuristics.FEW_ROWS": 0}
 LARGE_D = MANY_ROWS | {"heuristics.MAX_SMALL_D": 0}
-BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128),
-          "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128),
-          "gpu.fused_forward_backward.strip_height": lambda q, k: 128,
-          "blockwise.STORED_LOGITS": 0, "blockwise.SINGLE_STRIP_LOGITS": 0,
-          "blockwise.MAX_STRIP_LOGITS": 1}
 twenty_at_a_time = pytest.mark.parametrize(
     "seeds", [range(i, min(i + 20, CASES)) for i in range(0, CASES, 20)])
 every_impl = pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])

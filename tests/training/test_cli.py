@@ -7,7 +7,6 @@ from unittest.mock import Mock
 import pytest
 
 import simcse
-from kernels.training import cli
 from kernels.training.cli import SHARED_FLAGS, ScriptParser, UserError
 from kernels.training.progress import progress
 from running import ROOT, SMALL, rejects
@@ -51,15 +50,6 @@ for name in sys.argv[1:]:
     ends = [line for line in done.stdout.splitlines() if re.fullmatch(r"[\w.]+ \d", line)]
     assert ends == [f"{name} {code}" for name in names for code in (0, 2)], done.stderr
     assert len(names) == 11 and done.stderr.count("\n") == 11
-
-
-def test_python_OO_is_rejected(monkeypatch, capfd):
-    """transformers needs the docstrings."""
-    monkeypatch.setattr(cli, "handle_signals", lambda handler: None)
-    monkeypatch.setattr(sys, "flags", Mock(optimize=2))
-    with pytest.raises(SystemExit, match="2"):
-        cli.parse_early(simcse.make_parser)
-    assert ": python -OO (PYTHONOPTIMIZE=2) removes docstrings" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("flags, wanted", [

@@ -23,7 +23,6 @@ from kernels.printing import one_line
 from kernels.training import output_dir
 from kernels.training.cli import ScriptParser, UserError, command, fail, handle_signals, write
 from kernels.training.extras import layer_study, plot, triples
-from kernels.training.progress import progress
 from running import DATA, KEPT, ROOT, SMALL, metrics, rejects
 
 FLAGS = [*KEPT, "--steps", "3", "--eval-every", "2"]
@@ -188,21 +187,6 @@ def test_control_characters_are_escaped(cwd, capfd):
     with pytest.raises(SystemExit, match="2"):
         plot.main(["a\u202e\n", "--save", "a.png"])
     assert capfd.readouterr().err.count("a\\u202e\\n/metrics.jsonl: No such file") == 1
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_escapes_control_characters(terminal, monkeypatch, capsys):
-    monkeypatch.setattr("kernels.training.progress.QUIET_SECONDS", 0)
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: terminal)
-    list(progress(range(3), "reading a\u202eb.csv", mininterval=0))
-    text = "".join(capsys.readouterr())
-    assert "\u202e" not in text and r"reading a\u202eb.csv" in text
-
-
-def test_names_with_newlines_are_escaped(cwd, capfd):
-    rejects("simcse", capfd, r"a\\nb\.csv: .*", *SMALL, "--data", "a\nb.csv")
-    rejects("simcse", capfd, r"--transfer: empty; .*", *SMALL, "--transfer", "")
 
 
 @pytest.mark.parametrize("name, flag, more", [

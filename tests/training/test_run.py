@@ -20,9 +20,6 @@ from running import DATA, KEPT, SMALL, equal, few_pairs, free_port, metrics, rej
 
 TEXT = ["--model", "scratch", "--data", DATA / "nli.csv", "--batch-size", 8]
 IMAGES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 16, "--probe-epochs", 0]
-SCRIPTS = {"simcse": TEXT, "moco": [*IMAGES, "--queue-size", 64, "--bn-splits", 2]}
-
-
 def wait_for_step(process, out, step):
     deadline = time.time() + 120
     while time.time() < deadline and process.is_alive():

@@ -4,13 +4,10 @@ import functools
 import gzip
 import io
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,29 +167,6 @@ def test_rows_in_memory(rows, wanted):
     assert str(table) == str(Table(list(rows))) != str(Table(rows[::-1]))
 
 
-ENDLESS = {"fifo": os.mkfifo, "zero": functools.partial(os.symlink, "/dev/zero"),
-           "socket": lambda path: socket.socket(socket.AF_UNIX).bind(path)}
-
-
-@pytest.mark.parametrize("kind", ENDLESS)
-@pytest.mark.parametrize("name, flags", [
-    *(("simcse", [flag, "a.csv"]) for flag in ("--data", "--dev", "--test", "--transfer", "--cluster")),
-    ("simcse", ["--data", "a.csv.gz"]), ("ease", ["--data", "a.jsonl"]), ("cline", ["--data", "a.json"]),
-    ("childtuning", ["--data", "a.tsv"]), ("tacl", ["--data", "a"]),
-    ("ease", ["--data", "e.tsv", "--entity-vectors", "a.bz2"]), ("vascl", ["--data", "a.parquet"]),
-    ("cline", ["--data", "e.txt", "--wordnet", "w"])])
-def test_pipes_and_devices_do_not_block(name, flags, kind, cwd, alarm, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(ParquetFile=None))
-    Path("e.tsv").write_text("text\tentity\nA b.\tE\nC d.\tF\n")
-    Path("e.txt").write_text("A b.\nC d.\n")
-    Path("w").mkdir()
-    path = "w/data.noun" if flags[-1] == "w" else flags[-1]
-    ENDLESS[kind](path)
-    wanted = f"{path}: a pipe, a socket or a device, which cannot be read twice; expected a file"
-    rejects(name, capfd, wanted, *SMALL, *flags)
-
-
 CHANGES = {"a row loses a cell": lambda text: text.replace(",He eats.", "", 1),
            "half of the rows go": lambda text: text[: len(text) // 2].rpartition("\n")[0] + "\n",
            "a cell is empty": lambda text: text.replace("He eats.", ""), "all rows go": lambda text: "",
@@ -222,29 +196,6 @@ def test_changed_file_is_rejected(change, has_started, tmp_path):
     for read in (lambda: next(iter(table)), lambda: describe_table(table, None), lambda: list(table)):
         with pytest.raises(UserError, match=r"nli\.csv: changed or deleted"):
             read()
-
-
-def test_change_without_new_signature(tmp_path):
-    """A change that keeps size and modification time is noticed if it makes a row invalid."""
-    path = tmp_path / "nli.csv"
-    path.write_text(GOOD)
-    _, table = read_table(path)
-    time = path.stat().st_mtime_ns
-    path.write_text(GOOD.replace(",It runs", " It runs"))
-    os.utime(path, ns=(time, time))
-    with pytest.raises(UserError, match=r"nli\.csv line 2: 1 columns, expected 2$"):
-        list(table)
-
-
-def test_file_that_changes_during_the_check(tmp_path):
-    path = tmp_path / "nli.csv"
-    path.write_text(GOOD)
-
-    def check(cells):
-        path.write_text(GOOD[: GOOD.index("\n") + 1])
-
-    with pytest.raises(UserError, match=r"nli\.csv: changed or deleted"):
-        read_table(path, check)
 
 
 def test_data_that_change_before_training(cwd, capfd, monkeypatch):

@@ -126,32 +126,6 @@ def test_plots_of_real_runs(name, flags, expected, steps, file, magic, capfd):
     rejects(plot, capfd, r"a\.xyz: .*not supported.*", "out", "--save", "a.xyz")
 
 
-@pytest.mark.parametrize("file, content, expected", [
-    ("args.json", None, ": No such file or directory; expected the --out folder of a run"),
-    ("metrics.jsonl", "", ": empty; the run has reported no step yet"),
-    ("metrics.jsonl", '{"step": 1, "loss": 2}\n{"s', r" line 2: damaged; found '\{\"s', .*"),
-    *(("metrics.jsonl", line, " line 1: damaged; found .*, expected a JSON object with step and loss")
-      for line in ('{"step": 1}', "[1]", '{"step": "1", "loss": "2"}', "\n")),
-    ("metrics.jsonl", "\xff\n", None), ("args.json", "{", None), ("args.json", "[]", None)])
-def test_damaged_folder(file, content, expected, capfd):
-    write_run("run", curve(4, spearman=1), spearman=0.0)
-    path = Path("run", file)
-    path.unlink() if content is None else path.write_text(content, encoding="latin-1")
-    damaged = r"run: metrics\.jsonl is not text, or args\.json is damaged"
-    expected = rf"run/{file}{expected}" if expected else damaged
-    rejects(plot, capfd, expected, "run", "--save", "a.png")
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "{}", "\xff", '{"poolings": [], "trained": [[1], [2, 3]]}'])
-def test_damaged_study(content, capfd):
-    write_run("run", curve(4))
-    Path("run/study.json").write_text(content, encoding="latin-1")
-    expected = r"run/study\.json: damaged; expected a file that selfguided\.py --layer-study wrote"
-    for out in "run", "run/study.json":
-        rejects(plot, capfd, expected, out, "--save", "a.png")
-    rejects(plot, capfd, r"no\.json: No such file .*", "no.json", "--save", "a.png")
-
-
 def test_without_folder_or_matplotlib(monkeypatch, capfd):
     rejects(plot, capfd, "good.csv/metrics.jsonl: Not a dir.*", "good.csv", "--save", "a.png")
     write_run("run", curve(4))

@@ -113,26 +113,6 @@ def test_pickles_cannot_run_code(content, expected, cwd, capfd):
     assert not Path("ran").exists()
 
 
-NESTED = []                            # 2^40 empty lists, if written out
-for _ in range(40):
-    NESTED = [NESTED, NESTED]
-
-
-@pytest.mark.parametrize("value, expected", [
-    ([1, 2], "contains a list, expected a dict with data and labels"),
-    ({}, r"data is not an array, expected uint8 \(N, 3072\)"), (make_batch({}), "data is not an array, .*"),
-    (make_batch(FLAT[0]), r"data has shape \(3072,\), .*"),
-    (make_batch(FLAT[:, 1:]), r"data has shape \(4, 3071\), .*"),
-    (make_batch(FLAT / 1), r"contains a numpy.dtype other than uint8, .*"),
-    *(({b"data": FLAT, b"labels": labels},
-       r"labels do not fit the images, expected a list of 4 integers from 0 to 2\^63 - 1")
-      for labels in (None, [1], [0, 1, 2, 3.0], [0, 1, 2, True], [0, 1, 2, -1], [2**63] * 4, [10**5000] * 4,
-                     [NESTED] * 4))])
-def test_pickles_without_a_cifar_batch_are_rejected(value, expected, cwd, capfd):
-    write("x/data_batch_1", pickle.dumps(value))
-    assert_data_rejected(capfd, rf"x/data_batch_1: {expected}")
-
-
 # ── arrays ──
 
 

@@ -11,9 +11,7 @@ from kernels.training.cli import POOLINGS, UserError
 from kernels.training.text import tokens
 from kernels.training.text.encoders import SentenceEncoder, init_linear
 from kernels.training.text.models import load_text_model
-from running import NLI, SENTENCES, SMALL, embed_unbatched, rejects
-
-CASES = [*((pooling, NLI) for pooling in POOLINGS), ("cls", SENTENCES)]
+from running import NLI, SMALL, embed_unbatched, rejects
 
 
 def make_encoder(folder, pooling, head=None, **more):
