@@ -41,7 +41,8 @@ def test_dev_does_not_count_as_a_test_set(cwd, bert, capsys):
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
     simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--dev", "one.tsv", "--test",
                  str(DATA / "sts.tsv")])
-    model, dev, test, mean = (line.split() for line in capsys.readouterr().out.splitlines())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    _, dev, test, mean = (line for line in lines if line[0] != "note")
     assert (dev[0], dev[-1], test[0], test[-1]) == ("dev", "one.tsv", "test", str(DATA / "sts.tsv"))
     assert mean == ["test", test[1], "mean"] and dev[1] != test[1]
 
