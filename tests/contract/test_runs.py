@@ -34,7 +34,7 @@ RUNS = {
               r"hits (\S+) → ([0-9.]+)", 10),
     "tacl": (["--model", "bert", "--data", "train.txt", "--dev", "held-out.txt", "--batch-size", 8,
               "--max-length", 48, "--lr", 3e-3], 30, ["--dev", "held-out.txt", "--max-length", 48],
-             r"accuracy (\S+) → (\S+) %", 12),
+             r"accuracy (\S+) → (\S+) %", 8),
     "ease": (["--model", "scratch", "--data", DATA / "entities.tsv", *STS], 30, STS, r"(\S+) → (\S+) at", 12),
     "vascl": ([*SENTENCES, "--neighbours", 4, "--radius", 0.2], 30, STS, r"(\S+) → (\S+) at", 4),
     "dclr": ([*SENTENCES, "--guide", "trained", "--phi", 0.994], 30, STS, r"(\S+) → (\S+) at", 8),
@@ -103,7 +103,13 @@ def test_a_run_learns_and_resumes_after_a_kill(name, tmp_path, places):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_form_code(name, tmp_path, places):
+    """It learns, and after three steps the weights are not those of --form paper."""
     learn(name, tmp_path / "out", places, "--form", "code", *FORMS[name])
+    words = [places.get(flag, flag) for flag in RUNS[name][0]]
+    for form in ("paper", "code"):
+        train([name, *words, *FORMS[name], "--form", form, "--steps", 3, "--out", form], tmp_path)
+    changes_nothing = name == "simcse"                         # its --form changes other papers' flags only
+    assert changes_nothing == (weights(tmp_path / "paper") == weights(tmp_path / "code"))
 
 
 def test_copies_need_only_kernels(tmp_path, places):
