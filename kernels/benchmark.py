@@ -280,6 +280,8 @@ def run_cases(args, device):
 
     def report(row):
         result["rows"].append(row)
+        if args.json:
+            save_result(result, args.json)
         case = f"{row['loss']:21}{'x'.join(map(str, row['size'])):22}{row['set']:8}{row['impl']:14}"
         numbers = "".join(f"{format(row.get(key, math.nan), style):>11}" for _, key, style in COLUMNS)
         print(case + row.get("failed", numbers), flush=True)
@@ -288,12 +290,8 @@ def run_cases(args, device):
     if device == "cuda":
         installed = [impl for impl, package in PEERS.items() if package in result]
         impls = ["eager", "compile", "triton", *installed]
-    try:
-        for impl in args.impl or impls:
-            run_impl(impl, cases, device, args.repeat, args.limit, report)
-    finally:  # also after Ctrl-C
-        if args.json:
-            save_result(result, args.json)
+    for impl in args.impl or impls:
+        run_impl(impl, cases, device, args.repeat, args.limit, report)
     return result
 
 
@@ -398,7 +396,7 @@ def make_parser(device):
              "eager and blockwise")
     add("--repeat", type=int, default=20, help="timed runs, fewer if they take 10 s; default 20")
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit of a result; default 600")
-    add("--json", metavar="FILE", help="save the results to this file at the end, also after Ctrl-C")
+    add("--json", metavar="FILE", help="save the results to this file, after each one")
     add("--from", dest="source", metavar="FILE",
         help="measure nothing: read results of --json; --loss, --sizes, --set and --impl select rows")
     add("--markdown", action="store_true", help="print a markdown table of the largest size of each loss")
@@ -422,7 +420,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the results so far are saved
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: run_impl ends its process
     try:
         main()
     except KeyboardInterrupt:
