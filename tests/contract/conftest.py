@@ -75,8 +75,8 @@ def documents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     lines = (DATA / "sentences.txt").read_text("utf-8").splitlines(True)
     for name, first, count in (("train.txt", 0, 8), ("held-out.txt", 500, 4)):
-        parts = ["Yes.\nNo.\n"]                                # too short for --max-length: padding
-        parts += ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
+        parts = ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
+        parts += [f"{line[:9]}.\n{line[9:18]}.\n" for line in lines[first:first + count]]   # need padding
         Path(folder, name).write_text("\n".join(parts), "utf-8")
     return folder / "train.txt", folder / "held-out.txt"
 
