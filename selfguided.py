@@ -97,7 +97,7 @@ from kernels.training.extras.layer_study import check_layer_study, compare_layer
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
-from kernels.training.tables import normalise_name, read_table
+from kernels.training.tables import normalise_name, read_table, show_cells
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.layers import pool_layers
@@ -133,7 +133,7 @@ def load_data(path, args):
     distinct = len({cells for _, cells in sentences})
     log("selfguided", f"{args.objective}: {len(sentences):,} sentences, {distinct:,} distinct, "
                       f"in {len(columns)} columns of {path}")
-    log("first", "  ".join(f'sentence "{cells[0]}"' for _, cells in sentences[:len(columns)]))
+    log("first", show_cells(["sentence"] * len(columns), [rows[0][1][i] for i in columns]))
     return sentences
 
 

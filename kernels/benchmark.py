@@ -6,11 +6,14 @@
     python -m kernels.benchmark --from h200.json --markdown --plot h200.png      show saved results
 
 A case is a loss, a size N x M x D (q is (N, D), k is (M, D)) and a set of inputs. For each case and
-implementation, the output has the median time of a forward pass; median, 20th and 80th percentile of a
-forward and backward pass (ms); its peak memory (MB of 2^20 bytes, gradients included, inputs not); and the
-error of the gradient g of q, |g - g64| / |g64|, where g64 is computed in float64. On a GPU, the L2 cache is
-flushed before each timed run. One process measures all cases of an implementation, from small to large: a
-crash, or a result that takes longer than --limit, costs the implementation its remaining cases.
+implementation, the output has these columns:
+forward ms    median time of a forward pass
+ms            median time of a forward and backward pass; 20 % and 80 % are percentiles
+MB            peak memory of forward and backward, in 2^20 bytes, with the gradients but without the inputs
+error         |g - g64| / |g64| for the gradient g of q, where g64 is computed in float64
+
+On a GPU, the L2 cache is flushed before each timed run. One process measures all cases of an implementation,
+from small to large: a crash, or a result that takes longer than --limit, costs it the remaining cases.
 """
 import argparse
 import contextlib
@@ -413,7 +416,7 @@ def main(argv=None):
             fail(f"{path}: its folder does not exist or is not writable")
     result = load_result(args) if args.source else run_cases(args, device)
     result["rows"] = rename(result["rows"])
-    if args.markdown:
+    if args.markdown or args.source and not args.plot:
         print(markdown(result))
     if args.plot:
         plot(result, args.plot)

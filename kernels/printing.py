@@ -18,9 +18,8 @@ def one_line(text):
 
 
 def program_name():
-    """Return the name of the running command, such as simcse.py, or kernels.benchmark after -m."""
-    path = Path(sys.argv[0])
-    return one_line(f"kernels.{path.parent.name}" if path.name == "__main__.py" else path.name)
+    """Return the file name of the running command, such as simcse.py."""
+    return one_line(Path(sys.argv[0]).name)
 
 
 def fail(message):

@@ -429,7 +429,7 @@ def interrupt(*_):
 
 
 def write_from_handler(text):
-    """Write bytes to standard output from a signal handler or a thread: print is not reentrant."""
+    """Write bytes to standard output from a signal handler: print is not reentrant."""
     if sys.stdout.isatty():                                    # the progress bar ends without a newline
         text = b"\n" + text
     os.write(1, text)

@@ -325,7 +325,7 @@ class Run:
         except UserError:
             raise
         except Exception as error:                             # damaged files raise errors of many types
-            fail(f"--resume: {self.out} contains a damaged state.pt, args.json or metrics.jsonl "
-                 f"({type(error).__name__}); start a new run in another folder")
+            fail(f"--resume: state.pt, args.json or metrics.jsonl in {self.out} is damaged, or does not fit "
+                 f"this version ({type(error).__name__}); start a new run in another folder")
         set_checkpoint_note(exists)
         return rows

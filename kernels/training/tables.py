@@ -229,9 +229,15 @@ def describe_table(table, header):
 def log_first_row(table, header, roles):
     """Print the first row with the role of each cell, so that a user sees what is trained."""
     cells = next(iter(table))[1]
-    names = header or [role_by_position(i, roles) for i in range(len(cells))]
+    names = [name.split()[0] for name in header or [role_by_position(i, roles) for i in range(len(cells))]]
+    names += names[-1:] * (len(cells) - len(names))            # a list of hard negatives has one name
+    log("first", show_cells(names, cells))
+
+
+def show_cells(names, cells):
+    """Return a text such as 'anchor "A man eats."  positive "He eats."'; long cells are shortened."""
     shown = (cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in cells)
-    log("first", "  ".join(f'{name.split()[0]} "{text}"' for name, text in zip(names, shown)))
+    return "  ".join(f'{name} "{text}"' for name, text in zip(names, shown))
 
 
 def empty_cell(cells):

@@ -186,7 +186,7 @@ def test_resume_takes_flags_from_the_folder(cwd, monkeypatch, capfd):
     rejects("simcse", capfd, wanted, "--resume", "--out", "out")
 
 
-DAMAGED = r"--resume: out contains a damaged state\.pt, args\.json or metrics\.jsonl \(\w+\); .*"
+DAMAGED = r"--resume: state\.pt, args\.json or metrics\.jsonl in out is damaged, .* \(\w+\); .*"
 
 
 @pytest.mark.parametrize("file, change, flags, wanted", [

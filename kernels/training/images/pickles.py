@@ -69,5 +69,6 @@ def read_pickle(data):
     ValueError if it contains anything else, or is damaged."""
     try:                                                       # Python 2's strings are bytes
         return BatchUnpickler(io.BytesIO(data), fix_imports=False, encoding="bytes").load()
-    except (AttributeError, EOFError, LookupError, TypeError, pickle.UnpicklingError) as error:
+    except (AttributeError, EOFError, LookupError, MemoryError, OverflowError, TypeError,
+            pickle.UnpicklingError) as error:
         raise ValueError(f"damaged, or not a CIFAR batch ({type(error).__name__})") from error

@@ -1,6 +1,6 @@
 """Find the columns of one or two texts and of the labels in a data file."""
 from ..cli import fail, log
-from ..tables import join_names, normalise_name, read_table
+from ..tables import join_names, normalise_name, read_table, show_cells
 
 
 def find_columns(path, args):
@@ -26,8 +26,8 @@ def find_columns(path, args):
     indices = [names.index(name) for name in texts]
     if not args.text_columns:
         cells = next(iter(table))[1]
-        shown = [f'text "{cells[i][:40]}"' for i in indices] + [f'label "{cells[names.index(label)][:40]}"']
-        log("first", "  ".join(shown))
+        places = [*indices, names.index(label)]
+        log("first", show_cells([*["text"] * len(indices), "label"], [cells[i] for i in places]))
     args.text_columns = [header[i] for i in indices]
     args.label_column = header[names.index(label)]
     return table, indices, names.index(label)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kernels import similarity_lse
 
 from ..cli import fail, log
-from ..tables import join_names, normalise_name, read_table
+from ..tables import join_names, normalise_name, read_table, show_cells
 
 
 def load_sts(path):
@@ -20,8 +20,7 @@ def load_sts(path):
     first = next(iter(table))[1]
     if header is None and len(first) == 3:     # the score is first only if the last cell is not a number
         header = names if re.fullmatch(r"[\d. ]*", first[2]) else ["score", "sentence1", "sentence2"]
-        shown = "  ".join(f'{name} "{cell[:60]}"' for name, cell in zip(header, first))
-        log("note", f"{path} has no header, read as {shown}")
+        log("note", f"{path} has no header; its first row is read as {show_cells(header, first)}")
     if header is None or not set(names) <= set(header):
         found = join_names(header or ["no header"])
         fail(f"{path}: found {found}; expected {', '.join(names)}, or 3 columns with the score first or last")
