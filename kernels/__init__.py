@@ -41,7 +41,7 @@ MODULES = {"checks": ["check_rows", "check_unit"], "chunks": ["embed_in_chunks"]
            "gather": ["gather_rows", "own_rows"], "heuristics": ["choose_impl"],
            "losses": ["clip_loss", "info_nce", "linear_cross_entropy", "margin_loss", "nt_xent", "queue_loss",
                       "sigmoid_loss", "sup_con_loss", "triplet_loss"],
-           "similarity": ["similarity_lse", "similarity_topk"]}
+           "call": ["similarity_lse", "similarity_topk"]}
 __all__ = [name for names in MODULES.values() for name in names]
 
 

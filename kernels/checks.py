@@ -4,8 +4,6 @@ import math
 import torch
 from torch import Tensor
 
-from .custom_op import is_traced
-
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 IMPLS = "auto", "triton", "blockwise", "eager"
@@ -67,6 +65,26 @@ def shape_text(letters, sizes):
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
+def check_inputs(q, k, names, temperature=1.0, offset=None, positives=False):
+    """Raise ValueError unless q (N, D) and k (K, D) can be multiplied and divided by the temperature.
+
+    offset     if given, row i of q belongs to row i + offset of k
+    positives  True: that row must exist
+    """
+    check_rows(**{names[0]: (q, "N D"), names[1]: (k, "K D")})
+    if k.dtype != q.dtype:
+        device_type = q.device.type                            # autocast casts float32 rows to its dtype
+        half = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+        if {q.dtype, k.dtype} != {torch.float32, half}:
+            raise ValueError(f"{names[1]}: dtype {k.dtype}, expected {q.dtype} like {names[0]}")
+    check_temperature(temperature, q.device)
+    if offset is not None:
+        check_offset(offset)
+        if positives:
+            check_positives((names[0], q), (names[1], k), offset)
+        check_gathered(q, k, offset, names[1])
+
+
 def check_same_dtype(**rows):
     """Raise ValueError if tensors that will be multiplied have different dtypes; None is skipped.
 
@@ -100,9 +118,10 @@ def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
     """Raise ValueError if x is not a number from minimum to maximum that float32 can hold.
 
     minimum, maximum  may be ±∞; then x may be infinite as well
-    device            if given, x may also be a 0-dim floating-point tensor on this device; its value is not
-                      checked, because reading it would synchronise with the GPU
+    device            if given, x may also be a 0-dim floating-point tensor on this device. Its value is
+                      checked on the CPU only, because reading it would synchronise with a GPU
     """
+    found = x
     if isinstance(x, Tensor) and device is not None:
         check_dense(name, x)
         if x.dim() or x.dtype not in FLOATS:
@@ -110,13 +129,15 @@ def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
                              "expected a number or a 0-dim floating-point tensor")
         if x.device != device:
             raise ValueError(f"{name}: on {x.device}, expected {device}")
-        return
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        if not x.is_cpu:
+            return
+        found = x.item()
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
         expected = "a number" if device is None else "a number or a 0-dim tensor"
         raise ValueError(f"{name}: found {describe(x)}, expected {expected}")
-    if not minimum <= x <= maximum or LARGEST < abs(x) < math.inf:
+    if not minimum <= found <= maximum or LARGEST < abs(found) < math.inf:
         expected = "a number above 0," if minimum > 0 else "a number"
-        raise ValueError(f"{name}: {describe(x)}, expected {expected} from {minimum:g} to {maximum:g}")
+        raise ValueError(f"{name}: {describe(found)}, expected {expected} from {minimum:g} to {maximum:g}")
 
 
 def check_temperature(temperature, device, name="temperature"):
@@ -189,8 +210,7 @@ def check_index(name, x, count, allowed=None):
 
     Only integer tensors on the CPU are checked: reading the entries of others would synchronise with the GPU.
     """
-    is_read = x.dtype in INTEGERS and x.is_cpu and not is_traced(x)
-    if is_read and not torch._C._are_functorch_transforms_active():
+    if x.dtype in INTEGERS and x.is_cpu and not torch.compiler.is_compiling():
         x = x.long()                     # in int8, 300 would be compared as 44; in uint8, -100 as 156
         wrong = (x < 0) | (x >= count)
         wrong = wrong if allowed is None else wrong & (x != allowed)

@@ -1,6 +1,7 @@
 """The operations as in a textbook, with the (N, M) matrix stored.
 
-They are the oracle of the tests and the baseline of the benchmarks, and support higher derivatives.
+They are the oracle of the tests and the baseline of the benchmarks, and support higher derivatives. "auto"
+chooses them for small matrices on the CPU. `call` holds the checked arguments (call.py).
 """
 import torch
 import torch.nn.functional as F
@@ -8,70 +9,83 @@ import torch.nn.functional as F
 from .masks import excluded
 
 
-def similarity_lse(q, k, temperature, mask):
-    """Return logsumexp(1) of q·kᵀ/τ, over the columns that the mask keeps: (N,), float32 for half types."""
-    s = (q @ k.T).to(temperature.dtype) / temperature
-    out = excluded(mask, torch.arange(len(q), device=q.device), len(q), len(k))
-    if out is not None:
-        s = s.masked_fill(out, -torch.inf)
+def logits_of(call):
+    """Return q·kᵀ/τ (N, M) in temperature's dtype: float32, or float64 for float64."""
+    q, k = call.q.to(call.product_dtype), call.keys.to(call.product_dtype)
+    return (q @ k.T).to(call.temperature.dtype) / call.temperature
+
+
+def masked_logits(call):
+    """Return (logits, −inf where masked; bool (N,), True for rows without columns, or None if none is)."""
+    s, mask = logits_of(call), call.mask
+    if mask.exclude == "diagonal" and not mask.has_vectors and s.shape[1] > 1:
+        s.diagonal(mask.offset).fill_(-torch.inf)
+        return s, None
+    out = excluded(mask, torch.arange(len(s), device=s.device), *s.shape)
+    return (s, None) if out is None else (s.masked_fill(out, -torch.inf), out.all(1))
+
+
+def similarity_lse(call):
+    """Return logsumexp(1) of the logits over the columns that the mask keeps: (N,)."""
+    s, empty = masked_logits(call)
+    if empty is None:
+        return s.logsumexp(1)
     # a row of only -inf has the right logsumexp, -inf, but a NaN gradient: replace its result by a constant
-    empty = torch.zeros(len(q), dtype=torch.bool, device=q.device) if out is None else out.all(1)
     return s.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
-def similarity_topk(q, k, temperature, n, mask):
+def similarity_topk(call, n):
     """Return torch.topk of the stored matrix; the column is −1 where a row has fewer than n columns."""
-    s = (q @ k.T).to(temperature.dtype) / temperature
-    out = excluded(mask, torch.arange(len(q), device=q.device), len(q), len(k))
-    values, columns = (s if out is None else s.masked_fill(out, -torch.inf)).topk(n, 1)
+    values, columns = masked_logits(call)[0].topk(n, 1)
     return values, columns.masked_fill(values.isneginf(), -1)
 
 
-def info_nce(q, k, temperature, offset=0, symmetric=False):
+def info_nce(call, symmetric=False):
     """Return the cross entropy of row i with target i + offset, positive included in the sum."""
-    logits = (q @ k.T).to(temperature.dtype) / temperature
-    targets = torch.arange(len(q), device=q.device) + offset
+    logits = logits_of(call)
+    targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
     loss = F.cross_entropy(logits, targets)
     return (loss + F.cross_entropy(logits.T, targets)) / 2 if symmetric else loss
 
 
-def queue_loss(q, k, queue, temperature):
+def queue_loss(call, queue):
     """Return the loss of MoCo's algorithm 1: cross entropy of the positive in column 0 against the queue."""
+    q, k, queue = (x.to(call.product_dtype) for x in (call.q, call.k, queue))
     positive, negatives = (q * k).sum(1, keepdim=True), q @ queue.T
-    logits = torch.cat([x.to(temperature.dtype) for x in (positive, negatives)], 1) / temperature
+    logits = torch.cat([x.to(call.temperature.dtype) for x in (positive, negatives)], 1) / call.temperature
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
-def sigmoid_loss(q, k, temperature, bias, offset):
+def sigmoid_loss(call, bias):
     """Return 1/N Σ_i Σ_j −log σ(±logit_ij), with + for the positive, j = i + offset, and − otherwise."""
-    logits = (q @ k.T).to(temperature.dtype) / temperature + bias
+    logits = logits_of(call) + bias
     sign = -torch.ones_like(logits)
-    sign.diagonal(offset).fill_(1)
-    return -F.logsigmoid(sign * logits).sum() / len(q)
+    sign.diagonal(call.mask.offset).fill_(1)
+    return -F.logsigmoid(sign * logits).sum() / len(logits)
 
 
-def nt_xent(z, keys, temperature, offset):
+def nt_xent(call):
     """Return the loss of SimCLR's algorithm 1: cross entropy over 2N × 2M similarities, own view -inf."""
-    first = torch.arange(len(z) // 2, device=z.device) + offset
-    views = torch.stack([first, first + len(keys) // 2])
-    logits = (z @ keys.T).to(temperature.dtype) / temperature
+    logits = logits_of(call)
+    n, m = logits.shape
+    first = torch.arange(n // 2, device=logits.device) + call.mask.offset
+    views = torch.stack([first, first + m // 2])
     return F.cross_entropy(logits.scatter(1, views.view(-1, 1), -torch.inf), views.flip(0).view(-1))
 
 
-def sup_con_loss(z, keys, temperature, mask):
+def sup_con_loss(call, row_labels, column_labels):
     """Return the mean over rows of −log softmax, averaged over the row's positives; 0 for a row without any.
 
     The positives are the other rows of the same label; the softmax is over all other rows.
     """
-    s = (z @ keys.T).to(temperature.dtype) / temperature
-    s.diagonal(mask.offset).fill_(torch.finfo(temperature.dtype).min)
-    positive = mask.row_ids[:, None] == mask.column_ids
-    positive.diagonal(mask.offset).fill_(False)
+    s, offset = logits_of(call), call.mask.offset
+    s.diagonal(offset).fill_(torch.finfo(s.dtype).min)
+    positive = row_labels[:, None] == column_labels
+    positive.diagonal(offset).fill_(False)
     return -(s.log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 
-def linear_cross_entropy(hidden, weight, targets, ignore_index, temperature):
-    """Return the mean cross entropy of hidden·weightᵀ over rows whose target is not ignore_index, or 0."""
-    logits = (hidden @ weight.T).to(temperature.dtype) / temperature
-    total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
-    return total / (targets != ignore_index).sum().clamp(min=1)
+def linear_cross_entropy(call, targets):
+    """Return the mean cross entropy of hidden·weightᵀ/τ over rows whose target is not −100, or 0."""
+    total = F.cross_entropy(logits_of(call), targets, ignore_index=-100, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)

@@ -1,8 +1,5 @@
 """Choose the kernels by shapes and dtypes, never by values: no GPU synchronisation; fake tensors work too.
 
-A small matrix of logits (blockwise.is_small) is stored, and computed by PyTorch operations (stored.py): the
-host starts them faster than kernels. For larger ones, on a GPU:
-
 "Small D" means: half types, any mask but "target" (linear_cross_entropy), and at least one of these: D ≤ 256,
 at most FEW_ROWS rows, groups (within=). "Large D" is everything else.
 
@@ -21,10 +18,11 @@ import importlib.util
 
 import torch
 
-from . import blockwise
-from .checks import IMPLS, check_impl, describe  # noqa: F401 - IMPLS is also read from here
+from .checks import check_impl, describe
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+EAGER_LOGITS = 2 ** 18         # on the CPU, eager is the fastest for a matrix of at most this many logits
+EAGER_LOGITS_ON_GPU = 2 ** 22  # the same on a GPU without Triton
 MAX_SMALL_D = 256              # largest D for which rows and their gradient fit into a program's registers
 FEW_ROWS = 1024                # with at most this many rows, a kernel launch costs more than its arithmetic
 TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
@@ -33,18 +31,24 @@ STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; you
 MIN_STRIP_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
 
 
-def choose_impl(impl, x, n=None, m=None):
+def choose_impl(impl, x, n=None, m=None, product_dtype=None):
     """Return the implementation that impl selects for the tensor x: what "auto" means, else impl itself.
 
-    n, m  shape of the matrix of logits; None: a large matrix
+    "auto" is "triton" on a GPU. Without Triton, and for float64, it is "eager" for a small matrix of logits
+    in full precision, else "blockwise".
+    n, m           shape of the matrix of logits; None: a large matrix
+    product_dtype  dtype of the products; None: that of x
     """
     check_impl(impl)
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"x: found {describe(x)}, expected a tensor")
     if impl == "auto":
-        is_small = n is not None and blockwise.is_small(n * m, x)
-        on_gpu = x.is_cuda and HAS_TRITON and x.dtype != torch.float64
-        return "triton" if on_gpu and not is_small else "blockwise"
+        if x.is_cuda and HAS_TRITON and x.dtype != torch.float64:
+            return "triton"
+        largest = EAGER_LOGITS_ON_GPU if x.is_cuda else EAGER_LOGITS
+        is_small = n is not None and n * m <= largest
+        # in half types eager would round the logits, blockwise does not
+        return "eager" if is_small and (product_dtype or x.dtype).itemsize > 2 else "blockwise"
     if impl == "triton":
         if not HAS_TRITON:
             raise ValueError("impl: 'triton' needs the package triton, which is not installed; "
@@ -61,9 +65,10 @@ def is_small_d(q, k, mask):
     return q.element_size() == 2 and mask.exclude != "target" and small
 
 
-def uses_frozen_keys_op(q, impl, product_dtype):
+def has_frozen_keys_kernel(call):
     """Return whether keys without gradient use the cheaper operation, which computes lse and dq together."""
-    return impl == "blockwise" or (product_dtype or q.dtype).itemsize == 2 and q.shape[1] <= MAX_SMALL_D
+    return (call.impl == "blockwise"
+            or call.product_dtype.itemsize == 2 and call.q.shape[1] <= MAX_SMALL_D)
 
 
 def strip_height(q, k):
@@ -80,10 +85,9 @@ def gradient_dtype(dtype, temperature, impl):
     return torch.bfloat16 if impl == "triton" and dtype == torch.bfloat16 else temperature.dtype
 
 
-def fuses_backward(q, k, both, mask, impl, needs):
-    """Return whether a softmax loss computes its gradients in forward, together with its value."""
-    if impl == "blockwise":
-        return True
-    if both or k is None or not any(needs) or is_small_d(q, k, mask):
+def fuses_backward(call, both, needs):
+    """Return whether a softmax loss in Triton computes its gradients in forward, together with its value."""
+    q, k = call.operands
+    if both or k is None or not any(needs) or is_small_d(q, k, call.mask):
         return False
     return strip_height(q, k) >= min(MIN_STRIP_ROWS, -(-len(q) // 128) * 128)

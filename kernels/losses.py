@@ -12,14 +12,15 @@ import math
 import torch
 import torch.nn.functional as F
 
-from . import eager, ops
-from .blockwise import add_rows, is_stored
+from . import eager, fused
+from .blockwise import add_rows
+from .call import as_scalar, prepare, similarity_topk, unit_rows
 from .checks import (
     SMALLEST,
     check_choice,
-    check_dense,
     check_flag,
     check_gathered,
+    check_inputs,
     check_integer,
     check_number,
     check_offset,
@@ -29,21 +30,13 @@ from .checks import (
     check_temperature,
     describe,
 )
-from .custom_op import cat_rows, is_traced
-from .heuristics import choose_impl, uses_frozen_keys_op
-from .masks import Mask, make_mask
-from .similarity import (
-    as_scalar,
-    cast_rows,
-    fused_lse,
-    normalize_rows,
-    prepare_inputs,
-    similarity_topk,
-    softmax_loss,
-    unit_rows,
-)
+from .gather import cat_rows
+from .heuristics import has_frozen_keys_kernel
+from .masks import Mask
+from .replay import replayed
 
 
+@replayed
 def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0, normalize=False,
              impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
@@ -61,45 +54,31 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
     check_flag("symmetric", symmetric)
-    if gathered is not None:
-        if not symmetric:
-            raise ValueError("gathered: needs symmetric=True; expected all ranks' rows as k instead")
-        return gathered_clip_loss(q, k, temperature, gathered, offset, normalize, impl, ("q", "k"))
-    return info_nce_with_names(q, k, temperature, symmetric, offset, normalize, impl)
+    if gathered is not None and not symmetric:
+        raise ValueError("gathered: needs symmetric=True; expected all ranks' rows as k instead")
+    return mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize, impl, ("q", "k"))
 
 
-def gathered_clip_loss(q, k, temperature, gathered, offset, normalize, impl, names):
-    """Return the mean of two info_nce: this rank's q against all k, and this rank's k against all q."""
-    all_rows = check_pair("gathered", gathered, f"({names[0]}, {names[1]}) of all ranks")
-    losses = []
-    for (x, y), (name, other), all_y in zip(((q, k), (k, q)), (names, names[::-1]), reversed(all_rows)):
-        prepare_inputs(x, y, temperature, (name, other))
-        if len(x) != len(y):
-            raise ValueError(f"{names[1]}: {len(k)} rows, expected {len(q)} like {names[0]}")
-        losses.append(info_nce_with_names(x, all_y, temperature, False, offset, normalize, impl,
-                                          (name, f"gathered: {other}")))
-    return (losses[0] + losses[1]) / 2
-
-
-def info_nce_with_names(q, k, temperature, symmetric, offset, normalize, impl, names=("q", "k")):
-    """Return info_nce; its error messages call q and k by `names`."""
-    q, k, temperature, product_dtype = prepare_inputs(q, k, temperature, names)
-    check_flag("normalize", normalize)
-    mask = make_mask(q, k, False, "diagonal", offset=offset)
-    impl = choose_impl(impl, q, q.shape[0], k.shape[0])
-    if symmetric:
+def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize, impl, names):
+    """Return info_nce; messages call q and k by `names`."""
+    sides, both = [(q, k, names)], symmetric and gathered is None
+    if both:
         check_no_offset(offset)
-        if q.shape[0] != k.shape[0]:
-            expected = f"{len(q)} like {names[0]}, because both are anchors"
-            raise ValueError(f"{names[1]}: {len(k)} rows, expected {expected}")
-    check_positives((names[0], q), (names[1], k), offset)
-    if normalize:
-        q, k, product_dtype = normalize_rows(q, k, product_dtype)
-    if impl == "eager":
-        return eager.info_nce(*cast_rows(product_dtype, q, k), temperature, offset, symmetric)
-    return softmax_loss(q, k, temperature, mask, impl, product_dtype, both=symmetric)
+    elif symmetric:
+        all_q, all_k = check_pair("gathered", gathered, f"({names[0]}, {names[1]}) of all ranks")
+        sides = [(q, all_k, (names[0], f"gathered: {names[1]}")),
+                 (k, all_q, (names[1], f"gathered: {names[0]}"))]
+    if symmetric and len(q) != len(k):
+        raise ValueError(f"{names[1]}: {len(k)} rows, expected {len(q)} like {names[0]}")
+    losses = []
+    for x, y, side_names in sides:
+        call = prepare(x, y, temperature, exclude="diagonal", offset=offset, positives=True, names=side_names,
+                       normalize=normalize, impl=impl)
+        losses.append(eager.info_nce(call, both) if call.impl == "eager" else fused.softmax_loss(call, both))
+    return sum(losses) / len(losses) if len(losses) > 1 else losses[0]
 
 
+@replayed
 def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normalize=False, impl="auto"):
     """Return the symmetric info_nce of image-text pairs: the mean over images and texts.
 
@@ -112,11 +91,10 @@ def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normali
     source       Radford et al. 2021, fig. 3
     """
     names = "image", "text"
-    if gathered is not None:
-        return gathered_clip_loss(image, text, temperature, gathered, offset, normalize, impl, names)
-    return info_nce_with_names(image, text, temperature, True, offset, normalize, impl, names)
+    return mean_cross_entropy(image, text, temperature, True, gathered, offset, normalize, impl, names)
 
 
+@replayed
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ).
 
@@ -129,32 +107,33 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     returns      scalar, float32 (float64 for float64)
     source       He et al. 2020 (MoCo), eq. 1
     """
-    q, queue, *_ = prepare_inputs(q, queue, 1.0, names=("q", "queue"))
-    q, k, temperature, product_dtype = prepare_inputs(q, k, temperature)  # q is float32 if either of them was
-    check_flag("normalize", normalize)
-    queue = queue.detach()
-    # no shape, so Triton on a GPU even for few rows: it starts 5 operations there, stored.py 22
-    impl = choose_impl(impl, q)
-    if q.shape[0] != k.shape[0]:
+    check_inputs(q, queue, ("q", "queue"))
+    call = prepare(q, k, temperature, normalize=normalize, impl=impl)
+    if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, expected {len(q)} like q")
-    if normalize:
-        q, k, product_dtype = normalize_rows(q, k, product_dtype)
-        queue = unit_rows(queue)
-    if impl == "eager":
-        return eager.queue_loss(*cast_rows(product_dtype, q, k, queue), temperature)
-    if uses_frozen_keys_op(q, impl, product_dtype):
-        needs = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, temperature)]
-        return ops.call_op(ops.queue_loss, q, k, temperature, queue, *Mask(), impl, product_dtype, *needs)[0]
+    queue = unit_rows(queue.detach()) if normalize else queue.detach()
+    if call.impl == "eager":
+        return eager.queue_loss(call, queue)
+    if has_frozen_keys_kernel(call):
+        return fused.queue_loss(call, queue)
     from .gpu.launch import log2e_over_tau_of
-    rounded_q, rounded_k = (round_like_products(x, temperature, product_dtype) for x in (q, k))
-    positive = (rounded_q * rounded_k).sum(1)      # not vecdot, which autocast would compute in a half type
-    lse, (maximum, total) = ops.call_op(ops.lse, q, queue, temperature, *Mask(), impl, product_dtype)
+    positive = (round_to_operand(call.q, call) * round_to_operand(call.k, call)).sum(1)
+    lse, (maximum, total) = fused.lse_and_stats(call._replace(k=queue))
     # lse − positive/τ would be the difference of two large rounded numbers. So compute the value from the
     # kernel's maximum and sum, in log2 units; lse − lse.detach() is 0 and only adds the gradient of lse
-    gap = (maximum - positive * log2e_over_tau_of(temperature, q) + total.log2()) * math.log(2)
+    logit = positive * log2e_over_tau_of(call.temperature, q)
+    gap = (maximum - logit + total.log2()) * math.log(2)
     return -F.logsigmoid(-gap - (lse - lse.detach())).mean()
 
 
+def round_to_operand(x, call):
+    """Round x to the dtype of the products, in the dtype of the loss; the gradient is not rounded."""
+    rounded = x.detach().to(call.product_dtype).to(call.temperature.dtype)
+    # a straight-through gradient; infinite minus infinite is NaN, which becomes 0
+    return x.to(rounded.dtype) + (rounded - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
+
+
+@replayed
 def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False, impl="auto"):
     """Return 1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), where y_ij is 1 for j = i + offset, else −1.
 
@@ -168,34 +147,14 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     returns      scalar, float32 (float64 for float64)
     source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
     """
-    q, k, temperature, product_dtype = prepare_inputs(q, k, temperature)
-    check_number("bias", bias, device=q.device)
-    bias = as_scalar(bias, temperature.dtype)
-    check_flag("normalize", normalize)
-    mask = make_mask(q, k, False, "diagonal", offset=offset)
-    impl = choose_impl(impl, q, q.shape[0], k.shape[0])
-    check_positives(("q", q), ("k", k), offset)
-    if normalize:
-        q, k, product_dtype = normalize_rows(q, k, product_dtype)
-    if impl == "eager":
-        return eager.sigmoid_loss(*cast_rows(product_dtype, q, k), temperature, bias, offset)
-    inputs = q, k, temperature, bias
-    needs = [torch.is_grad_enabled() and x.requires_grad for x in inputs]
-    return ops.call_op(ops.sigmoid_loss, *inputs, *mask, impl, product_dtype, *needs)[0]
+    call = prepare(q, k, temperature, exclude="diagonal", offset=offset, positives=True, normalize=normalize,
+                   impl=impl)
+    check_number("bias", bias, device=call.q.device)
+    bias = as_scalar(bias, call.temperature.dtype)
+    return eager.sigmoid_loss(call, bias) if call.impl == "eager" else fused.sigmoid_loss(call, bias)
 
 
-def round_like_products(x, temperature, product_dtype):
-    """Cast x to product_dtype, as matmul operands are, and then to temperature's dtype.
-
-    The gradient is straight-through: it is not rounded to product_dtype.
-    """
-    if product_dtype is None:
-        return x.to(temperature.dtype)
-    rounded = x.detach().to(product_dtype).to(temperature.dtype)
-    # a straight-through gradient; infinite minus infinite is NaN, which becomes 0
-    return x.to(rounded.dtype) + (rounded - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
-
-
+@replayed
 def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False, impl="auto"):
     """Return the mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ).
 
@@ -209,29 +168,25 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
     returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
-    own = z1, z2
-    z1, z2, temperature, product_dtype = prepare_inputs(z1, z2, temperature, names=("z1", "z2"))
-    check_flag("normalize", normalize)
-    if z1.shape[0] != z2.shape[0]:
+    check_inputs(z1, z2, ("z1", "z2"))
+    if len(z1) != len(z2):
         raise ValueError(f"z2: {len(z2)} rows, expected {len(z1)} like z1")
-    all_z1, all_z2 = z1, z2
-    if gathered is not None:
-        gathered = check_pair("gathered", gathered, "(z1, z2) of all ranks")
-        all_z1, all_z2 = (gathered_rows(f"z{i}", x, all_x, temperature, offset)
-                          for i, x, all_x in zip((1, 2), own, gathered))
-        if all_z1.shape[0] != all_z2.shape[0]:
-            raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
-    else:
+    keys = None
+    if gathered is None:
         check_no_offset(offset)
-    impl = choose_impl(impl, z1, 2 * z1.shape[0], 2 * all_z1.shape[0])
-    rows = cat_rows([z1, z2])
-    keys = rows if gathered is None else cat_rows([all_z1, all_z2])
-    if normalize:
-        rows, keys, product_dtype = normalize_rows(rows, keys, product_dtype)
-    if impl == "eager":
-        return eager.nt_xent(*cast_rows(product_dtype, rows, keys), temperature, offset)
-    k = None if gathered is None else keys
-    return softmax_loss(rows, k, temperature, Mask("pair", offset=offset), impl, product_dtype)
+    else:
+        all_z1, all_z2 = check_pair("gathered", gathered, "(z1, z2) of all ranks")
+        check_offset(offset)
+        for name, own, rows in ("z1", z1, all_z1), ("z2", z2, all_z2):
+            check_inputs(own, rows, (name, f"gathered: {name}"))
+            check_positives((name, own), (f"gathered: {name}", rows), offset)
+            check_gathered(own, rows, offset, f"gathered: {name}")
+        if len(all_z1) != len(all_z2):
+            raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
+        keys = cat_rows([all_z1, all_z2])
+    views, mask = cat_rows([z1, z2]), Mask("pair", offset=offset)
+    call = prepare(views, keys, temperature, mask=mask, normalize=normalize, impl=impl)
+    return eager.nt_xent(call) if call.impl == "eager" else fused.softmax_loss(call)
 
 
 def check_no_offset(offset):
@@ -241,16 +196,7 @@ def check_no_offset(offset):
         raise ValueError(f"offset: {describe(offset)}, expected 0 if gathered is None")
 
 
-def gathered_rows(name, own, rows, temperature, offset):
-    """Return all ranks' rows as prepare_inputs does; raise ValueError if they do not fit this rank's."""
-    name, names = f"gathered: {name}", (name, f"gathered: {name}")
-    own, rows, *_ = prepare_inputs(own, rows, temperature, names)
-    check_offset(offset)
-    check_positives((names[0], own), (name, rows), offset)
-    check_gathered(own, rows, offset, name)
-    return rows
-
-
+@replayed
 def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gathered=None, offset=0,
                  normalize=False, impl="auto"):
     """Return the mean over views of −τ/(τ_base |P(i)|) Σ_{p∈P(i)} [ z_i·z_p/τ − log Σ_{j≠i} exp(z_i·z_j/τ) ].
@@ -270,37 +216,44 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     returns           scalar, float32 (float64 for float64); a view without positives counts as 0 in the mean
     source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
     """
-    all_z, all_labels = (z, labels) if gathered is None else check_pair(
-        "gathered", gathered, "(z, labels) of all ranks")
+    all_z, all_labels = z, labels
     if gathered is None:
         check_no_offset(offset)
-    check_labels(z, labels, all_z, all_labels, offset)
-    check_flag("normalize", normalize)
-    has_factor = base_temperature is not None and base_temperature is not temperature
-    (n, views, _), count = z.shape, all_z.shape[0]
-    z, k = z.flatten(0, 1), None
-    if gathered is not None:
-        k = all_z.flatten(0, 1)
-    z, keys, temperature, product_dtype = prepare_inputs(z, z if k is None else k, temperature,
-                                                         names=("z", "gathered: z"))
-    if has_factor:
-        check_temperature(base_temperature, z.device, "base_temperature")
-    impl = choose_impl(impl, z, z.shape[0], keys.shape[0])
-    if labels is None:
-        all_labels = torch.arange(count, device=z.device)
-        labels = all_labels[offset:offset + n]
-    if normalize:
-        z, keys, product_dtype = normalize_rows(z, z if k is None else keys, product_dtype)
-    k = None if k is None else keys
-    ids = labels.repeat_interleave(views), all_labels.repeat_interleave(views)
-    by_view = Mask("labels", *ids, offset=offset * views)
-    if impl == "eager":
-        loss = eager.sup_con_loss(*cast_rows(product_dtype, z, keys), temperature, by_view)
-    elif impl == "blockwise" and is_stored(z, k):
-        loss = softmax_loss(z, k, temperature, by_view, impl, product_dtype)
     else:
-        loss = fused_sup_con_loss(z, k, views, all_labels, offset, temperature, impl, product_dtype)
-    return loss * temperature / as_scalar(base_temperature, temperature.dtype) if has_factor else loss
+        all_z, all_labels = check_pair("gathered", gathered, "(z, labels) of all ranks")
+    check_labels(z, labels, all_z, all_labels, offset)
+    n, views, _ = z.shape
+    if base_temperature is not None:
+        check_temperature(base_temperature, z.device, "base_temperature")
+    options = dict(normalize=normalize, impl=impl)
+    if labels is None and z.shape[1] == 2:                     # nt_xent, whose gradient is more accurate
+        gathered = None if gathered is None else (all_z[:, 0], all_z[:, 1])
+        loss = nt_xent(z[:, 0], z[:, 1], temperature, gathered=gathered, offset=offset, **options)
+    else:
+        all_z = None if gathered is None else all_z
+        loss = loss_of_labels(z, all_z, all_labels, temperature, offset, options)
+    if base_temperature is None or base_temperature is temperature:
+        return loss
+    return loss * as_scalar(temperature, loss.dtype) / as_scalar(base_temperature, loss.dtype)
+
+
+def loss_of_labels(z, all_z, labels, temperature, offset, options):
+    """Return sup_con_loss without the factor τ/τ_base.
+
+    all_z    (M, V, D) rows of all ranks; None: z
+    labels   (M,) of all ranks; None: each sample has its own label
+    options  normalize and impl
+    """
+    n, views, _ = z.shape
+    keys = None if all_z is None else all_z.flatten(0, 1)
+    call = prepare(z.flatten(0, 1), keys, temperature, mask=Mask("diagonal", offset=offset * views),
+                   names=("z", "gathered: z"), **options)
+    if labels is None:
+        labels = torch.arange(len(call.keys) // views, device=z.device)
+    if call.impl != "eager":
+        return fused_loss_of_labels(call, views, labels, offset)
+    column_labels = labels.repeat_interleave(views)
+    return eager.sup_con_loss(call, column_labels[offset * views:][:n * views], column_labels)
 
 
 def check_labels(z, labels, all_z, all_labels, offset):
@@ -309,22 +262,20 @@ def check_labels(z, labels, all_z, all_labels, offset):
         "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
     if (labels is None) != (all_labels is None):
         raise ValueError("gathered: expected labels of all ranks, (z, labels), exactly if labels are given")
-    if labels is None or labels is all_labels or not labels.is_cpu or is_traced(labels):
+    if labels is None or labels is all_labels or not labels.is_cpu:
         return
     if not torch.equal(labels.long(), all_labels[offset:offset + len(labels)].long()):
         raise ValueError(f"labels: not equal to the gathered labels from row {offset} on; expected this "
                          "rank's rows of them, and as offset this rank's first row")
 
 
-def fused_sup_con_loss(z, k, views, labels, offset, temperature, impl, product_dtype):
-    """Return sup_con_loss without the factor τ/τ_base, without storing a matrix of all pairs of views.
+def fused_loss_of_labels(call, views, labels, offset):
+    """Return loss_of_labels without storing a matrix of all pairs of views.
 
-    z       (N·V, D) rows of this rank
-    k       (M·V, D) rows of all ranks; None: z
+    call    q (N·V, D) rows of this rank, k (M·V, D) rows of all ranks, or None
     labels  (M,) of all ranks
     """
-    mask = Mask("diagonal", offset=offset * views)
-    lse = fused_lse(z, k, temperature, mask, impl, product_dtype)
+    lse = fused.similarity_lse(call)
     # number the labels by their first place in the sorted labels: unlike torch.unique, no synchronisation
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
@@ -332,18 +283,18 @@ def fused_sup_con_loss(z, k, views, labels, offset, temperature, impl, product_d
     positives = (end - first) * views - 1
     weight = (positives > 0) / positives.clamp(min=1).to(lse.dtype)
     # the sum of z_i·z_p over all pairs of a label is |Σ_i z_i|² − Σ_i |z_i|²: no (N·V, N·V) matrix
-    rows = round_like_products(z, temperature, product_dtype)
-    keys = rows if k is None else round_like_products(k, temperature, product_dtype)
-    n = rows.shape[0] // views
-    own = slice(offset, offset + n)
+    rows = round_to_operand(call.q, call)
+    keys = rows if call.k is None else round_to_operand(call.k, call)
+    n = len(rows) // views
+    own = number[offset:offset + n]
     sums = own_sums = sums_by_number(keys, number, views, len(labels))
-    if k is not None:
-        own_sums = sums_by_number(rows, number[own], views, len(labels))
+    if call.k is not None:
+        own_sums = sums_by_number(rows, own, views, len(labels))
     own_keys = keys[offset * views:(offset + n) * views]
     near = (weight * (own_sums * sums).sum(1)).sum()
-    near = near - (weight[number[own]].repeat_interleave(views) * (rows * own_keys).sum(1)).sum()
-    lse = lse.view(n, views).where(positives[number[own], None] > 0, 0)
-    return (lse.sum() - near / temperature) / (n * views)
+    near = near - (weight[own].repeat_interleave(views) * (rows * own_keys).sum(1)).sum()
+    lse = lse.view(n, views).where(positives[own, None] > 0, 0)
+    return (lse.sum() - near / call.temperature) / (n * views)
 
 
 def sums_by_number(rows, number, views, count):
@@ -353,6 +304,7 @@ def sums_by_number(rows, number, views, count):
     return sums
 
 
+@replayed
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
     """Return the mean cross entropy of the logits hidden·weightᵀ/τ, which are never stored.
 
@@ -366,48 +318,41 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     impl          see similarity_lse
     returns       scalar, float32 (float64 for float64): mean over rows that are not ignored,
                   0 if all are ignored
-    raises        ValueError for a target outside [0, V) that is not ignore_index, but only on the CPU and
-                  without torch.compile. Elsewhere reading the targets would synchronise with the GPU, so the
-                  loss becomes NaN instead
+    raises        ValueError for a target outside [0, V) that is not ignore_index, but only on the CPU:
+                  elsewhere reading the targets would synchronise with the GPU, so the loss becomes NaN
     """
-    hidden, weight, temperature, product_dtype = prepare_inputs(
-        hidden, weight, temperature, ("hidden", "weight"))
-    impl = choose_impl(impl, hidden, hidden.shape[0], weight.shape[0])
-    if not isinstance(targets, torch.Tensor):
-        raise ValueError(f"targets: found {describe(targets)}, expected an int64 tensor ({len(hidden)},)")
-    check_dense("targets", targets)
+    check_inputs(hidden, weight, ("hidden", "weight"))
     check_integer("ignore_index", ignore_index, -2 ** 63, 2 ** 63 - 1, "that int64 holds")
-    if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
-        found = f"{targets.dtype} of shape {tuple(targets.shape)}"
-        raise ValueError(f"targets: found {found}, expected int64 ({len(hidden)},)")
-    if targets.device != hidden.device:
-        raise ValueError(f"targets: on {targets.device}, expected {hidden.device} like hidden")
-    inside, weights = row_weights(targets, weight.shape[0], ignore_index, temperature.dtype)
-    if impl != "eager":
-        mask = Mask("target", inside)
-        loss = softmax_loss(hidden, weight, temperature, mask, impl, product_dtype, weights=weights)
+    check_rows(hidden=(hidden, "N D"), targets=(targets, "N", int))
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets: found {targets.dtype}, expected int64")
+    inside, weights = row_weights(targets, len(weight), ignore_index)
+    if weights is not None:                            # NaN in an ignored row must not reach a gradient
+        hidden = hidden.where((weights != 0)[:, None], 0)
+    call = prepare(hidden, weight, temperature, mask=Mask("target", inside), names=("hidden", "weight"),
+                   impl=impl)
+    weights = None if weights is None else weights.to(call.temperature.dtype)
+    if call.impl != "eager":
+        loss = fused.softmax_loss(call, weights=weights)
         return loss if weights is None else loss / weights.sum().clamp(min=1)
-    rows = list(cast_rows(product_dtype, hidden, weight))
     if weights is None:
-        return eager.linear_cross_entropy(*rows, inside, -100, temperature)
-    rows[0] = rows[0].where((weights != 0)[:, None], 0)  # NaN in an ignored row must not reach a gradient
-    loss = eager.linear_cross_entropy(*rows, inside.where(weights == 1, -100), -100, temperature)
-    return loss * (1 + 0 * weights.sum())                # NaN if a target is wrong
+        return eager.linear_cross_entropy(call, inside)
+    loss = eager.linear_cross_entropy(call, inside.where(weights == 1, -100))
+    return loss * (1 + 0 * weights.sum())                      # NaN if a target is wrong
 
 
-def row_weights(targets, classes, ignore_index, dtype):
+def row_weights(targets, classes, ignore_index):
     """Return (targets (N,) clamped to [0, classes), weights (N,) of the rows, or None if all are 1).
 
-    The weight is 0 for an ignored row and NaN for another target outside [0, classes); on the CPU, without
-    torch.compile, such a target raises ValueError.
+    The weight is 0 for an ignored row and NaN for another target outside [0, classes); on the CPU such a
+    target raises ValueError.
     """
     inside = targets.clamp(0, classes - 1)
-    is_read = targets.is_cpu and not is_traced(targets)
-    if is_read and not 0 <= ignore_index < classes and torch.equal(inside, targets):
+    if targets.is_cpu and not 0 <= ignore_index < classes and torch.equal(inside, targets):
         return targets, None
-    weights = torch.where(inside == targets, 1.0, torch.nan).to(dtype)
+    weights = torch.where(inside == targets, 1.0, torch.nan)
     weights.masked_fill_(targets == ignore_index, 0)
-    if is_read and weights.isnan().any():
+    if targets.is_cpu and weights.isnan().any():
         row = weights.isnan().nonzero()[0].item()
         expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"
         raise ValueError(f"targets: row {row} is {targets[row]}, expected {expected}")
@@ -482,7 +427,7 @@ def margin_loss(x1, x2, same, margin=1.0):
     """
     check_rows(x1=(x1, "N D"), x2=(x2, "N D"), same=(same, "N", bool, int))
     check_number("margin", margin, SMALLEST)
-    if same.is_cpu and not is_traced(same):
+    if same.is_cpu and not torch.compiler.is_compiling():
         wrong = (same != 0) & (same != 1)
         if wrong.any():
             raise ValueError(f"same: found {same[wrong][0]}, expected 0 or 1")

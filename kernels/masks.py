@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .checks import (
     check_choice,
-    check_gathered,
     check_number,
     check_offset,
     check_pair,
@@ -39,6 +38,12 @@ class Mask(NamedTuple):
     offset: int = 0
     phi: float = 0.0
 
+    @property
+    def has_vectors(self):
+        """Whether the mask has ids, groups or features, besides the rule `exclude` on indices."""
+        vectors = self.row_ids, self.column_ids, self.row_groups, self.row_features
+        return any(part is not None for part in vectors)
+
 
 def positive_columns(mask, n, m, device):
     """Return (n,) the column of each row's positive, which "diagonal", "pair" or "target" excludes."""
@@ -57,8 +62,7 @@ def own_columns(mask, rows, n, m):
 
 def is_symmetric(mask):
     """Return whether the mask is symmetric for self-similarity: i excludes j whenever j excludes i."""
-    by_index = mask.exclude in ("none", "diagonal", "pair") and mask.offset == 0
-    return by_index and all(part is None for part in mask[1:7])
+    return mask.offset == 0 and not mask.has_vectors
 
 
 def transposed(mask):
@@ -68,50 +72,47 @@ def transposed(mask):
                          column_features=mask.row_features, offset=-mask.offset)
 
 
-def make_mask(q, k, self_similarity, exclude=None, within=None, similar=None, offset=0):
-    """Return the Mask for the public arguments; raise ValueError if one of them does not fit."""
+def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, offset=0):
+    """Return the Mask of an (n, m) matrix for the public arguments; raise ValueError if one does not fit."""
     check_offset(offset)
-    groups = (None, None) if within is None else check_ids("within", within, q, k)
-    *features, phi = (None, None, 0.0) if similar is None else check_similar(similar, q, k)
-    rest = (*groups, *features)
-    if exclude is None or isinstance(exclude, str):
-        ids = None, None
-        if exclude not in (None, "diagonal", "pair"):
-            expected = 'None, "diagonal", "pair" or a pair of id vectors'
-            raise ValueError(f"exclude: {describe(exclude)}, expected {expected}")
-        if exclude == "pair" and (not self_similarity or len(q) % 2):
-            found = f"found {len(q)} rows" if self_similarity else "found a k"
-            raise ValueError('exclude: "pair" needs k=None and an even number of rows, two views stacked; '
-                             f"{found}")
-    elif isinstance(exclude, (tuple, list)) and len(exclude) == 3 and isinstance(exclude[0], str):
-        exclude, *ids = exclude
-        check_choice("exclude", exclude, "diagonal")
-        ids = check_ids("exclude", ids, q, k)
-    else:
-        exclude, ids = None, check_ids("exclude", exclude, q, k)
-    if exclude == "diagonal":
-        check_gathered(q, k, offset)
-    return Mask(exclude or "none", *ids, *rest, 0 if exclude == "pair" else offset, phi)
+    ids, groups, features, phi = (None, None), (None, None), (None, None), 0.0
+    if within is not None:
+        groups = check_ids("within", within, n, m)
+    if similar is not None:
+        *features, phi = check_similar(similar, n, m)
+    if isinstance(exclude, (tuple, list)):
+        if len(exclude) == 3:
+            exclude, *ids = exclude
+            check_choice("exclude", exclude, "diagonal")
+        else:
+            exclude, ids = None, exclude
+        ids = check_ids("exclude", ids, n, m)
+    elif exclude not in (None, "diagonal", "pair"):
+        expected = 'None, "diagonal", "pair" or a pair of id vectors'
+        raise ValueError(f"exclude: {describe(exclude)}, expected {expected}")
+    if exclude == "pair" and (not self_similarity or n % 2):
+        found = f"found {n} rows" if self_similarity else "found a k"
+        raise ValueError('exclude: "pair" needs k=None and an even number of rows, two views stacked; '
+                         f"{found}")
+    return Mask(exclude or "none", *ids, *groups, *features, 0 if exclude == "pair" else offset, phi)
 
 
-def check_ids(name, ids, q, k):
-    """Return (row ids (N,), column ids (M,)), contiguous, of one integer dtype, on q's device."""
+def check_ids(name, ids, n, m):
+    """Return (row ids (n,), column ids (m,)), contiguous, of one integer dtype."""
     rows, columns = check_pair(name, ids, "of tensors: row ids (N,) and column ids (M,)")
-    check_rows(q=(q, "n D"), m=len(k), **{f"{name}: row ids": (rows, "n", int),
-                                          f"{name}: column ids": (columns, "m", int)})
+    check_rows(n=n, m=m, **{f"{name}: row ids": (rows, "n", int), f"{name}: column ids": (columns, "m", int)})
     if rows.dtype != columns.dtype:        # Triton would find int8's -1 equal to uint8's 255
         rows, columns = rows.long(), columns.long()
     return rows.contiguous(), columns.contiguous()
 
 
-def check_similar(similar, q, k):
-    """Return (row features (N, E), column features (M, E), phi), the features detached."""
+def check_similar(similar, n, m):
+    """Return (row features (n, E), column features (m, E), phi), the features detached."""
     if not isinstance(similar, (tuple, list)) or len(similar) != 3:
         expected = "(row features (N, E), column features (M, E), phi)"
         raise ValueError(f"similar: found {type(similar).__name__}, expected {expected}")
     f_q, f_k, phi = similar
-    check_rows(q=(q, "n D"), m=len(k), **{"similar: row features": (f_q, "n E"),
-                                          "similar: column features": (f_k, "m E")})
+    check_rows(n=n, m=m, **{"similar: row features": (f_q, "n E"), "similar: column features": (f_k, "m E")})
     if f_q.dtype != f_k.dtype:
         raise ValueError(f"similar: column features are {f_k.dtype}, expected {f_q.dtype} like row features")
     check_number("similar: phi", phi, -math.inf, math.inf)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels
 from childtuning import rdrop_loss, task_loss
@@ -14,7 +13,7 @@ from ease import ease_loss
 from kernels import check_rows, choose_impl, embed_in_chunks, gather_rows, own_rows
 from moco import enqueue, moco_loss
 from selfguided import selfguided_loss
-from simclr import distillation_loss, simclr_loss, sup_con_loss
+from simclr import simclr_loss, sup_con_loss
 from simcse import simcse_loss
 from tacl import tacl_loss
 from vascl import nearest_neighbours, neighbourhood_loss, virtual_augmentation
@@ -52,7 +51,7 @@ def dclr_with(z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **options):
     (lambda: simcse_loss(Z[:0], Z), r"z1: found \(0, 6\), expected \(N, D\), not empty"),
     (lambda: simclr_loss(Z, Z[:4]), "z2: 4 rows, expected 8 like z1"),
     (lambda: simclr_loss(Z, Z, gathered=(Z, Z), offset=2), "gathered: z1: 8 rows, expected .* offset 2"),
-    (lambda: simclr_loss(Z, Z, gathered=(Z, WIDE)), "gathered: z2: 7 features per row, expected 6 like z2"),
+    (lambda: simclr_loss(Z, Z, gathered=(Z, WIDE)), r"gathered: z2: found \(8, 7\), expected \(K, 6\)"),
     (lambda: sup_con_loss(Z), r"features: found \(8, 6\), expected \(N, V, D\)"),
     (lambda: sup_con_loss(HARD, LABELS[:4]), r"labels: found \(4,\), expected \(8,\)"),
     (lambda: moco_loss(Z, Z[:4], UNIT), r"k: found \(4, 6\), expected \(8, 6\)"),
@@ -128,18 +127,6 @@ def test_a_queue_is_checked_twice(monkeypatch):
         moco_loss(Z, Z, raw)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_losses_skip_the_checks(dynamic):
-    """Checks that read values would break the graph, so compiled losses skip them."""
-    ids = LABELS[:, None].repeat(1, 4)
-    losses = {"simcse": lambda z: simcse_loss(z, Z, HARD, ids=ids), "moco": lambda z: moco_loss(z, Z, UNIT),
-              "ease": lambda z: ease_loss(z, Z, HARD)}
-    for name, loss in losses.items():
-        torch.compiler.reset()
-        compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="eager")
-        torch.testing.assert_close(compiled(Z), loss(Z), msg=name)
-
-
 def test_mixed_dtypes_are_accepted():
     """A queue may have autocast's dtype. check_rows allows size 0 for lower-case letters, as n in "n D"."""
     labels = LABELS.int(), "N", int
@@ -149,32 +136,6 @@ def test_mixed_dtypes_are_accepted():
 
 
 Z8 = torch.randn(8, 6)
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-@pytest.mark.parametrize("impl", ["eager", "blockwise"])
-def test_tensor_subclasses_and_fake_tensors_are_accepted(impl):
-    """A fake tensor is on the CPU, but has no data. So losses must not read values or τ."""
-    rows = Z.as_subclass(Subclass), Z8.as_subclass(Subclass)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_rows = [fake.from_tensor(x) for x in (Z, Z8)]
-    fake_temperature = fake.from_tensor(torch.tensor(0.5))
-    losses = kernels.info_nce, kernels.nt_xent, kernels.sigmoid_loss, simclr_loss, simcse_loss, plain_dclr
-    for loss in losses:
-        expected = loss(Z, Z8, temperature=0.5, impl=impl)
-        torch.testing.assert_close(torch.Tensor(loss(*rows, temperature=0.5, impl=impl)), expected)
-        for temperature in (0.5, fake_temperature):
-            assert loss(*fake_rows, temperature=temperature, impl=impl).shape == ()
-    assert distillation_loss(*fake_rows, fake_temperature).shape == ()
-    assert torch.func.vmap(lambda x, y: task_loss(x, y))(HARD, torch.arange(3).repeat(8, 1)).shape == (8,)
-
-
-def plain_dclr(z1, z2, temperature, impl):
-    """Call dclr_loss with z1 and z2 also as the noise and the guide embeddings."""
-    return dclr_loss(z1, z2, z1, z2, z1, 0.9, temperature, impl=impl)
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e38, 1, np.float64(0.5)])

@@ -32,9 +32,10 @@ from kernels import (
     nt_xent,
     queue_loss,
     sigmoid_loss,
+    similarity_lse,
+    similarity_topk,
     sup_con_loss,
 )
-from kernels.similarity import similarity_lse, similarity_topk
 
 CASES = int(os.environ.get("TENCL_FUZZ", 40))
 DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloat16],

@@ -110,7 +110,8 @@ OWN = slice(2, 5)
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: nt_xent(Z[OWN], Z[OWN], gathered=(Z[:, :5], Z), offset=2), "gathered: z1: 5 features"),
+    (lambda: nt_xent(Z[OWN], Z[OWN], gathered=(Z[:, :5], Z), offset=2),
+     r"gathered: z1: found \(8, 5\), expected \(K, 6\)"),
     (lambda: nt_xent(Z[OWN], Z[OWN], gathered=(Z, Z[:-1]), offset=2), "gathered: z2: 7 rows, expected 8"),
     (lambda: nt_xent(Z[OWN], Z[OWN], gathered=(Z, Z), offset=6), "gathered: z1: 8 rows, .* 3 \\+ offset 6"),
     (lambda: nt_xent(Z[OWN], Z[OWN], gathered=(Z, Z), offset=8), "offset: 8, expected this rank's first row"),

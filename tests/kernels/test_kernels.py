@@ -23,10 +23,11 @@ from kernels import (
     nt_xent,
     queue_loss,
     sigmoid_loss,
+    similarity_lse,
+    similarity_topk,
     sup_con_loss,
 )
 from kernels.masks import make_mask
-from kernels.similarity import similarity_lse, similarity_topk
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -1,0 +1,271 @@
+"""The fused operations as torch.autograd.Functions around blockwise.py and gpu/.
+
+`call` holds the checked arguments (call.py). There are two kinds of Function:
+
+    GradientInForward           computes the gradients together with the loss; backward only multiplies them
+                                by the upstream gradient
+    LogSumExp, SoftmaxLoss      keep stats (2, N), the maximum and the sum of exponentials of each row, and
+                                compute each logit again in backward. stats are more precise than the single
+                                number lse. In Triton the maximum is in log2 units
+
+create_graph=True (second derivatives), forward mode and torch.func are not supported: they raise.
+"""
+import functools
+
+import torch
+
+from . import blockwise
+from .heuristics import fuses_backward, has_frozen_keys_kernel
+from .masks import Mask
+
+
+def outside_autocast(function):
+    """Decorate forward(ctx, x, ...) or backward(ctx, x, ...): run on the device of x, with autocast off."""
+    @functools.wraps(function)
+    def run(ctx, x, *rest):
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            return function(ctx, x, *rest)
+    return run
+
+
+def first_order(backward):
+    """Decorate backward(ctx, grad, ...): raise RuntimeError if its result is to be differentiated."""
+    @functools.wraps(backward)
+    def run(ctx, grad, *rest):
+        if torch.is_grad_enabled():
+            raise RuntimeError("kernels: the fused operations do not support create_graph=True, which second "
+                               "derivatives need; use impl='eager'")
+        return backward(ctx, grad, *rest)
+    return outside_autocast(run)
+
+
+def save(ctx, call, *others):
+    """Keep the call and other tensors for backward. PyTorch notices if one of them is changed in place."""
+    mask = call.mask
+    ctx.vectors = [name for name in Mask._fields if isinstance(getattr(mask, name), torch.Tensor)]
+    vectors = [getattr(mask, name) for name in ctx.vectors]
+    ctx.save_for_backward(call.q, call.k, call.temperature, *vectors, *others)
+    mask = mask._replace(**dict.fromkeys(ctx.vectors))
+    ctx.call = call._replace(q=None, k=None, temperature=None, mask=mask)
+
+
+def restore(ctx):
+    """Return (the call, the other tensors) that save() has kept."""
+    q, k, temperature, *tensors = ctx.saved_tensors
+    count = len(ctx.vectors)
+    mask = ctx.call.mask._replace(**dict(zip(ctx.vectors, tensors[:count])))
+    return ctx.call._replace(q=q, k=k, temperature=temperature, mask=mask), tensors[count:]
+
+
+def only_needed(ctx, gradients, inputs):
+    """Return the gradients that autograd needs, in the dtypes of the inputs, and None for the others."""
+    needed = zip(ctx.needs_input_grad, gradients, inputs)
+    return [gradient.to(x.dtype) if is_needed else None for is_needed, gradient, x in needed]
+
+
+# ── the log-sum-exp of each row ────────────────────────────────────────────────────────────────────────────
+
+
+def similarity_lse(call):
+    """Return the log-sum-exp of each row (N,). Keys without gradient use a cheaper operation."""
+    needs_q, needs_k, needs_temperature = call.needs
+    if (needs_q or needs_temperature) and call.k is not None and not needs_k and has_frozen_keys_kernel(call):
+        return FrozenKeys.apply(call.q, call.temperature, call)
+    return lse_and_stats(call)[0]
+
+
+def lse_and_stats(call):
+    """Return (lse (N,), stats (2, N)); stats get no gradient."""
+    return LogSumExp.apply(call.q, call.k, call.temperature, call)
+
+
+class LogSumExp(torch.autograd.Function):
+    """The log-sum-exp of each row; backward computes the logits again."""
+
+    @staticmethod
+    @outside_autocast
+    def forward(ctx, q, k, temperature, call):
+        if call.impl == "blockwise":
+            lse, stats = blockwise.similarity_lse(*call.operands, temperature, call.mask)
+        else:
+            from .gpu import lse_forward
+            found = lse_forward.forward(*call.operands, temperature, call.mask)
+            lse, stats = found.lse, found.stats[0]
+        save(ctx, call, stats)
+        ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
+        return lse, stats
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad, _):
+        call, (stats,) = restore(ctx)
+        needs = ctx.needs_input_grad[:3]
+        operands = *call.operands, call.temperature, call.mask
+        if call.impl == "blockwise":
+            gradients = blockwise.similarity_lse_backward(*operands, grad, stats, *needs)
+        else:
+            from .gpu import gradient
+            largest = largest_finite(grad)                     # the kernels expect |dloss/dlse| ≤ 1
+            rows = stats, (grad / largest).contiguous()
+            columns = rows if call.k is None else None
+            gradients = gradient.gradients(*operands, rows, columns, largest, 1.0, *needs, call.q.dtype)
+        return *only_needed(ctx, gradients, call[:3]), None
+
+
+def largest_finite(grad):
+    """Return the largest finite |grad|, above 0: NaN or infinity must not change the scale of other rows."""
+    size = grad.abs()
+    return size.where(size < torch.inf, 0).amax().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+class FrozenKeys(torch.autograd.Function):
+    """The log-sum-exp for keys without gradient: dq_i = g_i o_i / τ with o_i = Σ_j p_ij k_j."""
+
+    @staticmethod
+    @outside_autocast
+    def forward(ctx, q, temperature, call):
+        compute = blockwise.similarity_lse_frozen_keys
+        if call.impl == "triton":
+            from .gpu.lse_frozen_keys import similarity_lse as compute
+        lse, o = compute(*call.operands, temperature, call.mask)
+        ctx.product_dtype = call.product_dtype
+        ctx.save_for_backward(q, temperature, o)
+        return lse
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        q, temperature, o = ctx.saved_tensors
+        dq, dt = o * (grad / temperature)[:, None], None
+        if ctx.needs_input_grad[1]:
+            dt = gradient_of_temperature(q.to(ctx.product_dtype), dq, temperature)
+        return dq.to(q.dtype) if ctx.needs_input_grad[0] else None, dt, None
+
+
+def gradient_of_temperature(q, dq, temperature):
+    """Return dτ = −⟨q, dq⟩ / τ, because the logits are q·k / τ."""
+    return -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
+
+
+# ── losses ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class GradientInForward(torch.autograd.Function):
+    """A loss whose gradients are computed along with it.
+
+    compute  function without arguments that returns (loss, gradients of q, k, temperature and bias...)
+    """
+
+    @staticmethod
+    @outside_autocast
+    def forward(ctx, q, k, temperature, bias, compute):
+        loss, *gradients = compute()
+        ctx.dtypes = [None if x is None else x.dtype for x in (q, k, temperature, bias)]
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        needs = ctx.needs_input_grad
+        gradients = zip(needs, (*ctx.saved_tensors, None), ctx.dtypes)
+        return *(scaled_copy(x, grad, dtype) if needed else None for needed, x, dtype in gradients), None
+
+
+def scaled_copy(x, factor, dtype):
+    """Return factor · x in dtype, without an intermediate copy in the dtype of x."""
+    if x.dtype == dtype:
+        return x * factor
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
+def softmax_loss(call, both=False, weights=None):
+    """Return the cross entropy Σ_i w_i softplus(lse_i − q_i·k_p/τ), a scalar.
+
+    The mask excludes the positive p of each row from lse. This costs nothing and keeps the gradient accurate
+    when the loss is small: its coefficient is σ(lse − positive), not a difference such as 1 − 0.999.
+
+    both     True: the mean of the row-softmax loss (one softmax per row i, dim=1) and the column-softmax loss
+             (one per column j, dim=0), as in CLIP
+    weights  w (N,) in [0, 1]; None: 1/N
+    """
+    inputs, needs = call[:3], call.needs
+    if call.impl == "triton" and not fuses_backward(call, both, needs):
+        return SoftmaxLoss.apply(*inputs, call, both, weights)
+
+    def compute():
+        operands = *call.operands, call.temperature, call.mask, weights
+        if call.impl == "blockwise":
+            return blockwise.softmax_loss(*operands, both, *needs)
+        from .gpu import fused_forward_backward
+        return fused_forward_backward.softmax_loss(*operands, *needs, call.q.dtype)
+    return GradientInForward.apply(*inputs, None, compute)
+
+
+class SoftmaxLoss(torch.autograd.Function):
+    """softmax_loss in Triton, where backward computes the logits again."""
+
+    @staticmethod
+    @outside_autocast
+    def forward(ctx, q, k, temperature, call, both, weights):
+        from .gpu import lse_forward
+        found = lse_forward.forward(*call.operands, temperature, call.mask, both, True, weights)
+        save(ctx, call, weights, found.stats, found.dloss_dlse)
+        return found.loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        from .gpu import gradient
+        call, (weights, stats, dloss_dlse) = restore(ctx)
+        unit = 1 / len(call.q)
+        if weights is not None:
+            dloss_dlse, unit = dloss_dlse * weights, 1.0
+        rows = columns = stats[0], dloss_dlse[0]
+        if call.k is not None:
+            columns = (stats[1], dloss_dlse[1]) if len(stats) == 2 else None
+        needs = ctx.needs_input_grad[:3]
+        gradients = gradient.gradients(*call.operands, call.temperature, call.mask, rows, columns, grad,
+                                       unit / len(stats), *needs, call.q.dtype, True)
+        return *only_needed(ctx, gradients, call[:3]), None, None, None
+
+
+def queue_loss(call, queue):
+    """Return the mean of softplus(lse_i − q_i·k_i/τ), with lse over the queue, which gets no gradient."""
+    needs_temperature = call.needs[2]
+
+    def compute():
+        (q, k), compute_loss = call.operands, blockwise.queue_loss
+        if call.impl == "triton":
+            from .gpu.lse_frozen_keys import queue_loss as compute_loss
+        loss, dq, dk = compute_loss(q, k, queue.to(call.product_dtype), call.temperature, call.mask)
+        dt = gradient_of_temperature(q, dq, call.temperature) if needs_temperature else None
+        return loss, dq, dk, dt
+    return GradientInForward.apply(*call[:3], None, compute)
+
+
+def sigmoid_loss(call, bias):
+    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)); the mask excludes the positives, whose sign is −."""
+    needs = *call.needs, torch.is_grad_enabled() and bias.requires_grad
+
+    def compute():
+        arguments = *call.operands, call.temperature, bias, call.mask, *needs
+        if call.impl == "blockwise":
+            return blockwise.sigmoid_loss(*arguments)
+        from .gpu import sigmoid
+        return sigmoid.sigmoid_loss(*arguments, call.q.dtype)
+    return GradientInForward.apply(*call[:3], bias, compute)
+
+
+# ── the nearest columns ────────────────────────────────────────────────────────────────────────────────────
+
+
+def similarity_topk(call, n):
+    """Return (values (N, n), columns (N, n)); see call.similarity_topk."""
+    compute = blockwise.similarity_topk
+    if call.impl == "triton":
+        from .gpu.topk import similarity_topk as compute
+    q, k = call.operands
+    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
+        return compute(q, q if k is None else k, call.temperature, n, call.mask)
