@@ -29,24 +29,20 @@ from running import DATA, SENTENCES, few_images, run  # noqa: E402
 TEXT = ["--model", "scratch", "--batch-size", 8, "--data"]
 PICTURES = ["--model", "resnet-small", "--data", "IMAGES", "--batch-size", 8, "--probe-epochs", 0]
 UNIT, ANY = torch.float16, torch.bfloat16                      # dtype for rows of length 1, and of any length
-# script, flags, {operation in training: dtype in which it multiplies with --precision bf16}
-CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {"similarity_lse": UNIT}),
-         ("simcse", [*TEXT, DATA / "sentences.txt", "--mlm-weight", 1],
-          {"similarity_lse": UNIT, "softmax_loss": ANY}),
-         ("selfguided", [*TEXT, DATA / "sentences.txt", "--projection-dim", 64], {"similarity_lse": UNIT}),
-         ("cline", [*TEXT, DATA / "sentences.txt", "--wordnet", DATA / "wordnet"], {"softmax_loss": ANY}),
-         ("tacl", [*TEXT, "DOCUMENTS"], {"similarity_lse_frozen_keys": UNIT, "softmax_loss": ANY}),
-         ("tacl", [*TEXT, "DOCUMENTS", "--similarity", "dot"],
-          {"similarity_lse_frozen_keys": ANY, "softmax_loss": ANY}),
-         ("ease", [*TEXT, DATA / "entities.tsv"], {"softmax_loss": UNIT, "similarity_lse": UNIT}),
-         ("vascl", [*TEXT, DATA / "sentences.txt", "--neighbours", 4], {"softmax_loss": UNIT}),
-         ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--phi", 0.994],
-          {"similarity_lse": UNIT, "similarity_lse_frozen_keys": UNIT}),
-         ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--form", "code"],
-          {"similarity_lse": UNIT}),                           # for the noise; the rest is plain PyTorch
-         ("simclr", PICTURES, {"softmax_loss": UNIT}),
-         ("simclr", [*PICTURES, "--supervised"], {"softmax_loss": UNIT}),
-         ("moco", [*PICTURES, "--queue-size", 16, "--bn-splits", 2], {"queue_loss": UNIT})]
+# script, flags, dtypes in which the kernels multiply in training with --precision bf16
+CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {UNIT}),
+         ("simcse", [*TEXT, DATA / "sentences.txt", "--mlm-weight", 1], {UNIT, ANY}),
+         ("selfguided", [*TEXT, DATA / "sentences.txt", "--projection-dim", 64], {UNIT}),
+         ("cline", [*TEXT, DATA / "sentences.txt", "--wordnet", DATA / "wordnet"], {ANY}),
+         ("tacl", [*TEXT, "DOCUMENTS"], {UNIT, ANY}),
+         ("tacl", [*TEXT, "DOCUMENTS", "--similarity", "dot"], {ANY}),
+         ("ease", [*TEXT, DATA / "entities.tsv"], {UNIT}),
+         ("vascl", [*TEXT, DATA / "sentences.txt", "--neighbours", 4], {UNIT}),
+         ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--phi", 0.994], {UNIT}),
+         ("dclr", [*TEXT, DATA / "sentences.txt", "--guide", "GUIDE", "--form", "code"], {UNIT}),
+         ("simclr", PICTURES, {UNIT}),
+         ("simclr", [*PICTURES, "--supervised"], {UNIT}),
+         ("moco", [*PICTURES, "--queue-size", 16, "--bn-splits", 2], {UNIT})]
 
 
 @pytest.mark.parametrize("precision, name, flags, wanted", [
@@ -59,27 +55,21 @@ def test_dtypes_of_products_and_gradients(name, flags, wanted, precision, bert, 
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
     paths = {"DOCUMENTS": documents, "GUIDE": bert, "IMAGES": few_images(tmp_path)}
     flags = [paths.get(flag, flag) for flag in flags]
-    found, gradients, call, scale = {}, [], kernels.ops.call_op, kernels.ops.scaled_copy
+    found, gradients, prepare = set(), [], kernels.call.prepare
 
-    def listen(operation, q, *arguments):
-        result, tensors = call(operation, q, *arguments), filter(torch.is_tensor, (q, *arguments))
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            dtypes = [x for x in arguments if isinstance(x, torch.dtype)]
-            assert q.dtype == torch.float32 and len(dtypes) < 2
-            found.setdefault(operation.dispatched.__name__, set()).add(*(dtypes or [torch.float32]))
-        elif "backward" in operation.dispatched.__name__:
-            gradients.extend(x for x in result if x.dim() == 2 and x.numel())
-        return result
+    def listen(*arguments, **named):
+        call = prepare(*arguments, **named)
+        for x in (call.q, call.k) if torch.is_grad_enabled() else ():
+            if x is not None and x.requires_grad:
+                assert x.dtype == torch.float32
+                found.add(call.product_dtype)
+                x.register_hook(gradients.append)
+        return call
 
-    def listen_to_gradients(x, *arguments):                    # of losses that compute them in forward
-        gradients.append(scale(x, *arguments))
-        return gradients[-1]
-
-    monkeypatch.setattr(kernels.ops, "call_op", listen)
-    monkeypatch.setattr(kernels.ops, "scaled_copy", listen_to_gradients)
+    for module in ("call", "losses"):
+        monkeypatch.setattr(f"kernels.{module}.prepare", listen)
     result = run(name, tmp_path / "out", *flags, "--steps", 1, "--precision", precision)
-    half = precision == "bf16"
-    assert found == {operation: {dtype if half else torch.float32} for operation, dtype in wanted.items()}
+    assert found == (wanted if precision == "bf16" else {torch.float32})
     assert gradients and math.isfinite(result.losses[0])
     for x in gradients:
         assert x.dtype == torch.float32 and x.abs().max() > 0

@@ -132,8 +132,7 @@ def test_every_impl_equals_eager(name, impl, tmp_path, monkeypatch):
     flags = [*small(name, tmp_path), "--steps", 2, "--eval-every", 1]
     eager = run(name, tmp_path / "eager", *flags, "--impl", "eager")
     chosen = Mock(wraps=importlib.import_module("kernels").choose_impl)
-    for module in ("similarity", "losses"):
-        monkeypatch.setattr(f"kernels.{module}.choose_impl", chosen)
+    monkeypatch.setattr("kernels.call.choose_impl", chosen)
     other = run(name, tmp_path / "other", *flags, "--impl", impl)
     assert {call.args[0] for call in chosen.call_args_list} == {impl}
     for value, tolerance in (("loss", 1e-4), ("dev_uniformity", 1e-3)):
