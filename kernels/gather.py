@@ -22,7 +22,7 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
-from .checks import check_dense, check_not_meta, describe
+from .checks import check_dense, describe
 from .custom_op import cat_rows
 
 # torch 2.13 has new names for these two, and warns about the old ones
@@ -85,7 +85,6 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x: found {found}, expected a tensor of this process's rows, (n, ...)")
     check_dense("x", x)
-    check_not_meta("x", x)
     if x.is_quantized:
         raise ValueError(f"x: found {x.dtype}, expected a tensor that is not quantised; call .dequantize()")
     if dtype is not None and dtype is not torch.float16 and dtype is not torch.bfloat16:

@@ -12,24 +12,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from . import eager, fused
+from . import checks, eager, fused
 from .blockwise import add_rows
 from .call import as_scalar, prepare, similarity_topk, unit_rows
-from .checks import (
-    SMALLEST,
-    check_choice,
-    check_flag,
-    check_gathered,
-    check_inputs,
-    check_integer,
-    check_number,
-    check_offset,
-    check_pair,
-    check_positives,
-    check_rows,
-    check_temperature,
-    describe,
-)
 from .gather import cat_rows
 from .heuristics import has_frozen_keys_kernel
 from .masks import Mask
@@ -53,7 +38,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
     returns      scalar, float32 (float64 for float64)
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
-    check_flag("symmetric", symmetric)
+    checks.check_flag("symmetric", symmetric)
     if gathered is not None and not symmetric:
         raise ValueError("gathered: needs symmetric=True; expected all ranks' rows as k instead")
     return mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize, impl, ("q", "k"))
@@ -65,7 +50,7 @@ def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize
     if both:
         check_no_offset(offset)
     elif symmetric:
-        all_q, all_k = check_pair("gathered", gathered, f"({names[0]}, {names[1]}) of all ranks")
+        all_q, all_k = checks.check_pair("gathered", gathered, f"({names[0]}, {names[1]}) of all ranks")
         sides = [(q, all_k, (names[0], f"gathered: {names[1]}")),
                  (k, all_q, (names[1], f"gathered: {names[0]}"))]
     if symmetric and len(q) != len(k):
@@ -107,7 +92,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     returns      scalar, float32 (float64 for float64)
     source       He et al. 2020 (MoCo), eq. 1
     """
-    check_inputs(q, queue, ("q", "queue"))
+    checks.check_inputs(q, queue, ("q", "queue"))
     call = prepare(q, k, temperature, normalize=normalize, impl=impl)
     if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, expected {len(q)} like q")
@@ -149,7 +134,7 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     """
     call = prepare(q, k, temperature, exclude="diagonal", offset=offset, positives=True, normalize=normalize,
                    impl=impl)
-    check_number("bias", bias, device=call.q.device)
+    checks.check_number("bias", bias, device=call.q.device)
     bias = as_scalar(bias, call.temperature.dtype)
     return eager.sigmoid_loss(call, bias) if call.impl == "eager" else fused.sigmoid_loss(call, bias)
 
@@ -168,19 +153,19 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
     returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
-    check_inputs(z1, z2, ("z1", "z2"))
+    checks.check_inputs(z1, z2, ("z1", "z2"))
     if len(z1) != len(z2):
         raise ValueError(f"z2: {len(z2)} rows, expected {len(z1)} like z1")
     keys = None
     if gathered is None:
         check_no_offset(offset)
     else:
-        all_z1, all_z2 = check_pair("gathered", gathered, "(z1, z2) of all ranks")
-        check_offset(offset)
+        all_z1, all_z2 = checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
+        checks.check_offset(offset)
         for name, own, rows in ("z1", z1, all_z1), ("z2", z2, all_z2):
-            check_inputs(own, rows, (name, f"gathered: {name}"))
-            check_positives((name, own), (f"gathered: {name}", rows), offset)
-            check_gathered(own, rows, offset, f"gathered: {name}")
+            checks.check_inputs(own, rows, (name, f"gathered: {name}"))
+            checks.check_positives((name, own), (f"gathered: {name}", rows), offset)
+            checks.check_gathered(own, rows, offset, f"gathered: {name}")
         if len(all_z1) != len(all_z2):
             raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
         keys = cat_rows([all_z1, all_z2])
@@ -191,9 +176,9 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
 
 def check_no_offset(offset):
     """Raise ValueError unless offset is 0, as it must be without gathered rows."""
-    check_offset(offset)
+    checks.check_offset(offset)
     if offset != 0:
-        raise ValueError(f"offset: {describe(offset)}, expected 0 if gathered is None")
+        raise ValueError(f"offset: {checks.describe(offset)}, expected 0 if gathered is None")
 
 
 @replayed
@@ -220,11 +205,11 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     if gathered is None:
         check_no_offset(offset)
     else:
-        all_z, all_labels = check_pair("gathered", gathered, "(z, labels) of all ranks")
+        all_z, all_labels = checks.check_pair("gathered", gathered, "(z, labels) of all ranks")
     check_labels(z, labels, all_z, all_labels, offset)
     n, views, _ = z.shape
     if base_temperature is not None:
-        check_temperature(base_temperature, z.device, "base_temperature")
+        checks.check_temperature(base_temperature, z.device, "base_temperature")
     options = dict(normalize=normalize, impl=impl)
     if labels is None and z.shape[1] == 2:                     # nt_xent, whose gradient is more accurate
         gathered = None if gathered is None else (all_z[:, 0], all_z[:, 1])
@@ -258,7 +243,7 @@ def loss_of_labels(z, all_z, labels, temperature, offset, options):
 
 def check_labels(z, labels, all_z, all_labels, offset):
     """Raise ValueError if the rows and labels of this rank and of all ranks do not fit together."""
-    check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
+    checks.check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
         "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
     if (labels is None) != (all_labels is None):
         raise ValueError("gathered: expected labels of all ranks, (z, labels), exactly if labels are given")
@@ -321,9 +306,9 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     raises        ValueError for a target outside [0, V) that is not ignore_index, but only on the CPU:
                   elsewhere reading the targets would synchronise with the GPU, so the loss becomes NaN
     """
-    check_inputs(hidden, weight, ("hidden", "weight"))
-    check_integer("ignore_index", ignore_index, -2 ** 63, 2 ** 63 - 1, "that int64 holds")
-    check_rows(hidden=(hidden, "N D"), targets=(targets, "N", int))
+    checks.check_inputs(hidden, weight, ("hidden", "weight"))
+    checks.check_integer("ignore_index", ignore_index, -2 ** 63, 2 ** 63 - 1, "that int64 holds")
+    checks.check_rows(hidden=(hidden, "N D"), targets=(targets, "N", int))
     if targets.dtype != torch.int64:
         raise ValueError(f"targets: found {targets.dtype}, expected int64")
     inside, weights = row_weights(targets, len(weight), ignore_index)
@@ -375,9 +360,9 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
     source              Schroff et al. 2015 (FaceNet), sections 3.1 and 3.2, with distances instead of their
                         squares; hard: Hermans et al. 2017
     """
-    check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D", None))
-    check_number("margin", margin, SMALLEST)
-    check_choice("mining", mining, "hard", "semi-hard")
+    checks.check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D", None))
+    checks.check_number("margin", margin, checks.SMALLEST)
+    checks.check_choice("mining", mining, "hard", "semi-hard")
     anchor, positive, negative = upcast(anchor, positive, negative)
     if negative is None:
         if len(positive) < 2:
@@ -425,8 +410,8 @@ def margin_loss(x1, x2, same, margin=1.0):
     returns    scalar
     source     Hadsell, Chopra, LeCun 2006, eq. 4
     """
-    check_rows(x1=(x1, "N D"), x2=(x2, "N D"), same=(same, "N", bool, int))
-    check_number("margin", margin, SMALLEST)
+    checks.check_rows(x1=(x1, "N D"), x2=(x2, "N D"), same=(same, "N", bool, int))
+    checks.check_number("margin", margin, checks.SMALLEST)
     if same.is_cpu and not torch.compiler.is_compiling():
         wrong = (same != 0) & (same != 1)
         if wrong.any():

@@ -5,14 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import (
-    check_choice,
-    check_number,
-    check_offset,
-    check_pair,
-    check_rows,
-    describe,
-)
+from . import checks
 
 
 class Mask(NamedTuple):
@@ -74,7 +67,7 @@ def transposed(mask):
 
 def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, offset=0):
     """Return the Mask of an (n, m) matrix for the public arguments; raise ValueError if one does not fit."""
-    check_offset(offset)
+    checks.check_offset(offset)
     ids, groups, features, phi = (None, None), (None, None), (None, None), 0.0
     if within is not None:
         groups = check_ids("within", within, n, m)
@@ -83,13 +76,13 @@ def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, of
     if isinstance(exclude, (tuple, list)):
         if len(exclude) == 3:
             exclude, *ids = exclude
-            check_choice("exclude", exclude, "diagonal")
+            checks.check_choice("exclude", exclude, "diagonal")
         else:
             exclude, ids = None, exclude
         ids = check_ids("exclude", ids, n, m)
     elif exclude not in (None, "diagonal", "pair"):
         expected = 'None, "diagonal", "pair" or a pair of id vectors'
-        raise ValueError(f"exclude: {describe(exclude)}, expected {expected}")
+        raise ValueError(f"exclude: {checks.describe(exclude)}, expected {expected}")
     if exclude == "pair" and (not self_similarity or n % 2):
         found = f"found {n} rows" if self_similarity else "found a k"
         raise ValueError('exclude: "pair" needs k=None and an even number of rows, two views stacked; '
@@ -99,8 +92,9 @@ def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, of
 
 def check_ids(name, ids, n, m):
     """Return (row ids (n,), column ids (m,)), contiguous, of one integer dtype."""
-    rows, columns = check_pair(name, ids, "of tensors: row ids (N,) and column ids (M,)")
-    check_rows(n=n, m=m, **{f"{name}: row ids": (rows, "n", int), f"{name}: column ids": (columns, "m", int)})
+    rows, columns = checks.check_pair(name, ids, "of tensors: row ids (N,) and column ids (M,)")
+    checks.check_rows(n=n, m=m, **{f"{name}: row ids": (rows, "n", int),
+                                   f"{name}: column ids": (columns, "m", int)})
     if rows.dtype != columns.dtype:        # Triton would find int8's -1 equal to uint8's 255
         rows, columns = rows.long(), columns.long()
     return rows.contiguous(), columns.contiguous()
@@ -112,10 +106,11 @@ def check_similar(similar, n, m):
         expected = "(row features (N, E), column features (M, E), phi)"
         raise ValueError(f"similar: found {type(similar).__name__}, expected {expected}")
     f_q, f_k, phi = similar
-    check_rows(n=n, m=m, **{"similar: row features": (f_q, "n E"), "similar: column features": (f_k, "m E")})
+    checks.check_rows(n=n, m=m, **{"similar: row features": (f_q, "n E"),
+                                   "similar: column features": (f_k, "m E")})
     if f_q.dtype != f_k.dtype:
         raise ValueError(f"similar: column features are {f_k.dtype}, expected {f_q.dtype} like row features")
-    check_number("similar: phi", phi, -math.inf, math.inf)
+    checks.check_number("similar: phi", phi, -math.inf, math.inf)
     # Triton reads raw memory, so resolve_neg() materialises lazily negated views such as x.conj().imag
     return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)
 
