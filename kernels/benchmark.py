@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from kernels import hf_kernels
 from kernels.figures import caption, in_mb, in_ms, largest_cases, plot
 from kernels.printing import escape_unencodable, fail
 
@@ -52,11 +51,6 @@ IMPLS = ("eager", "compile", *OURS, *PEERS)
 # printed columns: title, key of a row, format
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("MB", "extra_mb", ".4g"), ("error", "error", ".1e"))
-
-
-def __getattr__(name):
-    """Return an attribute of Hugging Face's kernels.benchmark, which other files of that package import."""
-    return hf_kernels.attribute("kernels.benchmark", name)
 
 
 # ── cases ───────────────────────────────────────────────────────────────────────────────────────────────────
