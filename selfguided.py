@@ -83,7 +83,7 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
 
 import copy
 import math

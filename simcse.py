@@ -85,7 +85,7 @@ SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       #
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
 
 import torch
 import torch.nn.functional as F
