@@ -110,7 +110,6 @@ from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.mlm import masked_lm_loss, untie_decoder
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────

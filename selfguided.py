@@ -101,7 +101,6 @@ from kernels.training.tables import normalise_name, read_table, show_cells
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.layers import pool_layers
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────

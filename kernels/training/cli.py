@@ -337,9 +337,8 @@ def parse_early(make_parser):
     escape_unencodable()
     try:
         make_parser().parse_args()
-        check_ranks()
     except UserError as error:
-        if error.every_rank or is_first_rank():
+        if is_first_rank():
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -348,12 +347,6 @@ def escape_unencodable():
     """Make stdout escape characters that its encoding lacks, instead of raising an error."""
     if hasattr(sys.stdout, "reconfigure"):                     # the stdout of a notebook has no such method
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def check_ranks():
-    """Fail if the environment variables that torchrun sets are invalid."""
-    if problem := ranks.env_error():
-        fail(problem, every_rank=True)
 
 
 EXIT_STOPPED = 130                                             # exit code after a signal
@@ -403,7 +396,8 @@ def command(main):
             with warnings.catch_warnings():
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
-                check_ranks()
+                if problem := ranks.env_error():
+                    fail(problem, every_rank=True)
                 main(*args, **more)
         except KeyboardInterrupt:                              # before training: in it, Run handles signals
             handle_signals(signal.SIG_IGN)
