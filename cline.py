@@ -92,7 +92,7 @@ SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # before torch is imported, which takes seconds
+    parse_early(make_parser)  # before transformers is imported, which takes seconds
 
 import numpy as np
 import torch

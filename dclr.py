@@ -93,7 +93,7 @@ SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       #
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
 
 import argparse
 
@@ -104,13 +104,12 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
-from kernels.training.precision import gather_keys, loss_autocast
+from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.mlm import masked_lm_loss, untie_decoder
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -179,8 +178,8 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     checks.check_temperature(temperature, z1.device)
     checks.check_choice("form", form, "paper", "code")
     checks.check_impl(impl)
-    z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
-    f1, f2, noise = [F.normalize(x.detach(), dim=1, eps=1e-8) for x in (f1, f2, noise)]
+    z1, z2 = unit_rows(z1), unit_rows(z2)
+    f1, f2, noise = [unit_rows(x.detach()) for x in (f1, f2, noise)]
     if form == "code":
         with torch.autocast(z1.device.type, enabled=False):    # no half precision in its plain products
             return one_vs_all_loss(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
@@ -204,7 +203,7 @@ def instance_weights(f1, f2, phi, *, offset=0):
     check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
     checks.check_same_dtype(f1=f1, f2=f2)
     checks.check_number("phi", phi, -torch.inf, torch.inf)
-    weights = (F.normalize(f1, dim=1, eps=1e-8) @ F.normalize(f2, dim=1, eps=1e-8).T < phi).to(f1.dtype)
+    weights = (unit_rows(f1) @ unit_rows(f2).T < phi).to(f1.dtype)
     weights.diagonal(offset).fill_(1)
     return weights
 
@@ -229,14 +228,14 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     checks.check_impl(impl)
     checks.check_integer("steps", steps, 0)
     checks.check_number("step_size", step_size)
-    z1, z2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
+    z1, z2 = unit_rows(z1), unit_rows(z2)
     batch_lse = z1.new_tensor(-torch.inf)                      # log of a sum without terms
     if form == "code":
         batch_lse = similarity_lse(z1, z2, temperature, impl=impl)
     for _ in range(steps if len(noise) else 0):
         with torch.enable_grad():
             noise = noise.detach().requires_grad_()
-            noise_lse = similarity_lse(z1, F.normalize(noise, dim=1, eps=1e-8), temperature, impl=impl)
+            noise_lse = similarity_lse(z1, unit_rows(noise), temperature, impl=impl)
             gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
         if all_reduce is not None:
             all_reduce(gradient)
@@ -288,9 +287,11 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
         return (lse - lse_but_hardest - F.logsigmoid(s.gather(1, own)[:, 0] - lse_negatives)
                 - torch.log1p(-others).sum(1)).sum()
 
+    z1, keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys)]
+    if isinstance(temperature, torch.Tensor):                  # so that it gets its gradient through z1
+        z1, temperature = z1 / temperature, 1.0
     if len(keys) == 1:                                         # no negatives: loss 0, with gradient 0
         return 0 * (z1 * keys).sum()
-    z1, keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys)]
     return BlockwiseSum.apply(block, z1, keys, max(1, 2**22 // len(keys))) / (len(z1) * len(keys))
 
 

@@ -114,7 +114,7 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # before torch is imported, which takes seconds
+    parse_early(make_parser)  # before transformers is imported, which takes seconds
 
 import copy
 import math
@@ -133,7 +133,7 @@ from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
-from kernels.training.precision import LOSS_DTYPE, loss_autocast
+from kernels.training.precision import LOSS_DTYPE, loss_autocast, unit_rows
 from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -228,7 +228,7 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
     check_unit("queue", queue)
     # the mean of −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); kernels/eager.py has the plain formula
-    return queue_loss(F.normalize(q, dim=1), F.normalize(k, dim=1).detach(), queue, temperature, impl=impl)
+    return queue_loss(unit_rows(q, 1e-12), unit_rows(k, 1e-12).detach(), queue, temperature, impl=impl)
 
 
 def compute_loss(model, batch, rows, args):

@@ -83,7 +83,7 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
 
 import copy
 import math
@@ -95,13 +95,12 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.extras.layer_study import check_layer_study, compare_layers, evaluate_layers
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.precision import gather_keys, loss_autocast
+from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.tables import normalise_name, read_table, show_cells
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.layers import pool_layers
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -187,11 +186,11 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
     if h.ndim == 3 and h.shape[1] > 1 and objective != "opt3":
         raise ValueError(f"h: found {tuple(h.shape)}, expected ({len(c)}, D) or for opt3 ({len(c)}, L, D)")
     h = h.view(len(h), -1, h.shape[-1])                        # (B, L, D)
-    c, h = F.normalize(c, dim=-1, eps=1e-8), F.normalize(h, dim=-1, eps=1e-8)
+    c, h = unit_rows(c), unit_rows(h)
     if gathered is None:
         all_c, all_h = c, h
     else:
-        all_c, all_h = [F.normalize(z, dim=-1, eps=1e-8) for z in gathered]
+        all_c, all_h = [unit_rows(z) for z in gathered]
     sentences = torch.arange(len(all_c), device=c.device)      # ids: an anchor skips keys of its own sentence
     anchors, anchor_ids = c, torch.arange(len(c), device=c.device) + offset
     keys, key_ids = all_h.flatten(0, -2), sentences.repeat_interleave(h.shape[1])

@@ -134,7 +134,7 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # before torch is imported, which takes seconds
+    parse_early(make_parser)  # before transformers is imported, which takes seconds
 
 import contextlib
 

@@ -85,7 +85,7 @@ SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       #
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,7 @@ from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.extras.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
 from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - re-exported
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.precision import gather_keys, loss_autocast
+from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.tables import describe_table, empty_cell, log_first_row, read_table
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
@@ -157,7 +157,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     hard = []                                                  # one (M, D) tensor per hard negative of a row
     if z3 is not None:
         hard = [z3] if z3.ndim == 2 else z3.unbind(1)
-    z1, z2, *hard = [F.normalize(z, dim=1, eps=1e-8) for z in (z1, z2, *hard)]
+    z1, z2, *hard = [unit_rows(z) for z in (z1, z2, *hard)]
     if ids is not None:
         return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl)
     local = slice(offset, offset + len(z1))                    # the keys' rows that belong to these anchors

@@ -77,7 +77,7 @@ SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # before torch is imported, which takes seconds
+    parse_early(make_parser)  # before transformers is imported, which takes seconds
 
 import contextlib
 import copy

@@ -88,7 +88,7 @@ RADIUS_DEFAULTS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25),
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of torch
+    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
 
 import functools
 import hashlib

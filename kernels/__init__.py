@@ -21,40 +21,67 @@ Similarities are dot products of the rows as given: pass unit rows (F.normalize)
 cosines. Functions over all pairs of rows accept an implementation as impl=...:
 
 "triton"       fused Triton kernels, on CUDA GPUs
-"blockwise"    plain PyTorch over blocks of rows, on any device, float64 too; a small matrix is stored
+"blockwise"    plain PyTorch over strips of rows, on any device, float64 too
 "eager"        the textbook formula with the (N, M) matrix stored: the oracle and the baseline
-"auto"         "triton" on CUDA if the matrix is large (above 2048 × 2048), else "blockwise"
+"auto"         "triton" on CUDA; on the CPU "eager" for a small matrix of logits, else "blockwise"
 
 Every public function raises ValueError if an argument does not fit; the message names the argument, what was
 found and what is expected.
 """
-import importlib
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
 import os
-from importlib.machinery import PathFinder
+import pkgutil
+import sys
 
-from . import hf_kernels
+from .call import similarity_lse, similarity_topk
+from .checks import check_rows, check_unit
+from .chunks import embed_in_chunks
+from .gather import gather_rows, own_rows
+from .heuristics import choose_impl
+from .losses import (
+    clip_loss,
+    info_nce,
+    linear_cross_entropy,
+    margin_loss,
+    nt_xent,
+    queue_loss,
+    sigmoid_loss,
+    sup_con_loss,
+    triplet_loss,
+)
 
-VERSION = "0.1.0"
-FOLDER = [os.path.dirname(__file__)]
+VERSION = __version__ = "0.1.0"
 
-MODULES = {"checks": ["check_rows", "check_unit"], "chunks": ["embed_in_chunks"],
-           "gather": ["gather_rows", "own_rows"], "heuristics": ["choose_impl"],
-           "losses": ["clip_loss", "info_nce", "linear_cross_entropy", "margin_loss", "nt_xent", "queue_loss",
-                      "sigmoid_loss", "sup_con_loss", "triplet_loss"],
-           "call": ["similarity_lse", "similarity_topk"]}
-__all__ = [name for names in MODULES.values() for name in names]
+# Hugging Face has a package of the same name, from which transformers imports names. Python finds this folder
+# first. So names and modules that this folder does not have come from that package, if it is installed.
+OURS = [__name__, *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))]
+with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    installed = importlib.metadata.distribution("kernels")
+    __version__ = installed.version                            # other packages ask for it
+    __path__.append(str(installed.locate_file("kernels")))
 
 
 def __getattr__(name):
-    """Load a function or a module on first use, so that --help does not wait for torch.
+    """Return an attribute of Hugging Face's package."""
+    if len(__path__) == 1 or name.startswith("__") or f"{__name__}.{name}" in OURS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(load_installed(), name)
 
-    A name that this package does not have is looked up in an installed Hugging Face package of the same name.
-    """
-    if name == "__version__":  # transformers reads it; 0.1.0 is too old for it, as if nothing were installed
-        return hf_kernels.version() or VERSION
-    for module, names in MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f".{module}", __name__), name)
-    if PathFinder.find_spec(f"{__name__}.{name}", FOLDER):
-        return importlib.import_module(f".{name}", __name__)
-    return hf_kernels.attribute(__name__, name)
+
+@functools.cache
+def load_installed():
+    """Import Hugging Face's package. Our modules step aside meanwhile: both packages have a benchmark.py."""
+    spec = importlib.util.spec_from_file_location(__name__, os.path.join(__path__[1], "__init__.py"))
+    package = importlib.util.module_from_spec(spec)
+    ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}
+    sys.modules[__name__] = package
+    try:
+        spec.loader.exec_module(package)
+    finally:
+        for name in OURS:
+            sys.modules.pop(name, None)
+        sys.modules.update(ours)
+    return package

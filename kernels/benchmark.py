@@ -33,9 +33,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from kernels import hf_kernels
 from kernels.figures import caption, in_mb, in_ms, largest_cases, plot
-from kernels.printing import escape_unencodable, fail
 
 TAU = 0.05
 DEFAULT_SIZES = {                                              # on a CPU only those with N·M up to 2^28
@@ -52,11 +50,6 @@ IMPLS = ("eager", "compile", *OURS, *PEERS)
 # printed columns: title, key of a row, format
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("MB", "extra_mb", ".4g"), ("error", "error", ".1e"))
-
-
-def __getattr__(name):
-    """Return an attribute of Hugging Face's kernels.benchmark, which other files of that package import."""
-    return hf_kernels.attribute("kernels.benchmark", name)
 
 
 # ── cases ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -370,8 +363,10 @@ def load_result(args):
                 and (not args.impl or row["impl"] in args.impl)
                 and (not args.sizes or row["size"] in args.sizes)]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        fail(f"--from {args.source}: {error}; expected a file that --json wrote")
-    return {**result, "rows": rows or fail(f"--from {args.source}: the flags select no result")}
+        sys.exit(f"--from {args.source}: {error}; expected a file that --json wrote")
+    if not rows:
+        sys.exit(f"--from {args.source}: the flags select no result")
+    return {**result, "rows": rows}
 
 
 def save_result(result, path):
@@ -384,7 +379,6 @@ def save_result(result, path):
 def make_parser(device):
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("kernels.benchmark", description=__doc__, formatter_class=style)
-    parser.error = fail                                        # one line, without the usage text
     add = parser.add_argument
     add("--loss", nargs="+", choices=DEFAULT_SIZES, metavar="LOSS", help=", ".join(DEFAULT_SIZES))
     add("--sizes", nargs="+", type=parse_size, metavar="NxMxD", help="for example 4096x4096x128")
@@ -408,12 +402,11 @@ def make_parser(device):
 
 
 def main(argv=None):
-    escape_unencodable()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = make_parser(device).parse_args(argv)
     for path in filter(None, (args.json, args.plot)):  # fail now, not after hours of work
         if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            fail(f"{path}: its folder does not exist or is not writable")
+            sys.exit(f"{path}: its folder does not exist or is not writable")
     result = load_result(args) if args.source else run_cases(args, device)
     result["rows"] = rename(result["rows"])
     if args.markdown or args.source and not args.plot:

@@ -1,8 +1,7 @@
 """Figures of the benchmark, and their style, which kernels.training.plot uses too. They need matplotlib."""
 import math
+import sys
 from pathlib import Path
-
-from .printing import fail
 
 COLOURS = {"eager": "C7", "compiled": "C5", "ours": "black", "torch": "C6", "memeff": "C0", "Inf-CL": "C1",
            "CCE": "C2", "Liger": "C3", "siglip-kernel": "C4"}
@@ -40,7 +39,7 @@ def plot(result, path):
     panels = {title: [row for row in rows if panel_title(row) == title] for title in titles}
     panels = {title: rows for title, rows in panels.items() if len({row["size"][0] for row in rows}) > 1}
     if not panels:
-        fail("--plot: no loss has times for several N")
+        sys.exit("--plot: no loss has times for several N")
     figure, axes = new_figure(len(panels), 2, 4.7, 2, sharex=True)
     for (left, right), (title, rows) in zip(axes, panels.items()):
         left.set_title(f"{title}: time, ms", fontsize=10, loc="left")
@@ -96,7 +95,7 @@ def new_figure(rows, columns, width, height, **shared):
     try:
         from matplotlib.figure import Figure  # unlike pyplot, this opens no window and needs no backend
     except ImportError:
-        fail("plots need the package matplotlib; run pip install matplotlib")
+        sys.exit("plots need the package matplotlib; run pip install matplotlib")
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **shared)
     for axis in axes.flat:
@@ -114,4 +113,4 @@ def save_figure(figure, path):
             from PIL import Image  # matplotlib depends on Pillow
             Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
     except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the extension
-        fail(f"{path}: {getattr(error, 'strerror', None) or error}")
+        sys.exit(f"{path}: {getattr(error, 'strerror', None) or error}")

@@ -112,8 +112,7 @@ def test_python_of_readme_runs(run, monkeypatch):
 
 
 def test_my_loss_in_contributing_equals_simcse_loss():
-    names, (z1, z2) = {name: getattr(kernels, name) for name in kernels.__all__}, torch.randn(2, 8, 16)
-    names["F"] = F
+    names, (z1, z2) = vars(kernels) | {"F": F}, torch.randn(2, 8, 16)
     for block in [block for language, block in read(CONTRIBUTING)[1] if language == "python"]:
         exec(textwrap.dedent(block), names)
     assert torch.allclose(names["my_loss"](z1, z2), simcse_loss(z1, z2)) and names["compute_loss"]

@@ -12,7 +12,9 @@ import threading
 import warnings
 from pathlib import Path
 
-from ..printing import escape_unencodable, one_line, program_name
+import torch
+import torch.distributed as dist
+
 from . import ranks
 from .ranks import is_first_rank
 
@@ -22,6 +24,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 for name in ("stdin", "stdout", "stderr"):
     if getattr(sys, name) is None:
         setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+
+
+def one_line(text):
+    """Return text with line breaks, terminal controls and other unprintable characters escaped."""
+    kept = "\u200c\u200d\u3000"                                # Persian, emoji and Japanese texts have these
+    return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
 
 
 class UserError(Exception):
@@ -75,7 +83,7 @@ def write(text, end="\n"):
             print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"{program_name()}: standard output is closed; stopping", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: standard output is closed; stopping", file=sys.stderr)
         if not in_main_thread():                               # only the main thread runs signal handlers
             interrupt()
         signal.raise_signal(signal.SIGTERM)
@@ -317,7 +325,7 @@ def saved_command(out):
 
 
 def parse_early(make_parser):
-    """Handle --help and wrong flags before the script imports torch, which takes seconds.
+    """Handle --help and wrong flags before the script imports transformers, which takes seconds.
 
     From here on a signal ends the process with one line, also during those imports.
     """
@@ -329,17 +337,16 @@ def parse_early(make_parser):
     escape_unencodable()
     try:
         make_parser().parse_args()
-        check_ranks()
     except UserError as error:
-        if error.every_rank or is_first_rank():
-            print(f"{program_name()}: {error}", file=sys.stderr)
+        if is_first_rank():
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def check_ranks():
-    """Fail if the environment variables that torchrun sets are invalid."""
-    if problem := ranks.env_error():
-        fail(problem, every_rank=True)
+def escape_unencodable():
+    """Make stdout escape characters that its encoding lacks, instead of raising an error."""
+    if hasattr(sys.stdout, "reconfigure"):                     # the stdout of a notebook has no such method
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 EXIT_STOPPED = 130                                             # exit code after a signal
@@ -377,12 +384,10 @@ def command(main):
     A UserError or a failure of the machine becomes one line on stderr and exit code 2; a signal becomes one
     line on stdout and exit code 130. Any other exception is a bug and keeps its traceback.
     """
-    script = one_line(Path(inspect.getfile(main)).name)
+    script = Path(inspect.getfile(main)).name
 
     @functools.wraps(main)
     def run(*args, **more):
-        import torch.distributed as dist
-
         escape_unencodable()
         handlers = {kind: signal.getsignal(kind) for kind in SIGNALS}
         handle_signals(interrupt)
@@ -391,7 +396,8 @@ def command(main):
             with warnings.catch_warnings():
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
-                check_ranks()
+                if problem := ranks.env_error():
+                    fail(problem, every_rank=True)
                 main(*args, **more)
         except KeyboardInterrupt:                              # before training: in it, Run handles signals
             handle_signals(signal.SIG_IGN)
@@ -415,8 +421,6 @@ def command(main):
 
 def exit_process(code):
     """End the process. If other ranks exist, skip Python's cleanup, which hangs if one of them is dead."""
-    import torch.distributed as dist
-
     if dist.is_initialized() or ranks.is_joining():
         sys.stdout.flush()
         os._exit(code)
@@ -462,8 +466,6 @@ OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a
 
 def is_out_of_memory(error):
     """Return whether an exception means that the memory of the machine, or of the GPU, is full."""
-    import torch
-
     text = str(error).lower()
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(x in text for x in OUT_OF_MEMORY)
 
@@ -478,7 +480,6 @@ def to_user_error(error, main):
 
 def describe_error(error, main):
     """Return what failed on this machine or in another process, and what to do about it; None for a bug."""
-    import torch.distributed as dist
     from safetensors import SafetensorError
 
     text, path = str(error), getattr(error, "writing", None)
@@ -505,8 +506,6 @@ def describe_error(error, main):
 
 def describe_out_of_memory(error, main):
     """Return which memory is full, and which flags of the script to lower."""
-    import torch
-
     known = main.__globals__["make_parser"]()._option_string_actions
     flags = "--chunk-size", "--chunk-tokens", "--batch-size", "--max-length"
     lower = [flag for flag in flags if flag in known]

@@ -8,6 +8,11 @@ from kernels import gather_rows
 LOSS_DTYPE = torch.float16
 
 
+def unit_rows(z, eps=1e-8):
+    """Return the rows of z (..., D) divided by their norms. A zero row stays zero, in float16 too."""
+    return F.normalize(z, dim=-1, eps=max(eps, torch.finfo(z.dtype).tiny))
+
+
 def loss_autocast(x, args):
     """Return the torch.autocast context for a loss on x's device, which --precision bf16 turns on.
 
@@ -24,7 +29,7 @@ def gather_keys(z, rows, args):
     """
     if args.precision != "bf16" or len(z) == rows:
         return gather_rows(z, rows)
-    return gather_rows(F.normalize(z, dim=-1, eps=1e-8), rows, dtype=LOSS_DTYPE)
+    return gather_rows(unit_rows(z), rows, dtype=LOSS_DTYPE)
 
 
 def gather_views(z1, z2, rows, args):

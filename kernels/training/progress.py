@@ -4,8 +4,9 @@ import math
 import sys
 import time
 
-from ..printing import one_line
-from .cli import is_first_rank, log
+import torch
+
+from .cli import is_first_rank, log, one_line
 
 QUIET_SECONDS = 2                                              # work that takes less shows nothing
 LINE_WITH_TOTAL = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left"     # format of tqdm
@@ -146,7 +147,6 @@ def step_line(clock, row, total, args, score=""):
 def peak_gb(device):
     """Return the largest memory in use so far, in GB: of the GPU, or of this process without a GPU."""
     if device.type == "cuda":
-        import torch
         return torch.cuda.max_memory_allocated() / 2**30
     try:
         import resource

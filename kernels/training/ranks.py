@@ -4,8 +4,6 @@
     LOCAL_RANK                   GPU of this process
     LOCAL_WORLD_SIZE             number of processes on this machine
     MASTER_ADDR, MASTER_PORT     where the processes connect; a single process does not need them
-
-torch is imported inside functions only, so that cli.py reports wrong variables before that slow import.
 """
 import datetime
 import os
@@ -13,6 +11,9 @@ import re
 import socket
 import threading
 import time
+
+import torch
+import torch.distributed as dist
 
 ENV_MINIMUM = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
 QUIET_SECONDS = 10                                             # of waiting before a message
@@ -63,8 +64,6 @@ def is_first_rank():
 
 def local_device():
     """Return the torch.device of this process. Under torchrun its GPU becomes the current one."""
-    import torch
-
     from .cli import fail  # not at the top, because cli imports this module
 
     if not torch.cuda.is_available():
@@ -85,7 +84,6 @@ def join_group(device):
     Connecting waits in C++, where Python handles no signals: a second thread connects, this one waits for it.
     """
     global joining_thread
-    import torch.distributed as dist
 
     from .cli import fail, log_on_any_rank  # not at the top, because cli imports this module
 
@@ -115,9 +113,6 @@ def join_group(device):
 
 def init_group(device, errors):
     """Initialise the process group (body of the thread); append a message to `errors` if that fails."""
-    import torch
-    import torch.distributed as dist
-
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         socket.getaddrinfo(host, port)

@@ -16,7 +16,7 @@ import simclr
 import simcse
 import tacl
 import vascl
-from loss_check import cases, check, numbers
+from loss_check import cases, cast, check, numbers
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,7 @@ CASES = {
     "dclr": [
         *cases(dclr.dclr_loss, formulas.dclr_loss, PAPER, CODE, PAPER | dict(noise=P[:0]),
                CODE | dict(noise=P[:0]), PAPER | dict(noise=P[:0], phi=0.0),
+               *(form | dict(temperature=torch.tensor(0.2).double()) for form in (PAPER, CODE)),
                z1=X, z2=Y, noise=P, f1=E, f2=GUIDE, phi=0.3, temperature=0.2),
         *cases(dclr.noise_negatives, formulas.noise_negatives, PAPER, CODE,
                z1=X, z2=Y, noise=P[:9], steps=3, step_size=0.1, temperature=0.2),
@@ -128,3 +129,12 @@ CASES = {
 def test_losses_of_scripts(name):
     for loss, formula, arguments in CASES[name]:
         check(loss, formula, arguments, DTYPES)
+
+
+@pytest.mark.parametrize("name", ["simclr", "moco", "simcse", "selfguided", "ease", "dclr"])
+def test_a_zero_row_in_float16(name):
+    """X has one. Its cosines are 0 in float16, too."""
+    for loss, _, arguments in CASES[name]:
+        half, single = (loss(**{key: cast(x, dtype, "cpu") for key, x in arguments.items()})
+                        for dtype in (torch.float16, torch.float32))
+        assert torch.allclose(half.float(), single, rtol=0.01, atol=0.01), (loss, arguments)

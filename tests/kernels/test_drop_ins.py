@@ -150,6 +150,27 @@ def test_labels(title, labels, dtype):
     assert_equal(title, *(results(make(title), x, LABELS[labels]) for make in (ours, theirs)))
 
 
+@pytest.mark.parametrize("title", ["sup con", "metric"])
+def test_trainer_and_multiple_losses_of_metric_learning(title):
+    """Three steps with SGD change the weights as with the library's loss. A miner's pairs are refused."""
+    trainers, x = pytest.importorskip("pytorch_metric_learning.trainers"), inputs(title, 60)[0]
+    data, weights, (mine, other) = [*zip(x, LABELS["large"].tolist())], [], (ours(title), theirs(title))
+    multiple = pytest.importorskip(METRIC).MultipleLosses([mine, other])
+    for loss in mine, other, multiple:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 8).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1 if loss is not multiple else 0.05)
+        trainer = trainers.MetricLossOnly(
+            dict(trunk=model), dict(trunk_optimizer=optimizer), 20, dict(metric_loss=loss), data,
+            data_device="cpu", dataloader_num_workers=0)
+        trainer.train()
+        weights.append(model.weight.detach())
+    for found in weights:
+        record(title, torch.float64, "trainer", found, weights[1])
+    with pytest.raises(ValueError, match="indices_tuple: found the pairs of a miner, expected None"):
+        mine(x, LABELS["large"], (torch.tensor([0]),) * 4)
+
+
 def test_losses_that_round_to_zero():
     """SupConLoss of the library leaves them out of its mean; here they are those of the first class."""
     labels, angles = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 3, 3.1, 3.2, 3.3])

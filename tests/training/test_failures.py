@@ -19,9 +19,8 @@ import torch
 from transformers import AutoTokenizer
 
 import simcse
-from kernels.printing import one_line
 from kernels.training import output_dir
-from kernels.training.cli import ScriptParser, UserError, command, fail, handle_signals, write
+from kernels.training.cli import ScriptParser, UserError, command, fail, handle_signals, one_line, write
 from kernels.training.extras import layer_study, plot, triples
 from running import DATA, KEPT, ROOT, SMALL, metrics, rejects
 
@@ -29,9 +28,9 @@ FLAGS = [*KEPT, "--steps", "3", "--eval-every", "2"]
 
 
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_signal_while_torch_is_imported(kind, tmp_path):
+def test_signal_while_transformers_is_imported(kind, tmp_path):
     code = f"import os, signal, time\nos.kill(os.getpid(), signal.{kind})\ntime.sleep(9)"
-    (tmp_path / "torch.py").write_text(code)
+    (tmp_path / "transformers.py").write_text(code)
     done = subprocess.run([sys.executable, ROOT / "simcse.py", "--data", "x.csv"], text=True, timeout=8,
                           env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "stopped  before anything was saved\n", "")
@@ -179,7 +178,7 @@ CONTROL_CHARACTERS = "\u202e\u2066\u061c\u200f\ufeff\xad\U000e0041\x1b\x9b\u2028
 
 
 def test_control_characters_are_escaped(cwd, capfd):
-    """Joiners are not escaped, because Persian and emoji need them."""
+    """Joiners and the wide space are not escaped: Persian, emoji and Japanese texts have them."""
     for character in CONTROL_CHARACTERS:
         assert one_line(f"a{character}b") == f"a{character!r}b".replace("'", "")
     assert one_line("می\u200cخواهم 👩\u200d💻 é é　中") == "می\u200cخواهم 👩\u200d💻 é é　中"

@@ -12,7 +12,7 @@ import torch
 
 import simcse
 from kernels.training import ranks
-from kernels.training.cli import UserError, command, exit_process, parse_early, write
+from kernels.training.cli import UserError, command, exit_process, write
 from running import KEPT, SMALL, fork_context, free_port, metrics, rejects
 
 PAIR = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
@@ -48,15 +48,6 @@ def test_single_process_needs_no_master_address(given, variables):
     assert ranks.env_error() is None and ranks.is_first_rank() and ranks.world_size() == 1
     ranks.join_group(torch.device("cpu"))
     assert not torch.distributed.is_initialized()
-
-
-def test_variables_are_checked_before_torch_is_imported(variables, tmp_path, monkeypatch, capfd):
-    variables(**PAIR | dict(RANK="x"))
-    monkeypatch.setattr(sys, "argv", ["simcse.py", "--data", "x.csv"])
-    monkeypatch.setitem(sys.modules, "torch", None)            # import torch raises an error
-    with pytest.raises(SystemExit, match="2"):
-        parse_early(simcse.make_parser)
-    assert capfd.readouterr().err.startswith("simcse.py: RANK is x, WORLD_SIZE is 2, ")
 
 
 def test_local_rank_is_the_number_of_a_gpu(variables, monkeypatch):

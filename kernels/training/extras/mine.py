@@ -68,7 +68,7 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    parse_early(make_parser)  # --help, and errors in flags, do not wait for the import of torch
+    parse_early(make_parser)  # --help, and errors in flags, do not wait for the import of transformers
 
 import torch
 import torch.nn.functional as F

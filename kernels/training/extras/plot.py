@@ -22,7 +22,8 @@ import json
 from pathlib import Path
 
 from kernels.figures import new_figure, save_figure
-from kernels.printing import fail
+
+from ..cli import command, fail
 
 # Axis labels of dev scores. If args.json names no metric, the first of these that the run has logged is used:
 # the score that selects the best checkpoint, or that the paper is about.
@@ -182,6 +183,7 @@ def draw(runs, path):
     save_figure(figure, path)
 
 
+@command
 def main(argv=None):
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
@@ -193,7 +195,3 @@ def main(argv=None):
     short = [Path(folder).resolve().name for folder in args.out]
     names = short if len(set(short)) == len(short) else args.out
     draw([run for folder, name in zip(args.out, names) for run in read_runs(folder, name)], args.save)
-
-
-if __name__ == "__main__":
-    main()

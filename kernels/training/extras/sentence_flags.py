@@ -1,5 +1,7 @@
-"""simcse.py's flags for ConSERT, DeCLUTR and SimCLS, and their recipes. This module does not import torch, so
-that --help is fast."""
+"""simcse.py's flags for ConSERT, DeCLUTR and SimCLS, and their recipes.
+
+This module does not import transformers, so that --help is fast.
+"""
 from ..cli import at_least, fail, log
 from ..columns import RANKING_COLUMNS, SENTENCE_COLUMNS
 from ..recipes import Recipe, log_recipe
