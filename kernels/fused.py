@@ -17,6 +17,7 @@ import torch
 from . import blockwise
 from .heuristics import fuses_backward, has_frozen_keys_kernel
 from .masks import Mask
+from .replay import NO_SECOND_DERIVATIVE
 
 
 def outside_autocast(function):
@@ -33,8 +34,7 @@ def first_order(backward):
     @functools.wraps(backward)
     def run(ctx, grad, *rest):
         if torch.is_grad_enabled():
-            raise RuntimeError("kernels: the fused operations do not support create_graph=True, which second "
-                               "derivatives need; use impl='eager'")
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
         return backward(ctx, grad, *rest)
     return outside_autocast(run)
 

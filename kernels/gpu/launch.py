@@ -1,7 +1,7 @@
 """Host side of all kernels: tile sizes, copies with aligned rows, and the arguments of a launch.
 
-From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors, on older
-GPUs as pointers with a row stride.
+From sm_90 on (GPUs with a tensor memory accelerator) kernels take many rows of q and k as tensor descriptors.
+Few rows, and rows on older GPUs, are pointers with a row stride.
 """
 import functools
 import os
@@ -241,7 +241,7 @@ def kernel_args(q, k, mask, temperature, config):
     offset = None if mask.exclude == "pair" and k is q else 4 * mask.offset + 2
     kernel_mask = KernelMask(*mask[1:7], offset, mask.phi, *feature_args, *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape
-    if capability(q) >= 9:
+    if capability(q) >= 9 and max(n, m) > FEW_ROWS:            # a descriptor costs the host 5 µs per launch
         shape = MatmulShape(features, None, None)
         q = TensorDescriptor.from_tensor(q, [config["BLOCK_N"], config["BLOCK_D"]])
         k = TensorDescriptor.from_tensor(k, [config["BLOCK_M"], config["BLOCK_D"]])

@@ -12,19 +12,35 @@ import math
 import triton
 import triton.language as tl
 
+from ..replay import current_recorder
+
 LOG2E = tl.constexpr(math.log2(math.e))
 WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # softmax weights are stored multiplied by this (gradient.py)
 SWIZZLE_TILES = tl.constexpr(16)             # row tiles per group; concurrent programs share rows in L2
 # One compiled kernel serves all batch sizes: Triton must not compile variants for integers that change with
 # the batch, nor for the alignment of tables and vectors, which depends on the number of rows if they are
 # parts of a tensor.
-kernel = triton.jit(
+jit = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
                        "width", "tiles_per_program", "split_columns", "splits", "tiles", "tiles_x", "tiles_y",
                        "count"),
     do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "LOSS", "TOTAL", "TABLE", "COLUMN_TABLE",
                                     "COLUMN_SUMS", "POSITIVE", "WEIGHTS", "ROW_FACTORS", "X_VECTOR",
                                     "Y_VECTOR"))
+
+
+def kernel(function):
+    """Compile a kernel with Triton. While a loss is recorded (replay.py), its launches are."""
+    jitted = jit(function)
+    run = jitted.run
+
+    def run_and_record(*arguments, grid, warmup, **named):
+        recorder = current_recorder()
+        if recorder is None or warmup:
+            return run(*arguments, grid=grid, warmup=warmup, **named)
+        return recorder.launch(jitted, run, grid, arguments, named)
+    jitted.run = run_and_record
+    return jitted
 
 
 @triton.jit
