@@ -14,7 +14,6 @@ Computed as before: calls on the CPU, calls under torch.compile, problems that n
 everything that the recorder does not understand (CannotRecord).
 """
 import functools
-import os
 import threading
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ MAX_WORKSPACE = 2 ** 26         # 64 MiB: larger problems do not wait for the ho
 ALIGNMENT = 256                 # bytes, of the parts of a workspace
 TENSORS, NoneType = (torch.Tensor, torch.nn.Parameter), type(None)
 PLANS = {}                      # key -> Plan, or None: cannot be replayed
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"      # then plans run on CPU tensors, for tests
+ON_CPU = False                  # True: calls on the CPU in Triton's interpreter are replayed too, for tests
 on_this_thread = threading.local()                           # .recorder
 NO_SECOND_DERIVATIVE = ("kernels: the fused operations do not support create_graph=True, which second "
                         "derivatives need; use impl='eager'")
@@ -52,16 +51,16 @@ def without_compile(function):
 def replayed(function):
     """Decorate a function of tensors, numbers and tuples that returns a tensor and reads no value."""
     @functools.wraps(function)
-    def run(x, *arguments, impl="auto", **named):
+    def run(*arguments, impl="auto", **named):
         named["impl"] = impl
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(x, *arguments, **named)
-        possible = impl == "triton" if INTERPRETED else impl in ("auto", "triton") and x.is_cuda
-        if not possible or type(x) not in TENSORS:
-            return function(x, *arguments, **named)
-        key, tensors = key_of(function, (x, *arguments), named)
-        plan = PLANS.get(key) or first_call(key, function, (x, *arguments), named, tensors)
-        return Replay.apply(plan, *tensors) if plan else function(x, *arguments, **named)
+            return torch.compiler.disable(function)(*arguments, **named)
+        x = arguments[0] if arguments else None
+        if type(x) not in TENSORS or impl not in ("auto", "triton") or not x.is_cuda and not ON_CPU:
+            return function(*arguments, **named)
+        key, tensors = key_of(function, arguments, named)
+        plan = PLANS.get(key) or first_call(key, function, arguments, named, tensors)
+        return Replay.apply(plan, *tensors) if plan else function(*arguments, **named)
     return run
 
 
@@ -83,7 +82,7 @@ def key_of(function, arguments, named):
     for x in values:                                       # the list grows by the elements of tuples
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided or x.is_cpu != INTERPRETED:
+            if x.layout is not torch.strided or x.is_cpu != ON_CPU:
                 return None, ()
             tensors.setdefault(id(x), (len(tensors), x))
             address = x.data_ptr()
@@ -210,7 +209,7 @@ class Recorder(TorchDispatchMode):
             return outs
         given, found = ([x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
                         for tree in ((arguments, named), outs))
-        if INTERPRETED and not any(map(self.on_device, given)) and (given or "full" in operator.name()):
+        if ON_CPU and not any(map(self.on_device, given)) and (given or "full" in operator.name()):
             self.hosts |= {x.data_ptr() for x in found}
         self.keep += found                                 # so that no address is used again
         is_view = operator.is_view or operator.name() in ("aten::detach", "aten::_unsafe_view")
@@ -228,7 +227,7 @@ class Recorder(TorchDispatchMode):
 
     def on_device(self, x):
         """Return whether a tensor is where the rows are; else it is a number on the host."""
-        return x.is_cuda or INTERPRETED and x.data_ptr() not in self.hosts
+        return x.is_cuda or ON_CPU and x.data_ptr() not in self.hosts
 
     def add_memory(self, x, is_empty):
         """Return the number of the new memory that a tensor begins; None if its memory is known."""
@@ -267,7 +266,7 @@ class Recorder(TorchDispatchMode):
             return {name: self.operand(value) for name, value in x.items()}
         if isinstance(x, (list, tuple)):
             return same_type(x, map(self.operand, x))
-        if INTERPRETED and hasattr(x, "block_shape"):
+        if ON_CPU and hasattr(x, "block_shape"):
             return Rows(self.operand(x.base), x.shape, x.strides, x.block_shape)
         if not isinstance(x, torch.Tensor) or not x.numel() or not self.on_device(x):
             return x
@@ -287,7 +286,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self.ignoring = False
         values = [*arguments, *(named[name] for name in kernel.arg_names[len(arguments):])]
-        if INTERPRETED:
+        if ON_CPU:
             step = Operation(kernel[grid], self.operand(values), {}, [])
         else:
             if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
@@ -376,7 +375,7 @@ class Plan:
             self.run_steps(stage, held, address)
 
     def run_steps(self, stage, held, address):
-        stream = None if INTERPRETED else stream_getter()(self.device.index)
+        stream = None if ON_CPU else stream_getter()(self.device.index)
         for step in self.steps[stage]:
             if type(step) is Launch:
                 run, (x, y, z), function, metadata, arguments, pointers, nested = step

@@ -20,7 +20,6 @@ Backward computes one exponential per logit if all rows and columns have the sam
 The factors are computed once per row and padded to whole tiles (SoftmaxSide.factors), so that loops over
 tiles need neither a logarithm nor a mask for them.
 """
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ import triton.language as tl
 
 from ..heuristics import FEW_ROWS
 from .launch import ceil_div, temperature_only_mask
-from .tiles import kernel, log2e_over_tau, row_factors
+from .tiles import kernel, load_tile, log2e_over_tau, row_factors
 
 MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
 MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that underflowed terms cannot change
@@ -58,8 +57,8 @@ def min_max(X, count, BLOCK: tl.constexpr):
 
 @kernel
 def bound_kernel(BOUND, X_VECTOR, Y_VECTOR, MASK, N, M, FROM_NORMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write BOUND. With FROM_NORMS, X_VECTOR and Y_VECTOR are the norms of the rows of q and k, and BOUND is
-    the shift r = max(B − 106, 0).
+    """Write BOUND. With FROM_NORMS, X_VECTOR and Y_VECTOR have the largest norms of blocks of rows of
+    q and k, and BOUND is the shift r = max(B − 106, 0).
 
     Otherwise they are the m of rows and columns, and BOUND is their common value, or ∞ if they differ.
     Y_VECTOR None: the same vector as X_VECTOR.
@@ -73,6 +72,28 @@ def bound_kernel(BOUND, X_VECTOR, Y_VECTOR, MASK, N, M, FROM_NORMS: tl.constexpr
     else:
         r = tl.where((low == high) & (low_y == high) & (high_y == high), high, float("inf"))
     tl.store(BOUND, r)
+
+
+@triton.jit
+def largest_norm(X, first, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the largest norm of rows first … first + BLOCK_N − 1 of X (count, features)."""
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for d in range(0, features, BLOCK_D):
+        x = load_tile(X, first, d, count, features, row_stride, BLOCK_N, BLOCK_D).to(tl.float32)
+        squares += tl.sum(x * x, 1)
+    return tl.sqrt(tl.max(squares, 0))
+
+
+@kernel
+def norms_kernel(NORMS, Q, K, N, M, features, q_stride, k_stride, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr):
+    """Write the largest norm of each block of rows: of q in NORMS[0], of k in NORMS[1] if it exists."""
+    first = tl.program_id(0) * BLOCK_N
+    if tl.program_id(1) == 0:
+        norm = largest_norm(Q, first, N, features, q_stride, BLOCK_N, BLOCK_D)
+    else:
+        norm = largest_norm(K, first, M, features, k_stride, BLOCK_N, BLOCK_D)
+    tl.store(NORMS + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), norm)
 
 
 @kernel
@@ -93,12 +114,16 @@ def bound_of_norms(q, k, temperature):
     """Return the shift r, a 0-dim float32 tensor.
 
     Return None for few rows, for which the norms cost more than a second exponential.
+    q, k  from aligned_operands; k may be q
     """
     n, m = q.shape[0], k.shape[0]
     if has_few_rows(n, m):
         return None
-    norms = functools.partial(torch.linalg.vector_norm, dim=1, dtype=torch.float32)
-    return run_bound_kernel(norms(q), None if k is q else norms(k), n, m,
+    blocks, sides = ceil_div(max(n, m), 64), 1 if k is q else 2
+    norms = torch.empty(sides, blocks, dtype=torch.float32, device=q.device)
+    norms_kernel[blocks, sides](norms, q, k, n, m, q.shape[1], q.stride(0), k.stride(0), BLOCK_N=64,
+                                BLOCK_D=64, enable_fp_fusion=True)
+    return run_bound_kernel(norms[0], None if k is q else norms[1], blocks, blocks,
                             temperature_only_mask(temperature, q))
 
 

@@ -41,6 +41,7 @@ from .launch import (
     kernel_args,
     temperature_only_mask,
     tile_config,
+    total,
     without_padding,
 )
 from .lse_forward import merge_stats, save_positives
@@ -138,10 +139,10 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     loss, side, q_factors, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
     unit = 1 / q.shape[0] if weights is None else 1.0
-    scaling = GradientScaling(loss.new_ones(()), unit, True, gradient_dtype(dtype, temperature, "triton"))
+    scaling = GradientScaling(None, unit, True, gradient_dtype(dtype, temperature, "triton"))
     dq, dk, dot = finish_gradients(sums, *unpadded, kernel_mask, mask.exclude, side, SoftmaxSide(), scaling,
                                    needs_temperature, q_factors)
-    return loss, dq, dk, -dot.sum() / temperature if needs_temperature else loss.new_empty(0)
+    return loss, dq, dk, total(dot, -1.0, temperature) if needs_temperature else loss.new_empty(0)
 
 
 def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
@@ -184,12 +185,13 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
         scale_strip_kernel[ceil_div(count, 32), tiles](strip, table, *row_arguments, m, strip.stride(0),
                                                        precision, BLOCK_N=32, BLOCK_M=config["BLOCK_M"])
         if dq.shape[0]:
-            add_product(dq[at], w, k)
+            add_product(dq[at], w, k, True)
         if bound is not None:
             grid = ceil_div(count, 32), ceil_div(features, 128)
             scale_queries_kernel[grid](scaled_q[:count], q_factors[at], x, *row_arguments, features,
                                        q.stride(0), precision, BLOCK_N=32, BLOCK_D=128)
             x = scaled_q[:count]
         if dk.shape[0]:
-            add_product(dk, w.T, x)
-    return torch.stack(losses).sum(), SoftmaxSide(stats[0], dloss_dlse[0]), q_factors, operands[2]
+            add_product(dk, w.T, x, i == 0)
+    loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+    return loss, SoftmaxSide(stats[0], dloss_dlse[0]), q_factors, operands[2]

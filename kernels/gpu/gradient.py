@@ -27,7 +27,7 @@ import torch
 from ..heuristics import is_small_d
 from . import gradient_large_d, gradient_small_d
 from .bound import common_maximum, make_side
-from .launch import GradientScaling, check_device
+from .launch import GradientScaling, check_device, total
 
 
 def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q, needs_k, needs_temperature,
@@ -57,5 +57,5 @@ def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q
     dq, dk, dot = path.gradients(q, k, temperature, mask, row_side, column_side, bound,
                                  GradientScaling(grad, loss_factor, positives, dtype), needs, self_similarity)
     if needs_temperature:      # s = q·k/τ; with self-similarity ⟨z, dz⟩ contains every dot product twice
-        return dq, dk, -dot.sum() / temperature / (2 if self_similarity else 1)
+        return dq, dk, total(dot, -0.5 if self_similarity else -1.0, temperature)
     return dq, dk, q.new_empty(0, dtype=torch.float32)

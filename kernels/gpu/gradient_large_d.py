@@ -111,12 +111,12 @@ def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, sel
 
 
 def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
-    """Return [(N, D), (M, D)] float32 zeros for Σ_j w_ij k_j and Σ_i w_ij q_i.
+    """Return [(N, D), (M, D)] float32 for Σ_j w_ij k_j and Σ_i w_ij q_i, uninitialised.
 
     A sum that is not needed has no rows.
     """
     needed = (q, needs_q or needs_temperature), (k, needs_k)
-    return [torch.zeros(x.shape[0] if is_needed else 0, x.shape[1], dtype=torch.float32, device=x.device)
+    return [torch.empty(x.shape[0] if is_needed else 0, x.shape[1], dtype=torch.float32, device=x.device)
             for x, is_needed in needed]
 
 
@@ -145,9 +145,9 @@ def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False
             fill_weights(buffer, w_row_stride, i // config["BLOCK_N"], j // config["BLOCK_M"], *tiles)
             w = None if buffer is None else buffer[:at_i.stop - i, :at_j.stop - j]
             if sums_q.shape[0]:
-                add_product(sums_q[at_i], w, k[at_j])
+                add_product(sums_q[at_i], w, k[at_j], j == 0)
             if sums_k.shape[0] or self_similarity and i != j:
-                add_product((sums_q if self_similarity else sums_k)[at_j], w.T, q[at_i])
+                add_product((sums_q if self_similarity else sums_k)[at_j], w.T, q[at_i], i == 0)
 
 
 def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_dot, q_factors=None):
@@ -183,16 +183,17 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
     return dx, dot
 
 
-def add_product(total, a, b):
-    """Add a @ b to total, in place, with float32 sums whatever the dtype of a and b."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif not a.is_cuda:
-        total.addmm_(a.float(), b.float())  # for the interpreter: the CPU has no such product
-    elif ADDMM_TO_FLOAT32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+def add_product(sums, a, b, overwrite):
+    """Add a @ b to sums, in place, in float32 for any dtype of a and b. overwrite: ignore what sums holds."""
+    if not a.is_cuda:
+        a, b = a.float(), b.float()         # for the interpreter: the CPU has no product of this kind
+    to_float32 = {} if a.dtype == torch.float32 else dict(out_dtype=torch.float32)
+    if overwrite:
+        torch.mm(a, b, out=sums, **to_float32)
+    elif ADDMM_TO_FLOAT32 or not to_float32:
+        torch.addmm(sums, a, b, out=sums, **to_float32)
     else:
-        total += torch.mm(a, b, out_dtype=torch.float32)
+        sums += torch.mm(a, b, **to_float32)
 
 
 def subtract_targets(sums, q, targets, dloss_dlse):

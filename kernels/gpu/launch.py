@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..heuristics import FEW_ROWS
 from ..masks import transposed
-from .tiles import LOG2E, copy_kernel
+from .tiles import LOG2E, copy_kernel, total_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED_CAPABILITY = 9                   # major compute capability that CPU tensors stand for
@@ -52,7 +52,7 @@ NO_MASK = [None] * (len(KernelMask._fields) - 2)    # all fields of a KernelMask
 
 class GradientScaling(NamedTuple):
     """How finish_gradient turns a sum of weighted rows into a gradient."""
-    grad: Any                # 0-dim tensor, upstream gradient
+    grad: Any                # 0-dim tensor, upstream gradient; None: 1
     loss_factor: float       # constant that multiplies it, such as 1/N in a mean over rows
     positives: bool          # True: subtract the term of each row's positive, which the sum leaves out
     dtype: Any               # of the gradient
@@ -221,6 +221,15 @@ def scale_args(temperature, x):
 def temperature_only_mask(temperature, x):
     """Return a KernelMask that holds only the temperature."""
     return KernelMask(*NO_MASK, *scale_args(temperature, x))
+
+
+def total(x, factor=1.0, temperature=None):
+    """Return factor · Σ x, a 0-dim float32 tensor, divided by the temperature if it is given."""
+    out = torch.empty((), dtype=torch.float32, device=x.device)
+    mask = None if temperature is None else temperature_only_mask(temperature, x)
+    total_kernel[1,](out, x, mask, factor, x.numel(), OVER_TAU=mask is not None, BLOCK=1024,
+                     enable_fp_fusion=True)
+    return out
 
 
 def log2e_over_tau_of(temperature, x):

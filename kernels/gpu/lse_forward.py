@@ -62,6 +62,7 @@ from .launch import (
     next_power_of_2,
     temperature_only_mask,
     tile_config,
+    total,
 )
 from .tiles import (
     LOG2E,
@@ -201,16 +202,23 @@ def bounded_sums_kernel(ROW_SUMS, COLUMN_SUMS, POSITIVE, BOUND, first_row, first
 
 
 @kernel
-def add_sums_kernel(TOTAL, TABLE, tiles, count, BLOCK: tl.constexpr):
-    """Add the rows of a table (tiles, count): TOTAL[i] += Σ_J TABLE[J, i]."""
+def add_sums_kernel(TOTAL, TABLE, tiles, count, triangle_tiles, OVERWRITE: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the rows of a table (tiles, count): TOTAL[i] += Σ_J TABLE[J, i].
+
+    OVERWRITE       ignore what TOTAL holds
+    triangle_tiles  of as many first rows J only the sums above the diagonal, i < J · BLOCK_M, were written
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, tiles, 32):
         j = first + tl.arange(0, 32)
+        written = (j >= triangle_tiles)[:, None] | (rows[None, :] < (j * BLOCK_M)[:, None])
         sums += tl.sum(tl.load(TABLE + j[:, None] * count + rows[None, :],
-                               mask=(j < tiles)[:, None] & (rows < count)[None, :], other=0.0), 0)
-    total = tl.load(TOTAL + rows, mask=rows < count, other=0.0)
-    tl.store(TOTAL + rows, total + sums, mask=rows < count)
+                               mask=written & (j < tiles)[:, None] & (rows < count)[None, :], other=0.0), 0)
+    if not OVERWRITE:
+        sums += tl.load(TOTAL + rows, mask=rows < count, other=0.0)
+    tl.store(TOTAL + rows, sums, mask=rows < count)
 
 
 @kernel
@@ -319,8 +327,8 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     """
     check_device(q)
     self_similarity, k = k is None, q if k is None else k
-    bound = bound_of_norms(q, k, temperature) if both or self_similarity else None
     q, k, mask = aligned_operands(q, k, mask)
+    bound = bound_of_norms(q, k, temperature) if both or self_similarity else None
     if bound is not None:
         return bounded_forward(q, k, temperature, mask, bound, loss, self_similarity)
     # for few rows computing both triangles of a self-similarity costs nothing extra
@@ -378,7 +386,7 @@ def bounded_forward(q, k, temperature, mask, bound, loss, self_similarity):
     q, k, mask  from aligned_operands
     """
     n = q.shape[0]
-    stats = torch.zeros(1 if self_similarity else 2, 2, n, dtype=torch.float32, device=q.device)
+    stats = torch.empty(1 if self_similarity else 2, 2, n, dtype=torch.float32, device=q.device)
     # positives are stored even if no loss reads them: without a store, the branch for masked tiles is not
     # compiled as a branch, and registers spill
     l_sums, positive = stats[:, 1], stats.new_empty(n) if loss or mask.exclude != "none" else None
@@ -393,8 +401,7 @@ def bounded_forward(q, k, temperature, mask, bound, loss, self_similarity):
             tiles_per_program = max(1, min(ROWS_PER_PROGRAM // config["BLOCK_N"],
                                            tiles_i * tiles_j // (4 * TARGET_PROGRAMS)))
             programs_per_column = ceil_div(tiles_i, tiles_per_program)
-            new = l_sums.new_zeros if on_diagonal else l_sums.new_empty  # a triangle fills only half of it
-            table = new(tiles_j * height + programs_per_column * width)
+            table = l_sums.new_empty(tiles_j * height + programs_per_column * width)
             row_sums, column_sums = table.split([tiles_j * height, programs_per_column * width])
             bounded_sums_kernel[tiles_j * programs_per_column,](
                 row_sums, column_sums, positive, bound, i, j, height, width, tiles_per_program, *operands,
@@ -402,10 +409,10 @@ def bounded_forward(q, k, temperature, mask, bound, loss, self_similarity):
             if on_diagonal:
                 # height = width, so each row of the table has `height` sums; by symmetry the column sums also
                 # belong to l of these rows
-                add_sums(l_sums[0, i:i + height], table)
+                add_sums(l_sums[0, i:i + height], table, i == 0, config, tiles_j)
             else:
-                add_sums(l_sums[0, i:i + height], row_sums)
-                add_sums(l_sums[-1, j:j + width], column_sums)
+                add_sums(l_sums[0, i:i + height], row_sums, j == 0, config)
+                add_sums(l_sums[-1, j:j + width], column_sums, i == 0, config)
     return finish_sums(stats, positive, q, k, temperature, mask, bound, loss)
 
 
@@ -424,13 +431,15 @@ def finish_sums(stats, positive, q, k, temperature, mask, bound, loss):
         outputs = (dloss_dlse[side], loss_sums[side]) if loss else (None, None)
         finish_sums_kernel[programs,](stats[side], lse, *outputs, positive, bound, 1 / (n * sides),
                                       *operands, **rest)
-    return ForwardResult(stats, lse, dloss_dlse, loss_sums.sum() if loss else None)
+    return ForwardResult(stats, lse, dloss_dlse, total(loss_sums) if loss else None)
 
 
-def add_sums(total, table):
-    """Add a table (tiles · N,) of sums to total (N,), in place."""
-    n = total.shape[0]
-    add_sums_kernel[ceil_div(n, 64),](total, table, table.shape[0] // n, n, BLOCK=64, enable_fp_fusion=True)
+def add_sums(sums, table, overwrite, config, triangle_tiles=0):
+    """Add a table (tiles · N,) to sums (N,), in place. overwrite: ignore what sums holds."""
+    n = sums.shape[0]
+    add_sums_kernel[ceil_div(n, 64),](sums, table, table.shape[0] // n, n, triangle_tiles,
+                                      OVERWRITE=overwrite, BLOCK_M=config["BLOCK_M"], BLOCK=64,
+                                      enable_fp_fusion=True)
 
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, dloss_dlse=None, weights=None,
@@ -462,7 +471,7 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, dlo
                                   enable_fp_fusion=True)
     if loss_sums is None:
         return None
-    return loss_sums[0] if programs == 1 else loss_sums.sum()
+    return loss_sums[0] if programs == 1 else total(loss_sums)
 
 
 def stats_block_shape(q, k, square):

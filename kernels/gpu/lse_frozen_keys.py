@@ -32,6 +32,7 @@ from .launch import (
     kernel_args,
     next_power_of_2,
     tile_config,
+    total,
 )
 from .tiles import (
     LOG2E,
@@ -183,4 +184,4 @@ def queue_loss(q, k, queue, temperature, mask):
         None, None, loss, dq, dk, split_stats, split_o, q, k, kernel_mask, 1 / n, split_stats.shape[0], n,
         split_o.shape[2], d, q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=features,
         enable_fp_fusion=True)
-    return loss.sum(), dq, dk
+    return total(loss), dq, dk

@@ -17,7 +17,6 @@ operations in all, no more than eager. The loop over blocks and their products w
 gradient_large_d.py.
 """
 import torch
-import torch.nn.functional as F
 import triton.language as tl
 
 from ..heuristics import gradient_dtype
@@ -26,11 +25,13 @@ from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
     GradientScaling,
     aligned_operands,
+    ceil_div,
     check_device,
     contiguous_rows,
     is_host_scalar,
     kernel_args,
     tile_config,
+    total,
     without_padding,
 )
 from .lse_forward import save_positives
@@ -43,6 +44,7 @@ from .tiles import (
     log2e_over_tau,
     needs_mask,
     qk_tile,
+    softplus,
     softplus_sum,
     swizzle_program_id,
 )
@@ -54,7 +56,7 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write W[i, j] = WEIGHT_SCALE · σ(s_ij) for the block that starts at tile (first_x, first_y).
 
-    TILE_SUMS  (2, programs): Σ softplus(s) and Σ σ(s) of each tile
+    TILE_SUMS  (programs, 2): Σ softplus(s) and Σ σ(s) of each tile
     POSITIVE   (N,) dot products of the positives that lie in the block
     BIAS       0-dim tensor; None: the number bias is used
     """
@@ -68,12 +70,40 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
     if BIAS is not None:
         bias = tl.load(BIAS)
     loss, w = softplus_sum(tl.fma(qk, log2e_over_tau(MASK) / LOG2E, bias))
-    tl.store(TILE_SUMS + tl.program_id(0), loss)
-    tl.store(TILE_SUMS + tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(w, 1), 0))
+    tl.store(TILE_SUMS + 2 * tl.program_id(0), loss)
+    tl.store(TILE_SUMS + 2 * tl.program_id(0) + 1, tl.sum(tl.sum(w, 1), 0))
     if W is not None:
         i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
         w = cast_for_matmul(w * WEIGHT_SCALE, W, PRECISION)
         tl.store(W + i.to(tl.int64)[:, None] * w_row_stride + j[None, :], w)
+
+
+@kernel
+def positives_kernel(TILE_SUMS, COEFFICIENTS, POSITIVE, BIAS, bias, MASK, N, BLOCK: tl.constexpr):
+    """Write σ(−s⁺_i), the coefficient of the positive's term, and Σ softplus(−s⁺) and −Σ σ(−s⁺) of each block.
+
+    TILE_SUMS  (programs, 2): continues that of sigmoid_kernel
+    """
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if BIAS is not None:
+        bias = tl.load(BIAS)
+    logit = tl.load(POSITIVE + rows, mask=rows < N, other=0.0) * (log2e_over_tau(MASK) / LOG2E) + bias
+    loss, coefficient = softplus(-logit)
+    tl.store(COEFFICIENTS + rows, coefficient, mask=rows < N)
+    tl.store(TILE_SUMS + 2 * tl.program_id(0), tl.sum(tl.where(rows < N, loss, 0.0), 0))
+    tl.store(TILE_SUMS + 2 * tl.program_id(0) + 1, -tl.sum(tl.where(rows < N, coefficient, 0.0), 0))
+
+
+@kernel
+def sigmoid_total_kernel(LOSS, BIAS_GRADIENT, TILE_SUMS, factor, count, BLOCK: tl.constexpr):
+    """Write factor · Σ TILE_SUMS[:, 0] and factor · Σ TILE_SUMS[:, 1], summed in float64 by one program."""
+    loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        loss += tl.load(TILE_SUMS + 2 * at, mask=at < count, other=0.0).to(tl.float64)
+        gradient += tl.load(TILE_SUMS + 2 * at + 1, mask=at < count, other=0.0).to(tl.float64)
+    tl.store(LOSS, (tl.sum(loss, 0) * factor).to(tl.float32))
+    tl.store(BIAS_GRADIENT, (tl.sum(gradient, 0) * factor).to(tl.float32))
 
 
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
@@ -86,27 +116,29 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     n, config = q.shape[0], tile_config(q, aligned[2])
-    positive = q.new_empty(n, dtype=torch.float32)
-    pair_sums = torch.zeros(2, dtype=torch.float64, device=q.device)   # Σ softplus(s), Σ σ(s) over all pairs
     operands, rest = kernel_args(*aligned, temperature, config)
     bias_arguments = (None, bias.item()) if is_host_scalar(bias, q) else (bias, 0.0)
+    tiles = ceil_div(n, config["BLOCK_N"]) * ceil_div(k.shape[0], config["BLOCK_M"])
+    row_blocks = ceil_div(n, 128)
+    tile_sums = torch.empty(tiles + row_blocks, 2, dtype=torch.float32, device=q.device)
+    positive, coefficients, done = tile_sums.new_empty(n), tile_sums.new_empty(n), 0
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
-        tile_sums = positive.new_empty(2, tiles_x * tiles_y)
-        sigmoid_kernel[tiles_x * tiles_y,](w, tile_sums, positive, *bias_arguments, first_x, first_y, tiles_x,
+        nonlocal done
+        sigmoid_kernel[tiles_x * tiles_y,](w, tile_sums[done:], positive, *bias_arguments, first_x, first_y, tiles_x,
                                            tiles_y, w_row_stride, *operands, **rest)
-        pair_sums.add_(tile_sums.sum(1, dtype=torch.float64))
+        done += tiles_x * tiles_y
 
     add_blocks(*sums, q, k, config, fill_weights)
-    logit = positive / temperature + bias
-    # not a softmax: dloss_dlse holds σ(−s⁺_i), the coefficient of the positive's term, for finish_gradients
-    side = SoftmaxSide(dloss_dlse=(-logit).sigmoid())
-    loss = ((pair_sums[0] - F.logsigmoid(logit).sum(dtype=torch.float64)) / n).float()
-    scaling = GradientScaling(loss.new_ones(()), 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
-    dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude, side, SoftmaxSide(), scaling,
+    positives_kernel[row_blocks,](tile_sums[tiles:], coefficients, positive, *bias_arguments, operands[2], n,
+                                  BLOCK=128, enable_fp_fusion=True)
+    loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
+    sigmoid_total_kernel[1,](loss, db, tile_sums, 1 / n, tiles + row_blocks, BLOCK=1024,
+                             enable_fp_fusion=True)
+    # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
+    scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
+    dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,
+                                   SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide(), scaling,
                                    needs_temperature)
-    dt = -dot.sum() / temperature if needs_temperature else loss.new_empty(0)
-    db = loss.new_empty(0)
-    if needs_bias:
-        db = ((pair_sums[1] - side.dloss_dlse.sum(dtype=torch.float64)) / n).float()
+    dt = total(dot, -1.0, temperature) if needs_temperature else loss.new_empty(0)
     return loss, dq, dk, dt, db

@@ -23,8 +23,9 @@ SWIZZLE_TILES = tl.constexpr(16)             # row tiles per group; concurrent p
 jit = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
                        "width", "tiles_per_program", "split_columns", "splits", "tiles", "tiles_x", "tiles_y",
-                       "count"),
-    do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "LOSS", "TOTAL", "TABLE", "COLUMN_TABLE",
+                       "count", "triangle_tiles"),
+    do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "LOSS", "TOTAL", "TABLE", "TILE_SUMS",
+                                    "COEFFICIENTS", "COLUMN_TABLE",
                                     "COLUMN_SUMS", "POSITIVE", "WEIGHTS", "ROW_FACTORS", "X_VECTOR",
                                     "Y_VECTOR"))
 
@@ -308,7 +309,10 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
             FINISH.positive_rows + at.to(tl.int64)[:, None] * FINISH.positive_stride + d[None, :],
             mask=exists[:, None] & (d < FINISH.features)[None, :], other=0.0)
         dx = dx - coefficient[:, None] * positive_row.to(tl.float32)
-    dx = dx * (tl.load(FINISH.grad) * FINISH.loss_factor * log2e_over_tau(MASK) / LOG2E)
+    factor = FINISH.loss_factor * log2e_over_tau(MASK) / LOG2E
+    if FINISH.grad is not None:
+        factor = tl.load(FINISH.grad) * factor
+    dx = dx * factor
     dots = 0.0
     if DOT:
         x = tl.load(FINISH.x + rows.to(tl.int64)[:, None] * FINISH.x_stride + d[None, :], mask=inside,
@@ -380,6 +384,19 @@ def kept_column_range(RANGES, tile, start, stop, BLOCK_M: tl.constexpr):
         start = tl.maximum(start, tl.load(RANGES + 2 * tile) // BLOCK_M * BLOCK_M)
         stop = tl.minimum(stop, tl.load(RANGES + 2 * tile + 1))
     return start, stop
+
+
+@kernel
+def total_kernel(TOTAL, X, MASK, factor, count, OVER_TAU: tl.constexpr, BLOCK: tl.constexpr):
+    """Write factor · Σ X, divided by τ if OVER_TAU, in one program."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        sums += tl.load(X + at, mask=at < count, other=0.0)
+    total = tl.sum(sums, 0) * factor
+    if OVER_TAU:
+        total = total * (log2e_over_tau(MASK) / LOG2E)
+    tl.store(TOTAL, total)
 
 
 @kernel

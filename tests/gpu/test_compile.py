@@ -97,7 +97,7 @@ def launches(name, precision, scalars):
         for title, mask in masks.items():
             if only_features and "similar" not in mask:
                 continue
-            mask = make_mask(q, k, False, **mask)
+            mask = make_mask(len(q), len(k), False, **mask)
             one_sided = q, k, t, mask, rows, None, one, 1.0, *needs, q.dtype
             if d in (128, 256):  # with 128 features rows stay in shared memory, with 256 they do not
                 yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
@@ -111,11 +111,11 @@ def launches(name, precision, scalars):
                 yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
         if only_features:
             continue
-        diagonal, pair = make_mask(q, square, False, "diagonal"), make_mask(q, q, True, "pair")
+        diagonal, pair = make_mask(len(q), len(square), False, "diagonal"), make_mask(len(q), len(q), True, "pair")
         pair_of_ranks = pair._replace(offset=7)
-        targets = make_mask(q, square, False)._replace(exclude="target", row_ids=ids[0])
+        targets = make_mask(len(q), len(square), False)._replace(exclude="target", row_ids=ids[0])
         for title in ("none", "diagonal", "pair") if d != 64 or half else ():
-            symmetric = make_mask(q, q, True, None if title == "none" else title)
+            symmetric = make_mask(len(q), len(q), True, None if title == "none" else title)
             yield f"forward {d} lse {title}", lambda: lse_forward.forward(q, None, t, symmetric)
         for title, bias, needed in (("", t, True), (", no gradient", t, False),
                                     (", other bias", other_kind, True)) if d == 256 else ():

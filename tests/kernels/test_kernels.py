@@ -27,7 +27,8 @@ from kernels import (
     similarity_topk,
     sup_con_loss,
 )
-from kernels.masks import make_mask
+from kernels.call import Call
+from kernels.masks import Mask, make_mask
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -330,7 +331,7 @@ def test_normalize_under_autocast(impl, loss):
 # ── every code path of the kernels ──────────────────────────────────────────────────────────────────────────
 
 LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
-SEPARATE_BACKWARD = LARGE_D | {"ops.fuses_backward": lambda *x: False}
+SEPARATE_BACKWARD = LARGE_D | {"fused.fuses_backward": lambda *x: False}
 WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.bound.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
 LSE_IN_BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda q, k: 128}
@@ -405,7 +406,7 @@ def test_group_ranges(order, keys, dtype, monkeypatch):
     groups[1] = groups[1] if order == "not sorted" else groups[1].sort()[0]
     groups[0][:64] = 30  # a whole tile of rows without columns
     groups = [groups[0].to(DEVICE), groups[1].int().to(DEVICE)]
-    columns = column_ranges(make_mask(q, k, False, within=groups), dict(BLOCK_N=64)).diff().clamp(min=0)
+    columns = column_ranges(make_mask(len(q), len(k), False, within=groups), dict(BLOCK_N=64)).diff().clamp(min=0)
     assert len(columns) == 4 and ((columns == 270).all() if order == "not sorted" else columns[0] < 270)
 
     def lse(q, k, t, impl):
@@ -418,7 +419,7 @@ def test_group_ranges(order, keys, dtype, monkeypatch):
 # ── blockwise ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-ONE_STRIP = {"blockwise.STORED_LOGITS": 0}
+ONE_STRIP = {}
 STRIPS = ONE_STRIP | {"blockwise.SINGLE_STRIP_LOGITS": 0}
 STRIPS_OF_3 = STRIPS | {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.MAX_STRIP_LOGITS": 1}
 
@@ -444,7 +445,7 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monk
     patch_kernels(monkeypatch, STRIPS_OF_3)
     q = unit_rows(38, 12, torch.float64, 12)
     compare(LSE_CALLS[name], q, q, temperature, impl="blockwise", units=32)
-    found = blockwise.logit_strips(q, q, torch.tensor(1.0), make_mask(q, q, True, "pair"), upper=True)
+    found = blockwise.logit_strips(q, q, torch.tensor(1.0), make_mask(len(q), len(q), True, "pair"), upper=True)
     assert sum(s.numel() for _, _, s in found) == sum((38 - i) * min(3, 38 - i) for i in range(0, 38, 3))
 
 
@@ -475,7 +476,7 @@ def test_sorted_groups_skip_other_groups(order, keys, monkeypatch):
     expected_values, expected_columns = similarity_topk(q, k, 5, within=groups, impl="eager")
     torch.testing.assert_close(values, expected_values, atol=1e-12, rtol=0)
     assert torch.equal(columns, expected_columns) and (columns[:, 4] == -1).any()
-    selected = make_mask(q, k, False, within=groups)
+    selected = make_mask(len(q), len(k), False, within=groups)
     computed = [s.shape for _, _, s in blockwise.logit_strips(q, k, torch.tensor(1.0), selected)]
     kept, total = (sizes * widths).sum(), sum(height * width for height, width in computed)
     assert sum(height for height, _ in computed) == n
@@ -499,7 +500,7 @@ def test_blockwise_never_holds_the_matrix(monkeypatch):
     q, t = unit_rows(400, 8, torch.float32, 16), torch.tensor(0.1, device=DEVICE)
     ids = torch.arange(400, device=DEVICE) // 3
     for exclude in ("diagonal", (ids, ids)):
-        selected = make_mask(q, q, False, exclude)
+        selected = make_mask(len(q), len(q), False, exclude)
         with LargestTensor() as largest:
             lse, sums = blockwise.similarity_lse(q, q, t, selected)
             one = torch.ones_like(lse)
@@ -545,8 +546,8 @@ def test_limits_may_be_set_lower(monkeypatch):
     q, k = (torch.empty(count, 8, device="meta") for count in (5000, 6000))
 
     def is_fused(q):
-        needs = [True, True, False]
-        return heuristics.fuses_backward(q, k, False, make_mask(q, k, False), "triton", needs)
+        call = Call(q, k, torch.ones(()), Mask(), "triton", q.dtype)
+        return heuristics.fuses_backward(call, False, [True, True, False])
 
     assert is_fused(q) and is_fused(q[:100])
     patch_kernels(monkeypatch, {"heuristics.STRIP_BYTES": 2 ** 24, "heuristics.WEIGHT_BUFFER_BYTES": 2 ** 20})
@@ -604,7 +605,7 @@ def as_tf32(x, half_a_step=0):
 
 @pytest.mark.skipif(GPU, reason="simulates a GPU")
 @pytest.mark.parametrize("loss, changes", [
-    ("info_nce", {}), ("info_nce", {"ops.fuses_backward": lambda *x: False}), ("clip_loss", WITH_BOUND)])
+    ("info_nce", {}), ("info_nce", {"fused.fuses_backward": lambda *x: False}), ("clip_loss", WITH_BOUND)])
 def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
     """Tensor cores truncate float32 operands to TF32. Our operands are rounded first, as in cuBLAS."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -615,9 +616,9 @@ def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
     def truncated(x):
         return TensorHandle(as_tf32(torch.from_numpy(x.data.copy())).numpy(), x.dtype)
 
-    def add_product_in_tf32(total, a, b):
+    def add_product_in_tf32(sums, a, b, overwrite):
         assert torch.equal(as_tf32(a), a) and torch.equal(as_tf32(b), b)
-        add_product(total, a, b)
+        add_product(sums, a, b, overwrite)
 
     modules = "gradient_large_d", "fused_forward_backward"
     patch_kernels(monkeypatch, changes | {f"gpu.{name}.add_product": add_product_in_tf32 for name in modules})
