@@ -159,9 +159,12 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     @outside_autocast
-    def forward(ctx, q, k, temperature, bias, compute):
+    def forward(ctx, q, k, temperature, bias, impl, compute):
         loss, *gradients = compute()
-        ctx.dtypes = [None if x is None else x.dtype for x in (q, k, temperature, bias)]
+        ctx.scale, ctx.dtypes = scaled_copies, [x.dtype for x in (q, k) if x is not None]
+        if impl == "triton":
+            from .gpu.launch import scaled_copies as scale
+            ctx.scale = scale
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -169,15 +172,17 @@ class GradientInForward(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         needs = ctx.needs_input_grad
-        gradients = zip(needs, (*ctx.saved_tensors, None), ctx.dtypes)
-        return *(scaled_copy(x, grad, dtype) if needed else None for needed, x, dtype in gradients), None
+        *rows, dt, db = (*ctx.saved_tensors, None)[:4]
+        rows = [(x, dtype) for x, dtype, needed in zip(rows, ctx.dtypes, needs) if needed]
+        copies = iter(ctx.scale(rows, grad) if rows else ())
+        dq, dk = (next(copies) if needed else None for needed in needs[:2])
+        return dq, dk, dt * grad if needs[2] else None, db * grad if needs[3] else None, None, None
 
 
-def scaled_copy(x, factor, dtype):
-    """Return factor · x in dtype, without an intermediate copy in the dtype of x."""
-    if x.dtype == dtype:
-        return x * factor
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+def scaled_copies(rows, factor):
+    """Return factor · x in dtype for each (x, dtype), without an intermediate copy in the dtype of x."""
+    return [x * factor if x.dtype == dtype else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+            for x, dtype in rows]
 
 
 def softmax_loss(call, both=False, weights=None):
@@ -200,7 +205,7 @@ def softmax_loss(call, both=False, weights=None):
             return blockwise.softmax_loss(*operands, both, *needs)
         from .gpu import fused_forward_backward
         return fused_forward_backward.softmax_loss(*operands, *needs, call.q.dtype)
-    return GradientInForward.apply(*inputs, None, compute)
+    return GradientInForward.apply(*inputs, None, call.impl, compute)
 
 
 class SoftmaxLoss(torch.autograd.Function):
@@ -242,7 +247,7 @@ def queue_loss(call, queue):
         loss, dq, dk = compute_loss(q, k, queue.to(call.product_dtype), call.temperature, call.mask)
         dt = gradient_of_temperature(q, dq, call.temperature) if needs_temperature else None
         return loss, dq, dk, dt
-    return GradientInForward.apply(*call[:3], None, compute)
+    return GradientInForward.apply(*call[:3], None, call.impl, compute)
 
 
 def sigmoid_loss(call, bias):
@@ -255,7 +260,7 @@ def sigmoid_loss(call, bias):
             return blockwise.sigmoid_loss(*arguments)
         from .gpu import sigmoid
         return sigmoid.sigmoid_loss(*arguments, call.q.dtype)
-    return GradientInForward.apply(*call[:3], bias, compute)
+    return GradientInForward.apply(*call[:3], bias, call.impl, compute)
 
 
 # ── the nearest columns ────────────────────────────────────────────────────────────────────────────────────

@@ -77,32 +77,35 @@ def first_call(key, function, arguments, named, tensors):
 
 def key_of(function, arguments, named):
     """Return (all that decides what the host does, the different tensors); (None, ...) if it is not known."""
-    tensors, addresses, key = {}, [], [function, *named]
+    tensors, addresses, key = [], [], [function, *named]
     values = [*arguments, *named.values()]
     for x in values:                                       # the list grows by the elements of tuples
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided or x.is_cpu != ON_CPU:
+            if x.layout is not torch.strided:
                 return None, ()
-            tensors.setdefault(id(x), (len(tensors), x))
+            tensors.append(x)
             address = x.data_ptr()
             addresses.append(address)
-            key += (x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(), address % 16,
-                    tensors[id(x)][0], addresses.index(address), x.__dict__.get("own_rows"))
+            key.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(), address % 16,
+                        x.__dict__.get("own_rows")))       # gather_rows sets own_rows, checks read it
         elif kind in (float, int, str, bool, NoneType):
-            key += (kind, x)
+            key.append((kind, x))
         elif kind in (tuple, list):
-            key += (kind, len(x))
+            key.append((kind, len(x)))
             values += x
         else:
             return None, ()
-    x = values[0]
+    if len(set(addresses)) < len(addresses):
+        ids = [id(x) for x in tensors]
+        key += tuple(map(ids.index, ids)), tuple(map(addresses.index, addresses))
+        tensors = list(dict(zip(ids, tensors)).values())
+    x = tensors[0]
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         return None, ()
     autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
-    key += (autocast, torch.is_grad_enabled(), torch.get_float32_matmul_precision(),
-            heuristics.WEIGHT_BUFFER_BYTES, heuristics.STRIP_BYTES)
-    return tuple(key), [x for _, x in tensors.values()]
+    return (*key, autocast, torch.is_grad_enabled(), torch.get_float32_matmul_precision(),
+            heuristics.WEIGHT_BUFFER_BYTES, heuristics.STRIP_BYTES), tensors
 
 
 # ── recording ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,6 +281,15 @@ class Recorder(TorchDispatchMode):
         is_whole = not offset and (x.shape, x.stride()) == (memory.tensor.shape, memory.tensor.stride())
         return View(i) if is_whole else View(i, offset // x.itemsize, x.shape, x.stride())
 
+    def result(self, x):
+        """Return the View of a result of the loss. If only kernels know its memory, that gets its shape."""
+        if isinstance(x, torch.Tensor):
+            address = self.use(x)
+            memory = self.memories[address.memory]
+            if not memory.is_tensor and not address.offset and x.numel() == memory.tensor.numel():
+                memory.tensor = x
+        return self.operand(x)
+
     def launch(self, kernel, run, grid, arguments, named):
         """Launch a kernel with run, its JITFunction.run, and add the launch to the steps."""
         self.ignoring = True
@@ -330,10 +342,10 @@ class Plan:
         memories, self.device = recorder.memories, out.device
         self.steps, self.inputs, self.gradients = recorder.steps, recorder.inputs, None
         recorder.stage = 0
-        self.out = recorder.operand(out)
+        self.out = recorder.result(out)
         if gradients:
             recorder.stage, self.grad = 1, recorder.grad
-            found = iter([recorder.operand(x) for x in gradients])
+            found = iter([recorder.result(x) for x in gradients])
             self.gradients = [next(found) if x.tensor.requires_grad else None
                               for x in memories[:recorder.inputs]]
         workspaces = len(memories), len(memories) + 1          # they are the last memories, one per stage

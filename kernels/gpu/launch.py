@@ -1,7 +1,7 @@
 """Host side of all kernels: tile sizes, copies with aligned rows, and the arguments of a launch.
 
-From sm_90 on (GPUs with a tensor memory accelerator) kernels take many rows of q and k as tensor descriptors.
-Few rows, and rows on older GPUs, are pointers with a row stride.
+From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors, unless there
+are few products. Else, and on older GPUs, they take pointers with a row stride.
 """
 import functools
 import os
@@ -12,12 +12,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..heuristics import FEW_ROWS
 from ..masks import transposed
-from .tiles import LOG2E, copy_kernel, total_kernel
+from .tiles import LOG2E, copy_kernel, scale_kernel, total_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED_CAPABILITY = 9                   # major compute capability that CPU tensors stand for
 MULTIPROCESSORS = 132                     # SMs of an H100 or H200; used for the grid size on every GPU
 TARGET_PROGRAMS = 2 * MULTIPROCESSORS     # programs per launch to aim for, 2 per SM
+MAX_POINTER_WORK = 2 ** 33                # N·M·D up to which a descriptor costs the host more than it saves
 
 
 class MatmulShape(NamedTuple):
@@ -232,6 +233,15 @@ def total(x, factor=1.0, temperature=None):
     return out
 
 
+def scaled_copies(rows, factor):
+    """Return factor · x in dtype for one or two (x, dtype), in one launch; factor is a 0-dim tensor."""
+    outs = [torch.empty_like(x, dtype=dtype) for x, dtype in rows]
+    first, other = [(out, x, x.numel()) for out, (x, _) in zip(outs, rows)] + [(None, None, 0)] * (2 - len(rows))
+    grid = ceil_div(max(first[2], other[2]), 1024), len(rows)
+    scale_kernel[grid](*first, *other, factor, BLOCK=1024, enable_fp_fusion=True)
+    return outs
+
+
 def log2e_over_tau_of(temperature, x):
     """Return log2(e)/τ with the rounding of the kernels, for a logit that is computed outside of them."""
     wide = temperature.double() if is_host_scalar(temperature, x) else temperature
@@ -250,7 +260,7 @@ def kernel_args(q, k, mask, temperature, config):
     offset = None if mask.exclude == "pair" and k is q else 4 * mask.offset + 2
     kernel_mask = KernelMask(*mask[1:7], offset, mask.phi, *feature_args, *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape
-    if capability(q) >= 9 and max(n, m) > FEW_ROWS:            # a descriptor costs the host 5 µs per launch
+    if capability(q) >= 9 and n * m * features > MAX_POINTER_WORK:
         shape = MatmulShape(features, None, None)
         q = TensorDescriptor.from_tensor(q, [config["BLOCK_N"], config["BLOCK_D"]])
         k = TensorDescriptor.from_tensor(k, [config["BLOCK_M"], config["BLOCK_D"]])

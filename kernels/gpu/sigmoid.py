@@ -80,9 +80,9 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
 
 @kernel
 def positives_kernel(TILE_SUMS, COEFFICIENTS, POSITIVE, BIAS, bias, MASK, N, BLOCK: tl.constexpr):
-    """Write σ(−s⁺_i), the coefficient of the positive's term, and Σ softplus(−s⁺) and −Σ σ(−s⁺) of each block.
+    """Write COEFFICIENTS, σ(−s⁺_i) of the positives' terms, and each block's Σ softplus(−s⁺) and −Σ σ(−s⁺).
 
-    TILE_SUMS  (programs, 2): continues that of sigmoid_kernel
+    TILE_SUMS  (programs, 2) continues that of sigmoid_kernel
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if BIAS is not None:
@@ -125,8 +125,8 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         nonlocal done
-        sigmoid_kernel[tiles_x * tiles_y,](w, tile_sums[done:], positive, *bias_arguments, first_x, first_y, tiles_x,
-                                           tiles_y, w_row_stride, *operands, **rest)
+        sigmoid_kernel[tiles_x * tiles_y,](w, tile_sums[done:], positive, *bias_arguments, first_x, first_y,
+                                           tiles_x, tiles_y, w_row_stride, *operands, **rest)
         done += tiles_x * tiles_y
 
     add_blocks(*sums, q, k, config, fill_weights)
