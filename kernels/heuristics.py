@@ -60,8 +60,7 @@ def choose_impl(impl, x, n=None, m=None, product_dtype=None):
 
 def is_small_d(q, k, mask):
     """Return whether gradient_small_d computes the gradient (see the table above)."""
-    few = max(len(q), len(k)) <= FEW_ROWS
-    small = q.shape[1] <= MAX_SMALL_D or few or mask.row_groups is not None
+    small = q.shape[1] <= MAX_SMALL_D or mask.row_groups is not None
     return q.element_size() == 2 and mask.exclude != "target" and small
 
 
@@ -88,6 +87,6 @@ def gradient_dtype(dtype, temperature, impl):
 def fuses_backward(call, both, needs):
     """Return whether a softmax loss in Triton computes its gradients in forward, together with its value."""
     q, k = call.operands
-    if both or k is None or not any(needs) or is_small_d(q, k, call.mask):
+    if both or k is None or not any(needs) or is_small_d(q, k, call.mask) or max(len(q), len(k)) <= FEW_ROWS:
         return False
     return strip_height(q, k) >= min(MIN_STRIP_ROWS, -(-len(q) // 128) * 128)

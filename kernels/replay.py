@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import heuristics
 
 MAX_PLANS = 256                 # the plans of this many keys are kept; then all are forgotten
-MAX_WORKSPACE = 2 ** 26         # 64 MiB: larger problems do not wait for the host
+MAX_WORKSPACE = 2 ** 28         # 256 MiB: larger problems do not wait for the host
 ALIGNMENT = 256                 # bytes, of the parts of a workspace
 TENSORS, NoneType = (torch.Tensor, torch.nn.Parameter), type(None)
 PLANS = {}                      # key -> Plan, or None: cannot be replayed
@@ -348,8 +348,8 @@ class Plan:
             found = iter([recorder.result(x) for x in gradients])
             self.gradients = [next(found) if x.tensor.requires_grad else None
                               for x in memories[:recorder.inputs]]
-        workspaces = len(memories), len(memories) + 1          # they are the last memories, one per stage
-        self.count, sizes = len(memories) + 2, [0, 0]
+        # three workspaces are the last memories: what both stages use, what only stage 0, only stage 1 uses
+        self.count, sizes = len(memories) + 3, [0, 0, 0]
         self.new, self.parts = ([], []), ([], [])              # tensors to allocate; parts of workspaces
         for i, memory in enumerate(memories):
             if not memory.is_empty or not memory.stages:
@@ -360,16 +360,17 @@ class Plan:
                     raise CannotRecord("an empty tensor that is not contiguous")
                 self.new[stage].append((i, memory.tensor.shape, memory.tensor.dtype))
                 continue
+            kind = 0 if len(memory.stages) == 2 else 1 + stage
             for user in memory.stages:
-                self.parts[user].append((i, workspaces[stage], sizes[stage]))
-            sizes[stage] += -(-memory.size // ALIGNMENT) * ALIGNMENT
-        for stage in (0, 1):
-            if sizes[stage]:
-                self.new[stage].append((workspaces[stage], (sizes[stage],), torch.uint8))
+                self.parts[user].append((i, len(memories) + kind, sizes[kind]))
+            sizes[kind] += -(-memory.size // ALIGNMENT) * ALIGNMENT
+        for kind, stage in enumerate((0, 0, 1)):
+            if sizes[kind]:
+                self.new[stage].append((len(memories) + kind, (sizes[kind],), torch.uint8))
         self.saved = [i for i, memory in enumerate(memories) if memory.stages == {0, 1} and memory.is_tensor
                       or i < self.inputs and 1 in memory.stages]
-        if any(slot == workspaces[0] for _, slot, _ in self.parts[1]):
-            self.saved.append(workspaces[0])
+        if sizes[0]:
+            self.saved.append(len(memories))
         self.autocast = torch.is_autocast_enabled(self.device.type) and any(
             type(step) is Operation for steps in self.steps for step in steps)
 

@@ -164,7 +164,7 @@ def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_do
     dk = sums.pop()
     if dk.shape[0]:
         dk, _ = finish_side(dk, k, q, transposed_mask(mask), exclude, columns, rows, scaling)
-    return dq.to(scaling.dtype), dk.to(scaling.dtype), dot
+    return dq, dk, dot
 
 
 def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, x_factors=None):

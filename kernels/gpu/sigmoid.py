@@ -79,29 +79,26 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
 
 
 @kernel
-def positives_kernel(TILE_SUMS, COEFFICIENTS, POSITIVE, BIAS, bias, MASK, N, BLOCK: tl.constexpr):
-    """Write COEFFICIENTS, σ(−s⁺_i) of the positives' terms, and each block's Σ softplus(−s⁺) and −Σ σ(−s⁺).
+def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, BIAS, bias, MASK, tiles, N,
+                          factor, BLOCK: tl.constexpr):
+    """Write COEFFICIENTS, σ(−s⁺_i) of the positives' terms; and the loss and db, times factor.
 
-    TILE_SUMS  (programs, 2) continues that of sigmoid_kernel
+    One program adds the sums of all tiles and the terms of all positives, in float64.
     """
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, tiles, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        loss += tl.load(TILE_SUMS + 2 * at, mask=at < tiles, other=0.0).to(tl.float64)
+        gradient += tl.load(TILE_SUMS + 2 * at + 1, mask=at < tiles, other=0.0).to(tl.float64)
     if BIAS is not None:
         bias = tl.load(BIAS)
-    logit = tl.load(POSITIVE + rows, mask=rows < N, other=0.0) * (log2e_over_tau(MASK) / LOG2E) + bias
-    loss, coefficient = softplus(-logit)
-    tl.store(COEFFICIENTS + rows, coefficient, mask=rows < N)
-    tl.store(TILE_SUMS + 2 * tl.program_id(0), tl.sum(tl.where(rows < N, loss, 0.0), 0))
-    tl.store(TILE_SUMS + 2 * tl.program_id(0) + 1, -tl.sum(tl.where(rows < N, coefficient, 0.0), 0))
-
-
-@kernel
-def sigmoid_total_kernel(LOSS, BIAS_GRADIENT, TILE_SUMS, factor, count, BLOCK: tl.constexpr):
-    """Write factor · Σ TILE_SUMS[:, 0] and factor · Σ TILE_SUMS[:, 1], summed in float64 by one program."""
-    loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        loss += tl.load(TILE_SUMS + 2 * at, mask=at < count, other=0.0).to(tl.float64)
-        gradient += tl.load(TILE_SUMS + 2 * at + 1, mask=at < count, other=0.0).to(tl.float64)
+    for first in range(0, N, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        positive = tl.load(POSITIVE + rows, mask=rows < N, other=0.0)
+        of_positive, coefficient = softplus(-tl.fma(positive, log2e_over_tau(MASK) / LOG2E, bias))
+        tl.store(COEFFICIENTS + rows, coefficient, mask=rows < N)
+        loss += tl.where(rows < N, of_positive, 0.0).to(tl.float64)
+        gradient -= tl.where(rows < N, coefficient, 0.0).to(tl.float64)
     tl.store(LOSS, (tl.sum(loss, 0) * factor).to(tl.float32))
     tl.store(BIAS_GRADIENT, (tl.sum(gradient, 0) * factor).to(tl.float32))
 
@@ -119,8 +116,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     operands, rest = kernel_args(*aligned, temperature, config)
     bias_arguments = (None, bias.item()) if is_host_scalar(bias, q) else (bias, 0.0)
     tiles = ceil_div(n, config["BLOCK_N"]) * ceil_div(k.shape[0], config["BLOCK_M"])
-    row_blocks = ceil_div(n, 128)
-    tile_sums = torch.empty(tiles + row_blocks, 2, dtype=torch.float32, device=q.device)
+    tile_sums = torch.empty(tiles, 2, dtype=torch.float32, device=q.device)
     positive, coefficients, done = tile_sums.new_empty(n), tile_sums.new_empty(n), 0
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
@@ -130,11 +126,9 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
         done += tiles_x * tiles_y
 
     add_blocks(*sums, q, k, config, fill_weights)
-    positives_kernel[row_blocks,](tile_sums[tiles:], coefficients, positive, *bias_arguments, operands[2], n,
-                                  BLOCK=128, enable_fp_fusion=True)
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
-    sigmoid_total_kernel[1,](loss, db, tile_sums, 1 / n, tiles + row_blocks, BLOCK=1024,
-                             enable_fp_fusion=True)
+    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, *bias_arguments, operands[2], tiles,
+                              n, 1 / n, BLOCK=1024, enable_fp_fusion=True)
     # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
     scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
     dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,
