@@ -1,17 +1,14 @@
-"""Replay a loss: after the first call with some shapes, only its launches run, not the code that chose them.
+"""Replay a loss: from its second call with some shapes on, only its launches run, not the code that chose them.
 
 While batches are small, a GPU waits for the host. What the host does for a loss depends on shapes, dtypes,
-flags and numbers (the key), never on values in GPU memory. With the same key it does the same work at other
-addresses. So the first call is recorded, forward and backward, as a list of steps:
+flags and numbers (the key), never on values in GPU memory: the same key means the same work at other
+addresses. So the first call with a key is recorded, forward and backward, as a list of steps: launches of
+Triton kernels, and operations of PyTorch. A step has a Part in place of each tensor: a memory and an offset.
+Memories are the inputs, the upstream gradient, the results of operations, and what torch.empty returned. Those
+of the last kind that only kernels use are allocated at once, as a workspace.
 
-    launch      of a Triton kernel, by CompiledKernel.run, with addresses as integers
-    operation   of PyTorch, on views of known memory
-
-An address is kept as (memory, offset in bytes). The memories are the inputs, the upstream gradient, results of
-operations, and what torch.empty returned: all that only kernels use is one workspace.
-
-Computed as before: calls on the CPU, calls under torch.compile, problems that need more than MAX_WORKSPACE, and
-everything that the recorder does not understand (CannotRecord).
+Computed as before: calls on the CPU and under torch.compile, problems that need more than MAX_WORKSPACE, and
+all that the recorder does not understand (CannotRecord).
 """
 import functools
 import threading
@@ -111,22 +108,15 @@ def key_of(function, arguments, named):
 # ── recording ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Address(NamedTuple):
-    """An address in a launch: bytes from the start of a memory."""
-    memory: int
-    offset: int
-
-
-class View(NamedTuple):
-    """A tensor in an operation: elements from the start of a memory; shape None: the memory's tensor."""
-    memory: int
-    offset: int = 0
-    shape: Any = None
-    stride: Any = None
+class Part(NamedTuple):
+    """A tensor in a step."""
+    memory: int              # number of the memory
+    offset: int              # bytes from its start
+    view: Any                # (shape, stride, offset in elements) for an operation; None: the whole memory
 
 
 class Rows:
-    """A tensor descriptor in a launch: what Triton's launcher reads of it. address: an Address or a number."""
+    """A tensor descriptor in a step, or what Triton's launcher reads of it: then address is a number."""
     round_f32_to_tf32, element_strides = False, None
 
     def __init__(self, address, shape, strides, padding):
@@ -144,12 +134,12 @@ class Launch(NamedTuple):
     function: Any
     metadata: Any
     arguments: list
-    pointers: list           # [(i, memory, offset)] of the arguments that are addresses
-    nested: list             # [(i, argument i)] of the others that contain an address
+    pointers: list           # [(i, memory, offset)]: argument i is this address
+    nested: list             # [(i, x)]: argument i is x, in which there are addresses
 
 
 class Operation(NamedTuple):
-    """A step: function(*arguments, **named), whose results are new memories, or None if they are known."""
+    """A step: function(*arguments, **named). results are the numbers of its new memories."""
     function: Any
     arguments: list
     named: dict
@@ -157,14 +147,13 @@ class Operation(NamedTuple):
 
 
 class Memory:
-    """Memory that a recorder has seen: an input, a result of an operation, or from torch.empty."""
+    """Memory that a recorder has seen."""
 
     def __init__(self, tensor, is_empty=False):
         self.tensor, self.is_empty, self.stages = tensor, is_empty, set()
-        self.is_tensor = not is_empty                      # False: a part of the workspace
-        self.start = tensor.data_ptr()
+        self.is_tensor = not is_empty                      # False: a part of a workspace
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-        self.size = (last + 1) * tensor.itemsize
+        self.start, self.size = tensor.data_ptr(), (last + 1) * tensor.itemsize
 
 
 def current_recorder():
@@ -199,12 +188,11 @@ class Recorder(TorchDispatchMode):
         self.inputs, self.keep, self.hosts, self.bytes, self.ignoring = len(tensors), [], set(), 0, False
 
     def start_backward(self, out):
-        """Return the upstream gradient."""
-        self.ignoring, self.stage = True, 1
-        grad = torch.ones_like(out)
-        self.memories.append(Memory(grad))
-        self.grad, self.ignoring = len(self.memories) - 1, False
-        return grad
+        """Return the upstream gradient; from now on steps belong to stage 1."""
+        self.ignoring, self.stage, self.grad = True, 1, len(self.memories)
+        self.memories.append(Memory(torch.ones_like(out)))
+        self.ignoring = False
+        return self.memories[-1].tensor
 
     def __torch_dispatch__(self, operator, types, arguments=(), named=None):
         outs = operator(*arguments, **named or {})
@@ -221,74 +209,74 @@ class Recorder(TorchDispatchMode):
         if not found or not all(map(self.on_device, found)):
             raise CannotRecord(f"{operator.name()} reads a value")
         is_empty = "empty" in operator.name()
-        if not is_empty:                                   # before a new memory could hold an argument
-            arguments, named = self.operand(list(arguments)), self.operand(named or {})
-        results = [self.add_memory(x, is_empty) for x in found if x.numel()]
-        if not is_empty:
-            self.steps[self.stage].append(Operation(operator, arguments, named, results))
+        if is_empty:
+            self.add_memories(found, is_empty=True)
+        else:                                              # arguments first: a result may be one of them
+            values = replace([list(arguments), named or {}], lambda x: self.part(x, True))
+            self.steps[self.stage].append(Operation(operator, *values, self.add_memories(found)))
         return outs
 
     def on_device(self, x):
         """Return whether a tensor is where the rows are; else it is a number on the host."""
         return x.is_cuda or ON_CPU and x.data_ptr() not in self.hosts
 
-    def add_memory(self, x, is_empty):
-        """Return the number of the new memory that a tensor begins; None if its memory is known."""
-        if self.find(x) is not None:
-            return None
-        memory = Memory(x, is_empty)
-        self.memories.append(memory)
-        self.bytes += memory.size
+    def add_memories(self, tensors, is_empty=False):
+        """Return the numbers of the new memories that tensors begin; None for a tensor in a known one."""
+        numbers = []
+        for x in tensors:
+            if x.numel() and self.find(x) is None:
+                numbers.append(len(self.memories))
+                self.memories.append(Memory(x, is_empty))
+                self.bytes += self.memories[-1].size
+                if not is_empty:
+                    self.memories[-1].stages.add(self.stage)
+            elif x.numel():
+                numbers.append(None)
         if self.bytes > MAX_WORKSPACE:
             raise CannotRecord("too much memory")
-        if not is_empty:
-            memory.stages.add(self.stage)
-        return len(self.memories) - 1
+        return numbers
 
     def find(self, x):
         """Return the number of the memory that holds a tensor, or None."""
-        address = x.data_ptr()
-        found = [i for i, memory in enumerate(self.memories)
-                 if memory.start <= address < memory.start + memory.size]
-        exact = [i for i in found if self.memories[i].start == address]
+        found = [i for i, memory in enumerate(self.memories) if 0 <= x.data_ptr() - memory.start < memory.size]
+        exact = [i for i in found if self.memories[i].start == x.data_ptr()]
         if len(found) > 1 and not exact:
             raise CannotRecord("inputs overlap")
         return (exact or found or [None])[0]
 
-    def use(self, x):
-        """Return the Address of a tensor."""
-        i = self.find(x)
-        if i is None:
-            raise CannotRecord("a tensor of unknown origin")
-        self.memories[i].stages.add(self.stage)
-        return Address(i, x.data_ptr() - self.memories[i].start)
+    def part(self, x, is_operand=False):
+        """Return the Part of a tensor, Rows of a tensor descriptor, and anything else as it is.
 
-    def operand(self, x):
-        """Return an argument of an operation, with a View in place of each tensor."""
-        if isinstance(x, dict):
-            return {name: self.operand(value) for name, value in x.items()}
-        if isinstance(x, (list, tuple)):
-            return same_type(x, map(self.operand, x))
-        if ON_CPU and hasattr(x, "block_shape"):
-            return Rows(self.operand(x.base), x.shape, x.strides, x.block_shape)
-        if not isinstance(x, torch.Tensor) or not x.numel() or not self.on_device(x):
+        is_operand  of an operation, which needs a tensor; a launch needs only an address
+        """
+        if hasattr(x, "block_shape"):
+            last = x.block_shape if ON_CPU else x.padding
+            return Rows(self.part(x.base, is_operand), tuple(x.shape), tuple(x.strides), last)
+        if not isinstance(x, torch.Tensor) or is_operand and not (x.numel() and self.on_device(x)):
             return x
-        i, offset = self.use(x)
+        i = self.find(x) if x.numel() else None
+        if i is None:
+            if x.numel():
+                raise CannotRecord("a tensor of unknown origin")
+            return 0
         memory = self.memories[i]
-        memory.is_tensor = True
-        if memory.tensor.dtype != x.dtype or offset % x.itemsize:
-            raise CannotRecord("a view in another dtype")
-        is_whole = not offset and (x.shape, x.stride()) == (memory.tensor.shape, memory.tensor.stride())
-        return View(i) if is_whole else View(i, offset // x.itemsize, x.shape, x.stride())
+        memory.stages.add(self.stage)
+        offset, whole, view = x.data_ptr() - memory.start, memory.tensor, None
+        if is_operand:
+            memory.is_tensor = True
+            if whole.dtype != x.dtype or offset % x.itemsize:
+                raise CannotRecord("a view in another dtype")
+            if offset or (x.shape, x.stride()) != (whole.shape, whole.stride()):
+                view = x.shape, x.stride(), offset // x.itemsize
+        return Part(i, offset, view)
 
     def result(self, x):
-        """Return the View of a result of the loss. If only kernels know its memory, that gets its shape."""
-        if isinstance(x, torch.Tensor):
-            address = self.use(x)
-            memory = self.memories[address.memory]
-            if not memory.is_tensor and not address.offset and x.numel() == memory.tensor.numel():
+        """Return the Part of a result of the loss. If only kernels know its memory, that gets its shape."""
+        if x is not None and x.numel():
+            memory = self.memories[self.part(x).memory]
+            if not memory.is_tensor and (memory.start, memory.size) == (x.data_ptr(), x.numel() * x.itemsize):
                 memory.tensor = x
-        return self.operand(x)
+        return self.part(x, True)
 
     def launch(self, kernel, run, grid, arguments, named):
         """Launch a kernel with run, its JITFunction.run, and add the launch to the steps."""
@@ -298,81 +286,71 @@ class Recorder(TorchDispatchMode):
         finally:
             self.ignoring = False
         values = [*arguments, *(named[name] for name in kernel.arg_names[len(arguments):])]
+        values = replace(values, lambda x: self.part(x, ON_CPU))
         if ON_CPU:
-            step = Operation(kernel[grid], self.operand(values), {}, [])
+            step = Operation(kernel[grid], values, {}, [])
         else:
             if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
                 raise CannotRecord("scratch memory")
-            values = [self.argument(x) for x in values]
-            pointers = [(i, *x) for i, x in enumerate(values) if type(x) is Address]
-            nested = [(i, x) for i, x in enumerate(values) if type(x) is not Address and has_address(x)]
+            pointers = [(i, *x[:2]) for i, x in enumerate(values) if type(x) is Part]
+            nested = [(i, x) for i, x in enumerate(values) if type(x) is not Part and has_part(x)]
             step = Launch(compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata, values,
                           pointers, nested)
         self.steps[self.stage].append(step)
         return compiled
 
-    def argument(self, x):
-        """Return an argument of a launch, with an Address in place of each tensor."""
-        if isinstance(x, torch.Tensor):
-            return self.use(x) if x.numel() else 0
-        if isinstance(x, tuple):
-            return tuple(map(self.argument, x))
-        if hasattr(x, "block_shape"):
-            return Rows(self.use(x.base), tuple(x.shape), tuple(x.strides), x.padding)
-        return x
 
-
-def has_address(x):
-    """Return whether an argument of a launch contains an Address."""
-    return type(x) in (Address, Rows) or type(x) is tuple and any(map(has_address, x))
-
-
-def same_type(x, values):
-    """Return the values as a list or tuple of x's type."""
+def replace(x, new):
+    """Return x with new(leaf) in place of each leaf. Lists, tuples and dicts are no leaves; a Part is one."""
+    if isinstance(x, dict):
+        return {name: replace(value, new) for name, value in x.items()}
+    if type(x) is Part or not isinstance(x, (list, tuple)):
+        return new(x)
+    values = [replace(value, new) for value in x]
     return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+
+
+def has_part(x):
+    """Return whether an argument of a launch contains a Part."""
+    return type(x) in (Part, Rows) or isinstance(x, tuple) and any(map(has_part, x))
 
 
 # ── replaying ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Plan:
-    """The steps of a loss (stage 0) and of its gradients (stage 1), and what they need."""
+    """The steps of a loss (stage 0) and of its gradients (stage 1), and the memories that they use."""
 
     def __init__(self, recorder, out, gradients):
-        memories, self.device = recorder.memories, out.device
-        self.steps, self.inputs, self.gradients = recorder.steps, recorder.inputs, None
-        recorder.stage = 0
+        memories, self.device, self.steps = recorder.memories, out.device, recorder.steps
+        recorder.stage, self.gradients = 0, None
         self.out = recorder.result(out)
         if gradients:
-            recorder.stage, self.grad = 1, recorder.grad
-            found = iter([recorder.result(x) for x in gradients])
-            self.gradients = [next(found) if x.tensor.requires_grad else None
-                              for x in memories[:recorder.inputs]]
+            recorder.stage, self.grad, found = 1, recorder.grad, iter(gradients)
+            self.gradients = [recorder.result(next(found)) if memory.tensor.requires_grad else None
+                              for memory in memories[:recorder.inputs]]
         # three workspaces are the last memories: what both stages use, what only stage 0, only stage 1 uses
         self.count, sizes = len(memories) + 3, [0, 0, 0]
         self.new, self.parts = ([], []), ([], [])              # tensors to allocate; parts of workspaces
         for i, memory in enumerate(memories):
-            if not memory.is_empty or not memory.stages:
-                continue
-            stage = min(memory.stages)
-            if memory.is_tensor:
-                if not memory.tensor.is_contiguous():
-                    raise CannotRecord("an empty tensor that is not contiguous")
-                self.new[stage].append((i, memory.tensor.shape, memory.tensor.dtype))
-                continue
-            kind = 0 if len(memory.stages) == 2 else 1 + stage
-            for user in memory.stages:
-                self.parts[user].append((i, len(memories) + kind, sizes[kind]))
-            sizes[kind] += -(-memory.size // ALIGNMENT) * ALIGNMENT
+            if memory.is_empty and memory.stages:
+                stage = min(memory.stages)
+                if memory.is_tensor:
+                    if not memory.tensor.is_contiguous():
+                        raise CannotRecord("an empty tensor that is not contiguous")
+                    self.new[stage].append((i, memory.tensor.shape, memory.tensor.dtype))
+                    continue
+                kind = 0 if len(memory.stages) == 2 else 1 + stage
+                for user in memory.stages:
+                    self.parts[user].append((i, len(memories) + kind, sizes[kind]))
+                sizes[kind] += -(-memory.size // ALIGNMENT) * ALIGNMENT
         for kind, stage in enumerate((0, 0, 1)):
             if sizes[kind]:
                 self.new[stage].append((len(memories) + kind, (sizes[kind],), torch.uint8))
-        self.saved = [i for i, memory in enumerate(memories) if memory.stages == {0, 1} and memory.is_tensor
-                      or i < self.inputs and 1 in memory.stages]
-        if sizes[0]:
-            self.saved.append(len(memories))
-        self.autocast = torch.is_autocast_enabled(self.device.type) and any(
-            type(step) is Operation for steps in self.steps for step in steps)
+        self.saved = [i for i, memory in enumerate(memories) if 1 in memory.stages and (
+            i < recorder.inputs or 0 in memory.stages and memory.is_tensor)]
+        self.saved += [len(memories)] if sizes[0] else []
+        self.autocast = torch.is_autocast_enabled(self.device.type)
 
     def run(self, stage, held):
         """Run the steps of a stage. held: the tensor of each memory that exists already, else None."""
@@ -381,13 +359,6 @@ class Plan:
         address = [0 if x is None else x.data_ptr() for x in held]
         for i, workspace, offset in self.parts[stage]:
             address[i] = address[workspace] + offset
-        if self.autocast:
-            with torch.autocast(self.device.type, enabled=False):
-                self.run_steps(stage, held, address)
-        else:
-            self.run_steps(stage, held, address)
-
-    def run_steps(self, stage, held, address):
         stream = None if ON_CPU else stream_getter()(self.device.index)
         for step in self.steps[stage]:
             if type(step) is Launch:
@@ -398,12 +369,11 @@ class Plan:
                 for i, part in nested:
                     arguments[i] = with_addresses(part, address)
                 run(x, y, z, stream, function, metadata, None, None, None, *arguments)
-                continue
-            found = step.function(*with_tensors(step.arguments, held), **with_tensors(step.named, held))
-            found = found if isinstance(found, (tuple, list)) else [found]
-            for i, x in zip(step.results, (x for x in found if x is not None and x.numel())):
-                if i is not None:
-                    held[i], address[i] = x, x.data_ptr()
+            elif self.autocast:                                # an operation already has what autocast added
+                with torch.autocast(self.device.type, enabled=False):
+                    run_operation(step, held, address)
+            else:
+                run_operation(step, held, address)
 
 
 @functools.cache
@@ -414,31 +384,36 @@ def stream_getter():
 
 
 def with_addresses(x, address):
-    """Return an argument of a launch with numbers in place of each Address."""
+    """Return an argument of a launch with numbers in place of each Part."""
     kind = type(x)
-    if kind is Address:
+    if kind is Part:
         return address[x.memory] + x.offset
-    if kind is tuple:
-        return tuple([with_addresses(part, address) for part in x])
     if kind is Rows:
         return Rows(with_addresses(x.address, address), x.shape, x.strides, x.padding)
-    return x
+    return tuple([with_addresses(part, address) for part in x]) if isinstance(x, tuple) else x
 
 
-def with_tensors(x, held):
-    """Return arguments of an operation with tensors in place of each View."""
-    if type(x) is View:
+def run_operation(step, held, address):
+    """Run an operation of PyTorch, and keep its new results."""
+    arguments, named = replace([step.arguments, step.named], lambda x: with_tensor(x, held))
+    found = step.function(*arguments, **named)
+    found = found if isinstance(found, (tuple, list)) else [found]
+    for i, x in zip(step.results, [x for x in found if x is not None and x.numel()]):
+        if i is not None:
+            held[i], address[i] = x, x.data_ptr()
+
+
+def with_tensor(x, held):
+    """Return an argument of an operation with a tensor in place of a Part."""
+    if type(x) is Part:
         tensor = held[x.memory]
-        if x.shape is None:
+        if x.view is None:
             return tensor
-        return tensor.as_strided(x.shape, x.stride, tensor.storage_offset() + x.offset)
-    if isinstance(x, dict):
-        return {name: with_tensors(value, held) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return same_type(x, [with_tensors(part, held) for part in x])
+        shape, stride, offset = x.view
+        return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
     if type(x) is Rows:                                        # only in Triton's interpreter
         from triton.tools.tensor_descriptor import TensorDescriptor
-        return TensorDescriptor(with_tensors(x.address, held), x.shape, x.strides, x.padding)
+        return TensorDescriptor(with_tensor(x.address, held), x.shape, x.strides, x.padding)
     return x
 
 
@@ -452,17 +427,16 @@ class Replay(torch.autograd.Function):
         ctx.plan = plan
         if plan.gradients:
             ctx.save_for_backward(*[held[i] for i in plan.saved])
-        return with_tensors(plan.out, held)
+        return with_tensor(plan.out, held)
 
     @staticmethod
     def backward(ctx, grad):
         plan = ctx.plan
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
-        grad = grad.contiguous()
-        held = [None] * plan.count
+        grad, held = grad.contiguous(), [None] * plan.count
         held[plan.grad] = grad.clone() if grad.data_ptr() % 16 else grad
         for i, x in zip(plan.saved, ctx.saved_tensors):
             held[i] = x
         plan.run(1, held)
-        return None, *[None if x is None else with_tensors(x, held) for x in plan.gradients]
+        return None, *[with_tensor(x, held) for x in plan.gradients]
