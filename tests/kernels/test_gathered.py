@@ -11,9 +11,8 @@ from running import multiplications
 
 ROWS, WIDTH = 13, 6                                            # on 3 ranks 4, 4 and 5 rows
 LABELS = torch.arange(66) * 5 % 4
-STRIPS = {"blockwise.STORED_LOGITS": 0, "blockwise.SINGLE_STRIP_LOGITS": 0, "blockwise.MIN_STRIP_ROWS": 3}
-IMPLS = {"eager": ("eager", {}), "stored": ("blockwise", {}),
-         "one strip": ("blockwise", {"blockwise.STORED_LOGITS": 0}), "strips": ("blockwise", STRIPS)}
+STRIPS = {"blockwise.MIN_STRIP_ROWS": 3}
+IMPLS = {"eager": ("eager", {}), "one strip": ("blockwise", {}), "strips": ("blockwise", STRIPS)}
 
 
 def symmetric(q, k, t, **options):
@@ -92,7 +91,6 @@ def test_parts_add_up_to_one_process(name, impl, ranks, normalize, monkeypatch):
 def test_a_rank_multiplies_only_its_share(name, monkeypatch):
     """With three ranks, each rank computes at most 0.75 times the products of one process with eager.
     clip_loss needs 2/3: its rows and columns have separate products, which one process shares."""
-    patch(monkeypatch, {"blockwise.STORED_LOGITS": 0})
     z1, z2, t = views(66, 40)
     _, alone = multiplications(lambda: gradients(lambda *x: LOSSES[name](*x, impl="eager"), z1, z2, t))
 

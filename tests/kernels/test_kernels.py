@@ -419,12 +419,11 @@ def test_group_ranges(order, keys, dtype, monkeypatch):
 # ── blockwise ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-ONE_STRIP = {}
-STRIPS = ONE_STRIP | {"blockwise.SINGLE_STRIP_LOGITS": 0}
-STRIPS_OF_3 = STRIPS | {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.MAX_STRIP_LOGITS": 1}
+STRIPS = {"blockwise.MIN_STRIP_ROWS": 32}
+STRIPS_OF_3 = {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.STRIP_LOGITS": 1}
 
 
-@pytest.mark.parametrize("strips", [ONE_STRIP, STRIPS_OF_3], ids=["one strip", "strips of 3"])
+@pytest.mark.parametrize("strips", [{}, STRIPS_OF_3], ids=["one strip", "strips of 3"])
 @pytest.mark.parametrize("name", MASKS)
 def test_strips(name, strips, monkeypatch):
     """The rows are one strip, or are cut into strips of 3, the last of which is shorter."""
@@ -445,7 +444,7 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monk
     patch_kernels(monkeypatch, STRIPS_OF_3)
     q = unit_rows(38, 12, torch.float64, 12)
     compare(LSE_CALLS[name], q, q, temperature, impl="blockwise", units=32)
-    found = blockwise.logit_strips(q, q, torch.tensor(1.0), make_mask(len(q), len(q), True, "pair"), upper=True)
+    found = blockwise.logit_strips(q, q, torch.tensor(1.0), make_mask(len(q), len(q), True, "pair"), triangle=True)
     assert sum(s.numel() for _, _, s in found) == sum((38 - i) * min(3, 38 - i) for i in range(0, 38, 3))
 
 
@@ -454,7 +453,7 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monk
 def test_sorted_groups_skip_other_groups(order, keys, monkeypatch):
     """For sorted groups the work is proportional to the number of pairs within groups; results are the same.
     Groups have 1 to 90 rows; some have no columns, and some columns have no rows."""
-    patch_kernels(monkeypatch, STRIPS | {"blockwise.MAX_STRIP_LOGITS": 32 * 150})
+    patch_kernels(monkeypatch, STRIPS | {"blockwise.STRIP_LOGITS": 32 * 150})
     generator = torch.Generator().manual_seed(7)
     sizes = torch.randint(1, 30, (40,), generator=generator)   # rows and columns of each group
     widths = torch.randint(0, 60, (40,), generator=generator)
@@ -480,7 +479,7 @@ def test_sorted_groups_skip_other_groups(order, keys, monkeypatch):
     computed = [s.shape for _, _, s in blockwise.logit_strips(q, k, torch.tensor(1.0), selected)]
     kept, total = (sizes * widths).sum(), sum(height * width for height, width in computed)
     assert sum(height for height, _ in computed) == n
-    assert all(height * width <= max(blockwise.MAX_STRIP_LOGITS, 32 * width) for height, width in computed)
+    assert all(height * width <= max(blockwise.STRIP_LOGITS, 32 * width) for height, width in computed)
     assert kept <= total < 2.5 * kept if order == "sorted" and not GPU else total == n * m
 
 
@@ -496,7 +495,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_blockwise_never_holds_the_matrix(monkeypatch):
-    patch_kernels(monkeypatch, STRIPS | {"blockwise.MAX_STRIP_LOGITS": 2 ** 16})
+    patch_kernels(monkeypatch, STRIPS | {"blockwise.STRIP_LOGITS": 2 ** 16})
     q, t = unit_rows(400, 8, torch.float32, 16), torch.tensor(0.1, device=DEVICE)
     ids = torch.arange(400, device=DEVICE) // 3
     for exclude in ("diagonal", (ids, ids)):
@@ -511,7 +510,7 @@ def test_blockwise_never_holds_the_matrix(monkeypatch):
                 blockwise.sigmoid_loss(q, q, t, t, selected, True, True, True, True)
             for k, both in ((q, False), (q, True), (None, False)) if exclude == "diagonal" else ():
                 blockwise.softmax_loss(q, k, t, selected, None, both, True, True, True)
-        assert largest.entries <= blockwise.MAX_STRIP_LOGITS < 400 * 400
+        assert largest.entries <= blockwise.STRIP_LOGITS < 400 * 400
 
 
 # ── limits, precision, autocast ─────────────────────────────────────────────────────────────────────────────
