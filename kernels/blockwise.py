@@ -11,8 +11,9 @@ A loss whose positives have logits s_i+ outside the sum is a weighted sum over r
     softplus(gap_i),    gap_i = lse_i − s_i+,    g_i = w_i σ(gap_i),    ds_i+ = −g_i
 
 If columns have a softmax too, as in clip_loss, W gets a second term g'_j exp(s_ij − m'_j) / l'_j. In a
-self-similarity s_ij = s_ji, so a column's softmax is that of the row with the same index. Then only the upper
-triangle is computed, j ≥ i, and m' = m, l' = l, g' = g, dk = dq are the same tensors.
+self-similarity s_ij = s_ji, so a column's softmax is that of the row with the same index. Then a strip starts
+at its own diagonal: it has a square, rows i against themselves, and the columns to the right of the square,
+which also count for the rows j > i.
 
 The statistics m and l are kept as two numbers. A single number lse_i would be rounded at the scale of |s|, so
 all p_ij of row i would be wrong by the same factor, and Σ_j p_ij k_j − k_positive would not cancel as it
@@ -22,13 +23,10 @@ Matrix products, each of 2·N·M·D operations: eager needs 3. Here backward com
 makes 4, and 2 for a self-similarity. A row's statistics are complete after its strip; so a loss of rows only
 adds the gradients of a strip at once, which makes 3.
 """
-import functools
-import math
-
 import torch
 import torch.nn.functional as F
 
-from .masks import excluded, positive_columns
+from .masks import excluded, own_columns, positive_columns
 
 STRIP_LOGITS = 2 ** 22     # 16 MiB in float32: enough for full GEMM speed, and few enough for malloc to reuse
 MIN_STRIP_ROWS = 64        # with fewer rows per strip, reading the keys would limit the GEMM
@@ -70,26 +68,35 @@ def strip_slices(n, m, mask, triangle):
 def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
     """Yield (rows, columns, s) for each strip: its slices and its logits, −inf where masked.
 
-    triangle  True: self-similarity, k is q. Each pair of rows occurs once: entries with j < i are −inf
+    triangle  True: self-similarity, k is q. A strip's columns start at its first row
     positive  (N,) receives the logits of the positives, which the mask excludes, or None. In a triangle only
               the first half of the rows gets them
     """
-    if positive is not None:
-        targets = positive_columns(mask, len(q), len(k), q.device)
-    for rows, columns in strip_slices(len(q), len(k), mask, triangle):
+    n, m = len(q), len(k)
+    by_index = mask.exclude == "target" or mask.exclude != "none" and not mask.has_vectors
+    targets = positive_columns(mask, n, m, q.device) if by_index else None
+    own = own_columns(mask, torch.arange(n, device=q.device), n, m) if mask.exclude == "pair" else None
+    for rows, columns in strip_slices(n, m, mask, triangle):
         s = (q[rows] / temperature) @ k[columns].T
-        if positive is not None:
-            index = (targets[rows] - columns.start).clamp_(min=0)
-            positive[rows] = s.gather(1, index[:, None]).squeeze(1)
-        row_indices = torch.arange(rows.start, rows.stop, device=s.device)
-        out = excluded(mask, row_indices, len(q), len(k), columns)
-        if out is not None:
-            s.masked_fill_(out, -torch.inf)
-        if triangle:
-            square = s[:, :len(s)]
-            square.masked_fill_(torch.ones_like(square, dtype=torch.bool).tril_(-1), -torch.inf)
-            square.diagonal().sub_(math.log(2))              # it counts twice, for its row and for its column
+        if by_index:                                         # one or two entries of each row, not a bool matrix
+            found = exclude_entries(s, targets[rows] - columns.start)
+            if positive is not None:
+                positive[rows] = found
+            if own is not None:
+                exclude_entries(s, own[rows] - columns.start)
+        else:
+            out = excluded(mask, torch.arange(rows.start, rows.stop, device=s.device), n, m, columns)
+            if out is not None:
+                s.masked_fill_(out, -torch.inf)
         yield rows, columns, s
+
+
+def exclude_entries(s, columns):
+    """Set s[i, columns_i] to −inf, where s has this column; return the old entries."""
+    inside = columns.clamp(0, s.shape[1] - 1)[:, None]
+    old = s.gather(1, inside)
+    s.scatter_(1, inside, old.masked_fill(inside == columns[:, None], -torch.inf))
+    return old.squeeze(1)
 
 
 # ── softmax statistics and gradients ────────────────────────────────────────────────────────────────────────
@@ -98,7 +105,7 @@ def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
 def new_stats(x):
     """Return the statistics (2, n) of n softmaxes over no logits yet; x has n rows."""
     stats = x.new_zeros(2, len(x))
-    stats[0] = -torch.inf
+    stats[0] = torch.finfo(x.dtype).min
     return stats
 
 
@@ -107,10 +114,36 @@ def add_stats(stats, s, axis):
     limits = torch.finfo(s.dtype)
     # finite, so that s − maximum is never ∞ − ∞ = NaN: a row may have no columns or an infinite logit
     maximum = s.amax(axis).clamp_(limits.min, limits.max)
-    total = s.sub_(maximum.unsqueeze(axis)).exp_().sum(axis)
+    merge_stats(stats, maximum, s.sub_(maximum.unsqueeze(axis)).exp_().sum(axis))
+
+
+def merge_stats(stats, maximum, total):
+    """Merge the maximum and the sum of exponentials of new logits into the statistics."""
     new = torch.maximum(stats[0], maximum)
     stats[1] = stats[1] * (stats[0] - new).exp() + total * (maximum - new).exp()
     stats[0] = new
+
+
+def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
+    """Return the statistics of the softmax of each row and of each column; in a triangle both are the same.
+
+    If norms bound all logits by 69, exp(s) neither overflows nor underflows. Then every maximum is set to 0,
+    and one exponential serves the row and the column.
+    """
+    of_rows = new_stats(q)
+    of_columns = of_rows if triangle else new_stats(k)
+    small = not q.is_cuda and bool(q.norm(dim=1).max() * k.norm(dim=1).max() / temperature.abs() < 69)
+    for rows, columns, s in logit_strips(q, k, temperature, mask, triangle, positive):
+        right = len(s) if triangle else 0
+        others = slice(columns.start + right, columns.stop)
+        if small:
+            zero, e = s.new_zeros(()), s.exp_()
+            merge_stats(of_columns[:, others], zero, e[:, right:].sum(0))
+            merge_stats(of_rows[:, rows], zero, e.sum(1))
+        else:
+            add_stats(of_columns[:, others], s[:, right:].clone(), 0)
+            add_stats(of_rows[:, rows], s, 1)
+    return of_rows, of_columns
 
 
 def divide(g, total):
@@ -118,24 +151,27 @@ def divide(g, total):
     return (g / total).where(total != 0, 0)
 
 
-def add_gradients(dq, dk, q, k, strips, of_rows, of_columns=None):
+def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_columns, triangle):
     """Add W k to dq and Wᵀ q to dk, strip by strip; a gradient without rows is not needed.
 
-    of_rows, of_columns    (statistics (2, n), g / τ (n,)) of the softmax of each row, of each column
+    of_rows, of_columns    statistics (2, n); in a triangle both are the same, and dk is dq
+    g, g_of_columns        upstream gradients g / τ (n,)
     """
-    if not len(dq) and not len(dk):
-        return
-    (row_max, total), g = of_rows
-    row_factor = divide(g, total)
-    if of_columns is not None:
-        (column_max, total), g = of_columns
-        column_factor = divide(g, total)
-    for rows, columns, s in strips:
-        w = s if of_columns is None else s.clone()
-        w.sub_(row_max[rows, None]).exp_().mul_(row_factor[rows, None])
-        if of_columns is not None:
-            w += s.sub_(column_max[columns]).exp_().mul_(column_factor[columns])
-        add_products(dq, dk, w, q, k, rows, columns)
+    factors, column_factors = divide(g, of_rows[1]), divide(g_of_columns, of_columns[1])
+    same_maximum = not q.is_cuda and not of_rows[0].any() and not of_columns[0].any()
+    for rows, columns, s in strips if len(dq) or len(dk) else ():
+        right = len(s) if triangle else 0
+        others = slice(columns.start + right, columns.stop)
+        if same_maximum:
+            w = s.exp_().mul_(factors[rows, None] + column_factors[columns])
+        else:
+            w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
+            w[:, :right] += w[:, :right].T.clone()           # the square has s_ij and s_ji, rounded differently
+            w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
+        if len(dq):
+            dq[rows].addmm_(w, k[columns])
+        if len(dk):
+            dk[others].addmm_(w[:, right:].T, q[rows])
 
 
 def add_products(dq, dk, w, q, k, rows, columns):
@@ -183,12 +219,12 @@ def gradient_of_temperature(q, dq, temperature, needed, self_similarity=False):
 
 def similarity_lse(q, k, temperature, mask):
     """Return (lse (N,), stats (2, N)) in temperature's dtype; k None: self-similarity, symmetric mask."""
-    triangle = k is None
-    q, k = to_accumulation_dtype(q, k, temperature)
-    stats = new_stats(q)
-    for rows, columns, s in logit_strips(q, k, temperature, mask, triangle):
-        if triangle:
-            add_stats(stats[:, columns], s.clone(), 0)
+    wide_q, wide_k = to_accumulation_dtype(q, k, temperature)
+    if k is None:
+        stats, _ = two_sided_stats(wide_q, wide_q, temperature, mask, True)
+        return stats[0] + stats[1].log(), stats
+    stats = new_stats(wide_q)
+    for rows, _, s in logit_strips(wide_q, wide_k, temperature, mask):
         add_stats(stats[:, rows], s, 1)
     return stats[0] + stats[1].log(), stats
 
@@ -201,8 +237,14 @@ def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs
     triangle = k is None
     q, k = to_accumulation_dtype(q, k, temperature)
     dq, dk = zeros_if(needs_q or needs_temperature, q), zeros_if(needs_k and not triangle, k)
-    strips, softmax = logit_strips(q, k, temperature, mask, triangle), (stats, grad / temperature)
-    add_gradients(dq, dq if triangle else dk, q, k, strips, softmax, softmax if triangle else None)
+    strips, g = logit_strips(q, k, temperature, mask, triangle), grad / temperature
+    if triangle:
+        add_two_sided_gradients(dq, dq, q, k, strips, stats, stats, g, g, True)
+    else:
+        factors = divide(g, stats[1])
+        for rows, columns, s in strips if len(dq) or len(dk) else ():
+            w = s.sub_(stats[0, rows, None]).exp_().mul_(factors[rows, None])
+            add_products(dq, dk, w, q, k, rows, columns)
     return dq, dk, gradient_of_temperature(q, dq, temperature, needs_temperature, triangle)
 
 
@@ -241,28 +283,29 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
     q, k = to_accumulation_dtype(q, k, temperature)
     dq, dk = zeros_if(needs_q or needs_temperature, q), zeros_if(needs_k and not triangle, k)
     weights = q.new_full((n,), (0.5 if both else 1) / n) if weights is None else weights.to(q.dtype)
-    positive, of_rows = q.new_empty(n), new_stats(q)
-    of_columns = of_rows if triangle else new_stats(k) if both else None
-    strips = functools.partial(logit_strips, q, k, temperature, mask, triangle)
-    for rows, columns, s in strips(positive):
-        if of_columns is not None:
-            add_stats(of_columns[:, columns], s.clone(), 0)
-        add_stats(of_rows[:, rows], s, 1)
-        if of_columns is None:                               # the statistics of these rows are complete
-            g = loss_and_slopes(positive[rows], of_rows[:, rows], weights[rows])[1] / temperature
-            s.mul_(divide(g, of_rows[1, rows])[:, None])
-            add_products(dq, dk, s, q, k, rows, columns)
-    if triangle:                                             # both rows of a pair have the same positive
-        positive[n // 2:] = positive[:n // 2]
-    loss, g = loss_and_slopes(positive, of_rows, weights)
-    g = g_of_columns = g / temperature
-    if both:
-        loss_of_columns, g_of_columns = loss_and_slopes(positive, of_columns, weights)
-        loss, g_of_columns = loss + loss_of_columns, g_of_columns / temperature
-    targets = positive_columns(mask, n, len(k), q.device)
-    if of_columns is not None:
-        add_gradients(dq, dq if triangle else dk, q, k, strips(), (of_rows, g), (of_columns, g_of_columns))
+    targets, positive = positive_columns(mask, n, len(k), q.device), q.new_empty(n)
+    if triangle or both:
+        of_rows, of_columns = two_sided_stats(q, k, temperature, mask, triangle, positive)
+        if triangle:                                         # both rows of a pair have the same positive
+            positive[n // 2:] = positive[:n // 2]
+        loss, g = loss_and_slopes(positive, of_rows, weights)
+        g = g_of_columns = g / temperature
+        if both:
+            loss_of_columns, g_of_columns = loss_and_slopes(positive, of_columns, weights)
+            loss, g_of_columns = loss + loss_of_columns, g_of_columns / temperature
+        strips = logit_strips(q, k, temperature, mask, triangle)
+        add_two_sided_gradients(dq, dq if triangle else dk, q, k, strips, of_rows, of_columns, g,
+                                g_of_columns, triangle)
         g = g + g_of_columns[targets]
+    else:
+        loss, g = q.new_zeros(()), q.new_empty(n)
+        for rows, columns, s in logit_strips(q, k, temperature, mask, False, positive):
+            stats = new_stats(s)
+            add_stats(stats, s, 1)                           # complete, because a strip has all columns
+            part, g[rows] = loss_and_slopes(positive[rows], stats, weights[rows])
+            loss += part
+            g[rows] /= temperature
+            add_products(dq, dk, s.mul_(divide(g[rows], stats[1])[:, None]), q, k, rows, columns)
     subtract_positives(dq, dk, q, k, targets, g)
     return loss, dq, dk, gradient_of_temperature(q, dq, temperature, needs_temperature, triangle)
 
