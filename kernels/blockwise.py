@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from .masks import excluded, own_columns, positive_columns
 
 STRIP_LOGITS = 2 ** 22     # 16 MiB in float32: enough for full GEMM speed, and few enough for malloc to reuse
+ONE_STRIP = 2 ** 20        # a matrix of at most this many logits is one strip
 MIN_STRIP_ROWS = 64        # with fewer rows per strip, reading the keys would limit the GEMM
 
 
@@ -52,7 +53,7 @@ def strip_slices(n, m, mask, triangle):
     For sorted groups (within=) a strip has only the columns of its rows' groups. This saving exists on the
     CPU only, because reading the groups would synchronise with a GPU.
     """
-    height = max(MIN_STRIP_ROWS, min(STRIP_LOGITS // m, n // 8))
+    height = n if n * m <= ONE_STRIP else max(MIN_STRIP_ROWS, min(STRIP_LOGITS // m, n // 8))
     groups = mask.row_groups, mask.column_groups
     is_sorted = groups[0] is not None and groups[0].is_cpu and all((x[1:] >= x[:-1]).all() for x in groups)
     if is_sorted:
@@ -125,13 +126,16 @@ def merge_stats(stats, maximum, total):
 
 
 def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
-    """Return the statistics of the softmax of each row and of each column; in a triangle both are the same.
+    """Return (statistics of the softmax of each row, of each column, strips).
 
+    In a triangle both are the same. strips: [(rows, columns, exp(s))] if all maxima are 0 and there is one
+    strip, else [].
     If norms bound all logits by 69, exp(s) neither overflows nor underflows. Then every maximum is set to 0,
     and one exponential serves the row and the column.
     """
     of_rows = new_stats(q)
     of_columns = of_rows if triangle else new_stats(k)
+    strips = []
     small = not q.is_cuda and bool(q.norm(dim=1).max() * k.norm(dim=1).max() / temperature.abs() < 69)
     for rows, columns, s in logit_strips(q, k, temperature, mask, triangle, positive):
         right = len(s) if triangle else 0
@@ -140,10 +144,11 @@ def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
             zero, e = s.new_zeros(()), s.exp_()
             merge_stats(of_columns[:, others], zero, e[:, right:].sum(0))
             merge_stats(of_rows[:, rows], zero, e.sum(1))
+            strips += [(rows, columns, e)] if len(e) == len(q) else []
         else:
             add_stats(of_columns[:, others], s[:, right:].clone(), 0)
             add_stats(of_rows[:, rows], s, 1)
-    return of_rows, of_columns
+    return of_rows, of_columns, strips
 
 
 def divide(g, total):
@@ -151,8 +156,10 @@ def divide(g, total):
     return (g / total).where(total != 0, 0)
 
 
-def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_columns, triangle):
+def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_columns, triangle, is_exp=False):
     """Add W k to dq and Wᵀ q to dk, strip by strip; a gradient without rows is not needed.
+
+    is_exp                 strips already hold exp(s), and all maxima are 0
 
     of_rows, of_columns    statistics (2, n); in a triangle both are the same, and dk is dq
     g, g_of_columns        upstream gradients g / τ (n,)
@@ -163,10 +170,11 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
         right = len(s) if triangle else 0
         others = slice(columns.start + right, columns.stop)
         if same_maximum:
-            w = s.exp_().mul_(factors[rows, None] + column_factors[columns])
+            w = (s if is_exp else s.exp_()).mul_(factors[rows, None] + column_factors[columns])
         else:
             w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
-            w[:, :right] += w[:, :right].T.clone()           # the square has s_ij and s_ji, rounded differently
+            if triangle:                                     # in the square s_ij and s_ji are rounded differently
+                w[:, :right] += w[:, :right].T.clone()
             w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
         if len(dq):
             dq[rows].addmm_(w, k[columns])
@@ -221,7 +229,7 @@ def similarity_lse(q, k, temperature, mask):
     """Return (lse (N,), stats (2, N)) in temperature's dtype; k None: self-similarity, symmetric mask."""
     wide_q, wide_k = to_accumulation_dtype(q, k, temperature)
     if k is None:
-        stats, _ = two_sided_stats(wide_q, wide_q, temperature, mask, True)
+        stats, *_ = two_sided_stats(wide_q, wide_q, temperature, mask, True)
         return stats[0] + stats[1].log(), stats
     stats = new_stats(wide_q)
     for rows, _, s in logit_strips(wide_q, wide_k, temperature, mask):
@@ -285,7 +293,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
     weights = q.new_full((n,), (0.5 if both else 1) / n) if weights is None else weights.to(q.dtype)
     targets, positive = positive_columns(mask, n, len(k), q.device), q.new_empty(n)
     if triangle or both:
-        of_rows, of_columns = two_sided_stats(q, k, temperature, mask, triangle, positive)
+        of_rows, of_columns, strips = two_sided_stats(q, k, temperature, mask, triangle, positive)
         if triangle:                                         # both rows of a pair have the same positive
             positive[n // 2:] = positive[:n // 2]
         loss, g = loss_and_slopes(positive, of_rows, weights)
@@ -293,9 +301,9 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
         if both:
             loss_of_columns, g_of_columns = loss_and_slopes(positive, of_columns, weights)
             loss, g_of_columns = loss + loss_of_columns, g_of_columns / temperature
-        strips = logit_strips(q, k, temperature, mask, triangle)
+        is_exp, strips = bool(strips), strips or logit_strips(q, k, temperature, mask, triangle)
         add_two_sided_gradients(dq, dq if triangle else dk, q, k, strips, of_rows, of_columns, g,
-                                g_of_columns, triangle)
+                                g_of_columns, triangle, is_exp)
         g = g + g_of_columns[targets]
     else:
         loss, g = q.new_zeros(()), q.new_empty(n)

@@ -12,6 +12,8 @@ from .masks import excluded
 def logits_of(call):
     """Return q·kᵀ/τ (N, M) in temperature's dtype: float32, or float64 for float64."""
     q, k = call.q.to(call.product_dtype), call.keys.to(call.product_dtype)
+    if call.product_dtype == call.temperature.dtype:
+        return (q / call.temperature) @ k.T
     return (q @ k.T).to(call.temperature.dtype) / call.temperature
 
 
@@ -43,9 +45,10 @@ def similarity_topk(call, n):
 def info_nce(call, symmetric=False):
     """Return the cross entropy of row i with target i + offset, positive included in the sum."""
     logits = logits_of(call)
-    targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
-    loss = F.cross_entropy(logits, targets)
-    return (loss + F.cross_entropy(logits.T, targets)) / 2 if symmetric else loss
+    if symmetric:
+        of_rows, of_columns = (logits.log_softmax(dim).diagonal().mean() for dim in (1, 0))
+        return -(of_rows + of_columns) / 2
+    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device) + call.mask.offset)
 
 
 def queue_loss(call, queue):
@@ -70,7 +73,7 @@ def nt_xent(call):
     n, m = logits.shape
     first = torch.arange(n // 2, device=logits.device) + call.mask.offset
     views = torch.stack([first, first + m // 2])
-    return F.cross_entropy(logits.scatter(1, views.view(-1, 1), -torch.inf), views.flip(0).view(-1))
+    return F.cross_entropy(logits.scatter_(1, views.view(-1, 1), -torch.inf), views.flip(0).view(-1))
 
 
 def sup_con_loss(call, row_labels, column_labels):

@@ -1,15 +1,10 @@
 """embed_in_chunks: same gradients as the whole graph, dropout included, with the memory of one chunk."""
-import ctypes
-import os
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from kernels import chunks as module
 from kernels import embed_in_chunks, info_nce
 
 
@@ -73,47 +68,49 @@ def test_no_graph_under_no_grad():
     assert not z.requires_grad and torch.allclose(z, encoder(x))
 
 
-def test_graphs_hold_one_chunk():
-    """Autograd saves only the embeddings in forward, and one chunk's activations at a time in backward."""
-    encoder = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
-    saved = []  # numbers that autograd saved, per call of embed
+def test_activations_of_one_chunk_exist_at_a_time():
+    """Forward keeps only the embeddings; backward has the activations of one chunk at a time."""
+    layer, alive, most = nn.Linear(6, 5), set(), []
 
     def embed(chunk):
-        saved.append(0)
-        return encoder(chunk)
+        hidden = layer(chunk).tanh()
+        alive.add(weakref.ref(hidden, alive.discard))
+        most.append(len(alive))
+        return hidden * hidden
 
-    def count(x):
-        saved[-1] += x.numel()
-        return x
-
-    x = torch.randn(256, 64)
-    chunks = x.split(32)
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-        embed_in_chunks(embed, chunks, encoder).square().sum().backward()
-    forward, backward = saved[:len(chunks)], saved[len(chunks):]
-    assert len(backward) == len(chunks) and sum(forward) == x.numel()
-    assert 0 < max(backward) <= 8 * (2 * 32 * 64 + 64 * 64)  # per layer: input and output, and the weights
+    z = embed_in_chunks(embed, torch.randn(12, 6).split(3), layer)
+    assert len(most) == 4 and not alive
+    z.square().sum().backward()
+    assert len(most) == 8 and max(most) == 1 and not alive
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc")
-@pytest.mark.parametrize("seconds, freed", [(0, True), (1, False)])
-def test_freed_memory_returns_to_the_system(seconds, freed, monkeypatch):
-    """malloc_trim returns freed memory to the system. Without it, glibc keeps freed memory as long as a later
-    allocation (a gradient) is in use. It is called at most every TRIM_SECONDS, over all backward passes."""
-    def resident_mb():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+def test_hooks_inputs_and_unused_parameters():
+    """Hooks see the whole gradient once; backward(inputs=...) reaches these only; unused ones get none."""
+    torch.manual_seed(3)
+    layer, unused = nn.Linear(6, 5), nn.Linear(6, 5)
+    module, seen = nn.ModuleList([layer, unused]), []
+    x = torch.randn(12, 6)
+    layer(x).square().sum().backward()
+    expected, layer.weight.grad, layer.bias.grad = layer.weight.grad, None, None
+    handle = layer.weight.register_hook(lambda g: seen.append(g))
+    embed_in_chunks(layer, x.split(5), module).square().sum().backward(inputs=[layer.weight])
+    torch.testing.assert_close(layer.weight.grad, expected)
+    assert len(seen) == 1 and layer.bias.grad is None and unused.weight.grad is None
+    handle.remove()
 
-    def embed(x):
-        nonlocal kept, peak
-        if torch.is_grad_enabled():
-            pieces = [torch.ones(2**14) for _ in range(2**11)]  # 64 KiB each, 128 MiB
-            kept, peak = pieces[-1], resident_mb()
-        return x * weight
 
-    kept, peak, weight = None, 0, nn.Parameter(torch.ones(1))
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 100.5))
-    monkeypatch.setattr(module.ChunkedEmbedding, "last_trim", 100.0)
-    monkeypatch.setattr(module, "TRIM_SECONDS", seconds)
-    embed_in_chunks(embed, torch.ones(4, 1).split(2), nn.ParameterList([weight])).sum().backward()
-    assert weight.grad == 4 and kept is not None and (peak - resident_mb() > 100) == freed
-    assert module.ChunkedEmbedding.last_trim == (100.5 if freed else 100.0)
+def test_changes_before_backward_are_refused():
+    for change in (nn.Module.eval, lambda layer: layer.bias.add_(1), lambda layer: layer.weight.add_(1)):
+        layer = nn.Linear(6, 5)
+        loss = embed_in_chunks(layer, torch.randn(8, 6).split(3), layer).square().sum()
+        with torch.no_grad():
+            change(layer)
+        with pytest.raises(RuntimeError, match="has changed since|modified by an inplace"):
+            loss.backward()
+
+
+def test_an_expanded_buffer_is_no_obstacle():
+    layer = nn.Linear(6, 5)
+    layer.register_buffer("scale", torch.ones(1).expand(5))
+    embed_in_chunks(lambda x: layer(x) * layer.scale, torch.randn(8, 6).split(3), layer).sum().backward()
+    assert layer.weight.grad is not None

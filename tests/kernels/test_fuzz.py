@@ -48,7 +48,7 @@ twenty_at_a_time = pytest.mark.parametrize(
 every_impl = pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 # the fused implementations: blockwise with one strip and with several; Triton with its code paths for
 # few rows, for many rows, and for a large D
-FUSED_CASES = [("blockwise", {}), ("blockwise", {"blockwise.MIN_STRIP_ROWS": 3}),
+FUSED_CASES = [("blockwise", {}), ("blockwise", {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 3}),
                ("triton", {}), ("triton", MANY_ROWS), ("triton", LARGE_D)]
 CASE_NAMES = ["one strip", "strips", "triton few rows", "triton many rows", "triton large D"]
 fused_impls = pytest.mark.parametrize("impl, settings", FUSED_CASES, ids=CASE_NAMES)

@@ -11,7 +11,7 @@ from running import multiplications
 
 ROWS, WIDTH = 13, 6                                            # on 3 ranks 4, 4 and 5 rows
 LABELS = torch.arange(66) * 5 % 4
-STRIPS = {"blockwise.MIN_STRIP_ROWS": 3}
+STRIPS = {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 3}
 IMPLS = {"eager": ("eager", {}), "one strip": ("blockwise", {}), "strips": ("blockwise", STRIPS)}
 
 

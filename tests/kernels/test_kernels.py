@@ -419,8 +419,8 @@ def test_group_ranges(order, keys, dtype, monkeypatch):
 # ── blockwise ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-STRIPS = {"blockwise.MIN_STRIP_ROWS": 32}
-STRIPS_OF_3 = {"blockwise.MIN_STRIP_ROWS": 3, "blockwise.STRIP_LOGITS": 1}
+STRIPS = {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 32}
+STRIPS_OF_3 = {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 3, "blockwise.STRIP_LOGITS": 1}
 
 
 @pytest.mark.parametrize("strips", [{}, STRIPS_OF_3], ids=["one strip", "strips of 3"])

@@ -68,7 +68,7 @@ def test_tacl_loss(impl, form, shape, temperature, monkeypatch):
     The strips of impl "blockwise" are small: short sequences share a strip, and long ones are cut. The
     teacher gets no gradient and is not changed.
     """
-    strips = dict(MIN_STRIP_ROWS=5, STRIP_LOGITS=1)
+    strips = dict(ONE_STRIP=0, MIN_STRIP_ROWS=5, STRIP_LOGITS=1)
     for name, value in strips.items():
         monkeypatch.setattr(blockwise, name, value)
     student, teacher, masked, real = random_batch(*shape, seed=sum(shape))

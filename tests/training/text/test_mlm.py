@@ -45,7 +45,7 @@ def test_mask_tokens():
 @pytest.mark.parametrize("impl", ["blockwise", "eager"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_decoder_loss(impl, bias, monkeypatch):
-    strips = dict(MIN_STRIP_ROWS=3, STRIP_LOGITS=1)
+    strips = dict(ONE_STRIP=0, MIN_STRIP_ROWS=3, STRIP_LOGITS=1)
     for name, value in strips.items():
         monkeypatch.setattr(blockwise, name, value)
     hidden, weight, biases = randn(7, 5, 11), randn(13, 5, 12), randn(13, 1, 13)[:, 0]
