@@ -226,17 +226,22 @@ def check_positives(queries, keys, offset):
 
 
 def check_gathered(q, k, offset, name="k"):
-    """Raise ValueError if offset is 0 although k comes from gather_rows and starts with other ranks' rows.
+    """Raise ValueError if k comes from gather_rows and this rank's rows in it do not start at offset.
 
     A tensor computed from gathered rows, for example by F.normalize, is not recognised. There is no
     error if q also has the rows of all ranks: then offset 0 is right.
     """
-    if torch.compiler.is_compiling() or offset != 0:
-        return
-    start, stop = getattr(k, "own_rows", (0, 0))
-    if start > 0 and len(q) == stop - start:
-        raise ValueError(f"offset: 0, but {name} has the rows of all processes, this process's rows start "
-                         f"at {start}; expected offset=own_rows({len(k)}).start")
+    start, stop = getattr(k, "own_rows", (offset, 0))
+    if start != offset and len(q) == stop - start:
+        raise ValueError(f"offset: {offset}, but {name} has the rows of all processes, this process's rows "
+                         f"start at {start}; expected offset=own_rows({len(k)}).start")
+
+
+def check_order(pair, gathered, names):
+    """Raise ValueError if the two gathered tensors come from gather_rows of the pair in the other order."""
+    sources = [getattr(x, "gathered_from", lambda: None)() for x in gathered]
+    if pair[0] is not pair[1] and sources[0] is pair[1] and sources[1] is pair[0]:
+        raise ValueError(f"gathered: found ({names[1]}, {names[0]}), expected ({names[0]}, {names[1]})")
 
 
 @torch.no_grad()

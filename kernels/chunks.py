@@ -5,12 +5,14 @@ The loss depends on the weights θ only through the embeddings, L(z_1(θ), ..., 
     dL/dθ = Σ_c (dz_c/dθ)ᵀ dL/dz_c
 
 and all that a chunk needs to know of the other chunks is dL/dz_c, a tensor as small as z_c (Gao, Zhang, Han,
-Callan 2021, arXiv 2101.06983). So the forward pass drops the activations of each chunk. The backward pass embeds
-one chunk after the other again, and backpropagates through it. The price is one more forward pass.
+Callan 2021, arXiv 2101.06983). So the forward pass drops the activations of each chunk. The backward pass
+embeds one chunk after the other again, and backpropagates through it. The price is one more forward pass.
 """
 import contextlib
+import functools
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .checks import check_callable, describe
@@ -21,16 +23,18 @@ def embed_in_chunks(embed, chunks, module):
     """Return torch.cat of embed(chunk) for all chunks, holding the activations of one chunk at a time.
 
     embed    function from a chunk to a tensor (n, D) on the module's device. Backward calls it again, and the
-             second call must compute the same: embed must not change its chunk in place, nor depend on anything
-             that changes before backward, such as weights (an optimizer's step) or module.eval(). Random numbers
-             of PyTorch on the CPU and on the module's device are repeated, so dropout is; those of NumPy,
-             `random` and generators of your own are not. torch.utils.checkpoint has the same contract
-    chunks   list of inputs of embed, such as tensor.split(size); unchanged until backward
+             second call must compute the same, as in torch.utils.checkpoint: embed must not change its chunk,
+             nor depend on what changes before backward, such as weights or module.eval(). Random numbers of
+             PyTorch on the CPU and on the module's device are repeated, so dropout is; those of NumPy, `random`
+             and generators of your own are not
+    chunks   list of inputs of embed, such as tensor.split(size); unchanged until backward, which goes from the
+             last chunk to the first
     module   torch.nn.Module with the parameters that embed uses, or None for plain torch.cat, which keeps all
              activations. A batch norm normalises each chunk by the chunk's own statistics, as GPUs without
-             synchronised batch norm do, and updates its running statistics once per chunk, not again in backward
+             synchronised batch norm do, and updates its running statistics once per chunk
     returns  (Σ n, D)
-    raises   RuntimeError in backward if a parameter or the training mode of the module has changed
+    raises   RuntimeError in backward if a tensor of a chunk (in tuples, lists and dicts), a parameter or the
+             training mode of the module has changed
     source   Gao et al. 2021, section 3.2
     """
     check_callable("embed", embed)
@@ -47,7 +51,7 @@ def embed_in_chunks(embed, chunks, module):
         raise ValueError("module: no parameter requires a gradient; for a frozen module pass module=None")
     # checkpoint saves the random state of the devices of its arguments: the parameter adds the module's
     return concatenate([checkpoint(embed_chunk, embed, chunk, trained[0], use_reentrant=False,
-                                   context_fn=lambda: (contextlib.nullcontext(), second_pass(module, trained)))
+                                   context_fn=functools.partial(contexts, module, (trained, chunk)))
                         for chunk in chunks])
 
 
@@ -60,23 +64,28 @@ def embed_chunk(embed, chunk, parameter=None):
     return z
 
 
-def second_pass(module, trained):
-    """Return the context in which backward embeds again: buffers, such as running statistics, do not change."""
-    before = module.training, [p._version for p in trained]
+def contexts(module, used):
+    """Return the contexts in which a chunk is embedded first, and again in backward.
+
+    used  tensors in lists and dicts that must not change in between. In the second context buffers, such as
+          running statistics, do not change
+    """
+    def state():
+        tensors = [x for x in tree_leaves(used) if isinstance(x, torch.Tensor) and not x.is_inference()]
+        return module.training, [x._version for x in tensors]
 
     @contextlib.contextmanager
-    def context():
-        if (module.training, [p._version for p in trained]) != before:
-            raise RuntimeError("module: a parameter or the training mode has changed since embed_in_chunks "
-                               "embedded the chunks, so gradients would be wrong; expected no change before "
-                               "backward")
+    def second(before):
+        if state() != before:
+            raise RuntimeError("embed_in_chunks: a chunk, a parameter or the training mode of the module has "
+                               "changed since the chunk was embedded; expected no change before backward")
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
             yield
         finally:
             for buffer, old in buffers:
                 buffer.data = old
-    return context()
+    return contextlib.nullcontext(), second(state())
 
 
 def concatenate(parts):

@@ -12,18 +12,15 @@ the result is the gradient of L. The gradient of a key is the sum of its gradien
 
 where autograd computes the first part, and the second is a reduce-scatter of the (M, D) gradients of K. Each
 rank stores K and its gradient, O(M·D); similarity_lse with `offset` never stores its (N, M) similarities.
-
-A ring exchange, which holds the keys of one rank at a time, is not implemented. It would send O(M·D) bytes
-too, and save 8·M·D bytes of memory per rank: 0.4 GB at M = 65,536 and D = 768, where the activations of the
-encoder take tens of GB. And each kernel call would get only 1/world of the columns.
 """
+import weakref
 from numbers import Integral
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from .checks import check_dense, describe
-from .custom_op import cat_rows
 
 # torch 2.13 has new names for these two, and warns about the old ones
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,8 +38,6 @@ def own_rows(rows, rank=None, world=None, *, group=None):
         raise ValueError(f"rows: found {describe(rows)}, expected {expected}")
     if rank is None and world is None:
         rank, world = rank_and_world(group)
-    elif group is not None:
-        raise ValueError("group: found a group, and also rank and world; expected None")
     if not is_count(rank) or not is_count(world) or rank >= world:
         found = f"{describe(rank)} and {describe(world)}"
         raise ValueError(f"rank, world: found {found}, expected 0 ≤ rank < world, or neither of them")
@@ -56,21 +51,16 @@ def is_count(x):
 
 def rank_and_world(group=None):
     """Return (rank of this process in the group, number of processes of the group)."""
-    if not dist.is_initialized():
-        if group is not None:
-            raise ValueError("group: found a group, but torch.distributed is not initialised; expected None")
-        return 0, 1
     if group == dist.GroupMember.NON_GROUP_MEMBER:             # what new_group returns to other processes
         raise ValueError("group: this process is not part of it; expected a group that contains it, or None")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group: found {describe(group)}, expected a group of torch.distributed, or None")
-    return dist.get_rank(group), dist.get_world_size(group)
+    return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def gather_rows(x, rows, *, group=None, dtype=None):
     """Return the rows of all ranks in the order of the ranks, with gradient; with one process, x itself.
 
-    x        (n, ...) this rank's rows, of any dtype; n must be the length of own_rows(rows, group=group)
+    x        (n, ...) this rank's rows; n must be the length of own_rows(rows, group=group). All ranks must
+             have the same dtype, which is not checked. int16 is sent as int32
     rows     number of rows of the whole batch
     group    process group whose ranks share the batch; None: all processes
     dtype    torch.float16 or torch.bfloat16: round the rows to this dtype, which halves the bytes that are
@@ -85,22 +75,24 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x: found {found}, expected a tensor of this process's rows, (n, ...)")
     check_dense("x", x)
-    if x.is_quantized:
-        raise ValueError(f"x: found {x.dtype}, expected a tensor that is not quantised; call .dequantize()")
-    if dtype is not None and dtype is not torch.float16 and dtype is not torch.bfloat16:
+    if dtype not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype: found {describe(dtype)}, expected torch.float16, torch.bfloat16 or None")
     rank, world = rank_and_world(group)
-    own = own_rows(rows, rank, world)
+    shares = [own_rows(rows, rank, world) for rank in range(world)]
+    own = shares[rank]
+    if rows < world:
+        raise ValueError(f"rows: found {describe(rows)}, fewer than the {world} processes; expected a batch "
+                         "with a row for each process")
     if len(x) != own.stop - own.start:
         found = f"{describe(rows)}, of which this process (1 of {world}) has {describe(own.stop - own.start)}"
         expected = "the number of rows of all processes of the group, split by own_rows(rows)"
         raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
     if world == 1:
         return x
-    shares = [own_rows(rows, rank, world) for rank in range(world)]
-    gathered = GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, dtype)
-    if not torch.compiler.is_compiling():
-        gathered.own_rows = own.start, own.stop                # for check_gathered
+    sent = torch.int32 if x.dtype == torch.int16 else dtype or x.dtype
+    gathered = GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, sent)
+    if not torch.compiler.is_compiling():                      # for checks.check_gathered and check_order
+        gathered.own_rows, gathered.gathered_from = (own.start, own.stop), weakref.ref(x)
     return gathered
 
 
@@ -116,7 +108,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shares, rank, group, dtype):
         ctx.shares, ctx.rank, ctx.group = shares, rank, group
-        sent = pad_rows(x if dtype is None else x.to(dtype), max(shares))
+        sent = pad_rows(x.to(dtype), max(shares))
         gathered = sent.new_empty(len(shares) * max(shares), *x.shape[1:])
         ALL_GATHER(gathered, sent, group)
         if min(shares) < max(shares):
@@ -125,13 +117,11 @@ class GatherRows(torch.autograd.Function):
         return gathered.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         shares = ctx.shares
         if min(shares) < max(shares):
-            padded = gradient.new_zeros(len(shares), max(shares), *gradient.shape[1:])
-            for part, place in zip(gradient.split(shares), padded):
-                place[:len(part)] = part
-            gradient = padded.flatten(0, 1)
+            gradient = cat_rows([pad_rows(part, max(shares)) for part in gradient.split(shares)])
         own = gradient.new_empty(max(shares), *gradient.shape[1:])
         REDUCE_SCATTER(own, gradient.contiguous(), group=ctx.group)
         return own[: shares[ctx.rank]], None, None, None, None
@@ -140,3 +130,12 @@ class GatherRows(torch.autograd.Function):
 def pad_rows(x, count):
     """Return x, contiguous, zero-padded to `count` rows."""
     return x.contiguous() if len(x) == count else cat_rows([x, x.new_zeros(count - len(x), *x.shape[1:])])
+
+
+def cat_rows(parts):
+    """Return torch.cat(parts) without autocast: on the CPU, its cat accepts no half type but its own."""
+    device_type = parts[0].device.type
+    if not torch.amp.is_autocast_available(device_type):
+        return torch.cat(parts)
+    with torch.autocast(device_type, enabled=False):
+        return torch.cat(parts)

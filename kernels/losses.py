@@ -51,6 +51,7 @@ def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize
         check_no_offset(offset)
     elif symmetric:
         all_q, all_k = checks.check_pair("gathered", gathered, f"({names[0]}, {names[1]}) of all ranks")
+        checks.check_order((q, k), gathered, names)
         sides = [(q, all_k, (names[0], f"gathered: {names[1]}")),
                  (k, all_q, (names[1], f"gathered: {names[0]}"))]
     if symmetric and len(q) != len(k):
