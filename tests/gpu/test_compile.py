@@ -111,7 +111,8 @@ def launches(name, precision, scalars):
                 yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
         if only_features:
             continue
-        diagonal, pair = make_mask(len(q), len(square), False, "diagonal"), make_mask(len(q), len(q), True, "pair")
+        diagonal = make_mask(len(q), len(square), False, "diagonal")
+        pair = make_mask(len(q), len(q), True, "pair")
         pair_of_ranks = pair._replace(offset=7)
         targets = make_mask(len(q), len(square), False)._replace(exclude="target", row_ids=ids[0])
         for title in ("none", "diagonal", "pair") if d != 64 or half else ():
@@ -162,7 +163,7 @@ def table(chip, only=None):
     from kernels.gpu import bound, launch
     launch.INTERPRETED = True  # accept CPU tensors, because nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
-    launch.FEW_ROWS = bound.FEW_ROWS = 0  # 300 rows compile the kernels for many rows
+    launch.FEW_ROWS = bound.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # 300 rows compile what many rows do
     driver.set_active(compiling_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
