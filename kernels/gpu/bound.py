@@ -74,26 +74,14 @@ def bound_kernel(BOUND, X_VECTOR, Y_VECTOR, MASK, N, M, FROM_NORMS: tl.constexpr
     tl.store(BOUND, r)
 
 
-@triton.jit
-def largest_norm(X, first, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the largest norm of rows first … first + BLOCK_N − 1 of X (count, features)."""
+@kernel
+def norms_kernel(NORMS, X, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write the largest norm of each block of rows of X (count, features)."""
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for d in range(0, features, BLOCK_D):
-        x = load_tile(X, first, d, count, features, row_stride, BLOCK_N, BLOCK_D).to(tl.float32)
-        squares += tl.sum(x * x, 1)
-    return tl.sqrt(tl.max(squares, 0))
-
-
-@kernel
-def norms_kernel(NORMS, Q, K, N, M, features, q_stride, k_stride, BLOCK_N: tl.constexpr,
-                 BLOCK_D: tl.constexpr):
-    """Write the largest norm of each block of rows: of q in NORMS[0], of k in NORMS[1] if it exists."""
-    first = tl.program_id(0) * BLOCK_N
-    if tl.program_id(1) == 0:
-        norm = largest_norm(Q, first, N, features, q_stride, BLOCK_N, BLOCK_D)
-    else:
-        norm = largest_norm(K, first, M, features, k_stride, BLOCK_N, BLOCK_D)
-    tl.store(NORMS + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), norm)
+        x = load_tile(X, tl.program_id(0) * BLOCK_N, d, count, features, row_stride, BLOCK_N, BLOCK_D)
+        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+    tl.store(NORMS + tl.program_id(0), tl.sqrt(tl.max(squares, 0)))
 
 
 @kernel
@@ -119,12 +107,17 @@ def bound_of_norms(q, k, temperature):
     n, m = q.shape[0], k.shape[0]
     if has_few_rows(n, m):
         return None
-    blocks, sides = ceil_div(max(n, m), 64), 1 if k is q else 2
-    norms = torch.empty(sides, blocks, dtype=torch.float32, device=q.device)
-    norms_kernel[blocks, sides](norms, q, k, n, m, q.shape[1], q.stride(0), k.stride(0), BLOCK_N=64,
-                                BLOCK_D=64, enable_fp_fusion=True)
-    return run_bound_kernel(norms[0], None if k is q else norms[1], blocks, blocks,
+    norms_q = largest_norms(q)
+    norms_k = None if k is q else largest_norms(k)
+    return run_bound_kernel(norms_q, norms_k, len(norms_q), 0 if k is q else len(norms_k),
                             temperature_only_mask(temperature, q))
+
+
+def largest_norms(x):
+    """Return the largest norm of each block of 64 rows of x."""
+    norms = torch.empty(ceil_div(x.shape[0], 64), dtype=torch.float32, device=x.device)
+    norms_kernel[len(norms),](norms, x, *x.shape, x.stride(0), BLOCK_N=64, BLOCK_D=64, enable_fp_fusion=True)
+    return norms
 
 
 def common_maximum(row_stats, column_stats, n, m):

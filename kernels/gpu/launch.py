@@ -234,12 +234,10 @@ def total(x, factor=1.0, temperature=None):
 
 
 def scaled_copies(rows, factor):
-    """Return factor · x in dtype for one or two (x, dtype), in one launch; factor is a 0-dim tensor."""
+    """Return factor · x in dtype for each (x, dtype); factor is a 0-dim tensor."""
     outs = [torch.empty_like(x, dtype=dtype) for x, dtype in rows]
-    pairs = [(out, x, x.numel()) for out, (x, _) in zip(outs, rows)]
-    first, other = pairs if len(pairs) == 2 else (*pairs, (None, None, 0))
-    grid = ceil_div(max(first[2], other[2]), 1024), len(rows)
-    scale_kernel[grid](*first, *other, factor, BLOCK=1024, enable_fp_fusion=True)
+    for out, (x, _) in zip(outs, rows):
+        scale_kernel[ceil_div(x.numel(), 1024),](out, x, x.numel(), factor, BLOCK=1024, enable_fp_fusion=True)
     return outs
 
 

@@ -23,7 +23,7 @@ SWIZZLE_TILES = tl.constexpr(16)             # row tiles per group; concurrent p
 jit = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
                        "width", "tiles_per_program", "split_columns", "splits", "tiles", "tiles_x", "tiles_y",
-                       "count", "other_count", "triangle_tiles"),
+                       "count", "triangle_tiles"),
     do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "LOSS", "TOTAL", "TABLE", "TILE_SUMS",
                                     "COEFFICIENTS", "COLUMN_TABLE",
                                     "COLUMN_SUMS", "POSITIVE", "WEIGHTS", "ROW_FACTORS", "X_VECTOR",
@@ -399,22 +399,12 @@ def total_kernel(TOTAL, X, MASK, factor, count, OVER_TAU: tl.constexpr, BLOCK: t
     tl.store(TOTAL, total)
 
 
-@triton.jit
-def scale_block(OUT, X, factor, count, BLOCK: tl.constexpr):
-    """Write OUT = factor · X for one block of elements."""
+@kernel
+def scale_kernel(OUT, X, count, FACTOR, BLOCK: tl.constexpr):
+    """Write OUT = FACTOR · X."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(OUT + at, (x * factor).to(OUT.dtype.element_ty), mask=at < count)
-
-
-@kernel
-def scale_kernel(OUT, X, count, OTHER_OUT, OTHER, other_count, FACTOR, BLOCK: tl.constexpr):
-    """Write OUT = FACTOR · X, and OTHER_OUT = FACTOR · OTHER if there is another."""
-    factor = tl.load(FACTOR)
-    if tl.program_id(1) == 0:
-        scale_block(OUT, X, factor, count, BLOCK)
-    elif OTHER is not None:
-        scale_block(OTHER_OUT, OTHER, factor, other_count, BLOCK)
+    tl.store(OUT + at, (x * tl.load(FACTOR)).to(OUT.dtype.element_ty), mask=at < count)
 
 
 @kernel
