@@ -1,0 +1,132 @@
+"""Replayed losses have the bits of the losses themselves, in Triton's interpreter."""
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+from kernels import replay
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for the interpreter")
+ON = dict(impl="triton")
+IDS, BIAS = torch.arange(200) // 2, torch.full((), -10.0, requires_grad=True)
+QUEUES = {(dtype, d): F.normalize(torch.randn(90, d), dim=1).to(dtype)
+          for dtype in (torch.float16, torch.float32) for d in (32, 33, 272)}
+LOSSES = {
+    "info_nce": lambda q, k, t: kernels.info_nce(q, k, t, **ON),
+    "clip_loss": lambda q, k, t: kernels.clip_loss(q, k, t, normalize=True, **ON),
+    "nt_xent": lambda q, k, t: kernels.nt_xent(q, k, t, **ON),
+    "gathered": lambda q, k, t: kernels.nt_xent(q[:3], k[:3], t, gathered=(q, k), **ON),
+    "queue_loss": lambda q, k, t: kernels.queue_loss(q, k, QUEUES[q.dtype, q.shape[1]], t, **ON),
+    "sigmoid_loss": lambda q, k, t: kernels.sigmoid_loss(q, k, t, BIAS, **ON),
+    "sup_con_loss": lambda q, k, t: kernels.sup_con_loss(torch.stack([q, k], 1), IDS[:len(q)], t, **ON),
+    "ids": lambda q, k, t: (kernels.similarity_lse(q, k, t, exclude=(IDS[:len(q)], IDS[:len(k)]), **ON)
+                            * torch.arange(len(q))).sum(),
+    "frozen keys": lambda q, k, t: kernels.similarity_lse(
+        q, k.detach(), t, within=(IDS[:len(q)], IDS[:len(k)]), **ON).mean(),
+    "features": lambda q, k, t: kernels.similarity_lse(
+        q, None, t, similar=(q.detach(), q.detach(), 0.3), **ON).sum()}
+
+
+def randn(*shape):
+    return torch.randn(*shape) / shape[-1] ** 0.5
+
+
+LAYOUTS = {                                                    # functions of (n, d, dtype)
+    "plain": lambda n, d, dtype: (randn(n, d).to(dtype), randn(n, d).to(dtype)),
+    "turned": lambda n, d, dtype: (randn(d, n).to(dtype).T, randn(d, n).to(dtype).T),
+    "not aligned": lambda n, d, dtype: [randn(n, d + 1).to(dtype).flatten()[1:n * d + 1].view(n, d)] * 2,
+    "stepped": lambda n, d, dtype: (randn(2 * n, d).to(dtype)[::2], randn(n, d + 32).to(dtype)[:, 16:d + 16]),
+    "one tensor": lambda n, d, dtype: [randn(n, d).to(dtype)] * 2,
+    "halves": lambda n, d, dtype: randn(2 * n, d).to(dtype).split(n)}
+
+
+@pytest.fixture(autouse=True)
+def replay_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(replay, "ON_CPU", True)
+    monkeypatch.setattr(replay, "PLANS", {})
+    monkeypatch.setattr("kernels.checks.check_number", lambda *values, **named: None)  # it reads CPU tensors
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+
+
+def leaves(layout, n, d, dtype):
+    """Return leaves q and k in this layout; one leaf twice for "one tensor"."""
+    q, k = (x.detach().requires_grad_() for x in LAYOUTS[layout](n, d, dtype))
+    return (q, q) if layout == "one tensor" else (q, k)
+
+
+def step(loss, q, k, tau, scale):
+    """Return the loss and all gradients for an upstream gradient."""
+    wanted = [x for x in (q, k, tau, BIAS) if isinstance(x, torch.Tensor)]
+    for x in wanted:
+        x.grad = None
+    value = LOSSES[loss](q, k, tau)
+    (value * scale).backward()
+    return [value.detach(), *(x.grad for x in wanted)]
+
+
+CASES = [*((loss, "plain", *case) for loss in LOSSES
+           for case in (((6, 33), torch.float16, True), ((70, 32), torch.float32, False))),
+         *((loss, layout, (6, 33), torch.float16, False) for loss in ("info_nce", "nt_xent", "sigmoid_loss")
+           for layout in LAYOUTS), ("sigmoid_loss", "halves", (40, 272), torch.float32, True)]
+
+
+@pytest.mark.parametrize("loss, layout, shape, dtype, learned", CASES, ids=str)
+def test_same_bits(loss, layout, shape, dtype, learned, monkeypatch):
+    """The first call records; the next ones have new rows and upstream gradients."""
+    tau = torch.tensor(0.2, requires_grad=True) if learned else 0.2
+    step(loss, *leaves(layout, *shape, dtype), tau, 1.0)
+    assert all(replay.PLANS.values())
+    count = len(replay.PLANS)
+    for scale in (0.25, 3.0):
+        q, k = leaves(layout, *shape, dtype)
+        found = step(loss, q, k, tau, scale)
+        assert len(replay.PLANS) == count
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "ON_CPU", False)
+            expected = step(loss, q, k, tau, scale)
+        for a, b in zip(found, expected, strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
+def one(q, k, **named):
+    return kernels.info_nce(q, k, named.pop("temperature", 0.2), **named, **ON)
+
+
+def test_what_differs_has_another_plan():
+    q, k = (randn(6, 32).half().requires_grad_() for _ in range(2))
+    shifted = torch.cat([k.flatten()[:1], k.flatten()])[1:].view(6, 32).detach().requires_grad_()
+    gathered, turned = k.detach().requires_grad_(), k.detach().T.contiguous().T.requires_grad_()
+    gathered.own_rows = 0, 6
+    for call in (lambda: one(q, k), lambda: one(q, k, offset=0), lambda: one(q, k.detach()),
+                 lambda: one(q[:5], k), lambda: one(q, k, temperature=0.3), lambda: one(q[::2], k),
+                 lambda: one(q, k, symmetric=True), lambda: one(q, k, normalize=True), lambda: one(q, q), lambda: one(q, q.detach()),
+                 lambda: one(q, shifted), lambda: one(q, gathered), lambda: one(q.float(), k.float()),
+                 lambda: one(q[:5], k, offset=1), lambda: one(q, turned)):
+        count = len(replay.PLANS)
+        call()
+        assert len(replay.PLANS) == count + 1
+    q, k = (randn(6, 32).requires_grad_() for _ in range(2))
+    one(q, k)
+    for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
+        with context:
+            one(q, k)
+    assert len(replay.PLANS) == 17 and all(replay.PLANS.values())
+
+
+def test_errors_memory_and_second_derivatives(monkeypatch):
+    q, k = (torch.randn(6, 32, requires_grad=True) for _ in range(2))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="k: 5 rows, expected at least 6"):
+            one(q, k[:5])
+    assert not replay.PLANS
+    with pytest.raises(RuntimeError, match="second derivatives need; use impl='eager'"):
+        torch.autograd.grad(one(q, k), q, create_graph=True)
+    loss = one(q, k)
+    with torch.no_grad():
+        k.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    monkeypatch.setattr(replay, "MAX_WORKSPACE", 100)
+    assert one(q[:4], k).isfinite() and list(replay.PLANS.values())[-1] is None      # too large: as before
