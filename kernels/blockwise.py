@@ -79,7 +79,7 @@ def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
     own = own_columns(mask, torch.arange(n, device=q.device), n, m) if mask.exclude == "pair" else None
     for rows, columns in strip_slices(n, m, mask, triangle):
         s = (q[rows] / temperature) @ k[columns].T
-        if by_index:                                         # one or two entries of each row, not a bool matrix
+        if by_index:                                         # one or two entries of each row
             found = exclude_entries(s, targets[rows] - columns.start)
             if positive is not None:
                 positive[rows] = found
@@ -156,7 +156,8 @@ def divide(g, total):
     return (g / total).where(total != 0, 0)
 
 
-def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_columns, triangle, is_exp=False):
+def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_columns, triangle,
+                            is_exp=False):
     """Add W k to dq and Wᵀ q to dk, strip by strip; a gradient without rows is not needed.
 
     is_exp                 strips already hold exp(s), and all maxima are 0
@@ -173,7 +174,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
             w = (s if is_exp else s.exp_()).mul_(factors[rows, None] + column_factors[columns])
         else:
             w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
-            if triangle:                                     # in the square s_ij and s_ji are rounded differently
+            if triangle:                                     # in the square, s_ij is not rounded as s_ji is
                 w[:, :right] += w[:, :right].T.clone()
             w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
         if len(dq):

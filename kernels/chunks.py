@@ -25,10 +25,10 @@ def embed_in_chunks(embed, chunks, module):
     embed    function from a chunk to a tensor (n, D) on the module's device. Backward calls it again, and the
              second call must compute the same, as in torch.utils.checkpoint: embed must not change its chunk,
              nor depend on what changes before backward, such as weights or module.eval(). Random numbers of
-             PyTorch on the CPU and on the module's device are repeated, so dropout is; those of NumPy, `random`
-             and generators of your own are not
-    chunks   list of inputs of embed, such as tensor.split(size); unchanged until backward, which goes from the
-             last chunk to the first
+             PyTorch on the CPU and on the module's device are repeated, so dropout is; those of NumPy,
+             `random` and generators of your own are not
+    chunks   list of inputs of embed, such as tensor.split(size); unchanged until backward, which goes from
+             the last chunk to the first
     module   torch.nn.Module with the parameters that embed uses, or None for plain torch.cat, which keeps all
              activations. A batch norm normalises each chunk by the chunk's own statistics, as GPUs without
              synchronised batch norm do, and updates its running statistics once per chunk

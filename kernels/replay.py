@@ -1,11 +1,11 @@
-"""Replay a loss: from its second call with some shapes on, only its launches run, not the code that chose them.
+"""Replay a loss: from the second call with the same shapes on, only its launches run.
 
 While batches are small, a GPU waits for the host. What the host does for a loss depends on shapes, dtypes,
 flags and numbers (the key), never on values in GPU memory: the same key means the same work at other
 addresses. So the first call with a key is recorded, forward and backward, as a list of steps: launches of
 Triton kernels, and operations of PyTorch. A step has a Part in place of each tensor: a memory and an offset.
-Memories are the inputs, the upstream gradient, the results of operations, and what torch.empty returned. Those
-of the last kind that only kernels use are allocated at once, as a workspace.
+Memories are the inputs, the upstream gradient, the results of operations, and what torch.empty returned.
+Those of the last kind that only kernels use are allocated at once, as a workspace.
 
 Computed as before: calls on the CPU and under torch.compile, problems that need more than MAX_WORKSPACE, and
 all that the recorder does not understand (CannotRecord).
@@ -238,8 +238,9 @@ class Recorder(TorchDispatchMode):
 
     def find(self, x):
         """Return the number of the memory that holds a tensor, or None."""
-        found = [i for i, memory in enumerate(self.memories) if 0 <= x.data_ptr() - memory.start < memory.size]
-        exact = [i for i in found if self.memories[i].start == x.data_ptr()]
+        address, memories = x.data_ptr(), self.memories
+        found = [i for i, memory in enumerate(memories) if 0 <= address - memory.start < memory.size]
+        exact = [i for i in found if memories[i].start == address]
         if len(found) > 1 and not exact:
             raise CannotRecord("inputs overlap")
         return (exact or found or [None])[0]
@@ -294,8 +295,8 @@ class Recorder(TorchDispatchMode):
                 raise CannotRecord("scratch memory")
             pointers = [(i, *x[:2]) for i, x in enumerate(values) if type(x) is Part]
             nested = [(i, x) for i, x in enumerate(values) if type(x) is not Part and has_part(x)]
-            step = Launch(compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata, values,
-                          pointers, nested)
+            step = Launch(compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata,
+                          values, pointers, nested)
         self.steps[self.stage].append(step)
         return compiled
 

@@ -62,7 +62,7 @@ MAY_IMPORT = {"kernels.gpu": {"kernels.gpu"}, "kernels": {"kernels"}, T: {"kerne
               "": {"kernels", T, f"{T}.text", f"{T}.images", f"{T}.extras"}}
 MAY_IMPORT["docs.eleventh"] = MAY_IMPORT[""]
 LATER = {"kernels": {"kernels.gpu"}, f"{T}.text": {f"{T}.extras"}, f"{T}.images": {f"{T}.extras"}}
-LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}      # plain Python that kernels.gpu imports
+LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}     # plain Python: kernels.gpu may
 ENTRIES = {f"{T}.mine", f"{T}.plot"}                           # commands that call their code in extras
 
 

@@ -141,14 +141,17 @@ def run_bound_kernel(x, y, n, m, mask):
     return bound
 
 
-def make_side(statistics):
-    """Return the SoftmaxSide of (stats, dloss_dlse), without factors for few rows; None: an empty one."""
+def make_side(statistics, bound):
+    """Return the SoftmaxSide of (stats, dloss_dlse); None: an empty one.
+
+    There are no factors for few rows, nor, without a bound, for up to 4 · FEW_ROWS: a launch would cost more.
+    """
     if statistics is None:
         return SoftmaxSide()
     # Triton would compile another kernel for unaligned pointers
     stats, dloss_dlse = (x if x.data_ptr() % 16 == 0 else x.clone() for x in statistics)
     n = dloss_dlse.shape[0]
-    if n <= FEW_ROWS:
+    if n <= (4 * FEW_ROWS if bound is None else FEW_ROWS):
         return SoftmaxSide(stats, dloss_dlse)
     programs = ceil_div(n, MAX_TILE_SIDE)
     factors = torch.empty(2, programs * MAX_TILE_SIDE, dtype=torch.float32, device=dloss_dlse.device)

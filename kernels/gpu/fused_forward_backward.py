@@ -33,31 +33,12 @@ from ..heuristics import gradient_dtype, strip_height
 from .bound import SoftmaxSide, bound_of_norms, has_few_rows
 from .gradient_large_d import add_product, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling,
-    aligned_operands,
-    ceil_div,
-    check_device,
-    contiguous_rows,
-    kernel_args,
-    temperature_only_mask,
-    tile_config,
-    total,
-    without_padding,
-)
+    GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args,
+    temperature_only_mask, tile_config, total, without_padding)
 from .lse_forward import merge_stats, save_positives
 from .tiles import (
-    bound_is_zero,
-    cast_for_matmul,
-    exp2_scaled,
-    finite_max,
-    keep_mask,
-    kernel,
-    log2e_over_tau,
-    needs_mask,
-    qk_tile,
-    row_factors,
-    swizzle_program_id,
-)
+    bound_is_zero, cast_for_matmul, exp2_scaled, finite_max, keep_mask, kernel, log2e_over_tau, needs_mask,
+    qk_tile, row_factors, swizzle_program_id)
 
 
 @kernel

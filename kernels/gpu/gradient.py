@@ -51,8 +51,8 @@ def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q
     bound = None
     if rows is not None and columns is not None:
         bound = common_maximum(rows[0], None if self_similarity else columns[0], q.shape[0], k.shape[0])
-    row_side = make_side(rows)
-    column_side = row_side if columns is rows else make_side(columns)
+    row_side = make_side(rows, bound)
+    column_side = row_side if columns is rows else make_side(columns, bound)
     needs = needs_q or needs_temperature, needs_k, needs_temperature
     dq, dk, dot = path.gradients(q, k, temperature, mask, row_side, column_side, bound,
                                  GradientScaling(grad, loss_factor, positives, dtype), needs, self_similarity)

@@ -20,28 +20,11 @@ from torch.torch_version import TorchVersion
 from .. import heuristics
 from .bound import SoftmaxSide
 from .launch import (
-    FinishArgs,
-    aligned_operands,
-    ceil_div,
-    contiguous_rows,
-    kernel_args,
-    tile_config,
-    transposed_mask,
-    without_padding,
-)
+    FinishArgs, aligned_operands, ceil_div, contiguous_rows, kernel_args, tile_config, transposed_mask,
+    without_padding)
 from .tiles import (
-    WEIGHT_SCALE,
-    cast_for_matmul,
-    finish_gradient,
-    keep_mask,
-    kernel,
-    load_factors,
-    log2e_over_tau,
-    needs_mask,
-    qk_tile,
-    softmax_weights,
-    swizzle_program_id,
-)
+    WEIGHT_SCALE, cast_for_matmul, finish_gradient, keep_mask, kernel, load_factors, log2e_over_tau,
+    needs_mask, qk_tile, softmax_weights, swizzle_program_id)
 
 ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm: half operands, float32 result
 

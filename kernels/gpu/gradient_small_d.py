@@ -19,28 +19,11 @@ from torch.torch_version import TorchVersion
 
 from ..masks import transposed
 from .launch import (
-    FinishArgs,
-    aligned_operands,
-    capability,
-    ceil_div,
-    column_ranges,
-    contiguous_rows,
-    kernel_args,
-    next_power_of_2,
-    tile_config,
-)
+    FinishArgs, aligned_operands, capability, ceil_div, column_ranges, contiguous_rows, kernel_args,
+    next_power_of_2, tile_config)
 from .tiles import (
-    finish_gradient,
-    keep_mask,
-    kept_column_range,
-    kernel,
-    load_factors,
-    load_tile,
-    log2e_over_tau,
-    needs_mask,
-    qk_tile,
-    softmax_weights,
-)
+    finish_gradient, keep_mask, kept_column_range, kernel, load_factors, load_tile, log2e_over_tau,
+    needs_mask, qk_tile, softmax_weights)
 
 # before 3.7, on sm_90, Triton cannot pipeline the loads of a loop with a branch between two products
 CAN_PIPELINE = TorchVersion(triton.__version__) >= (3, 7)

@@ -52,37 +52,12 @@ import triton.language as tl
 from ..masks import transposed
 from .bound import MIN_LOG2_SUM, bound_of_norms, has_few_rows
 from .launch import (
-    TARGET_PROGRAMS,
-    aligned_operands,
-    capability,
-    ceil_div,
-    check_device,
-    column_ranges,
-    kernel_args,
-    next_power_of_2,
-    temperature_only_mask,
-    tile_config,
-    total,
-)
+    TARGET_PROGRAMS, aligned_operands, capability, ceil_div, check_device, column_ranges, kernel_args,
+    next_power_of_2, temperature_only_mask, tile_config, total)
 from .tiles import (
-    LOG2E,
-    bound_is_zero,
-    exp2_scaled,
-    finite_max,
-    keep_mask,
-    kept_column_range,
-    kernel,
-    load_tile,
-    log2e_over_tau,
-    lse_minus_positive,
-    max_and_sum_exp,
-    merge_max_sum,
-    needs_mask,
-    positive_columns,
-    qk_tile,
-    softplus,
-    swizzle_program_id,
-)
+    LOG2E, bound_is_zero, exp2_scaled, finite_max, keep_mask, kept_column_range, kernel, load_tile,
+    log2e_over_tau, lse_minus_positive, max_and_sum_exp, merge_max_sum, needs_mask, positive_columns,
+    qk_tile, softplus, swizzle_program_id)
 
 MAX_BLOCK_ROWS = 2 ** 14       # 16,384 rows of 768 features fit the L2 cache
 MAX_TABLE_ENTRIES = 2 ** 22    # largest number of (tile, row) entries of a block; m and l take 16 MiB each

@@ -23,30 +23,11 @@ import torch
 import triton.language as tl
 
 from .launch import (
-    MULTIPROCESSORS,
-    aligned_operands,
-    ceil_div,
-    check_device,
-    column_ranges,
-    contiguous_rows,
-    kernel_args,
-    next_power_of_2,
-    tile_config,
-    total,
-)
+    MULTIPROCESSORS, aligned_operands, ceil_div, check_device, column_ranges, contiguous_rows, kernel_args,
+    next_power_of_2, tile_config, total)
 from .tiles import (
-    LOG2E,
-    exp2_scaled,
-    finite_max,
-    keep_mask,
-    kept_column_range,
-    kernel,
-    load_tile,
-    log2e_over_tau,
-    lse_minus_positive,
-    needs_mask,
-    softplus,
-)
+    LOG2E, exp2_scaled, finite_max, keep_mask, kept_column_range, kernel, load_tile, log2e_over_tau,
+    lse_minus_positive, needs_mask, softplus)
 
 
 @kernel

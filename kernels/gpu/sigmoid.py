@@ -23,31 +23,12 @@ from ..heuristics import gradient_dtype
 from .bound import SoftmaxSide
 from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling,
-    aligned_operands,
-    ceil_div,
-    check_device,
-    contiguous_rows,
-    is_host_scalar,
-    kernel_args,
-    tile_config,
-    total,
-    without_padding,
-)
+    GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, is_host_scalar, kernel_args,
+    tile_config, total, without_padding)
 from .lse_forward import save_positives
 from .tiles import (
-    LOG2E,
-    WEIGHT_SCALE,
-    cast_for_matmul,
-    keep_mask,
-    kernel,
-    log2e_over_tau,
-    needs_mask,
-    qk_tile,
-    softplus,
-    softplus_sum,
-    swizzle_program_id,
-)
+    LOG2E, WEIGHT_SCALE, cast_for_matmul, keep_mask, kernel, log2e_over_tau, needs_mask, qk_tile, softplus,
+    softplus_sum, swizzle_program_id)
 
 
 @kernel
@@ -127,8 +108,8 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
     add_blocks(*sums, q, k, config, fill_weights)
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
-    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, *bias_arguments, operands[2], tiles,
-                              n, 1 / n, BLOCK=1024, enable_fp_fusion=True)
+    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, *bias_arguments, operands[2],
+                              tiles, n, 1 / n, BLOCK=1024, enable_fp_fusion=True)
     # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
     scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
     dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,

@@ -13,14 +13,7 @@ import torch
 import triton.language as tl
 
 from .launch import (
-    TARGET_PROGRAMS,
-    aligned_operands,
-    ceil_div,
-    check_device,
-    kernel_args,
-    next_power_of_2,
-    tile_config,
-)
+    TARGET_PROGRAMS, aligned_operands, ceil_div, check_device, kernel_args, next_power_of_2, tile_config)
 from .tiles import keep_mask, kernel, qk_tile
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)

@@ -288,10 +288,10 @@ def test_inputs_changed_in_place_are_an_error():
     encoder, x = Encoder(), views()[0]
     chunks = [{"x": part} for part in x.split(4)]
     z = embed_in_chunks(lambda chunk: encoder(chunk["x"].mul_(2)), chunks, encoder)
-    with pytest.raises(RuntimeError, match="a chunk, a parameter or the training mode of the module has changed"):
+    with pytest.raises(RuntimeError, match="a chunk, a parameter or the training mode .* has changed"):
         z.sum().backward()
     batch = [(part.clone(), None) for part in x.split(4)]
     z = embed_in_chunks(lambda chunk: encoder(chunk[0]), batch, encoder)
     batch[1][0].zero_()                                        # a data loader that reuses its buffers
-    with pytest.raises(RuntimeError, match="a chunk, a parameter or the training mode of the module has changed"):
+    with pytest.raises(RuntimeError, match="a chunk, a parameter or the training mode .* has changed"):
         z.sum().backward()

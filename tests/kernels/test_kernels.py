@@ -406,7 +406,8 @@ def test_group_ranges(order, keys, dtype, monkeypatch):
     groups[1] = groups[1] if order == "not sorted" else groups[1].sort()[0]
     groups[0][:64] = 30  # a whole tile of rows without columns
     groups = [groups[0].to(DEVICE), groups[1].int().to(DEVICE)]
-    columns = column_ranges(make_mask(len(q), len(k), False, within=groups), dict(BLOCK_N=64)).diff().clamp(min=0)
+    mask = make_mask(len(q), len(k), False, within=groups)
+    columns = column_ranges(mask, dict(BLOCK_N=64)).diff().clamp(min=0)
     assert len(columns) == 4 and ((columns == 270).all() if order == "not sorted" else columns[0] < 270)
 
     def lse(q, k, t, impl):
@@ -444,7 +445,8 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, temperature, monk
     patch_kernels(monkeypatch, STRIPS_OF_3)
     q = unit_rows(38, 12, torch.float64, 12)
     compare(LSE_CALLS[name], q, q, temperature, impl="blockwise", units=32)
-    found = blockwise.logit_strips(q, q, torch.tensor(1.0), make_mask(len(q), len(q), True, "pair"), triangle=True)
+    mask = make_mask(len(q), len(q), True, "pair")
+    found = blockwise.logit_strips(q, q, torch.tensor(1.0), mask, triangle=True)
     assert sum(s.numel() for _, _, s in found) == sum((38 - i) * min(3, 38 - i) for i in range(0, 38, 3))
 
 

@@ -101,7 +101,8 @@ def test_what_differs_has_another_plan():
     gathered.own_rows = 0, 6
     for call in (lambda: one(q, k), lambda: one(q, k, offset=0), lambda: one(q, k.detach()),
                  lambda: one(q[:5], k), lambda: one(q, k, temperature=0.3), lambda: one(q[::2], k),
-                 lambda: one(q, k, symmetric=True), lambda: one(q, k, normalize=True), lambda: one(q, q), lambda: one(q, q.detach()),
+                 lambda: one(q, k, symmetric=True), lambda: one(q, k, normalize=True), lambda: one(q, q),
+                 lambda: one(q, q.detach()),
                  lambda: one(q, shifted), lambda: one(q, gathered), lambda: one(q.float(), k.float()),
                  lambda: one(q[:5], k, offset=1), lambda: one(q, turned)):
         count = len(replay.PLANS)
