@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from .masks import excluded, own_columns, positive_columns
 
-STRIP_LOGITS = 2 ** 22     # 16 MiB in float32: enough for full GEMM speed, and few enough for malloc to reuse
+STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: enough for full GEMM speed, and few enough for malloc to reuse
 ONE_STRIP = 2 ** 20        # a matrix of at most this many logits is one strip
 MIN_STRIP_ROWS = 64        # with fewer rows per strip, reading the keys would limit the GEMM
 

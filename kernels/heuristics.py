@@ -1,8 +1,8 @@
 """Choose the kernels by shapes and dtypes, never by values, so that the host does not wait for the GPU.
 
 "Small D" means: half types, any mask but "target" (linear_cross_entropy), and D ≤ 256 or groups (within=).
-"Large D" is everything else. With at most FEW_ROWS rows, a row softmax loss of large D uses the kernels of the
-row below.
+"Large D" is everything else. With at most FEW_ROWS rows, a row softmax loss of large D uses the kernels of
+the next line.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward

@@ -6,6 +6,7 @@ Related tests: gradients of all losses and scripts (tests/scripts/test_gathering
 """
 import functools
 import os
+import weakref
 
 import pytest
 import torch
@@ -238,6 +239,14 @@ def test_a_missing_offset_is_an_error():
     for call in (lambda: info_nce(z[2:4], z), lambda: nt_xent(z[2:4], z[2:4], gathered=(z, z))):
         with pytest.raises(ValueError, match=r"offset: 0, but .* expected offset=own_rows\(7\)\.start"):
             call()
+    with pytest.raises(ValueError, match=r"offset: 1, but .* start at 2; expected offset=own_rows\(7\)\.start"):
+        info_nce(z[2:4], z, offset=1)
+    texts, images = torch.randn(2, 4), torch.randn(2, 4)
+    both = [torch.cat([x, x]) for x in (texts, images)]
+    for x, rows in zip((texts, images), both):
+        rows.gathered_from = weakref.ref(x)
+    with pytest.raises(ValueError, match=r"gathered: found \(k, q\), expected \(q, k\)"):
+        info_nce(images, texts, symmetric=True, gathered=both)
     pairs = torch.stack([z, z], 1)
     with pytest.raises(ValueError, match="labels: not equal to the gathered labels"):
         sup_con_loss(pairs[1:3], LABELS[1:3], gathered=(pairs, LABELS))

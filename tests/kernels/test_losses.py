@@ -65,7 +65,7 @@ def test_only_eager_stores_all_pairs(name, impl):
     with Memory() as memory:
         SENTENCE_LOSSES[name](*rows, impl).backward()
     blocks = name == "dclr code"
-    assert (memory.peak > (150 if blocks else 40)) == (impl == "eager" and not blocks), memory.peak
+    assert (memory.peak > (150 if blocks else 23.8)) == (impl == "eager" and not blocks), memory.peak
 
 
 def test_ease_reweights_hard_negatives_under_autocast():
