@@ -167,7 +167,9 @@ def record(function, arguments, named, tensors):
     arguments, named = tree_map(lambda x: copies.get(id(x), x), (arguments, named))
     recorder = on_this_thread.recorder = Recorder([*copies.values()])
     try:
-        with torch.autograd.set_multithreading_enabled(False), recorder:
+        # the innermost hooks on saved tensors count: a checkpoint around the loss must not see the record
+        hidden = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
+        with hidden, torch.autograd.set_multithreading_enabled(False), recorder:
             out, gradients = function(*arguments, **named), ()
             if out.requires_grad:
                 wanted = [x for x in copies.values() if x.requires_grad]

@@ -38,6 +38,6 @@ Letters and words that all files use:
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
 The package imports this folder only for impl="triton". From `kernels` this folder imports only
-`heuristics`, which chooses the kernels, and `masks`, which defines the excluded columns; both are plain
-Python.
+`heuristics`, which chooses the kernels, `masks`, which defines the excluded columns, and `replay`, which
+records launches; all are plain Python.
 """

@@ -6,8 +6,8 @@
 
 A tile of y is read once for both products, and dx stays in registers, so no weight goes to memory. The kernel
 runs once with x = q, y = k for dq, and once with x = k, y = q for dk: 4 N·M·D operations each, of which half
-recompute s. With D > 256, which comes here only for few rows or with groups (within=), a program computes 128
-features of dx, and the programs of the other features compute s again; both cases have few tiles.
+recompute s. With D > 256, which comes here only with groups (within=), a program computes 128 features of dx,
+and the programs of the other features compute s again: groups have few tiles.
 
 If the column ids of groups are sorted, a program loops only from the first to the last column of the groups
 of its rows, so the cost is proportional to the number of kept pairs.

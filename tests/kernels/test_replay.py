@@ -4,6 +4,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 from kernels import replay
@@ -131,3 +132,10 @@ def test_errors_memory_and_second_derivatives(monkeypatch):
         loss.backward()
     monkeypatch.setattr(replay, "MAX_WORKSPACE", 100)
     assert one(q[:4], k).isfinite() and list(replay.PLANS.values())[-1] is None      # too large: as before
+
+
+def test_a_checkpoint_sees_the_same_in_both_passes():
+    q, k = (randn(6, 32).requires_grad_() for _ in range(2))
+    for _ in range(2):
+        checkpoint(one, q, k, use_reentrant=False).backward()
+    assert all(replay.PLANS.values())
