@@ -2,37 +2,30 @@
 
 While batches are small, a GPU waits for the host. What the host does for a loss depends on shapes, dtypes,
 flags and numbers (the key), never on values in GPU memory: the same key means the same work at other
-addresses. So the first call with a key is recorded, forward and backward, as a list of steps: launches of
-Triton kernels, and operations of PyTorch. A step has a Part in place of each tensor: a memory and an offset.
-Memories are the inputs, the upstream gradient, the results of operations, and what torch.empty returned.
-Those of the last kind that only kernels use are allocated at once, as a workspace.
+addresses. So the first call with a key also runs the loss and its gradient once on copies of its arguments,
+under a Recorder, which sees each launch of a Triton kernel and each operation of PyTorch. From these steps it
+makes a Plan, with a Part in place of each tensor. Memory that only kernels use is allocated as a workspace.
 
-Computed as before: calls on the CPU and under torch.compile, problems that need more than MAX_WORKSPACE, and
-all that the recorder does not understand (CannotRecord).
+Computed as before: calls on the CPU, other implementations than Triton, problems that need more than
+MAX_WORKSPACE, a first call while a CUDA graph is captured, and what raises CannotRecord. Profilers that use
+Triton's launch hooks do not see replayed launches.
 """
 import functools
 import threading
-from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from . import heuristics
 
-MAX_PLANS = 256                 # the plans of this many keys are kept; then all are forgotten
+MAX_PLANS = 256                 # if most of so many plans have been used only once, no more are made
 MAX_WORKSPACE = 2 ** 28         # 256 MiB: larger problems do not wait for the host
 ALIGNMENT = 256                 # bytes, of the parts of a workspace
-TENSORS, NoneType = (torch.Tensor, torch.nn.Parameter), type(None)
 PLANS = {}                      # key -> Plan, or None: cannot be replayed
-ON_CPU = False                  # True: calls on the CPU in Triton's interpreter are replayed too, for tests
-on_this_thread = threading.local()                           # .recorder
+TENSORS, NUMBERS = (torch.Tensor, torch.nn.Parameter), (float, int, str, bool, type(None))
+ON_THIS_THREAD = threading.local()                             # .recorder
 NO_SECOND_DERIVATIVE = ("kernels: the fused operations do not support create_graph=True, which second "
                         "derivatives need; use impl='eager'")
-
-
-class CannotRecord(Exception):
-    """The recorder does not understand what a loss does."""
 
 
 def without_compile(function):
@@ -47,377 +40,381 @@ def without_compile(function):
 
 def replayed(function):
     """Decorate a function of tensors, numbers and tuples that returns a tensor and reads no value."""
+    @without_compile
     @functools.wraps(function)
     def run(*arguments, impl="auto", **named):
         named["impl"] = impl
-        if torch.compiler.is_compiling() and impl != "eager":
-            return torch.compiler.disable(function)(*arguments, **named)
         x = arguments[0] if arguments else None
-        if type(x) not in TENSORS or impl not in ("auto", "triton") or not x.is_cuda and not ON_CPU:
+        if (type(x) not in TENSORS or not on_gpu(x) or current_recorder() is not None
+                or heuristics.choose_impl(impl, x) != "triton"):
             return function(*arguments, **named)
         key, tensors = key_of(function, arguments, named)
-        plan = PLANS.get(key) or first_call(key, function, arguments, named, tensors)
-        return Replay.apply(plan, *tensors) if plan else function(*arguments, **named)
+        plan = PLANS.get(key)
+        if plan is not None:
+            plan.used_again = True
+        elif key is not None and key not in PLANS and has_room():
+            plan = PLANS[key] = record(function, arguments, named, tensors)
+        return function(*arguments, **named) if plan is None else Replay.apply(plan, *tensors)
     return run
 
 
-def first_call(key, function, arguments, named, tensors):
-    """Return the new Plan of a key, or None."""
-    capturing = arguments[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    if key is None or key in PLANS or current_recorder() is not None or capturing:
-        return None
-    if len(PLANS) >= MAX_PLANS:
+def on_gpu(x):
+    """Return whether a tensor is on a GPU. Tests replace this."""
+    return x.is_cuda
+
+
+def has_room():
+    """Return whether one more plan may be made."""
+    used_again = sum(plan is not None and plan.used_again for plan in list(PLANS.values()))
+    if len(PLANS) >= MAX_PLANS and 2 * used_again > MAX_PLANS:
         PLANS.clear()
-    PLANS[key] = record(function, arguments, named, tensors)
-    return PLANS[key]
+    return len(PLANS) < MAX_PLANS and not torch.cuda.is_current_stream_capturing()
 
 
 def key_of(function, arguments, named):
-    """Return (all that decides what the host does, the different tensors); (None, ...) if it is not known."""
-    tensors, addresses, key = [], [], [function, *named]
+    """Return (all that decides what the host does, the different tensors); (None, ()) if not known."""
+    tensors, numbers, key = [], {}, [function, len(arguments), *named]
     values = [*arguments, *named.values()]
-    for x in values:                                       # the list grows by the elements of tuples
+    for x in values:                                           # the list grows by the elements of tuples
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided:
+            if x.layout is not torch.strided or not on_gpu(x):     # values on the CPU may be read
                 return None, ()
-            tensors.append(x)
-            address = x.data_ptr()
-            addresses.append(address)
-            key.append((x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_neg(), address % 16,
-                        x.__dict__.get("own_rows")))       # gather_rows sets own_rows, checks read it
-        elif kind in (float, int, str, bool, NoneType):
+            number = numbers.setdefault(id(x), len(tensors))
+            if number == len(tensors):
+                tensors.append(x)
+            key.append((number, x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(),
+                        x.data_ptr() % 16, x.__dict__.get("own_rows")))    # from gather_rows, for a check
+        elif kind in NUMBERS:
             key.append((kind, x))
-        elif kind in (tuple, list):
+        elif kind is tuple or kind is list:
             key.append((kind, len(x)))
             values += x
         else:
             return None, ()
-    if len(set(addresses)) < len(addresses):
-        ids = [id(x) for x in tensors]
-        key += tuple(map(ids.index, ids)), tuple(map(addresses.index, addresses))
-        tensors = list(dict(zip(ids, tensors)).values())
-    x = tensors[0]
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+    device = tensors[0].device.type
+    if device == "cuda" and tensors[0].get_device() != torch.cuda.current_device():
         return None, ()
-    autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
-    return (*key, autocast, torch.is_grad_enabled(), torch.get_float32_matmul_precision(),
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return (*key, autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
             heuristics.WEIGHT_BUFFER_BYTES, heuristics.STRIP_BYTES), tensors
 
 
 # ── recording ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Part(NamedTuple):
-    """A tensor in a step."""
-    memory: int              # number of the memory
-    offset: int              # bytes from its start
-    view: Any                # (shape, stride, offset in elements) for an operation; None: the whole memory
-
-
-class Rows:
-    """A tensor descriptor in a step, or what Triton's launcher reads of it: then address is a number."""
-    round_f32_to_tf32, element_strides = False, None
-
-    def __init__(self, address, shape, strides, padding):
-        self.address, self.shape, self.strides, self.padding = address, shape, strides, padding
-        self.base = self
-
-    def data_ptr(self):
-        return self.address
-
-
-class Launch(NamedTuple):
-    """A step: run(*grid, stream, function, metadata, None, None, None, *arguments)."""
-    run: Any
-    grid: Any
-    function: Any
-    metadata: Any
-    arguments: list
-    pointers: list           # [(i, memory, offset)]: argument i is this address
-    nested: list             # [(i, x)]: argument i is x, in which there are addresses
-
-
-class Operation(NamedTuple):
-    """A step: function(*arguments, **named). results are the numbers of its new memories."""
-    function: Any
-    arguments: list
-    named: dict
-    results: list
+class CannotRecord(Exception):
+    """A loss does something that a plan cannot repeat."""
 
 
 class Memory:
-    """Memory that a recorder has seen."""
+    """Memory that a recorder has seen.
 
-    def __init__(self, tensor, is_empty=False):
-        self.tensor, self.is_empty, self.stages = tensor, is_empty, set()
-        self.is_tensor = not is_empty                      # False: a part of a workspace
-        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-        self.start, self.size = tensor.data_ptr(), (last + 1) * tensor.itemsize
+    kind       "given" (an input, the upstream gradient), "empty" (from torch.empty), or "result"
+    is_tensor  False: only kernels use it, so it is a part of a workspace
+    stages     that use it: 0 (forward), 1 (backward)
+    """
+
+    def __init__(self, kind, start, size, shape, stride, dtype):
+        self.kind, self.is_tensor, self.stages = kind, kind != "empty", set()
+        self.start, self.size, self.shape, self.stride, self.dtype = start, size, shape, stride, dtype
+        self.home, self.offset = self, 0                       # the workspace, and where in it
 
 
 def current_recorder():
     """Return the recorder that runs on this thread, or None."""
-    return getattr(on_this_thread, "recorder", None)
+    return getattr(ON_THIS_THREAD, "recorder", None)
 
 
 def record(function, arguments, named, tensors):
     """Run the function and its gradients once; return its Plan, or None if it cannot be replayed."""
-    copies = {id(x): x.detach().requires_grad_(x.requires_grad) for x in tensors}
-    arguments, named = tree_map(lambda x: copies.get(id(x), x), (arguments, named))
-    recorder = on_this_thread.recorder = Recorder([*copies.values()])
     try:
+        copies = {id(x): copy_of(x) for x in tensors}
+        recorder = ON_THIS_THREAD.recorder = Recorder(copies.values())
+        values = map_leaves(lambda x: copies.get(id(x), x), [*arguments, *named.values()])
+        named = dict(zip(named, values[len(arguments):]))
         # the innermost hooks on saved tensors count: a checkpoint around the loss must not see the record
         hidden = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
-        with hidden, torch.autograd.set_multithreading_enabled(False), recorder:
-            out, gradients = function(*arguments, **named), ()
-            if out.requires_grad:
-                wanted = [x for x in copies.values() if x.requires_grad]
-                gradients = torch.autograd.grad(out, wanted, recorder.start_backward(out), allow_unused=True)
-        return Plan(recorder, out.detach(), gradients)
+        with hidden, torch.autograd.set_multithreading_enabled(False):
+            with recorder:
+                out = function(*values[:len(arguments)], **named)
+            return Plan(recorder, out.detach(), recorder.gradients(out, [*copies.values()]))
     except CannotRecord:
         return None
     finally:
-        on_this_thread.recorder = None
+        ON_THIS_THREAD.recorder = None
+
+
+def copy_of(x):
+    """Return a copy of x with its strides and alignment. It shares no memory, unlike two inputs may."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+    if not 0 < x.numel() <= span <= MAX_WORKSPACE or x.is_neg():
+        raise CannotRecord("no elements, elements that share memory, too many, or negated ones")
+    shift = x.data_ptr() % 16 // x.itemsize
+    memory = x.new_empty(shift + span)
+    memory[shift:] = x.detach().as_strided((span,), (1,))
+    copy = memory.as_strided(x.shape, x.stride(), shift).requires_grad_(x.requires_grad)
+    copy.__dict__.update(x.__dict__)                           # own_rows
+    return copy
+
+
+def map_leaves(function, x):
+    """Return nested lists and tuples with function(leaf) in place of each leaf."""
+    if isinstance(x, (tuple, list)):
+        return (list if isinstance(x, list) else tuple)([map_leaves(function, part) for part in x])
+    return function(x)
+
+
+def leaves(x):
+    """Return the leaves of nested lists and tuples."""
+    return [leaf for part in x for leaf in leaves(part)] if isinstance(x, (tuple, list)) else [x]
+
+
+def tensors_in(x):
+    """Return the tensors among the leaves; of a tensor descriptor, its tensor."""
+    found = [getattr(leaf, "base", leaf) for leaf in leaves(x)]
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 class Recorder(TorchDispatchMode):
     """Sees each operation of PyTorch, and each launch of a kernel, for which gpu/tiles.py calls launch()."""
 
-    def __init__(self, tensors):
+    def __init__(self, inputs):
         super().__init__()
-        self.memories, self.steps, self.stage = [Memory(x) for x in tensors], ([], []), 0
-        self.inputs, self.keep, self.hosts, self.bytes, self.ignoring = len(tensors), [], set(), 0, False
+        self.memories, self.bytes, self.keep, self.stage = {}, 0, [], 0
+        self.steps = [], []            # of a stage: (function, arguments, names of keywords, new memories)
+        self.inputs = [self.add_memory("given", x) for x in inputs]
 
-    def start_backward(self, out):
-        """Return the upstream gradient; from now on steps belong to stage 1."""
-        self.ignoring, self.stage, self.grad = True, 1, len(self.memories)
-        self.memories.append(Memory(torch.ones_like(out)))
-        self.ignoring = False
-        return self.memories[-1].tensor
+    def gradients(self, out, inputs):
+        """Record backward, stage 1; return the gradients of the inputs, None where there is none."""
+        if not out.requires_grad:
+            return []
+        grad = torch.ones_like(out, memory_format=torch.contiguous_format)
+        self.stage, self.grad = 1, self.add_memory("given", grad)
+        wanted = [x for x in inputs if x.requires_grad]
+        with self:
+            found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+        return [next(found) if x.requires_grad else None for x in inputs]
 
     def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+        name, values = operator.name(), [*arguments, *(named or {}).values()]
         outs = operator(*arguments, **named or {})
-        if self.ignoring:
-            return outs
-        given, found = ([x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
-                        for tree in ((arguments, named), outs))
-        if ON_CPU and not any(map(self.on_device, given)) and (given or "full" in operator.name()):
-            self.hosts |= {x.data_ptr() for x in found}
-        self.keep += found                                 # so that no address is used again
-        is_view = operator.is_view or operator.name() in ("aten::detach", "aten::_unsafe_view")
-        if is_view or not any(map(self.on_device, given + found)):
-            return outs                                    # numbers on the host are part of the key
-        if not found or not all(map(self.on_device, found)):
-            raise CannotRecord(f"{operator.name()} reads a value")
-        is_empty = "empty" in operator.name()
-        if is_empty:
-            self.add_memories(found, is_empty=True)
-        else:                                              # arguments first: a result may be one of them
-            values = replace([list(arguments), named or {}], lambda x: self.part(x, True))
-            self.steps[self.stage].append(Operation(operator, *values, self.add_memories(found)))
+        given, found = tensors_in(values), tensors_in(outs)
+        is_view = operator.is_view or name in ("aten::detach", "aten::_unsafe_view")
+        if is_view or not any(map(on_gpu, given + found)):
+            return outs                                        # numbers on the host are part of the key
+        has_dynamic_shape = torch.Tag.dynamic_output_shape in operator.tags and name != "aten::index.Tensor"
+        if not found or not all(map(on_gpu, found)) or has_dynamic_shape:
+            raise CannotRecord(f"{name} reads a value")
+        if "empty" in name:
+            for x in found:
+                self.add_memory("empty", x)
+        else:
+            self.use(given, True)
+            new = [self.add_memory("result", x) for x in found]
+            self.use(found, True)
+            self.steps[self.stage].append((operator, values, list(named or {}), new))
         return outs
 
-    def on_device(self, x):
-        """Return whether a tensor is where the rows are; else it is a number on the host."""
-        return x.is_cuda or ON_CPU and x.data_ptr() not in self.hosts
-
-    def add_memories(self, tensors, is_empty=False):
-        """Return the numbers of the new memories that tensors begin; None for a tensor in a known one."""
-        numbers = []
-        for x in tensors:
-            if x.numel() and self.find(x) is None:
-                numbers.append(len(self.memories))
-                self.memories.append(Memory(x, is_empty))
-                self.bytes += self.memories[-1].size
-                if not is_empty:
-                    self.memories[-1].stages.add(self.stage)
-            elif x.numel():
-                numbers.append(None)
-        if self.bytes > MAX_WORKSPACE:
-            raise CannotRecord("too much memory")
-        return numbers
-
-    def find(self, x):
-        """Return the number of the memory that holds a tensor, or None."""
-        address, memories = x.data_ptr(), self.memories
-        found = [i for i, memory in enumerate(memories) if 0 <= address - memory.start < memory.size]
-        exact = [i for i in found if memories[i].start == address]
-        if len(found) > 1 and not exact:
-            raise CannotRecord("inputs overlap")
-        return (exact or found or [None])[0]
-
-    def part(self, x, is_operand=False):
-        """Return the Part of a tensor, Rows of a tensor descriptor, and anything else as it is.
-
-        is_operand  of an operation, which needs a tensor; a launch needs only an address
-        """
-        if hasattr(x, "block_shape"):
-            last = x.block_shape if ON_CPU else x.padding
-            return Rows(self.part(x.base, is_operand), tuple(x.shape), tuple(x.strides), last)
-        if not isinstance(x, torch.Tensor) or is_operand and not (x.numel() and self.on_device(x)):
-            return x
-        i = self.find(x) if x.numel() else None
-        if i is None:
-            if x.numel():
-                raise CannotRecord("a tensor of unknown origin")
-            return 0
-        memory = self.memories[i]
-        memory.stages.add(self.stage)
-        offset, whole, view = x.data_ptr() - memory.start, memory.tensor, None
-        if is_operand:
-            memory.is_tensor = True
-            if whole.dtype != x.dtype or offset % x.itemsize:
-                raise CannotRecord("a view in another dtype")
-            if offset or (x.shape, x.stride()) != (whole.shape, whole.stride()):
-                view = x.shape, x.stride(), offset // x.itemsize
-        return Part(i, offset, view)
-
-    def result(self, x):
-        """Return the Part of a result of the loss. If only kernels know its memory, that gets its shape."""
-        if x is not None and x.numel():
-            memory = self.memories[self.part(x).memory]
-            if not memory.is_tensor and (memory.start, memory.size) == (x.data_ptr(), x.numel() * x.itemsize):
-                memory.tensor = x
-        return self.part(x, True)
-
     def launch(self, kernel, run, grid, arguments, named):
-        """Launch a kernel with run, its JITFunction.run, and add the launch to the steps."""
-        self.ignoring = True
-        try:
-            compiled = run(*arguments, grid=grid, warmup=False, **named)
-        finally:
-            self.ignoring = False
+        """Launch a kernel with run, its JITFunction.run, and record how that calls CompiledKernel.run."""
+        compiled = run(*arguments, grid=grid, warmup=False, **named)
+        if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+            raise CannotRecord("scratch memory")
         values = [*arguments, *(named[name] for name in kernel.arg_names[len(arguments):])]
-        values = replace(values, lambda x: self.part(x, ON_CPU))
-        if ON_CPU:
-            step = Operation(kernel[grid], values, {}, [])
-        else:
-            if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
-                raise CannotRecord("scratch memory")
-            pointers = [(i, *x[:2]) for i, x in enumerate(values) if type(x) is Part]
-            nested = [(i, x) for i, x in enumerate(values) if type(x) is not Part and has_part(x)]
-            step = Launch(compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata,
-                          values, pointers, nested)
-        self.steps[self.stage].append(step)
+        self.use(tensors_in(values), False)
+        self.keep.append(compiled)
+        head = [*(*grid, 1, 1)[:3], None, compiled.function, compiled.packed_metadata, None, None, None]
+        self.steps[self.stage].append((compiled.run, head + values, None, []))
         return compiled
 
+    def add_memory(self, kind, x):
+        """Return the new Memory that x begins; None if x has no elements or its memory is known."""
+        storage = x.untyped_storage()
+        if not x.numel() or storage.data_ptr() in self.memories:
+            return None
+        memory = Memory(kind, x.data_ptr(), storage.nbytes(), x.shape, x.stride(), x.dtype)
+        self.memories[storage.data_ptr()] = memory
+        self.keep.append(x)                                    # so that no address is used again
+        self.bytes += memory.size
+        if self.bytes > MAX_WORKSPACE:
+            raise CannotRecord("too much memory")
+        return memory
 
-def replace(x, new):
-    """Return x with new(leaf) in place of each leaf. Lists, tuples and dicts are no leaves; a Part is one."""
-    if isinstance(x, dict):
-        return {name: replace(value, new) for name, value in x.items()}
-    if type(x) is Part or not isinstance(x, (list, tuple)):
-        return new(x)
-    values = [replace(value, new) for value in x]
-    return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    def memory_of(self, x):
+        """Return the Memory that holds x."""
+        address = x.untyped_storage().data_ptr()
+        if address not in self.memories:
+            raise CannotRecord("a tensor of unknown origin")
+        return self.memories[address]
 
+    def use(self, tensors, as_tensors):
+        """Note that this stage uses tensors, or only their addresses."""
+        for x in [x for x in tensors if on_gpu(x) and x.numel()]:
+            memory = self.memory_of(x)
+            memory.stages.add(self.stage)
+            memory.is_tensor |= as_tensors
+            if as_tensors and memory.dtype != x.dtype:
+                raise CannotRecord("a view in another dtype")
 
-def has_part(x):
-    """Return whether an argument of a launch contains a Part."""
-    return type(x) in (Part, Rows) or isinstance(x, tuple) and any(map(has_part, x))
+    def use_result(self, stage, x):
+        """Note that a stage returns x. If only kernels know its memory, that gets the shape of x."""
+        memory, self.stage = self.memory_of(x), stage
+        if not memory.is_tensor and memory.size == x.numel() * x.itemsize:
+            memory.shape, memory.stride = x.shape, x.stride()
+        self.use([x], True)
 
 
 # ── replaying ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Plan:
-    """The steps of a loss (stage 0) and of its gradients (stage 1), and the memories that they use."""
+class Part:
+    """A tensor in a step: so many bytes from the start of the tensor in a slot.
 
-    def __init__(self, recorder, out, gradients):
-        memories, self.device, self.steps = recorder.memories, out.device, recorder.steps
-        recorder.stage, self.gradients = 0, None
-        self.out = recorder.result(out)
-        if gradients:
-            recorder.stage, self.grad, found = 1, recorder.grad, iter(gradients)
-            self.gradients = [recorder.result(next(found)) if memory.tensor.requires_grad else None
-                              for memory in memories[:recorder.inputs]]
-        # three workspaces are the last memories: what both stages use, what only stage 0, only stage 1 uses
-        self.count, sizes = len(memories) + 3, [0, 0, 0]
-        self.new, self.parts = ([], []), ([], [])              # tensors to allocate; parts of workspaces
-        for i, memory in enumerate(memories):
-            if memory.is_empty and memory.stages:
-                stage = min(memory.stages)
-                if memory.is_tensor:
-                    if not memory.tensor.is_contiguous():
-                        raise CannotRecord("an empty tensor that is not contiguous")
-                    self.new[stage].append((i, memory.tensor.shape, memory.tensor.dtype))
-                    continue
-                kind = 0 if len(memory.stages) == 2 else 1 + stage
-                for user in memory.stages:
-                    self.parts[user].append((i, len(memories) + kind, sizes[kind]))
-                sizes[kind] += -(-memory.size // ALIGNMENT) * ALIGNMENT
-        for kind, stage in enumerate((0, 0, 1)):
-            if sizes[kind]:
-                self.new[stage].append((len(memories) + kind, (sizes[kind],), torch.uint8))
-        self.saved = [i for i, memory in enumerate(memories) if 1 in memory.stages and (
-            i < recorder.inputs or 0 in memory.stages and memory.is_tensor)]
-        self.saved += [len(memories)] if sizes[0] else []
-        self.autocast = torch.is_autocast_enabled(self.device.type)
+    view  None in a launch, which needs only an address; in an operation "all", for the tensor of the slot,
+          or (shape, stride, offset in elements)
+    """
 
-    def run(self, stage, held):
-        """Run the steps of a stage. held: the tensor of each memory that exists already, else None."""
-        for i, shape, dtype in self.new[stage]:
-            held[i] = torch.empty(shape, dtype=dtype, device=self.device)
-        address = [0 if x is None else x.data_ptr() for x in held]
-        for i, workspace, offset in self.parts[stage]:
-            address[i] = address[workspace] + offset
-        stream = None if ON_CPU else stream_getter()(self.device.index)
-        for step in self.steps[stage]:
-            if type(step) is Launch:
-                run, (x, y, z), function, metadata, arguments, pointers, nested = step
-                arguments = arguments.copy()
-                for i, memory, offset in pointers:
-                    arguments[i] = address[memory] + offset
-                for i, part in nested:
-                    arguments[i] = with_addresses(part, address)
-                run(x, y, z, stream, function, metadata, None, None, None, *arguments)
-            elif self.autocast:                                # an operation already has what autocast added
-                with torch.autocast(self.device.type, enabled=False):
-                    run_operation(step, held, address)
-            else:
-                run_operation(step, held, address)
+    def __init__(self, slot, offset, view):
+        self.slot, self.offset, self.view = slot, offset, view
 
 
-@functools.cache
-def stream_getter():
-    """Return Triton's function from a GPU's index to its current stream."""
-    from triton.runtime import driver
-    return driver.active.get_current_stream
+class Rows:
+    """A tensor descriptor in a launch, with a Part or an address as its base. fields: the others."""
+
+    def __init__(self, address, fields):
+        self.__dict__.update(fields, address=address, fields=fields)
+
+    @property
+    def base(self):
+        return self
+
+    def data_ptr(self):
+        return self.address
 
 
-def with_addresses(x, address):
-    """Return an argument of a launch with numbers in place of each Part."""
+def fill(x, held, address):
+    """Return an argument with what the slots hold: the tensor, or the address, of each Part."""
     kind = type(x)
     if kind is Part:
-        return address[x.memory] + x.offset
-    if kind is Rows:
-        return Rows(with_addresses(x.address, address), x.shape, x.strides, x.padding)
-    return tuple([with_addresses(part, address) for part in x]) if isinstance(x, tuple) else x
-
-
-def run_operation(step, held, address):
-    """Run an operation of PyTorch, and keep its new results."""
-    arguments, named = replace([step.arguments, step.named], lambda x: with_tensor(x, held))
-    found = step.function(*arguments, **named)
-    found = found if isinstance(found, (tuple, list)) else [found]
-    for i, x in zip(step.results, [x for x in found if x is not None and x.numel()]):
-        if i is not None:
-            held[i], address[i] = x, x.data_ptr()
-
-
-def with_tensor(x, held):
-    """Return an argument of an operation with a tensor in place of a Part."""
-    if type(x) is Part:
-        tensor = held[x.memory]
         if x.view is None:
-            return tensor
+            return address[x.slot] + x.offset
+        if x.view == "all":
+            return held[x.slot]
         shape, stride, offset = x.view
-        return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
-    if type(x) is Rows:                                        # only in Triton's interpreter
-        from triton.tools.tensor_descriptor import TensorDescriptor
-        return TensorDescriptor(with_tensor(x.address, held), x.shape, x.strides, x.padding)
-    return x
+        return held[x.slot].as_strided(shape, stride, held[x.slot].storage_offset() + offset)
+    if kind is Rows:
+        return Rows(fill(x.address, held, address), x.fields)
+    return kind([fill(part, held, address) for part in x]) if kind is tuple or kind is list else x
+
+
+class Stage:
+    """Forward or backward. Its slots hold the tensors that it gets, allocates, and computes by operations."""
+
+    def __init__(self, recorder, stage, given, new, results):
+        """Write the steps of a stage. given, new: memories that it gets and allocates."""
+        self.new = [(memory.shape, memory.stride, memory.dtype) for memory in new]
+        self.slots = {memory: i for i, memory in enumerate([*given, *new])}
+        self.steps = [self.step(recorder, *step) for step in recorder.steps[stage]]
+        self.results = [self.part(recorder, x, True) for x in results]
+        self.has_operations = any(names is not None for *_, names, _ in self.steps)
+
+    def step(self, recorder, function, values, names, found):
+        """Return (function, arguments, pointers, others, names, is_new) for run().
+
+        pointers, others    arguments that are an address, (i, slot, offset); that contain a Part, (i, x)
+        names, is_new       of the last arguments; None in a launch. Whether a result fills the next slot
+        """
+        values = map_leaves(lambda x: self.part(recorder, x, names is not None), values)
+        changing = [(i, x) for i, x in enumerate(values) if any(type(y) in (Part, Rows) for y in leaves(x))]
+        pointers = [(i, x.slot, x.offset) for i, x in changing if type(x) is Part and x.view is None]
+        others = [(i, x) for i, x in changing if type(x) is not Part or x.view is not None]
+        for memory in filter(None, found):
+            self.slots[memory] = len(self.slots)
+        return function, values, pointers, others, names, [memory is not None for memory in found]
+
+    def part(self, recorder, x, is_operand):
+        """Return the Part of a tensor, Rows of a tensor descriptor, and anything else as it is."""
+        if hasattr(x, "block_shape"):
+            fields = {name: value for name, value in vars(x).items() if name != "base"}
+            return Rows(self.part(recorder, x.base, False), fields)
+        if not isinstance(x, torch.Tensor) or is_operand and not (on_gpu(x) and x.numel()):
+            return x
+        if not x.numel():
+            return 0
+        memory = recorder.memory_of(x)
+        slot, start = self.slots[memory.home], x.data_ptr() - memory.start
+        if not is_operand:
+            return Part(slot, memory.offset + start, None)
+        is_all = start == 0 and (x.shape, x.stride()) == (memory.shape, memory.stride)
+        return Part(slot, 0, "all" if is_all else (x.shape, x.stride(), start // x.itemsize))
+
+    def run(self, held):
+        """Return the results. held: a list of the tensors that the stage gets; the others are appended."""
+        device = held[0].device
+        if self.has_operations and torch.is_autocast_enabled(device.type):     # the casts were recorded
+            with torch.autocast(device.type, enabled=False):
+                return self.run(held)
+        for shape, stride, dtype in self.new:
+            held.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+        address, stream = [x.data_ptr() for x in held], current_stream(device.index)
+        for function, arguments, pointers, others, names, is_new in self.steps:
+            arguments = arguments.copy()
+            for i, slot, offset in pointers:
+                arguments[i] = address[slot] + offset
+            for i, x in others:
+                arguments[i] = fill(x, held, address)
+            if names is None:
+                arguments[3] = stream
+                function(*arguments)
+                continue
+            count = len(arguments) - len(names)
+            outs = function(*arguments[:count], **dict(zip(names, arguments[count:])))
+            for x, is_next in zip(tensors_in(outs), is_new):
+                if is_next:
+                    held.append(x)
+                    address.append(x.data_ptr())
+        return fill(self.results, held, address)
+
+
+def current_stream(index):
+    """Return the current stream of a GPU, a number. Tests replace this."""
+    from triton.runtime import driver
+    return driver.active.get_current_stream(index)
+
+
+def workspaces(memories):
+    """Return the workspaces for what only kernels use: in forward, in backward, and in both."""
+    found = {}
+    for memory in memories:
+        if memory.stages and not memory.is_tensor:
+            new = Memory("empty", 0, 0, (0,), (1,), torch.uint8)
+            memory.home = found.setdefault(frozenset(memory.stages), new)
+            memory.offset, memory.home.stages = memory.home.size, memory.stages
+            memory.home.size += -(-memory.size // ALIGNMENT) * ALIGNMENT
+            memory.home.shape = memory.home.size,
+    return [*found.values()]
+
+
+class Plan:
+    """The steps of a loss and of its gradients, and what is saved between them."""
+
+    def __init__(self, recorder, out, gradients):
+        self.used_again, self.backward, inputs = False, None, recorder.inputs
+        self.keep = [x for x in recorder.keep if not isinstance(x, torch.Tensor)]      # compiled kernels
+        recorder.use_result(0, out)
+        for x in [x for x in gradients if x is not None]:
+            recorder.use_result(1, x)
+        memories = [*recorder.memories.values()]
+        memories = [x for x in memories + workspaces(memories) if x.home is x and x.stages]
+        new = [[x for x in memories if x.kind == "empty" and min(x.stages) == stage] for stage in (0, 1)]
+        self.forward = Stage(recorder, 0, inputs, new[0], [out])
+        if gradients:
+            saved = [x for x in memories if 1 in x.stages and (0 in x.stages or x in inputs)]
+            given, self.saved = [recorder.grad, *saved], [self.forward.slots[x] for x in saved]
+            self.layouts = [(x.stride, x.start % 16) for x in given]
+            self.backward = Stage(recorder, 1, given, new[1], gradients)
 
 
 class Replay(torch.autograd.Function):
@@ -425,21 +422,24 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, *tensors):
-        held = [*tensors, *[None] * (plan.count - len(tensors))]
-        plan.run(0, held)
-        ctx.plan = plan
-        if plan.gradients:
+        held = list(tensors)
+        out, = plan.forward.run(held)
+        if plan.backward is not None:
+            ctx.plan = plan
             ctx.save_for_backward(*[held[i] for i in plan.saved])
-        return with_tensor(plan.out, held)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        plan = ctx.plan
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
-        grad, held = grad.contiguous(), [None] * plan.count
-        held[plan.grad] = grad.clone() if grad.data_ptr() % 16 else grad
-        for i, x in zip(plan.saved, ctx.saved_tensors):
-            held[i] = x
-        plan.run(1, held)
-        return None, *[with_tensor(x, held) for x in plan.gradients]
+        given = list(map(with_layout, (grad, *ctx.saved_tensors), ctx.plan.layouts))
+        return None, *ctx.plan.backward.run(given)
+
+
+def with_layout(x, layout):
+    """Return x, or a copy, with the recorded strides and alignment; saved-tensor hooks may change both."""
+    stride, alignment = layout
+    if x.stride() == stride and x.data_ptr() % 16 == alignment and not x.is_neg():
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
