@@ -51,12 +51,12 @@ def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=
             positives=False, names=("q", "k"), normalize=False, impl="auto"):
     """Return the Call for the arguments of a public function; raise ValueError if one does not fit.
 
-    k          None: compare the rows of q with each other
+    k          None, which a loss with positives does not take: compare the rows of q with each other
     mask       a Mask that the loss has made; None: made from exclude, within, similar and offset
     positives  True: row i of q has the positive k_{i + offset}, which must exist
     names      names of q and k in messages
     """
-    self_similarity = k is None
+    self_similarity = k is None and not positives
     k = q if self_similarity else k
     check_inputs(q, k, names, temperature, offset if exclude == "diagonal" else None, positives)
     check_flag("normalize", normalize)

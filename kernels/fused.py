@@ -115,8 +115,8 @@ class LogSumExp(torch.autograd.Function):
 
 def largest_finite(grad):
     """Return the largest finite |grad|, above 0: NaN or infinity must not change the scale of other rows."""
-    size = grad.abs()
-    return size.where(size < torch.inf, 0).amax().clamp(min=torch.finfo(torch.float32).tiny)
+    finite = grad.nan_to_num(0, 0, 0)
+    return torch.linalg.vector_norm(finite, torch.inf).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 class FrozenKeys(torch.autograd.Function):

@@ -54,12 +54,12 @@ def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize
         checks.check_order((q, k), gathered, names)
         sides = [(q, all_k, (names[0], f"gathered: {names[1]}")),
                  (k, all_q, (names[1], f"gathered: {names[0]}"))]
-    if symmetric and len(q) != len(k):
-        raise ValueError(f"{names[1]}: {len(k)} rows, expected {len(q)} like {names[0]}")
     losses = []
     for x, y, side_names in sides:
         call = prepare(x, y, temperature, exclude="diagonal", offset=offset, positives=True, names=side_names,
                        normalize=normalize, impl=impl)
+        if symmetric and len(q) != len(k):
+            raise ValueError(f"{names[1]}: {len(k)} rows, expected {len(q)} like {names[0]}")
         losses.append(eager.info_nce(call, both) if call.impl == "eager" else fused.softmax_loss(call, both))
     return sum(losses) / len(losses) if len(losses) > 1 else losses[0]
 
@@ -94,7 +94,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     source       He et al. 2020 (MoCo), eq. 1
     """
     checks.check_inputs(q, queue, ("q", "queue"))
-    call = prepare(q, k, temperature, normalize=normalize, impl=impl)
+    call = prepare(q, k, temperature, positives=True, normalize=normalize, impl=impl)
     if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, expected {len(q)} like q")
     queue = unit_rows(queue.detach()) if normalize else queue.detach()
@@ -261,32 +261,40 @@ def fused_loss_of_labels(call, views, labels, offset):
     call    q (N·V, D) rows of this rank, k (M·V, D) rows of all ranks, or None
     labels  (M,) of all ranks
     """
-    lse = fused.similarity_lse(call)
+    dtype = call.temperature.dtype
+    n = len(call.q) // views
+    own = slice(offset, offset + n)
     # number the labels by their first place in the sorted labels: unlike torch.unique, no synchronisation
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
-    first, end = torch.searchsorted(ordered, ordered), torch.searchsorted(ordered, ordered, right=True)
-    positives = (end - first) * views - 1
-    weight = (positives > 0) / positives.clamp(min=1).to(lse.dtype)
-    # the sum of z_i·z_p over all pairs of a label is |Σ_i z_i|² − Σ_i |z_i|²: no (N·V, N·V) matrix
-    rows = round_to_operand(call.q, call)
-    keys = rows if call.k is None else round_to_operand(call.k, call)
-    n = len(rows) // views
-    own = number[offset:offset + n]
-    sums = own_sums = sums_by_number(keys, number, views, len(labels))
-    if call.k is not None:
-        own_sums = sums_by_number(rows, own, views, len(labels))
-    own_keys = keys[offset * views:(offset + n) * views]
-    near = (weight * (own_sums * sums).sum(1)).sum()
-    near = near - (weight[own].repeat_interleave(views) * (rows * own_keys).sum(1)).sum()
-    lse = lse.view(n, views).where(positives[own, None] > 0, 0)
-    return (lse.sum() - near / call.temperature) / (n * views)
+    count = torch.searchsorted(ordered, labels, right=True) - number
+    positives = (count * views - 1)[:, None, None]
+    divisor = positives.clamp(min=1)                       # without positives the sum over them is 0
+    needs = call.needs
+
+    def compute_near():
+        """Return Σ_i Σ_{p∈P(i)} z_i·z_p / (τ |P(i)|) and its gradients, from sums of rows for each label."""
+        rows, keys = (x if x is None else x.to(dtype).unflatten(0, (-1, views)) for x in call.operands)
+        keys = rows if keys is None else keys
+        others = sums_by_number(keys, number, len(labels))[number[own], None] - keys[own]
+        dq, dk = others / divisor[own] / call.temperature, None
+        near = (dq * rows).sum()
+        if call.k is None:
+            dq = 2 * dq
+        elif needs[1]:
+            dk = sums_by_number(rows, number[own], len(labels))[number, None].expand_as(keys).clone()
+            dk[own] -= rows
+            dk = (dk / divisor / call.temperature).flatten(0, 1)
+        return near, dq.flatten(0, 1), dk, -near / call.temperature if needs[2] else None
+    near = fused.GradientInForward.apply(*call[:3], None, call.impl, compute_near)
+    lse = fused.similarity_lse(call).view(n, views, 1).masked_fill(positives[own] == 0, 0)
+    return (lse.sum() - near) / (n * views)
 
 
-def sums_by_number(rows, number, views, count):
-    """Return (count, D) the sums of the rows (n·views, D) of the samples with each number; number is (n,)."""
-    sums = rows.new_zeros(count, rows.shape[1])
-    add_rows(sums, number, rows.unflatten(0, (-1, views)).sum(1))
+def sums_by_number(samples, number, count):
+    """Return (count, D) the sums of all rows of the samples (n, V, D) with each number; number is (n,)."""
+    sums = samples.new_zeros(count, samples.shape[2])
+    add_rows(sums, number, samples.sum(1))
     return sums
 
 
@@ -312,9 +320,10 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     checks.check_rows(hidden=(hidden, "N D"), targets=(targets, "N", int))
     if targets.dtype != torch.int64:
         raise ValueError(f"targets: found {targets.dtype}, expected int64")
-    inside, weights = row_weights(targets, len(weight), ignore_index)
+    ignored = targets == ignore_index
+    inside, weights = row_weights(targets, len(weight), ignored, ignore_index)
     if weights is not None:                            # NaN in an ignored row must not reach a gradient
-        hidden = hidden.where((weights != 0)[:, None], 0)
+        hidden = hidden.masked_fill(ignored[:, None], 0)
     call = prepare(hidden, weight, temperature, mask=Mask("target", inside), names=("hidden", "weight"),
                    impl=impl)
     weights = None if weights is None else weights.to(call.temperature.dtype)
@@ -327,7 +336,7 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     return loss * (1 + 0 * weights.sum())                      # NaN if a target is wrong
 
 
-def row_weights(targets, classes, ignore_index):
+def row_weights(targets, classes, ignored, ignore_index):
     """Return (targets (N,) clamped to [0, classes), weights (N,) of the rows, or None if all are 1).
 
     The weight is 0 for an ignored row and NaN for another target outside [0, classes); on the CPU such a
@@ -336,8 +345,8 @@ def row_weights(targets, classes, ignore_index):
     inside = targets.clamp(0, classes - 1)
     if targets.is_cpu and not 0 <= ignore_index < classes and torch.equal(inside, targets):
         return targets, None
-    weights = torch.where(inside == targets, 1.0, torch.nan)
-    weights.masked_fill_(targets == ignore_index, 0)
+    is_inside = inside == targets
+    weights = (is_inside / is_inside).masked_fill(ignored, 0)      # 0 / 0 is NaN
     if targets.is_cpu and weights.isnan().any():
         row = weights.isnan().nonzero()[0].item()
         expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"

@@ -321,18 +321,20 @@ class Stage:
         self.has_operations = any(names is not None for *_, names, _ in self.steps)
 
     def step(self, recorder, function, values, names, found):
-        """Return (function, arguments, pointers, others, names, is_new) for run().
+        """Return (function, arguments, pointers, tensors, others, names, is_new) for run().
 
-        pointers, others    arguments that are an address, (i, slot, offset); that contain a Part, (i, x)
-        names, is_new       of the last arguments; None in a launch. Whether a result fills the next slot
+        pointers, tensors    arguments that are an address, (i, slot, offset); a whole tensor, (i, slot)
+        others               other arguments that contain a Part, (i, x)
+        names, is_new        of the last arguments; None in a launch. Whether a result fills the next slot
         """
         values = map_leaves(lambda x: self.part(recorder, x, names is not None), values)
         changing = [(i, x) for i, x in enumerate(values) if any(type(y) in (Part, Rows) for y in leaves(x))]
         pointers = [(i, x.slot, x.offset) for i, x in changing if type(x) is Part and x.view is None]
-        others = [(i, x) for i, x in changing if type(x) is not Part or x.view is not None]
+        tensors = [(i, x.slot) for i, x in changing if type(x) is Part and x.view == "all"]
+        others = [(i, x) for i, x in changing if type(x) is not Part or x.view not in (None, "all")]
         for memory in filter(None, found):
             self.slots[memory] = len(self.slots)
-        return function, values, pointers, others, names, [memory is not None for memory in found]
+        return function, values, pointers, tensors, others, names, [memory is not None for memory in found]
 
     def part(self, recorder, x, is_operand):
         """Return the Part of a tensor, Rows of a tensor descriptor, and anything else as it is."""
@@ -359,10 +361,12 @@ class Stage:
         for shape, stride, dtype in self.new:
             held.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
         address, stream = [x.data_ptr() for x in held], current_stream(device.index)
-        for function, arguments, pointers, others, names, is_new in self.steps:
+        for function, arguments, pointers, tensors, others, names, is_new in self.steps:
             arguments = arguments.copy()
             for i, slot, offset in pointers:
                 arguments[i] = address[slot] + offset
+            for i, slot in tensors:
+                arguments[i] = held[slot]
             for i, x in others:
                 arguments[i] = fill(x, held, address)
             if names is None:
@@ -371,7 +375,7 @@ class Stage:
                 continue
             count = len(arguments) - len(names)
             outs = function(*arguments[:count], **dict(zip(names, arguments[count:])))
-            for x, is_next in zip(tensors_in(outs), is_new):
+            for x, is_next in zip(tensors_in(outs) if isinstance(outs, tuple) else [outs], is_new):
                 if is_next:
                     held.append(x)
                     address.append(x.data_ptr())

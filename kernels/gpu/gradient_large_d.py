@@ -184,7 +184,8 @@ def subtract_targets(sums, q, targets, dloss_dlse):
 
     index_put_ adds the rows of a repeated target in a fixed order.
     """
-    for rows in torch.arange(q.shape[0], device=q.device).split(8192):
+    for first in range(0, q.shape[0], 8192):
+        rows = slice(first, first + 8192)
         added = q[rows] * (dloss_dlse[rows] * -WEIGHT_SCALE.value)[:, None]
         sums.index_put_((targets[rows],), added, accumulate=True)
 

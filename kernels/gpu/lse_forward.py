@@ -438,7 +438,7 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, dlo
     # a program takes 1024 rows of a small batch, which then needs one program and no final sum
     block, tiles_at_once = (1024, 8) if few else (32, 64)
     programs = ceil_div(n, block)
-    loss_sums = None if positive is None else stats.new_empty(programs)
+    loss_sums = None if positive is None else stats.new_empty(programs if programs > 1 else ())
     weight = 1 if weights is not None else 1 / (mean_over or n)
     merge_stats_kernel[programs,](stats, lse, dloss_dlse, loss_sums, table, positive, weights, mask, bound,
                                   weight / sides, tiles, n, stats.stride(1), SIDES=sides,
@@ -446,7 +446,7 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, dlo
                                   enable_fp_fusion=True)
     if loss_sums is None:
         return None
-    return loss_sums[0] if programs == 1 else total(loss_sums)
+    return loss_sums if programs == 1 else total(loss_sums)
 
 
 def stats_block_shape(q, k, square):

@@ -105,7 +105,8 @@ def step(loss, q, k, tau, scale):
     for x in wanted:
         x.grad = None
     value = LOSSES[loss](q, k, tau)
-    (value * scale).backward()
+    value *= scale                                             # the loss may be changed in place
+    value.backward()
     return [value.detach(), *(x.grad for x in wanted)]
 
 
