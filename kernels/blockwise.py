@@ -319,7 +319,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
     return loss, dq, dk, gradient_of_temperature(q, dq, temperature, needs_temperature, triangle)
 
 
-def queue_loss(q, k, queue, temperature, mask):
+def queue_loss(q, k, queue, temperature, mask, needs_gradient):
     """Return (loss, dq, dk): the mean of softplus(lse_i − q_i·k_i/τ), lse over the queue.
 
     The queue gets no gradient.
@@ -328,6 +328,8 @@ def queue_loss(q, k, queue, temperature, mask):
     stats, o = stats_and_mean_keys(q, queue, temperature, mask)
     positive = (q / temperature * k).sum(1)                  # q / temperature is rounded as for the queue
     loss, g = loss_and_slopes(positive, stats, q.new_full((len(q),), 1 / len(q)))
+    if not needs_gradient:
+        return loss, None, None
     g = (g / temperature)[:, None]
     return loss, g * (o - k), -g * q
 

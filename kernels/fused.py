@@ -69,13 +69,9 @@ def only_needed(ctx, gradients, inputs):
 def similarity_lse(call):
     """Return the log-sum-exp of each row (N,). Keys without gradient use a cheaper operation."""
     needs_q, needs_k, needs_temperature = call.needs
-    if (needs_q or needs_temperature) and call.k is not None and not needs_k and has_frozen_keys_kernel(call):
+    if (needs_q or needs_temperature) and call.k is not None and not needs_k and (
+            call.impl == "blockwise" or has_frozen_keys_kernel(call.operands[0])):
         return FrozenKeys.apply(call.q, call.temperature, call)
-    return lse_and_stats(call)[0]
-
-
-def lse_and_stats(call):
-    """Return (lse (N,), stats (2, N)); stats get no gradient."""
     return LogSumExp.apply(call.q, call.k, call.temperature, call)
 
 
@@ -92,13 +88,11 @@ class LogSumExp(torch.autograd.Function):
             found = lse_forward.forward(*call.operands, temperature, call.mask)
             lse, stats = found.lse, found.stats[0]
         save(ctx, call, stats)
-        ctx.mark_non_differentiable(stats)
-        ctx.set_materialize_grads(False)
-        return lse, stats
+        return lse
 
     @staticmethod
     @first_order
-    def backward(ctx, grad, _):
+    def backward(ctx, grad):
         call, (stats,) = restore(ctx)
         needs = ctx.needs_input_grad[:3]
         operands = *call.operands, call.temperature, call.mask
@@ -238,14 +232,15 @@ class SoftmaxLoss(torch.autograd.Function):
 
 def queue_loss(call, queue):
     """Return the mean of softplus(lse_i − q_i·k_i/τ), with lse over the queue, which gets no gradient."""
-    needs_temperature = call.needs[2]
+    needs = call.needs
 
     def compute():
         (q, k), compute_loss = call.operands, blockwise.queue_loss
         if call.impl == "triton":
             from .gpu.lse_frozen_keys import queue_loss as compute_loss
-        loss, dq, dk = compute_loss(q, k, queue.to(call.product_dtype), call.temperature, call.mask)
-        dt = gradient_of_temperature(q, dq, call.temperature) if needs_temperature else None
+        negatives = queue.to(call.product_dtype)
+        loss, dq, dk = compute_loss(q, k, negatives, call.temperature, call.mask, any(needs))
+        dt = gradient_of_temperature(q, dq, call.temperature) if needs[2] else None
         return loss, dq, dk, dt
     return GradientInForward.apply(*call[:3], None, call.impl, compute)
 

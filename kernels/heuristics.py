@@ -65,10 +65,9 @@ def is_small_d(q, k, mask):
     return q.element_size() == 2 and mask.exclude != "target" and small
 
 
-def has_frozen_keys_kernel(call):
-    """Return whether keys without gradient use the cheaper operation, which computes lse and dq together."""
-    return (call.impl == "blockwise"
-            or call.product_dtype.itemsize == 2 and call.q.shape[1] <= MAX_SMALL_D)
+def has_frozen_keys_kernel(q):
+    """Return whether keys without gradient use the cheaper kernel, which computes lse and dq together."""
+    return q.element_size() == 2 and q.shape[1] <= MAX_SMALL_D
 
 
 def strip_height(q, k):

@@ -7,7 +7,6 @@ synchronise with the GPU.
 In a softmax loss the mask excludes the positive from the fused sum, and the loss is softplus(lse − positive).
 This is the same number, with a much more accurate gradient when the loss is small.
 """
-import math
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from . import checks, eager, fused
 from .blockwise import add_rows
 from .call import as_scalar, prepare, similarity_topk, unit_rows
 from .gather import cat_rows
-from .heuristics import has_frozen_keys_kernel
 from .masks import Mask
 from .replay import replayed
 
@@ -97,26 +95,9 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     call = prepare(q, k, temperature, positives=True, normalize=normalize, impl=impl)
     if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, expected {len(q)} like q")
-    queue = unit_rows(queue.detach()) if normalize else queue.detach()
-    if call.impl == "eager":
-        return eager.queue_loss(call, queue)
-    if has_frozen_keys_kernel(call):
-        return fused.queue_loss(call, queue)
-    from .gpu.launch import log2e_over_tau_of
-    positive = (round_to_operand(call.q, call) * round_to_operand(call.k, call)).sum(1)
-    lse, (maximum, total) = fused.lse_and_stats(call._replace(k=queue))
-    # lse − positive/τ would be the difference of two large rounded numbers. So compute the value from the
-    # kernel's maximum and sum, in log2 units; lse − lse.detach() is 0 and only adds the gradient of lse
-    logit = positive * log2e_over_tau_of(call.temperature, q)
-    gap = (maximum - logit + total.log2()) * math.log(2)
-    return -F.logsigmoid(-gap - (lse - lse.detach())).mean()
-
-
-def round_to_operand(x, call):
-    """Round x to the dtype of the products, in the dtype of the loss; the gradient is not rounded."""
-    rounded = x.detach().to(call.product_dtype).to(call.temperature.dtype)
-    # a straight-through gradient; infinite minus infinite is NaN, which becomes 0
-    return x.to(rounded.dtype) + (rounded - x).detach().nan_to_num_(0, torch.inf, -torch.inf)
+    queue = queue.detach().resolve_neg()
+    queue = unit_rows(queue) if normalize else queue
+    return eager.queue_loss(call, queue) if call.impl == "eager" else fused.queue_loss(call, queue)
 
 
 @replayed

@@ -241,12 +241,6 @@ def scaled_copies(rows, factor):
     return outs
 
 
-def log2e_over_tau_of(temperature, x):
-    """Return log2(e)/τ with the rounding of the kernels, for a logit that is computed outside of them."""
-    wide = temperature.double() if is_host_scalar(temperature, x) else temperature
-    return (torch.full_like(wide, LOG2E.value) / wide).to(temperature.dtype)
-
-
 def kernel_args(q, k, mask, temperature, config):
     """Return ((q, k, KernelMask, N, M, MatmulShape), keywords): arguments of all kernels that compute qk.
 

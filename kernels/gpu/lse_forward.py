@@ -293,12 +293,13 @@ class ForwardResult(NamedTuple):
     loss: Any              # scalar; or None
 
 
-def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
+def forward(q, k, temperature, mask, both=False, loss=False, weights=None, positive=None):
     """Return the ForwardResult of the rows and, with both, of the columns (then N = M).
 
-    k        None: self-similarity, with a symmetric mask
-    loss     True: return Σ_i w_i softplus(gap_i) instead of lse; with both, the mean of the two sides
-    weights  (N,) float32 w; None: 1/N
+    k         None: self-similarity, with a symmetric mask
+    loss      True: return Σ_i w_i softplus(gap_i) instead of lse; with both, the mean of the two sides
+    weights   (N,) float32 w; None: 1/N
+    positive  (N,) float32 dot products, if the positives are not rows of k; only for the rows' softmax
     """
     check_device(q)
     self_similarity, k = k is None, q if k is None else k
@@ -307,17 +308,19 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     if bound is not None:
         return bounded_forward(q, k, temperature, mask, bound, loss, self_similarity)
     # for few rows computing both triangles of a self-similarity costs nothing extra
-    return tile_max_forward(q, k, temperature, mask, both, loss, weights)
+    return tile_max_forward(q, k, temperature, mask, both, loss, weights, positive)
 
 
-def tile_max_forward(q, k, temperature, mask, both, loss, weights):
+def tile_max_forward(q, k, temperature, mask, both, loss, weights, positive):
     """Return the ForwardResult of forward(), computed with maxima per tile, from aligned_operands."""
     n, m = q.shape[0], k.shape[0]
     few = has_few_rows(n, m)
     stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
-    outputs = dict(lse=stats.new_empty(n))
+    outputs, saved_positive = dict(lse=stats.new_empty(n)), None
     if loss:
-        outputs = dict(positive=stats.new_empty(n), dloss_dlse=torch.empty_like(stats[:, 0]), weights=weights,
+        if positive is None:
+            positive = saved_positive = stats.new_empty(n)
+        outputs = dict(positive=positive, dloss_dlse=torch.empty_like(stats[:, 0]), weights=weights,
                        mask=temperature_only_mask(temperature, q))
     lse, dloss_dlse = outputs.get("lse"), outputs.get("dloss_dlse")
     config = lse_config(q, mask, both) | (dict(maxnreg=255) if both else {})
@@ -336,7 +339,7 @@ def tile_max_forward(q, k, temperature, mask, both, loss, weights):
         longest = 1 if ranges is None and not config["RESIDENT"] else 16
         tiles_per_program = max(1, min(longest, tiles_i * tiles_j // (4 * TARGET_PROGRAMS)))
         tile_stats_kernel[tiles_i * ceil_div(tiles_j, tiles_per_program),](
-            row_table, column_table if both else None, outputs.get("positive"), ranges, i, j, height, width,
+            row_table, column_table if both else None, saved_positive, ranges, i, j, height, width,
             tiles_per_program, *operands, **rest)
         return row_table.view(2, tiles_j, height), column_table.view(2, -1, width)
 

@@ -22,6 +22,8 @@ The positive of a queue loss is not among the keys, so merge_splits_kernel adds 
 import torch
 import triton.language as tl
 
+from ..heuristics import has_frozen_keys_kernel
+from . import gradient, lse_forward
 from .launch import (
     MULTIPROCESSORS, aligned_operands, ceil_div, check_device, column_ranges, contiguous_rows, kernel_args,
     next_power_of_2, tile_config, total)
@@ -154,8 +156,10 @@ def similarity_lse(q, k, temperature, mask):
     return lse, o
 
 
-def queue_loss(q, k, queue, temperature, mask):
-    """Return (mean loss, its gradients in q and k (N, D)), all float32; see kernels.queue_loss."""
+def queue_loss(q, k, queue, temperature, mask, needs_gradient):
+    """Return (mean loss, its gradients in q and k (N, D) or None), all float32; see kernels.queue_loss."""
+    if not has_frozen_keys_kernel(q):
+        return queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient)
     split_stats, split_o, kernel_mask, features = run_splits(q, queue, temperature, mask)
     q, k = contiguous_rows(q), contiguous_rows(k)
     n, d = q.shape
@@ -166,3 +170,16 @@ def queue_loss(q, k, queue, temperature, mask):
         split_o.shape[2], d, q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=features,
         enable_fp_fusion=True)
     return total(loss), dq, dk
+
+
+def queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient):
+    """Return queue_loss for D > 256 and for float32 rows, with the logits computed again for the gradient."""
+    rows, keys = q.float(), k.float()
+    found = lse_forward.forward(q, queue, temperature, mask, loss=True, positive=(rows * keys).sum(1))
+    if not needs_gradient:
+        return found.loss, None, None
+    n, side = len(q), (found.stats[0], found.dloss_dlse[0])
+    dq, *_ = gradient.gradients(q, queue, temperature, mask, side, None, None, 1 / n, True, False, False,
+                                torch.float32)
+    of_positive = (found.dloss_dlse[0] / (-n * temperature))[:, None]
+    return found.loss, dq.addcmul_(of_positive, keys), of_positive * rows

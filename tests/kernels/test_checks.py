@@ -1,6 +1,5 @@
 """Every public function rejects a bad argument with one line that names it; queues must have unit rows."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,10 +87,8 @@ def dclr_with(z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **options):
     (lambda: task_loss(Z[:, :1], Z[:, :1]), r"labels: found \(8, 1\), expected \(8,\)"),
     (lambda: rdrop_loss(Z, Z[:4], LABELS, 1.0), r"logits2: found \(4, 6\), expected \(8, 6\)"),
     (lambda: gather_rows(Z, 9), r"rows: found 9, of which this process \(1 of 1\) has 9, but x has 8; "),
-    (lambda: gather_rows(Z, 4), r"rows: found 4, of which this process \(1 of 1\) has 4, but x has 8"),
     (lambda: gather_rows(Z.sum(), 1), "x: found a tensor without dimensions, expected"),
     (lambda: choose_impl("auto", None), "x: found NoneType, expected a tensor"),
-    (lambda: kernels.info_nce(Z, None), r"k: found NoneType, expected a tensor \(K, 6\)"),
     (lambda: kernels.clip_loss(Z, None), r"text: found NoneType, expected a tensor"),
     (lambda: kernels.queue_loss(Z, None, Z), r"k: found NoneType, expected a tensor"),
     (lambda: simclr_loss(Z, Z, offset=3), "offset: 3, expected 0 if gathered is None"),
@@ -103,11 +100,9 @@ def dclr_with(z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **options):
     (lambda: embed_in_chunks(lambda x: x[:, : len(x)], Z.split([5, 3]), NET),
      r"embed: found rows \[\(3,\), \(5,\)\]"),
     (lambda: own_rows(8, 2, 2), "rank, world: found 2 and 2, expected 0 ≤ rank < world, or neither"),
-    (lambda: own_rows(8, 1), "rank, world: found 1 and None"),
     (lambda: embed_in_chunks(NET, Z, None), "chunks: found Tensor, expected a list of what embed takes"),
     (lambda: embed_in_chunks(NET, CHUNKS, FROZEN), "module: no parameter requires a gradient"),
     (lambda: embed_in_chunks(NET, list(Z), NET), r"embed: found a tensor \(3,\) for a chunk, expected"),
-    (lambda: embed_in_chunks(NET, list(Z), None), r"embed: found a tensor \(3,\) for a chunk"),
     (lambda: embed_in_chunks(len, CHUNKS, NET), "embed: found int for a chunk, expected a tensor")])
 def test_bad_shapes_and_values_name_the_argument(call, message):
     with pytest.raises(ValueError, match=message) as error:
@@ -139,20 +134,11 @@ def test_mixed_dtypes_are_accepted():
         assert moco_loss(Z, Z, UNIT.half()).isfinite()
 
 
-Z8 = torch.randn(8, 6)
-
-
-@pytest.mark.parametrize("temperature", [1e-38, 1e38, 1, np.float64(0.5)])
-def test_extreme_temperatures_are_accepted(temperature):
-    for impl in ("eager", "blockwise"):
-        assert kernels.info_nce(1e-3 * Z, 1e-3 * Z8, temperature, impl=impl).isfinite()
-
-
 @pytest.mark.parametrize("dtype, ids", [(torch.uint8, [0, 255, 3]), (torch.int8, [-128, 127, 3])])
 def test_hard_negative_ids_do_not_wrap_around(dtype, ids):
     """EASE gives hard negatives the id min(ids) − 1, which would wrap around in a small dtype."""
     def loss(ids):
-        return ease_loss(Z[:3], Z8[:3], HARD[:3], 1.0, entity_ids=ids)
+        return ease_loss(Z[:3], Z[3:6], HARD[:3], 1.0, entity_ids=ids)
 
     ids = torch.tensor(ids)
     assert loss(ids.to(dtype)) == loss(ids)

@@ -343,58 +343,21 @@ def test_targets_out_of_range(impl, monkeypatch):
 
 TRANSFORMS = {
     "grad": lambda f, q: torch.func.grad(f)(q), "vmap": lambda f, q: torch.func.vmap(f)(torch.stack([q, q])),
-    "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,)), "jacrev": lambda f, q: torch.func.jacrev(f)(q),
-    "hessian": lambda f, q: torch.func.hessian(f)(q),
-    "vectorised": lambda f, q: torch.autograd.functional.jacobian(f, q, vectorize=True)}
+    "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,)), "hessian": lambda f, q: torch.func.hessian(f)(q)}
 
 
 @every_impl
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss", "linear", "sigmoid"])
+@pytest.mark.parametrize("loss", [info_nce, nt_xent, sigmoid_loss], ids=lambda loss: loss.__name__)
 def test_function_transforms_raise(impl, transform, loss):
-    """torch.func works with eager only: the others raise. Vectorised Jacobians raise, or are right."""
-    q, k = unit_rows(4, 8, torch.float32, 84), unit_rows(12, 8, torch.float32, 85)
+    """torch.func works with eager only."""
+    q, k = (unit_rows(4, 8, torch.float32, seed) for seed in (84, 85))
 
     def f(q):
-        if loss == "queue_loss":
-            return queue_loss(q, k[:4], k, 0.2, impl=impl)
-        if loss == "linear":
-            return linear_cross_entropy(q, k, torch.arange(4, device=DEVICE), impl=impl)
-        if loss == "sigmoid":
-            return sigmoid_loss(q, k, 0.2, impl=impl)
-        return LOSSES[loss](q, k[:4], 0.2, impl)
+        return loss(q, k, 0.2, impl=impl)
 
     if impl == "eager":
         TRANSFORMS[transform](f, q)
         return
-    try:
-        found = TRANSFORMS[transform](f, q)
-    except (RuntimeError, NotImplementedError):
-        return
-    assert transform == "vectorised"
-    torch.testing.assert_close(found, torch.autograd.functional.jacobian(f, q))
-
-
-# ── autocast ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@every_impl
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_queue_loss_casts_all_inputs_alike(impl, dtype):
-    """Under autocast, the result is the same whichever of q, k and queue already have autocast's dtype."""
-    if impl == "triton" and dtype == torch.bfloat16 and DEVICE == "cpu":
-        pytest.skip("the interpreter's bfloat16 products are wrong")
-    q, k, queue = (unit_rows(n, 20, torch.float32, seed) for n, seed in ((6, 86), (6, 87), (30, 88)))
-    found = []
-    for halves in range(8):
-        x = [y.to(dtype) if halves >> i & 1 else y for i, y in enumerate((q, k, queue))]
-        leaves = [y.detach().requires_grad_() for y in x[:2]]
-        with torch.autocast(DEVICE, dtype):
-            loss = queue_loss(*leaves, x[2], 0.2, impl=impl)
-        gradients = torch.autograd.grad(loss, leaves)
-        assert [g.dtype for g in gradients] == [y.dtype for y in leaves]
-        found.append([loss.detach(), *gradients])
-    for loss, *gradients in found[1:]:
-        torch.testing.assert_close(loss, found[0][0], rtol=0, atol=1e-5 if impl != "eager" else 1e-2)
-        for a, b in zip(gradients, found[0][1:]):
-            torch.testing.assert_close(a.float(), b.float(), rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        TRANSFORMS[transform](f, q)

@@ -7,7 +7,9 @@ Every mask is tested with every small shape, in one implementation and dtype. On
 tested with all masks and dtypes.
 """
 import functools
+import importlib
 import itertools
+import pkgutil
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import (
     blockwise,
     clip_loss,
+    gpu,
     heuristics,
     info_nce,
     linear_cross_entropy,
@@ -112,6 +115,8 @@ def compare(f, q, k, temperature=0.07, impl="triton", units=16, floor=0.0):
 
 def patch_kernels(monkeypatch, settings):
     """Set {name inside the package kernels: value} for this test."""
+    for module in pkgutil.iter_modules(gpu.__path__):          # one imported later would copy values for ever
+        importlib.import_module(f"kernels.gpu.{module.name}")
     for name, value in settings.items():
         monkeypatch.setattr(f"kernels.{name}", value)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from kernels import replay
+from kernels import checks, replay
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for the interpreter")
 ON = dict(impl="triton")
@@ -89,7 +89,7 @@ def replay_on_the_cpu(monkeypatch):
     monkeypatch.setattr(replay, "current_stream", lambda index: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(replay, "PLANS", {})
-    monkeypatch.setattr("kernels.checks.check_number", lambda *values, **named: None)  # it reads CPU tensors
+    monkeypatch.setattr(checks, "check_number", lambda *values, **named: None)  # it reads CPU tensors
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
 
 
