@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import heuristics
 
-MAX_PLANS = 256                 # if most of so many plans have been used only once, no more are made
+MAX_PLANS = 1024                # no more are made, for example because the temperature changes in each step
 MAX_WORKSPACE = 2 ** 28         # 256 MiB: larger problems do not wait for the host
 ALIGNMENT = 256                 # bytes, of the parts of a workspace
 PLANS = {}                      # key -> Plan, or None: cannot be replayed
@@ -50,9 +50,7 @@ def replayed(function):
             return function(*arguments, **named)
         key, tensors = key_of(function, arguments, named)
         plan = PLANS.get(key)
-        if plan is not None:
-            plan.used_again = True
-        elif key is not None and key not in PLANS and has_room():
+        if key is not None and key not in PLANS and len(PLANS) < MAX_PLANS and not capturing():
             plan = PLANS[key] = record(function, arguments, named, tensors)
         return function(*arguments, **named) if plan is None else Replay.apply(plan, *tensors)
     return run
@@ -63,12 +61,9 @@ def on_gpu(x):
     return x.is_cuda
 
 
-def has_room():
-    """Return whether one more plan may be made."""
-    used_again = sum(plan is not None and plan.used_again for plan in list(PLANS.values()))
-    if len(PLANS) >= MAX_PLANS and 2 * used_again > MAX_PLANS:
-        PLANS.clear()
-    return len(PLANS) < MAX_PLANS and not torch.cuda.is_current_stream_capturing()
+def capturing():
+    """Return whether a CUDA graph is captured. Tests replace this."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 def key_of(function, arguments, named):
@@ -149,7 +144,7 @@ def record(function, arguments, named, tensors):
 def copy_of(x):
     """Return a copy of x with its strides and alignment. It shares no memory, unlike two inputs may."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
-    if not 0 < x.numel() <= span <= MAX_WORKSPACE or x.is_neg():
+    if not 0 < x.numel() <= span <= MAX_WORKSPACE // x.itemsize or x.is_neg():
         raise CannotRecord("no elements, elements that share memory, too many, or negated ones")
     shift = x.data_ptr() % 16 // x.itemsize
     memory = x.new_empty(shift + span)
@@ -405,7 +400,7 @@ class Plan:
     """The steps of a loss and of its gradients, and what is saved between them."""
 
     def __init__(self, recorder, out, gradients):
-        self.used_again, self.backward, inputs = False, None, recorder.inputs
+        self.backward, inputs = None, recorder.inputs
         self.keep = [x for x in recorder.keep if not isinstance(x, torch.Tensor)]      # compiled kernels
         recorder.use_result(0, out)
         for x in [x for x in gradients if x is not None]:
