@@ -128,10 +128,9 @@ def merge_stats(stats, maximum, total):
 def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
     """Return (statistics of the softmax of each row, of each column, strips).
 
-    In a triangle both are the same. strips: [(rows, columns, exp(s))] if all maxima are 0 and there is one
-    strip, else [].
-    If norms bound all logits by 69, exp(s) neither overflows nor underflows. Then every maximum is set to 0,
-    and one exponential serves the row and the column.
+    In a triangle both statistics are one tensor. If norms bound all logits by 69, every maximum is set to 0,
+    because exp(s) can neither overflow nor underflow; so one exponential serves the row and the column. If
+    there is also only one strip, strips is [(rows, columns, exp(s))], else [].
     """
     of_rows = new_stats(q)
     of_columns = of_rows if triangle else new_stats(k)
@@ -160,10 +159,9 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
                             is_exp=False):
     """Add W k to dq and Wᵀ q to dk, strip by strip; a gradient without rows is not needed.
 
-    is_exp                 strips already hold exp(s), and all maxima are 0
-
-    of_rows, of_columns    statistics (2, n); in a triangle both are the same, and dk is dq
+    of_rows, of_columns    statistics (2, n); in a triangle both are one tensor, and dk is dq
     g, g_of_columns        upstream gradients g / τ (n,)
+    is_exp                 strips already hold exp(s), and all maxima are 0
     """
     factors, column_factors = divide(g, of_rows[1]), divide(g_of_columns, of_columns[1])
     same_maximum = not q.is_cuda and not of_rows[0].any() and not of_columns[0].any()
@@ -286,7 +284,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
 
     The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w = 1/N if weights is None. both: the mean of
     this row-softmax loss (dim=1) and the column-softmax loss (dim=0); row i of q belongs to row i of k. A
-    gradient that is not needed has no elements. See ops.softmax_loss.
+    gradient that is not needed has no elements. See fused.softmax_loss.
     """
     triangle, n = k is None, len(q)
     q, k = to_accumulation_dtype(q, k, temperature)

@@ -1,6 +1,6 @@
 """prepare(): check, cast, normalise and mask the arguments of an operation, and choose who computes it.
 
-Every public function of similarities calls prepare() once. The Call that it returns flows down unchanged.
+Every public function of similarities calls prepare(). The Call that it returns flows down unchanged.
 similarity_lse and similarity_topk are here; the losses are in losses.py.
 """
 from typing import Any, NamedTuple
@@ -38,13 +38,11 @@ class Call(NamedTuple):
 
     @property
     def operands(self):
-        """q and k in product_dtype; k stays None for self-similarity."""
-        return [None if x is None else as_operand(x, self.product_dtype) for x in (self.q, self.k)]
+        """q and k in product_dtype; k stays None for self-similarity.
 
-
-def as_operand(x, dtype):
-    """Return x in dtype, in plain memory: kernels do not see that PyTorch negates a view as it reads it."""
-    return x.resolve_neg().to(dtype)
+        Views that PyTorch negates as it reads them are written out, because kernels read raw memory.
+        """
+        return [None if x is None else x.resolve_neg().to(self.product_dtype) for x in (self.q, self.k)]
 
 
 def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=None, offset=0,
@@ -115,7 +113,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; -inf with gradient 0
                  for a row without columns
     raises       RuntimeError for create_graph=True (second derivatives), forward mode and torch.func;
-                 impl="eager" supports them. torch.compile breaks the graph here, so fullgraph=True fails
+                 impl="eager" supports them. torch.compile breaks the graph here unless impl="eager", so
+                 fullgraph=True fails
     precision    products of half types are exact; float32 follows torch.get_float32_matmul_precision(); sums
                  are in float32. Gradients are as accurate as those of eager for logits of any size (in Triton
                  up to 1e9), because a row's maximum and its sum of exponentials are kept as two numbers. A
@@ -123,7 +122,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  rows are multiplied in autocast's dtype, and their gradients stay in float32
     memory       beside inputs and gradients, at most float32 copies of them, O((N + M)·D), and 160 MiB, or
                  544 MiB if a loss computes its gradient in forward; WEIGHT_BUFFER_BYTES and STRIP_BYTES in
-                 kernels.heuristics may be set lower. blockwise: 64 MiB, or 32 rows of logits if more;
+                 kernels.heuristics may be set lower. On a GPU, the first call of a loss with new shapes takes
+                 up to 256 MiB more for a moment (replay.py). blockwise: 64 MiB, or 32 rows of logits if more;
                  eager: O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """

@@ -1,12 +1,13 @@
 """The fused operations as torch.autograd.Functions around blockwise.py and gpu/.
 
-`call` holds the checked arguments (call.py). There are two kinds of Function:
+`call` holds the checked arguments (call.py). There are three kinds of Function:
 
     GradientInForward           computes the gradients together with the loss; backward only multiplies them
                                 by the upstream gradient
     LogSumExp, SoftmaxLoss      keep stats (2, N), the maximum and the sum of exponentials of each row, and
                                 compute each logit again in backward. stats are more precise than the single
                                 number lse. In Triton the maximum is in log2 units
+    FrozenKeys                  keeps o_i = Σ_j p_ij k_j, from which backward gets dq without logits
 
 create_graph=True (second derivatives), forward mode and torch.func are not supported: they raise.
 """
@@ -69,8 +70,9 @@ def only_needed(ctx, gradients, inputs):
 def similarity_lse(call):
     """Return the log-sum-exp of each row (N,). Keys without gradient use a cheaper operation."""
     needs_q, needs_k, needs_temperature = call.needs
-    if (needs_q or needs_temperature) and call.k is not None and not needs_k and (
-            call.impl == "blockwise" or has_frozen_keys_kernel(call.operands[0])):
+    only_of_q = call.k is not None and not needs_k and (needs_q or needs_temperature)
+    itemsize, d = call.product_dtype.itemsize, call.q.shape[1]
+    if only_of_q and (call.impl == "blockwise" or has_frozen_keys_kernel(itemsize, d)):
         return FrozenKeys.apply(call.q, call.temperature, call)
     return LogSumExp.apply(call.q, call.k, call.temperature, call)
 
@@ -131,15 +133,9 @@ class FrozenKeys(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         q, temperature, o = ctx.saved_tensors
-        dq, dt = o * (grad / temperature)[:, None], None
-        if ctx.needs_input_grad[1]:
-            dt = gradient_of_temperature(q.to(ctx.product_dtype), dq, temperature)
-        return dq.to(q.dtype) if ctx.needs_input_grad[0] else None, dt, None
-
-
-def gradient_of_temperature(q, dq, temperature):
-    """Return dτ = −⟨q, dq⟩ / τ, because the logits are q·k / τ."""
-    return -torch.linalg.vecdot(q.to(dq.dtype), dq).sum() / temperature
+        dq, rows = o * (grad / temperature)[:, None], q.to(ctx.product_dtype).to(o.dtype)
+        dt = blockwise.gradient_of_temperature(rows, dq, temperature, ctx.needs_input_grad[1])
+        return *only_needed(ctx, (dq, dt), (q, temperature)), None
 
 
 # ── losses ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,7 +144,9 @@ def gradient_of_temperature(q, dq, temperature):
 class GradientInForward(torch.autograd.Function):
     """A loss whose gradients are computed along with it.
 
-    compute  function without arguments that returns (loss, gradients of q, k, temperature and bias...)
+    q, k, temperature, bias  so that autograd sees them; compute has them too
+    compute                  function that returns (loss, gradients of q, k, temperature and, if given, bias).
+                             What needs a gradient is found outside: in forward, gradients are off
     """
 
     @staticmethod
@@ -166,11 +164,11 @@ class GradientInForward(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         needs = ctx.needs_input_grad
-        *rows, dt, db = (*ctx.saved_tensors, None)[:4]
-        rows = [(x, dtype) for x, dtype, needed in zip(rows, ctx.dtypes, needs) if needed]
-        copies = iter(ctx.scale(rows, grad) if rows else ())
+        dq, dk, dt, *db = ctx.saved_tensors                        # db: only of sigmoid_loss
+        rows = [(x, dtype) for x, dtype, needed in zip((dq, dk), ctx.dtypes, needs) if needed]
+        copies = iter(ctx.scale(rows, grad))
         dq, dk = (next(copies) if needed else None for needed in needs[:2])
-        return dq, dk, dt * grad if needs[2] else None, db * grad if needs[3] else None, None, None
+        return dq, dk, dt * grad if needs[2] else None, db[0] * grad if needs[3] else None, None, None
 
 
 def scaled_copies(rows, factor):
@@ -240,7 +238,7 @@ def queue_loss(call, queue):
             from .gpu.lse_frozen_keys import queue_loss as compute_loss
         negatives = queue.to(call.product_dtype)
         loss, dq, dk = compute_loss(q, k, negatives, call.temperature, call.mask, any(needs))
-        dt = gradient_of_temperature(q, dq, call.temperature) if needs[2] else None
+        dt = blockwise.gradient_of_temperature(q.to(loss.dtype), dq, call.temperature, needs[2])
         return loss, dq, dk, dt
     return GradientInForward.apply(*call[:3], None, call.impl, compute)
 

@@ -1,8 +1,8 @@
 """Choose the kernels by shapes and dtypes, never by values, so that the host does not wait for the GPU.
 
 "Small D" means: half types, any mask but "target" (linear_cross_entropy), and D ≤ 256 or groups (within=).
-"Large D" is everything else. With at most FEW_ROWS rows, a row softmax loss of large D uses the kernels of
-the next line.
+"Large D" is everything else. With at most FEW_ROWS rows, or strips of fewer than MIN_FUSED_ROWS rows, a row
+softmax loss of large D uses the kernels of the next line.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
@@ -10,6 +10,7 @@ the next line.
         self-similarity
     similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient_large_d
         keys without gradient     lse_frozen_keys (if D ≤ 256)      lse_forward, gradient_large_d
+    queue_loss                    lse_frozen_keys                   lse_forward, gradient_large_d
     sigmoid_loss                  sigmoid                           sigmoid
 
 The thresholds follow from the number of registers (which tests/gpu/test_compile.py prints) and from counting
@@ -29,7 +30,7 @@ FEW_ROWS = 1024                # with at most this many rows, a kernel launch co
 TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
 STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; you may set both to less
-MIN_STRIP_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
+MIN_FUSED_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
 
 
 def choose_impl(impl, x, n=None, m=None, product_dtype=None):
@@ -59,34 +60,34 @@ def choose_impl(impl, x, n=None, m=None, product_dtype=None):
     return impl
 
 
-def is_small_d(q, k, mask):
-    """Return whether gradient_small_d computes the gradient (see the table above)."""
-    small = q.shape[1] <= MAX_SMALL_D or mask.row_groups is not None
-    return q.element_size() == 2 and mask.exclude != "target" and small
+def is_small_d(itemsize, d, mask):
+    """Return whether gradient_small_d computes the gradient of (N, D) rows (see the table above)."""
+    small = d <= MAX_SMALL_D or mask.row_groups is not None
+    return itemsize == 2 and mask.exclude != "target" and small
 
 
-def has_frozen_keys_kernel(q):
+def has_frozen_keys_kernel(itemsize, d):
     """Return whether keys without gradient use the cheaper kernel, which computes lse and dq together."""
-    return q.element_size() == 2 and q.shape[1] <= MAX_SMALL_D
+    return itemsize == 2 and d <= MAX_SMALL_D
 
 
-def strip_height(q, k):
+def strip_height(itemsize, m):
     """Return the number of rows of a strip in fused_forward_backward, a multiple of the tile size 128."""
-    return STRIP_BYTES // (q.element_size() * -(-len(k) // 128) * 128) // 128 * 128
+    return STRIP_BYTES // (itemsize * -(-m // 128) * 128) // 128 * 128
 
 
-def gradient_dtype(dtype, temperature, impl):
-    """Return the dtype in which gradients computed in forward are kept until backward.
+def gradient_dtype(dtype):
+    """Return the dtype in which Triton keeps gradients that are computed in forward until backward.
 
-    For bfloat16 rows in Triton it is bfloat16, which has the range of float32. Else it is the dtype of
-    temperature (float32, or float64 for float64): in float16 small gradients would underflow.
+    bfloat16 for bfloat16 rows: it has the range of float32. Else float32: in float16 small ones underflow.
     """
-    return torch.bfloat16 if impl == "triton" and dtype == torch.bfloat16 else temperature.dtype
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def fuses_backward(call, both, needs):
     """Return whether a softmax loss in Triton computes its gradients in forward, together with its value."""
-    q, k = call.operands
-    if both or k is None or not any(needs) or is_small_d(q, k, call.mask) or max(len(q), len(k)) <= FEW_ROWS:
+    itemsize, (n, d) = call.product_dtype.itemsize, call.q.shape
+    if both or call.k is None or not any(needs) or is_small_d(itemsize, d, call.mask):
         return False
-    return strip_height(q, k) >= min(MIN_STRIP_ROWS, -(-len(q) // 128) * 128)
+    m = len(call.k)
+    return max(n, m) > FEW_ROWS and strip_height(itemsize, m) >= min(MIN_FUSED_ROWS, -(-n // 128) * 128)

@@ -143,11 +143,9 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
         check_no_offset(offset)
     else:
         all_z1, all_z2 = checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
-        checks.check_offset(offset)
         for name, own, rows in ("z1", z1, all_z1), ("z2", z2, all_z2):
-            checks.check_inputs(own, rows, (name, f"gathered: {name}"))
-            checks.check_positives((name, own), (f"gathered: {name}", rows), offset)
-            checks.check_gathered(own, rows, offset, f"gathered: {name}")
+            checks.check_inputs(own, rows, (name, f"gathered: {name}"), offset=offset, positives=True)
+        checks.check_order((z1, z2), gathered, ("z1", "z2"))
         if len(all_z1) != len(all_z2):
             raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
         keys = cat_rows([all_z1, all_z2])
@@ -189,7 +187,6 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     else:
         all_z, all_labels = checks.check_pair("gathered", gathered, "(z, labels) of all ranks")
     check_labels(z, labels, all_z, all_labels, offset)
-    n, views, _ = z.shape
     if base_temperature is not None:
         checks.check_temperature(base_temperature, z.device, "base_temperature")
     options = dict(normalize=normalize, impl=impl)
@@ -296,9 +293,8 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     raises        ValueError for a target outside [0, V) that is not ignore_index, but only on the CPU:
                   elsewhere reading the targets would synchronise with the GPU, so the loss becomes NaN
     """
-    checks.check_inputs(hidden, weight, ("hidden", "weight"))
     checks.check_integer("ignore_index", ignore_index, -2 ** 63, 2 ** 63 - 1, "that int64 holds")
-    checks.check_rows(hidden=(hidden, "N D"), targets=(targets, "N", int))
+    checks.check_rows(hidden=(hidden, "N D"), weight=(weight, "K D"), targets=(targets, "N", int))
     if targets.dtype != torch.int64:
         raise ValueError(f"targets: found {targets.dtype}, expected int64")
     ignored = targets == ignore_index

@@ -44,7 +44,7 @@ def positive_columns(mask, n, m, device):
         return mask.row_ids
     rows = torch.arange(n, device=device)
     if mask.exclude == "pair":
-        return own_columns(mask, rows, n, m) + (rows < n // 2) * (m // 2) - (rows >= n // 2) * (m // 2)
+        return own_columns(mask, rows.roll(n // 2), n, m)          # the own column of the other view
     return rows + mask.offset
 
 
@@ -54,7 +54,7 @@ def own_columns(mask, rows, n, m):
 
 
 def is_symmetric(mask):
-    """Return whether the mask is symmetric for self-similarity: i excludes j whenever j excludes i."""
+    """Return whether the mask is symmetric by its indices alone: i excludes j whenever j excludes i."""
     return mask.offset == 0 and not mask.has_vectors
 
 

@@ -6,8 +6,8 @@ addresses. So the first call with a key also runs the loss and its gradient once
 under a Recorder, which sees each launch of a Triton kernel and each operation of PyTorch. From these steps it
 makes a Plan, with a Part in place of each tensor. Memory that only kernels use is allocated as a workspace.
 
-Computed as before: calls on the CPU, other implementations than Triton, problems that need more than
-MAX_WORKSPACE, a first call while a CUDA graph is captured, and what raises CannotRecord. Profilers that use
+Not replayed: calls on the CPU, other implementations than Triton, problems that need more than MAX_WORKSPACE,
+new keys while a CUDA graph is captured or after MAX_PLANS, and what raises CannotRecord. Profilers that use
 Triton's launch hooks do not see replayed launches.
 """
 import functools
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import heuristics
 
-MAX_PLANS = 1024                # no more are made, for example because the temperature changes in each step
+MAX_PLANS = 1024                # no more are made: a temperature that changes would need one in each step
 MAX_WORKSPACE = 2 ** 28         # 256 MiB: larger problems do not wait for the host
 ALIGNMENT = 256                 # bytes, of the parts of a workspace
 PLANS = {}                      # key -> Plan, or None: cannot be replayed
@@ -78,8 +78,9 @@ def key_of(function, arguments, named):
             number = numbers.setdefault(id(x), len(tensors))
             if number == len(tensors):
                 tensors.append(x)
+            gathered = x.__dict__ and (x.__dict__.get("own_rows"), numbers.get(id(gathered_from(x))))
             key.append((number, x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(),
-                        x.data_ptr() % 16, x.__dict__.get("own_rows")))    # from gather_rows, for a check
+                        x.data_ptr() % 16, gathered or None))
         elif kind in NUMBERS:
             key.append((kind, x))
         elif kind is tuple or kind is list:
@@ -94,6 +95,11 @@ def key_of(function, arguments, named):
     return (*key, autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
             heuristics.WEIGHT_BUFFER_BYTES, heuristics.STRIP_BYTES), tensors
+
+
+def gathered_from(x):
+    """Return the tensor from which gather_rows made x, or None."""
+    return x.__dict__.get("gathered_from", lambda: None)()
 
 
 # ── recording ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,6 +132,10 @@ def record(function, arguments, named, tensors):
     """Run the function and its gradients once; return its Plan, or None if it cannot be replayed."""
     try:
         copies = {id(x): copy_of(x) for x in tensors}
+        for x in tensors:
+            if "own_rows" in x.__dict__:                       # from gather_rows, for checks
+                copies[id(x)].own_rows = x.own_rows
+                copies[id(x)].gathered_from = functools.partial(copies.get, id(gathered_from(x)))
         recorder = ON_THIS_THREAD.recorder = Recorder(copies.values())
         values = map_leaves(lambda x: copies.get(id(x), x), [*arguments, *named.values()])
         named = dict(zip(named, values[len(arguments):]))
@@ -142,16 +152,14 @@ def record(function, arguments, named, tensors):
 
 
 def copy_of(x):
-    """Return a copy of x with its strides and alignment. It shares no memory, unlike two inputs may."""
+    """Return a copy of x with its strides and alignment. Copies share no memory, even if inputs do."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
     if not 0 < x.numel() <= span <= MAX_WORKSPACE // x.itemsize or x.is_neg():
         raise CannotRecord("no elements, elements that share memory, too many, or negated ones")
     shift = x.data_ptr() % 16 // x.itemsize
     memory = x.new_empty(shift + span)
     memory[shift:] = x.detach().as_strided((span,), (1,))
-    copy = memory.as_strided(x.shape, x.stride(), shift).requires_grad_(x.requires_grad)
-    copy.__dict__.update(x.__dict__)                           # own_rows
-    return copy
+    return memory.as_strided(x.shape, x.stride(), shift).requires_grad_(x.requires_grad)
 
 
 def map_leaves(function, x):
@@ -275,8 +283,8 @@ class Part:
         self.slot, self.offset, self.view = slot, offset, view
 
 
-class Rows:
-    """A tensor descriptor in a launch, with a Part or an address as its base. fields: the others."""
+class Descriptor:
+    """A tensor descriptor in a launch. address: a Part, or what the launcher reads; fields: the others."""
 
     def __init__(self, address, fields):
         self.__dict__.update(fields, address=address, fields=fields)
@@ -299,8 +307,8 @@ def fill(x, held, address):
             return held[x.slot]
         shape, stride, offset = x.view
         return held[x.slot].as_strided(shape, stride, held[x.slot].storage_offset() + offset)
-    if kind is Rows:
-        return Rows(fill(x.address, held, address), x.fields)
+    if kind is Descriptor:
+        return Descriptor(fill(x.address, held, address), x.fields)
     return kind([fill(part, held, address) for part in x]) if kind is tuple or kind is list else x
 
 
@@ -323,7 +331,8 @@ class Stage:
         names, is_new        of the last arguments; None in a launch. Whether a result fills the next slot
         """
         values = map_leaves(lambda x: self.part(recorder, x, names is not None), values)
-        changing = [(i, x) for i, x in enumerate(values) if any(type(y) in (Part, Rows) for y in leaves(x))]
+        changing = [(i, x) for i, x in enumerate(values)
+                    if any(type(y) in (Part, Descriptor) for y in leaves(x))]
         pointers = [(i, x.slot, x.offset) for i, x in changing if type(x) is Part and x.view is None]
         tensors = [(i, x.slot) for i, x in changing if type(x) is Part and x.view == "all"]
         others = [(i, x) for i, x in changing if type(x) is not Part or x.view not in (None, "all")]
@@ -332,10 +341,10 @@ class Stage:
         return function, values, pointers, tensors, others, names, [memory is not None for memory in found]
 
     def part(self, recorder, x, is_operand):
-        """Return the Part of a tensor, Rows of a tensor descriptor, and anything else as it is."""
+        """Return the Part of a tensor, a Descriptor, and anything else as it is."""
         if hasattr(x, "block_shape"):
             fields = {name: value for name, value in vars(x).items() if name != "base"}
-            return Rows(self.part(recorder, x.base, False), fields)
+            return Descriptor(self.part(recorder, x.base, False), fields)
         if not isinstance(x, torch.Tensor) or is_operand and not (on_gpu(x) and x.numel()):
             return x
         if not x.numel():
@@ -370,7 +379,7 @@ class Stage:
                 continue
             count = len(arguments) - len(names)
             outs = function(*arguments[:count], **dict(zip(names, arguments[count:])))
-            for x, is_next in zip(tensors_in(outs) if isinstance(outs, tuple) else [outs], is_new):
+            for x, is_next in zip(tensors_in(outs) if isinstance(outs, (tuple, list)) else [outs], is_new):
                 if is_next:
                     held.append(x)
                     address.append(x.data_ptr())
@@ -392,7 +401,7 @@ def workspaces(memories):
             memory.home = found.setdefault(frozenset(memory.stages), new)
             memory.offset, memory.home.stages = memory.home.size, memory.stages
             memory.home.size += -(-memory.size // ALIGNMENT) * ALIGNMENT
-            memory.home.shape = memory.home.size,
+            memory.home.shape = (memory.home.size,)
     return [*found.values()]
 
 

@@ -39,5 +39,5 @@ Letters and words that all files use:
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
 The package imports this folder only for impl="triton". From `kernels` this folder imports only
 `heuristics`, which chooses the kernels, `masks`, which defines the excluded columns, and `replay`, which
-records launches; all are plain Python.
+records launches; none of them needs Triton.
 """

@@ -120,7 +120,7 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     loss, side, q_factors, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
     unit = 1 / q.shape[0] if weights is None else 1.0
-    scaling = GradientScaling(None, unit, True, gradient_dtype(dtype, temperature, "triton"))
+    scaling = GradientScaling(None, unit, True, gradient_dtype(dtype))
     dq, dk, dot = finish_gradients(sums, *unpadded, kernel_mask, mask.exclude, side, SoftmaxSide(), scaling,
                                    needs_temperature, q_factors)
     return loss, dq, dk, total(dot, -1.0, temperature) if needs_temperature else loss.new_empty(0)
@@ -134,9 +134,9 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
              q_factors[i], (N,); None: the strips already contain these factors
     """
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    (n, features), m, height = q.shape, k.shape[0], min(q.shape[0], strip_height(q, k))
+    (n, features), m, itemsize = q.shape, k.shape[0], q.element_size()
     bound = None if q.dtype == torch.float16 else bound_of_norms(q, k, temperature)
-    few, config = has_few_rows(n, m), tile_config(q, aligned[2])
+    height, few, config = min(n, strip_height(itemsize, m)), has_few_rows(n, m), tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
 
     def whole_tiles(count, block):

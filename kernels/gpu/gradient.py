@@ -47,7 +47,7 @@ def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q
     check_device(q)
     self_similarity = k is None
     k, needs_k = (q, False) if self_similarity else (k, needs_k)
-    path = gradient_small_d if is_small_d(q, k, mask) else gradient_large_d
+    path = gradient_small_d if is_small_d(q.element_size(), q.shape[1], mask) else gradient_large_d
     bound = None
     if rows is not None and columns is not None:
         bound = common_maximum(rows[0], None if self_similarity else columns[0], q.shape[0], k.shape[0])

@@ -1,7 +1,7 @@
 """Host side of all kernels: tile sizes, copies with aligned rows, and the arguments of a launch.
 
-From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors, unless there
-are few products. Else, and on older GPUs, they take pointers with a row stride.
+From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors. For N·M·D up
+to MAX_POINTER_WORK, and on older GPUs, they take pointers with a row stride.
 """
 import functools
 import os
@@ -47,8 +47,6 @@ class KernelMask(NamedTuple):
     temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
     log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
 
-
-NO_MASK = [None] * (len(KernelMask._fields) - 2)    # all fields of a KernelMask but the last two
 
 
 class GradientScaling(NamedTuple):
@@ -199,7 +197,7 @@ def without_padding(x, features):
 
 
 def transposed_mask(kernel_mask):
-    """Return masks.transposed of a KernelMask."""
+    """Return masks.transposed of a KernelMask, whose features must not be read: their strides stay."""
     swapped = transposed(kernel_mask)
     return swapped._replace(offset=swapped.offset + 4)  # −(4 · offset + 2) + 4 = 4 · (−offset) + 2
 
@@ -207,7 +205,7 @@ def transposed_mask(kernel_mask):
 def is_host_scalar(scalar, x):
     """Return whether a 0-dim tensor (temperature or bias) is on the host, while x is on the GPU.
 
-    similarity.as_scalar makes such a tensor from a Python number.
+    call.as_scalar makes such a tensor from a Python number.
     """
     return scalar.device != x.device
 
@@ -221,7 +219,7 @@ def scale_args(temperature, x):
 
 def temperature_only_mask(temperature, x):
     """Return a KernelMask that holds only the temperature."""
-    return KernelMask(*NO_MASK, *scale_args(temperature, x))
+    return KernelMask(*[None] * (len(KernelMask._fields) - 2), *scale_args(temperature, x))
 
 
 def total(x, factor=1.0, temperature=None):

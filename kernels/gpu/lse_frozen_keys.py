@@ -13,7 +13,7 @@ and loops over tiles of keys J. It reads each tile once for both products:
 
 Few rows alone would leave most of the GPU idle. So frozen_keys_kernel splits the columns over several
 programs, each with its own m, l and o, and merge_splits_kernel merges them with the weights
-l_split exp2(m_split − m). o stays in registers, which limits this file to half types and D ≤ 256.
+l_split exp2(m_split − m). o stays in registers, which limits frozen_keys_kernel to half types and D ≤ 256.
 
 The positive of a queue loss is not among the keys, so merge_splits_kernel adds it, gap_i = lse_i − q_i·k_i/τ:
 
@@ -84,12 +84,11 @@ def merge_splits_kernel(LSE, O, LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, 
     l_i = tl.zeros((BLOCK_N,), tl.float32)
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for split in range(0, splits):
-        at = split * N + rows
         split_m = tl.load(STATS + 2 * split * N + rows, mask=row_inside, other=float("-inf"))
         log2_l = tl.load(STATS + (2 * split + 1) * N + rows, mask=row_inside, other=float("-inf"))
         m_new = tl.maximum(m_i, split_m)
         shrink, weight = tl.exp2(m_i - finite_max(m_new)), tl.exp2(split_m - finite_max(m_new) + log2_l)
-        split_o = tl.load(SPLIT_O + at.to(tl.int64)[:, None] * padded_D + d[None, :],
+        split_o = tl.load(SPLIT_O + (split * N + rows).to(tl.int64)[:, None] * padded_D + d[None, :],
                           mask=row_inside[:, None] & (d < padded_D)[None, :], other=0.0)
         l_i = l_i * shrink + weight
         o = o * shrink[:, None] + split_o * weight[:, None]
@@ -103,8 +102,7 @@ def merge_splits_kernel(LSE, O, LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, 
         q = tl.load(Q + rows.to(tl.int64)[:, None] * q_stride + d[None, :], mask=inside,
                     other=0.0).to(tl.float32)
         k = tl.load(POSITIVE_KEYS + rows.to(tl.int64)[:, None] * positive_stride + d[None, :], mask=inside,
-                    other=0.0)
-        k = k.to(tl.float32)
+                    other=0.0).to(tl.float32)
         loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, tl.sum(q * k, 1), log2e_over_tau(MASK)))
         tl.store(LOSS + rows, loss * loss_factor, mask=row_inside)
         dloss_dlse = (dloss_dlse * loss_factor * log2e_over_tau(MASK) / LOG2E)[:, None]
@@ -157,8 +155,8 @@ def similarity_lse(q, k, temperature, mask):
 
 
 def queue_loss(q, k, queue, temperature, mask, needs_gradient):
-    """Return (mean loss, its gradients in q and k (N, D) or None), all float32; see kernels.queue_loss."""
-    if not has_frozen_keys_kernel(q):
+    """Return (mean loss, dq, dk (N, D)), float32; dq and dk may be None if they are not needed."""
+    if not has_frozen_keys_kernel(q.element_size(), q.shape[1]):
         return queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient)
     split_stats, split_o, kernel_mask, features = run_splits(q, queue, temperature, mask)
     q, k = contiguous_rows(q), contiguous_rows(k)

@@ -85,7 +85,7 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 
 
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ, db); a gradient that is not needed has no elements.
+    """Return (loss, dq (N, D), dk (M, D), dτ, db). db is always computed; others only if they are needed.
 
     dtype  dtype of the caller's rows, before autocast: bfloat16 rows get bfloat16 gradients, others float32
     """
@@ -111,7 +111,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, *bias_arguments, operands[2],
                               tiles, n, 1 / n, BLOCK=1024, enable_fp_fusion=True)
     # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
-    scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype, temperature, "triton"))
+    scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype))
     dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,
                                    SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide(), scaling,
                                    needs_temperature)

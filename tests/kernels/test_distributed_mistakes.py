@@ -247,6 +247,8 @@ def test_a_missing_offset_is_an_error():
         rows.gathered_from = weakref.ref(x)
     with pytest.raises(ValueError, match=r"gathered: found \(k, q\), expected \(q, k\)"):
         info_nce(images, texts, symmetric=True, gathered=both)
+    with pytest.raises(ValueError, match=r"gathered: found \(z2, z1\), expected \(z1, z2\)"):
+        nt_xent(images, texts, gathered=both)
     pairs = torch.stack([z, z], 1)
     with pytest.raises(ValueError, match="labels: not equal to the gathered labels"):
         sup_con_loss(pairs[1:3], LABELS[1:3], gathered=(pairs, LABELS))

@@ -339,7 +339,7 @@ LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 SEPARATE_BACKWARD = LARGE_D | {"fused.fuses_backward": lambda *x: False}
 WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.bound.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
 LSE_IN_BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128)}
-STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda q, k: 128}
+STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda itemsize, m: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
     "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128)}
 # {path that a shape or a GPU can select: (settings that force it, losses that use it in float32, the same in
@@ -540,7 +540,7 @@ def test_blocks_fit_their_buffers(n, m, size):
         # the next block starts with a tile
         assert height in (n, whole_tiles(height)) and width in (n if square else m, whole_tiles(width))
         assert square or height * width == n * m or bytes_used > heuristics.WEIGHT_BUFFER_BYTES // 4
-    assert whole_tiles(heuristics.strip_height(q, k)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
+    assert whole_tiles(heuristics.strip_height(size, m)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
     for d, square in itertools.product((1, 768, 4096), (False, True)):
         height, width = lse_forward.stats_block_shape(torch.empty(1, d), k, square)
         assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.MAX_TABLE_ENTRIES

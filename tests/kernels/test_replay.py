@@ -2,6 +2,7 @@
 import ctypes
 import os
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def with_tensors(x, like):
     """Return an argument of CompiledKernel.run as the interpreter needs it: like another one."""
     if isinstance(like, torch.Tensor):
         return tensor_at(x, like) if x else like
-    if isinstance(x, replay.Rows):
+    if isinstance(x, replay.Descriptor):
         return type(like)(tensor_at(x.base.data_ptr(), like.base), **x.fields)
     return type(like)(*map(with_tensors, x, like)) if isinstance(x, tuple) else x
 
@@ -164,7 +165,15 @@ def test_errors_memory_and_second_derivatives(monkeypatch):
     for _ in range(3):
         with pytest.raises(ValueError, match="k: 5 rows, expected at least 6"):
             one(q, k[:5])
+    all_q, all_k = q.detach(), k.detach()
+    all_q.gathered_from, all_k.gathered_from, all_q.own_rows, all_k.own_rows = ref(q), ref(k), (0, 6), (0, 6)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"gathered: found \(text, image\)"):
+            kernels.clip_loss(q, k, gathered=(all_k, all_q), **ON)
     assert not replay.PLANS
+    for _ in range(2):
+        kernels.clip_loss(q, k, gathered=(all_q, all_k), **ON)
+    assert replay.PLANS.popitem()[1]
     with pytest.raises(RuntimeError, match="second derivatives need; use impl='eager'"):
         torch.autograd.grad(one(q, k), q, create_graph=True)
     loss = one(q, k)
