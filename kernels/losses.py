@@ -214,8 +214,9 @@ def loss_of_labels(z, all_z, labels, temperature, offset, options):
                    names=("z", "gathered: z"), **options)
     if labels is None:
         labels = torch.arange(len(call.keys) // views, device=z.device)
-    if call.impl != "eager":
-        return fused_loss_of_labels(call, views, labels, offset)
+    if call.impl != "eager":         # the gradient is a difference of two, which half types would round
+        q, k = (x if x is None else x.to(call.temperature.dtype) for x in call[:2])
+        return fused_loss_of_labels(call._replace(q=q, k=k), views, labels, offset)
     column_labels = labels.repeat_interleave(views)
     return eager.sup_con_loss(call, column_labels[offset * views:][:n * views], column_labels)
 
@@ -321,7 +322,7 @@ def row_weights(targets, classes, ignored, ignore_index):
     """
     inside = targets.clamp(0, classes - 1)
     if targets.is_cpu and not 0 <= ignore_index < classes and torch.equal(inside, targets):
-        return targets, None
+        return inside, None
     is_inside = inside == targets
     weights = (is_inside / is_inside).masked_fill(ignored, 0)      # 0 / 0 is NaN
     if targets.is_cpu and weights.isnan().any():

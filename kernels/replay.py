@@ -94,7 +94,7 @@ def key_of(function, arguments, named):
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     return (*key, autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
             torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-            heuristics.WEIGHT_BUFFER_BYTES, heuristics.STRIP_BYTES), tensors
+            torch.get_default_dtype(), heuristics.WEIGHT_BUFFER_BYTES, heuristics.STRIP_BYTES), tensors
 
 
 def gathered_from(x):

@@ -581,13 +581,28 @@ def test_gradient_is_accurate_for_small_losses(impl, dtype):
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_all_targets_ignored_or_one_class(impl):
-    """In both cases the loss and its gradient are 0."""
+    """In both cases the loss and its gradient are 0. Targets may be strided."""
     h, w = unit_rows(4, 8, torch.float32, 21).requires_grad_(), unit_rows(6, 8, torch.float32, 22)
     targets = torch.zeros(4, dtype=torch.long, device=DEVICE)
+    expected = linear_cross_entropy(h, w, torch.arange(4, device=DEVICE), impl=impl)
+    strided = torch.arange(8, device=DEVICE)[:4].repeat_interleave(2)[::2]
+    assert linear_cross_entropy(h, w, strided, impl=impl) == expected
     for classes, ignore_index in ((w, 0), (w[:1], -100)):
         loss = linear_cross_entropy(h, classes, targets, ignore_index, impl=impl)
         gradient, = torch.autograd.grad(loss, h)
         assert loss == 0 and not gradient.any()
+
+
+@both_impls
+def test_sup_con_gradient_in_float16(impl):
+    """It is the difference of two gradients, each of which would overflow in float16."""
+    z = F.normalize(unit_rows(4, 16, torch.float64, 47)[:, None] + 0.05 * unit_rows(
+        16, 16, torch.float64, 48).view(4, 4, 16), dim=2).view(8, 2, 16).half().requires_grad_()
+    labels, found = torch.arange(8, device=DEVICE) // 2, []
+    for how, rows in ((impl, z), ("eager", z.double())):
+        loss = sup_con_loss(rows, labels, 0.07, impl=how) * 2.0 ** 16
+        found.append(torch.autograd.grad(loss, z)[0].double())
+    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
 
 
 @both_impls

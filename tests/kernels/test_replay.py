@@ -157,7 +157,10 @@ def test_what_differs_has_another_plan():
     for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
         with context:
             one(q, k)
-    assert len(replay.PLANS) == 16 and all(replay.PLANS.values())
+    torch.set_default_dtype(torch.float64)
+    one(q, k)
+    torch.set_default_dtype(torch.float32)
+    assert len(replay.PLANS) == 17 and all(replay.PLANS.values())
 
 
 def test_errors_memory_and_second_derivatives(monkeypatch):
