@@ -255,21 +255,6 @@ def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs
     return dq, dk, gradient_of_temperature(q, dq, temperature, needs_temperature, triangle)
 
 
-def similarity_lse_frozen_keys(q, k, temperature, mask):
-    """Return (lse (N,), o (N, D)) with o_i = Σ_j p_ij k_j, for keys without gradient: dq_i = g_i o_i / τ."""
-    stats, o = stats_and_mean_keys(*to_accumulation_dtype(q, k, temperature), temperature, mask)
-    return stats[0] + stats[1].log(), o
-
-
-def stats_and_mean_keys(q, k, temperature, mask):
-    """Return (stats (2, N), o (N, D)) with o_i = Σ_j p_ij k_j; q and k are in the accumulation dtype."""
-    stats, o = new_stats(q), torch.zeros_like(q)
-    for rows, columns, s in logit_strips(q, k, temperature, mask):
-        add_stats(stats[:, rows], s, 1)
-        add_products(o, o[:0], s, q, k, rows, columns)
-    return stats, o.mul_(divide(1, stats[1])[:, None])
-
-
 # ── losses ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -323,7 +308,11 @@ def queue_loss(q, k, queue, temperature, mask, needs_gradient):
     The queue gets no gradient.
     """
     q, k, queue = (x.to(temperature.dtype) for x in (q, k, queue))
-    stats, o = stats_and_mean_keys(q, queue, temperature, mask)
+    stats, o = new_stats(q), torch.zeros_like(q)               # o_i = Σ_j p_ij queue_j
+    for rows, columns, s in logit_strips(q, queue, temperature, mask):
+        add_stats(stats[:, rows], s, 1)
+        add_products(o, o[:0], s, q, queue, rows, columns)
+    o.mul_(divide(1, stats[1])[:, None])
     positive = (q / temperature * k).sum(1)                  # q / temperature is rounded as for the queue
     loss, g = loss_and_slopes(positive, stats, q.new_full((len(q),), 1 / len(q)))
     if not needs_gradient:

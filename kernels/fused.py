@@ -1,13 +1,12 @@
 """The fused operations as torch.autograd.Functions around blockwise.py and gpu/.
 
-`call` holds the checked arguments (call.py). There are three kinds of Function:
+`call` holds the checked arguments (call.py). There are two kinds of Function:
 
     GradientInForward           computes the gradients together with the loss; backward only multiplies them
                                 by the upstream gradient
     LogSumExp, SoftmaxLoss      keep stats (2, N), the maximum and the sum of exponentials of each row, and
                                 compute each logit again in backward. stats are more precise than the single
                                 number lse. In Triton the maximum is in log2 units
-    FrozenKeys                  keeps o_i = Σ_j p_ij k_j, from which backward gets dq without logits
 
 create_graph=True (second derivatives), forward mode and torch.func are not supported: they raise.
 """
@@ -16,7 +15,7 @@ import functools
 import torch
 
 from . import blockwise
-from .heuristics import fuses_backward, has_frozen_keys_kernel
+from .heuristics import fuses_backward
 from .masks import Mask
 from .replay import NO_SECOND_DERIVATIVE
 
@@ -68,12 +67,7 @@ def only_needed(ctx, gradients, inputs):
 
 
 def similarity_lse(call):
-    """Return the log-sum-exp of each row (N,). Keys without gradient use a cheaper operation."""
-    needs_q, needs_k, needs_temperature = call.needs
-    only_of_q = call.k is not None and not needs_k and (needs_q or needs_temperature)
-    itemsize, d = call.product_dtype.itemsize, call.q.shape[1]
-    if only_of_q and (call.impl == "blockwise" or has_frozen_keys_kernel(itemsize, d)):
-        return FrozenKeys.apply(call.q, call.temperature, call)
+    """Return the log-sum-exp of each row (N,)."""
     return LogSumExp.apply(call.q, call.k, call.temperature, call)
 
 
@@ -113,29 +107,6 @@ def largest_finite(grad):
     """Return the largest finite |grad|, above 0: NaN or infinity must not change the scale of other rows."""
     finite = grad.nan_to_num(0, 0, 0)
     return torch.linalg.vector_norm(finite, torch.inf).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-class FrozenKeys(torch.autograd.Function):
-    """The log-sum-exp for keys without gradient: dq_i = g_i o_i / τ with o_i = Σ_j p_ij k_j."""
-
-    @staticmethod
-    @outside_autocast
-    def forward(ctx, q, temperature, call):
-        compute = blockwise.similarity_lse_frozen_keys
-        if call.impl == "triton":
-            from .gpu.lse_frozen_keys import similarity_lse as compute
-        lse, o = compute(*call.operands, temperature, call.mask)
-        ctx.product_dtype = call.product_dtype
-        ctx.save_for_backward(q, temperature, o)
-        return lse
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad):
-        q, temperature, o = ctx.saved_tensors
-        dq, rows = o * (grad / temperature)[:, None], q.to(ctx.product_dtype).to(o.dtype)
-        dt = blockwise.gradient_of_temperature(rows, dq, temperature, ctx.needs_input_grad[1])
-        return *only_needed(ctx, (dq, dt), (q, temperature)), None
 
 
 # ── losses ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +206,7 @@ def queue_loss(call, queue):
     def compute():
         (q, k), compute_loss = call.operands, blockwise.queue_loss
         if call.impl == "triton":
-            from .gpu.lse_frozen_keys import queue_loss as compute_loss
+            from .gpu.queue_loss import queue_loss as compute_loss
         negatives = queue.to(call.product_dtype)
         loss, dq, dk = compute_loss(q, k, negatives, call.temperature, call.mask, any(needs))
         dt = blockwise.gradient_of_temperature(q.to(loss.dtype), dq, call.temperature, needs[2])

@@ -9,8 +9,7 @@ softmax loss of large D uses the kernels of the next line.
     row and column softmax, or    lse_forward, gradient_small_d     lse_forward, gradient_large_d
         self-similarity
     similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient_large_d
-        keys without gradient     lse_frozen_keys (if D ≤ 256)      lse_forward, gradient_large_d
-    queue_loss                    lse_frozen_keys                   lse_forward, gradient_large_d
+    queue_loss (small: D ≤ 256)   queue_loss                        lse_forward, gradient_large_d
     sigmoid_loss                  sigmoid                           sigmoid
 
 The thresholds follow from the number of registers (which tests/gpu/test_compile.py prints) and from counting
@@ -66,8 +65,8 @@ def is_small_d(itemsize, d, mask):
     return itemsize == 2 and mask.exclude != "target" and small
 
 
-def has_frozen_keys_kernel(itemsize, d):
-    """Return whether keys without gradient use the cheaper kernel, which computes lse and dq together."""
+def has_queue_kernel(itemsize, d):
+    """Return whether queue_loss uses its own kernel, which computes the loss and the gradient together."""
     return itemsize == 2 and d <= MAX_SMALL_D
 
 

@@ -4,9 +4,9 @@
     launch.py                   host side: tile sizes, aligned copies, kernel arguments
     bound.py                    one shift for all logits, instead of a maximum per row and per column
     lse_forward.py              log-sum-exp of each row, or of each row and each column; the softmax loss
-    lse_frozen_keys.py          log-sum-exp against keys without gradient, and the gradient of q with it
     gradient.py                 gradient; it calls gradient_small_d.py or gradient_large_d.py
     fused_forward_backward.py   loss with a row softmax only, and its gradient, in one pass
+    queue_loss.py               queue loss and its gradient in one pass
     sigmoid.py                  sigmoid loss and its gradient in one pass
     topk.py                     the n largest logits of each row
 

@@ -29,13 +29,13 @@ DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("
 # with a number and with a tensor.
 TIGHT = {
     ("bfloat16", "high", "number"): ["forward 128 two sides", "forward 128 two sides, few",
-                                     "small d 768 one side", "frozen keys 128 within",
+                                     "small d 768 one side", "queue 128",
                                      "large d 256 two sides", "fused 256 one side"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal",
                                      "forward 128 gathered pairs",
-                                     "small d 128 self-similarity", "small d 256 within", "sigmoid 256"],
+                                     "small d 128 self-similarity", "small d 256 within", "sigmoid 256",
+                                     "queue 256"],
     ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
-    ("bfloat16", "highest", "tensor"): ["frozen keys 128 all"],
     ("float32", "high", "number"): ["sigmoid 256"],
     ("float32", "high", "tensor"): ["forward 256 one side", "fused 256 one side"],
     ("float32", "highest", "number"): ["top 64 of 256 within", "sigmoid 256"],
@@ -58,7 +58,7 @@ def launches(name, precision, scalars):
         gradient,
         launch,
         lse_forward,
-        lse_frozen_keys,
+        queue_loss,
         sigmoid,
         topk,
     )
@@ -105,12 +105,13 @@ def launches(name, precision, scalars):
                 yield f"large d {d} {title}", lambda: gradients(False, *one_sided)
             if half and not like_bfloat16:
                 yield f"small d {d} {title}", lambda: gradients(True, *one_sided)
-            if half and not like_bfloat16 and d <= heuristics.MAX_SMALL_D:
-                yield f"frozen keys {d} {title}", lambda: lse_frozen_keys.similarity_lse(q, k, t, mask)
             for n in (2, 16, 64) if d == 256 and not like_bfloat16 and t is number else ():
                 yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
         if only_features:
             continue
+        if half and d <= heuristics.MAX_SMALL_D:
+            no_mask = make_mask(len(q), len(k), False)
+            yield f"queue {d}", lambda: queue_loss.queue_loss(q, square, k, t, no_mask, True)
         diagonal = make_mask(len(q), len(square), False, "diagonal")
         pair = make_mask(len(q), len(q), True, "pair")
         pair_of_ranks = pair._replace(offset=7)

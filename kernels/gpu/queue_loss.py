@@ -1,7 +1,7 @@
-"""Keys without gradient (a queue, a frozen encoder): log-sum-exp or queue loss, and its gradient.
+"""MoCo's queue loss and its gradient in one pass: the keys of the queue get no gradient.
 
-    lse_i = log Σ_j exp(q_i·k_j / τ)    p_ij = exp(q_i·k_j / τ − lse_i)
-    o_i = Σ_j p_ij k_j                  dq_i = (g_i / τ) o_i,  g_i the gradient that reaches lse_i
+    lse_i = log Σ_j exp(q_i·k_j / τ) over the keys k_j of the queue      p_ij = exp(q_i·k_j / τ − lse_i)
+    o_i = Σ_j p_ij k_j, the gradient of lse_i in q_i, times τ
 
 o is attention with the keys as values, so the forward loop computes it: 4 N·M·D operations, where a backward
 pass that recomputes the logits would make it 6. No logit is written to memory. A program takes BLOCK_N rows
@@ -11,31 +11,33 @@ and loops over tiles of keys J. It reads each tile once for both products:
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
            └──────────────────────┘
 
-Few rows alone would leave most of the GPU idle. So frozen_keys_kernel splits the columns over several
+Few rows alone would leave most of the GPU idle. So queue_kernel splits the columns over several
 programs, each with its own m, l and o, and merge_splits_kernel merges them with the weights
-l_split exp2(m_split − m). o stays in registers, which limits frozen_keys_kernel to half types and D ≤ 256.
+l_split exp2(m_split − m). o stays in registers, which limits queue_kernel to half types and D ≤ 256.
 
-The positive of a queue loss is not among the keys, so merge_splits_kernel adds it, gap_i = lse_i − q_i·k_i/τ:
+The positive k⁺_i is not in the queue, so merge_splits_kernel adds it, with gap_i = lse_i − q_i·k⁺_i/τ:
 
-    loss_i = softplus(gap_i)        dq_i = σ(gap_i) (o_i − k_i) / τ        dk_i = −σ(gap_i) q_i / τ
+    loss_i = softplus(gap_i)        dq_i = σ(gap_i) (o_i − k⁺_i) / τ       dk⁺_i = −σ(gap_i) q_i / τ
 """
+import functools
+
 import torch
 import triton.language as tl
 
-from ..heuristics import has_frozen_keys_kernel
+from ..heuristics import has_queue_kernel
 from . import gradient, lse_forward
 from .launch import (
-    MULTIPROCESSORS, aligned_operands, ceil_div, check_device, column_ranges, contiguous_rows, kernel_args,
+    MULTIPROCESSORS, aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args,
     next_power_of_2, tile_config, total)
 from .tiles import (
-    LOG2E, exp2_scaled, finite_max, keep_mask, kept_column_range, kernel, load_tile, log2e_over_tau,
+    LOG2E, exp2_scaled, finite_max, keep_mask, kernel, load_tile, log2e_over_tau,
     lse_minus_positive, needs_mask, softplus)
 
 
 @kernel
-def frozen_keys_kernel(STATS, O, RANGES, split_columns,
-                       Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+def queue_kernel(STATS, O, split_columns,
+                 Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write STATS[split, :, rows], m and log2 l, and O[split, rows, :] for one row tile and one split.
 
     A split is a range of split_columns columns. The grid is (row tiles, splits).
@@ -44,9 +46,8 @@ def frozen_keys_kernel(STATS, O, RANGES, split_columns,
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     q = load_tile(Q, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
     scale = log2e_over_tau(MASK)
-    first = tl.program_id(1) * split_columns
-    start, stop = kept_column_range(RANGES, tl.program_id(0), first, tl.minimum(first + split_columns, M),
-                                    BLOCK_M)
+    start = tl.program_id(1) * split_columns
+    stop = tl.minimum(start + split_columns, M)
     m_i = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_N,), tl.float32)
     o = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -71,12 +72,11 @@ def frozen_keys_kernel(STATS, O, RANGES, split_columns,
 
 
 @kernel
-def merge_splits_kernel(LSE, O, LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, loss_factor, splits, N,
+def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, loss_factor, splits, N,
                         padded_D, D, q_stride, positive_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Merge the splits of each row and write the results.
+    """Merge the splits of each row and write LOSS (N,), DQ and DK (N, D), all multiplied by loss_factor.
 
-    Without POSITIVE_KEYS write LSE and O; with them write LOSS, DQ and DK, all multiplied by loss_factor.
-    SPLIT_O is (splits, N, padded_D); O, DQ and DK are (N, D).
+    SPLIT_O is (splits, N, padded_D).
     """
     rows, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     row_inside, inside = rows < N, (rows < N)[:, None] & (d < D)[None, :]
@@ -94,79 +94,47 @@ def merge_splits_kernel(LSE, O, LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, 
         o = o * shrink[:, None] + split_o * weight[:, None]
         m_i = m_new
     o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    at = rows.to(tl.int64)[:, None] * D + d[None, :]
-    if POSITIVE_KEYS is None:
-        tl.store(LSE + rows, (m_i + tl.log2(l_i)) / LOG2E, mask=row_inside)
-        tl.store(O + at, o, mask=inside)
-    else:
-        q = tl.load(Q + rows.to(tl.int64)[:, None] * q_stride + d[None, :], mask=inside,
-                    other=0.0).to(tl.float32)
-        k = tl.load(POSITIVE_KEYS + rows.to(tl.int64)[:, None] * positive_stride + d[None, :], mask=inside,
-                    other=0.0).to(tl.float32)
-        loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, tl.sum(q * k, 1), log2e_over_tau(MASK)))
-        tl.store(LOSS + rows, loss * loss_factor, mask=row_inside)
-        dloss_dlse = (dloss_dlse * loss_factor * log2e_over_tau(MASK) / LOG2E)[:, None]
-        tl.store(DQ + at, dloss_dlse * (o - k), mask=inside)
-        tl.store(DK + at, -dloss_dlse * q, mask=inside)
+    place = rows.to(tl.int64)[:, None]
+    q = tl.load(Q + place * q_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(POSITIVE_KEYS + place * positive_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, tl.sum(q * k, 1), log2e_over_tau(MASK)))
+    tl.store(LOSS + rows, loss * loss_factor, mask=row_inside)
+    dloss_dlse = (dloss_dlse * loss_factor * log2e_over_tau(MASK) / LOG2E)[:, None]
+    tl.store(DQ + place * D + d[None, :], dloss_dlse * (o - k), mask=inside)
+    tl.store(DK + place * D + d[None, :], -dloss_dlse * q, mask=inside)
 
 
-def frozen_keys_config(q, mask):
+def queue_config(q, mask):
     """Return tile_config() with whole rows in one tile, and few enough columns that o fits beside the logits.
 
     maxnreg is set because the assembler would spill registers in order to run more programs per SM.
     """
     config, features = tile_config(q, mask), max(16, next_power_of_2(q.shape[1]))
-    columns = 64 if features <= 128 else 32 if mask.row_features is None else 16
-    return {**config, "BLOCK_N": 64, "BLOCK_M": min(columns, config["BLOCK_M"]), "BLOCK_D": features,
-            "num_warps": 4 if features <= 128 else 8, "num_stages": 2, "maxnreg": 255}
+    small = features <= 128
+    return config | dict(BLOCK_N=64, BLOCK_M=64 if small else 32, BLOCK_D=features,
+                         num_warps=4 if small else 8, num_stages=2, maxnreg=255)
 
 
-def run_splits(q, k, temperature, mask):
-    """Run frozen_keys_kernel and return its results: one m, log2 l and o per split.
-
-    returns  (m and log2 l (splits, 2, N), o (splits, N, padded D), KernelMask, BLOCK_D)
-    """
+def queue_loss(q, k, queue, temperature, mask, needs_gradient):
+    """Return (mean loss, dq, dk (N, D)), float32; dq and dk may be None if they are not needed."""
+    if not has_queue_kernel(q.element_size(), q.shape[1]):
+        return queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient)
     check_device(q)
-    q, k, mask = aligned_operands(q, k, mask)
-    n, m, config = q.shape[0], k.shape[0], frozen_keys_config(q, mask)
-    operands, rest = kernel_args(q, k, mask, temperature, config)
+    aligned, config = aligned_operands(q, queue, mask), queue_config(q, mask)
+    operands, rest = kernel_args(*aligned, temperature, config)
+    (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]
     row_tiles, column_tiles = ceil_div(n, config["BLOCK_N"]), ceil_div(m, config["BLOCK_M"])
     at_once = MULTIPROCESSORS * (3 if config["num_warps"] == 4 else 1)
     splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
     split_columns = ceil_div(column_tiles, splits) * config["BLOCK_M"]
     splits = ceil_div(m, split_columns)
-    stats = torch.empty(splits, 2, n, dtype=torch.float32, device=q.device)
-    o = torch.empty(splits, n, operands[-1].D, dtype=torch.float32, device=q.device)
-    frozen_keys_kernel[row_tiles, splits](stats, o, column_ranges(mask, config), split_columns,
-                                          *operands, **rest)
-    return stats, o, operands[2], config["BLOCK_D"]
-
-
-def similarity_lse(q, k, temperature, mask):
-    """Return (lse (N,), o (N, D)), both float32."""
-    split_stats, split_o, _, features = run_splits(q, k, temperature, mask)
-    n, d = q.shape
-    lse = torch.empty(n, dtype=torch.float32, device=q.device)
-    o = torch.empty(n, d, dtype=torch.float32, device=q.device)
-    merge_splits_kernel[ceil_div(n, 16),](
-        lse, o, None, None, None, split_stats, split_o, None, None, None, 1.0, split_stats.shape[0], n,
-        split_o.shape[2], d, 0, 0, BLOCK_N=16, BLOCK_D=features, enable_fp_fusion=True)
-    return lse, o
-
-
-def queue_loss(q, k, queue, temperature, mask, needs_gradient):
-    """Return (mean loss, dq, dk (N, D)), float32; dq and dk may be None if they are not needed."""
-    if not has_frozen_keys_kernel(q.element_size(), q.shape[1]):
-        return queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient)
-    split_stats, split_o, kernel_mask, features = run_splits(q, queue, temperature, mask)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    stats, o, loss, dq, dk = new(splits, 2, n), new(splits, n, padded_d), new(n), new(n, d), new(n, d)
+    queue_kernel[row_tiles, splits](stats, o, split_columns, *operands, **rest)
     q, k = contiguous_rows(q), contiguous_rows(k)
-    n, d = q.shape
-    loss = torch.empty(n, dtype=torch.float32, device=q.device)
-    dq, dk = (torch.empty(n, d, dtype=torch.float32, device=q.device) for _ in range(2))
     merge_splits_kernel[ceil_div(n, 16),](
-        None, None, loss, dq, dk, split_stats, split_o, q, k, kernel_mask, 1 / n, split_stats.shape[0], n,
-        split_o.shape[2], d, q.stride(0), k.stride(0), BLOCK_N=16, BLOCK_D=features,
-        enable_fp_fusion=True)
+        loss, dq, dk, stats, o, q, k, operands[2], 1 / n, splits, n, padded_d, d, q.stride(0), k.stride(0),
+        BLOCK_N=16, BLOCK_D=config["BLOCK_D"], enable_fp_fusion=True)
     return total(loss), dq, dk
 
 
