@@ -179,23 +179,21 @@ class SoftmaxLoss(torch.autograd.Function):
     def forward(ctx, q, k, temperature, call, both, weights):
         from .gpu import lse_forward
         found = lse_forward.forward(*call.operands, temperature, call.mask, both, True, weights)
-        save(ctx, call, weights, found.stats, found.dloss_dlse)
+        save(ctx, call, found.stats, found.dloss_dlse)
+        ctx.unit = 1 / len(q) if weights is None else 1.0
         return found.loss
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
         from .gpu import gradient
-        call, (weights, stats, dloss_dlse) = restore(ctx)
-        unit = 1 / len(call.q)
-        if weights is not None:
-            dloss_dlse, unit = dloss_dlse * weights, 1.0
+        call, (stats, dloss_dlse) = restore(ctx)
         rows = columns = stats[0], dloss_dlse[0]
         if call.k is not None:
             columns = (stats[1], dloss_dlse[1]) if len(stats) == 2 else None
         needs = ctx.needs_input_grad[:3]
         gradients = gradient.gradients(*call.operands, call.temperature, call.mask, rows, columns, grad,
-                                       unit / len(stats), *needs, call.q.dtype, True)
+                                       ctx.unit / len(stats), *needs, call.q.dtype, True)
         return *only_needed(ctx, gradients, call[:3]), None, None, None
 
 

@@ -157,11 +157,8 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
         strip_kernel[row_tiles * tiles,](strip, table, positive, bound, i, count, row_tiles, tiles,
                                          strip.stride(0), *operands, **rest)
         strip_table = table[:2 * tiles * count].view(2, tiles, count)
-        strip_weights = None if weights is None else weights[at]
         losses.append(merge_stats(stats[..., at], strip_table, few, True, None, positive, dloss_dlse[:, at],
-                                  strip_weights, tau_mask, n, bound))
-        if weights is not None:
-            dloss_dlse[:, at] *= strip_weights
+                                  None if weights is None else weights[at], tau_mask, n, bound))
         row_arguments = stats[..., at], dloss_dlse[0, at], bound, count, n
         scale_strip_kernel[ceil_div(count, 32), tiles](strip, table, *row_arguments, m, strip.stride(0),
                                                        precision, BLOCK_N=32, BLOCK_M=config["BLOCK_M"])

@@ -276,10 +276,11 @@ def merge_stats_kernel(STATS, LSE, DLOSS_DLSE, LOSS, TABLE, POSITIVE, WEIGHTS, M
         if LOSS is not None:
             positive = tl.load(POSITIVE + rows, mask=inside, other=0.0)
             loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, positive, log2e_over_tau(MASK)))
-            tl.store(DLOSS_DLSE + side * count + rows, dloss_dlse, mask=inside)
             if WEIGHTS is not None:
                 row_weight = tl.load(WEIGHTS + rows, mask=inside, other=0.0)
                 loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # the loss may be NaN
+                dloss_dlse = tl.where(row_weight == 0.0, 0.0, dloss_dlse * row_weight)
+            tl.store(DLOSS_DLSE + side * count + rows, dloss_dlse, mask=inside)
             loss_sum += tl.sum(tl.where(inside, loss, 0.0), 0) * weight
     if LOSS is not None:
         tl.store(LOSS + tl.program_id(0), loss_sum)
@@ -289,7 +290,7 @@ class ForwardResult(NamedTuple):
     """Results of the forward pass, all float32."""
     stats: Any             # (sides, 2, N): m and l of rows, and of columns if both were asked for
     lse: Any               # (N,) of the rows; None if the loss was asked for
-    dloss_dlse: Any        # (sides, N), without row weights and the factor 1/N; or None
+    dloss_dlse: Any        # (sides, N), without the factor 1/N that rows without weights have; or None
     loss: Any              # scalar; or None
 
 
