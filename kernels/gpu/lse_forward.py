@@ -246,8 +246,7 @@ def merge_stats_kernel(STATS, LSE, DLOSS_DLSE, LOSS, TABLE, POSITIVE, WEIGHTS, M
     inside = rows < count
     loss_sum, no_maximum = 0.0, bound_is_zero(BOUND)
     for side in tl.static_range(SIDES):
-        m_i = tl.full((BLOCK,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK,), tl.float32)
+        m_i, l_i = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
         stats = STATS + 2 * side * l_offset + rows
         if not OVERWRITE:
             m_i = tl.load(stats, mask=inside, other=float("-inf"))
