@@ -83,7 +83,7 @@ def as_scalar(x, dtype):
 
     Kernels read a tensor on the GPU without a synchronisation.
     """
-    return x.resolve_neg().to(dtype) if isinstance(x, Tensor) else torch.full((), float(x), dtype=dtype)
+    return x.to(dtype) if isinstance(x, Tensor) else torch.full((), float(x), dtype=dtype)
 
 
 @replayed

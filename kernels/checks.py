@@ -124,7 +124,7 @@ def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
 
 
 def check_temperature(temperature, device, name="temperature"):
-    """Raise ValueError unless it is a number that float32 can divide by, or a 0-dim tensor on the device."""
+    """Raise ValueError unless float32 can divide by this number, or by this 0-dim tensor on the device."""
     check_number(name, temperature, SMALLEST, LARGEST, device)
 
 

@@ -35,7 +35,7 @@ def first_order(backward):
     def run(ctx, grad, *rest):
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
-        return backward(ctx, grad.resolve_neg(), *rest)            # kernels read raw memory
+        return backward(ctx, grad, *rest)
     return outside_autocast(run)
 
 

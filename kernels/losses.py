@@ -7,7 +7,6 @@ synchronise with the GPU.
 In a softmax loss the mask excludes the positive from the fused sum, and the loss is softplus(lse − positive).
 This is the same number, with a much more accurate gradient when the loss is small.
 """
-
 import torch
 import torch.nn.functional as F
 

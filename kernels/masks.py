@@ -9,7 +9,7 @@ from . import checks
 
 
 class Mask(NamedTuple):
-    """A mask whose parts have been checked, with its fields in the order of the operations' arguments.
+    """A mask whose parts have been checked, with fields in the order of gpu/launch.KernelMask.
 
     exclude                      "none" | "diagonal" (j = i + offset) | "pair" (both views of row i's image:
                                  j = i' and i' + M/2 with i' = i mod N/2 + offset) | "target" (j = row_ids[i];

@@ -1,4 +1,4 @@
-"""Replay a loss: from the second call with the same shapes on, only its launches run.
+"""Replay a loss: after the first call with the same shapes, the host only repeats launches and operations.
 
 While batches are small, a GPU waits for the host. What the host does for a loss depends on shapes, dtypes,
 flags and numbers (the key), never on values in GPU memory: the same key means the same work at other

@@ -108,19 +108,3 @@ def test_losses_of_distances(loss, q_dtype, k_dtype, autocast):
     q, k = (x.to(dtype) for x, dtype in zip(positive_pairs(12, 16, F64), (q_dtype, k_dtype)))
     tolerance = max(1e-12, *(torch.finfo(dtype).eps for dtype in (q_dtype, k_dtype)))
     check(DISTANCES[loss], q, k, autocast, float64_reference(DISTANCES[loss], q, k), tolerance)
-
-
-@pytest.mark.parametrize("dtype", [F64, F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("autocast", [F16, BF16], ids=str)
-def test_embed_in_chunks(dtype, autocast):
-    """Autocast does not change embeddings that are products of single numbers."""
-    weight, x = torch.nn.Parameter(torch.tensor([2.0, 3.0], dtype=dtype)), torch.ones(5, 2, dtype=dtype)
-    for module in (None, torch.nn.ParameterList([weight])):
-        with torch.autocast("cpu", autocast):
-            z = kernels.embed_in_chunks(lambda chunk: chunk * weight, x.split(2), module)
-        assert z.dtype == dtype and torch.equal(z, x * weight)
-        weight.grad = None
-        z.sum().backward()
-        assert torch.equal(weight.grad, torch.full_like(weight, 5))
-    with torch.autocast("cpu", autocast):
-        assert kernels.gather_rows(x, 5) is x

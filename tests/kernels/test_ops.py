@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from packaging.version import parse
 from test_kernels import DEVICE, both_impls, differentiate, unit_rows
 
 import kernels
@@ -79,7 +78,6 @@ lse = similarity_lse
     (lambda: lse(Q, K.double()), "k: dtype torch.float64, expected torch.float32 like q"),
     (lambda: lse(Q, K.to("meta")), "k: on meta, expected cpu like the other tensors"),
     (lambda: lse(Q, K[:0]), r"k: found \(0, 3\), expected \(K, 3\), not empty"),
-    (lambda: lse(Q, K[:, :0]), r"k: found \(5, 0\), expected \(K, 3\)"),
     (lambda: lse(Q, K, exclude="pair"), r'exclude: "pair" needs k=None .* found a k'),
     (lambda: lse(torch.randn(3, 2), exclude="pair"), "found 3 rows"),
     (lambda: lse(Q, K, exclude=(FOUR, FOUR)), r"exclude: column ids: found \(4,\), expected \(5,\)"),
@@ -90,7 +88,6 @@ lse = similarity_lse
     (lambda: info_nce(K, Q), r"k: 4 rows, expected at least 5 \+ offset 0"),
     (lambda: info_nce(Q, K, offset=-1), "offset: -1, expected this rank's first row among the 5 of k"),
     (lambda: info_nce(Q, K, symmetric=True), "k: 5 rows, expected 4 like q"),
-    (lambda: sigmoid_loss(K, Q), r"k: 4 rows, expected at least 5 \+ offset 0"),
     (lambda: sigmoid_loss(Q, K, offset=2), r"k: 5 rows, expected at least 4 \+ offset 2"),
     (lambda: nt_xent(Q, K), "z2: 5 rows, expected 4 like z1"),
     (lambda: linear_cross_entropy(Q, K, FIVE), r"targets: found \(5,\), expected \(4,\)"),
@@ -124,9 +121,7 @@ def test_ids_of_two_dtypes(impl):
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
 @pytest.mark.parametrize("f", [
-    lambda q: similarity_lse(q, impl="triton"), lambda q: similarity_lse(q, K, impl="triton"),
-    lambda q: info_nce(q, K, impl="triton"), lambda q: nt_xent(q, q, impl="triton"),
-    lambda q: linear_cross_entropy(q, K, FOUR, impl="triton"), lambda q: queue_loss(q, q, K, impl="triton"),
+    lambda q: similarity_lse(q, K, impl="triton"), lambda q: queue_loss(q, q, K, impl="triton"),
     lambda q: sigmoid_loss(q, K, impl="triton"), lambda q: similarity_topk(q, K, 1, impl="triton")])
 def test_triton_on_the_cpu_needs_the_interpreter(f, needs_gradient, monkeypatch):
     """The error is raised before anything is launched."""
@@ -151,8 +146,3 @@ def test_without_triton():
                           capture_output=True, text=True)
     assert done.stdout == "blockwise\n"
     assert "ValueError: impl: 'triton' needs the package triton, which is not installed" in done.stderr
-
-
-def test_package_has_a_version():
-    """transformers reads kernels.__version__, because it takes our folder for the package of that name."""
-    assert parse(kernels.__version__)
