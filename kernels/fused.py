@@ -79,27 +79,28 @@ class LogSumExp(torch.autograd.Function):
     def forward(ctx, q, k, temperature, call):
         if call.impl == "blockwise":
             lse, stats = blockwise.similarity_lse(*call.operands, temperature, call.mask)
-        else:
-            from .gpu import lse_forward
-            found = lse_forward.forward(*call.operands, temperature, call.mask)
-            lse, stats = found.lse, found.stats[0]
-        save(ctx, call, stats)
-        return lse
+            save(ctx, call, stats)
+            return lse
+        from .gpu import lse_forward
+        found = lse_forward.forward(*call.operands, temperature, call.mask)
+        save(ctx, call, found.stats[0], found.common_m)
+        return found.lse
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        call, (stats,) = restore(ctx)
+        call, (stats, *common_m) = restore(ctx)
         needs = ctx.needs_input_grad[:3]
         operands = *call.operands, call.temperature, call.mask
         if call.impl == "blockwise":
             gradients = blockwise.similarity_lse_backward(*operands, grad, stats, *needs)
         else:
-            from .gpu import gradient
+            from .gpu import gradient, shift
             largest = largest_finite(grad)                     # the kernels expect |dloss/dlse| ≤ 1
-            rows = stats, (grad / largest).contiguous()
+            rows = shift.make_side(stats, (grad / largest).contiguous())
             columns = rows if call.k is None else None
-            gradients = gradient.gradients(*operands, rows, columns, largest, 1.0, *needs, call.q.dtype)
+            gradients = gradient.gradients(*operands, rows, columns, *common_m, largest, 1.0, *needs,
+                                           call.q.dtype)
         return *only_needed(ctx, gradients, call[:3]), None
 
 
@@ -179,7 +180,7 @@ class SoftmaxLoss(torch.autograd.Function):
     def forward(ctx, q, k, temperature, call, both, weights):
         from .gpu import lse_forward
         found = lse_forward.forward(*call.operands, temperature, call.mask, both, True, weights)
-        save(ctx, call, found.stats, found.dloss_dlse)
+        save(ctx, call, found.sides, found.common_m)
         ctx.unit = 1 / len(q) if weights is None else 1.0
         return found.loss
 
@@ -187,13 +188,13 @@ class SoftmaxLoss(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         from .gpu import gradient
-        call, (stats, dloss_dlse) = restore(ctx)
-        rows = columns = stats[0], dloss_dlse[0]
+        call, (sides, common_m) = restore(ctx)
+        rows = columns = sides[0]
         if call.k is not None:
-            columns = (stats[1], dloss_dlse[1]) if len(stats) == 2 else None
+            columns = sides[1] if len(sides) == 2 else None
         needs = ctx.needs_input_grad[:3]
-        gradients = gradient.gradients(*call.operands, call.temperature, call.mask, rows, columns, grad,
-                                       ctx.unit / len(stats), *needs, call.q.dtype, True)
+        gradients = gradient.gradients(*call.operands, call.temperature, call.mask, rows, columns, common_m,
+                                       grad, ctx.unit / len(sides), *needs, call.q.dtype, True)
         return *only_needed(ctx, gradients, call[:3]), None, None, None
 
 

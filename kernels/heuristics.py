@@ -24,7 +24,7 @@ from .checks import check_impl, describe
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 EAGER_LOGITS = 2 ** 18         # on the CPU, eager is the fastest for a matrix of at most this many logits
 EAGER_LOGITS_ON_GPU = 2 ** 22  # the same on a GPU without Triton
-MAX_SMALL_D = 256              # largest D for which rows and their gradient fit into a program's registers
+MAX_SMALL_D = 128              # largest D for which rows and their gradient fit into a program's registers
 FEW_ROWS = 1024                # with at most this many rows, a kernel launch costs more than its arithmetic
 TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
@@ -70,9 +70,12 @@ def has_queue_kernel(itemsize, d):
     return itemsize == 2 and d <= MAX_SMALL_D
 
 
-def strip_height(itemsize, m):
-    """Return the number of rows of a strip in fused_forward_backward, a multiple of the tile size 128."""
-    return STRIP_BYTES // (itemsize * -(-m // 128) * 128) // 128 * 128
+def strip_height(itemsize, m, d):
+    """Return the number of rows of a strip in fused_forward_backward, a multiple of the tile size 128.
+
+    A strip takes at most STRIP_BYTES, or as much memory as the keys, if that is more.
+    """
+    return max(STRIP_BYTES // (itemsize * -(-m // 128) * 128), d) // 128 * 128
 
 
 def gradient_dtype(dtype):
@@ -89,4 +92,4 @@ def fuses_backward(call, both, needs):
     if both or call.k is None or not any(needs) or is_small_d(itemsize, d, call.mask):
         return False
     m = len(call.k)
-    return max(n, m) > FEW_ROWS and strip_height(itemsize, m) >= min(MIN_FUSED_ROWS, -(-n // 128) * 128)
+    return max(n, m) > FEW_ROWS and strip_height(itemsize, m, d) >= min(MIN_FUSED_ROWS, -(-n // 128) * 128)

@@ -24,84 +24,51 @@ and returns immediately if the shift is 0. A strip is written once and read twic
 scale_strip_kernel reads and writes it once more. A strip has at most heuristics.STRIP_BYTES. The strips'
 products are added to dk in order, so the same input gives the same bits.
 """
-import functools
-
 import torch
 import triton.language as tl
 
 from ..heuristics import gradient_dtype, strip_height
-from .bound import SoftmaxSide, bound_of_norms, has_few_rows
 from .gradient_large_d import add_product, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args,
+    GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args, persistent_grid,
     temperature_only_mask, tile_config, total, without_padding)
-from .lse_forward import merge_stats, save_positives
-from .tiles import (
-    bound_is_zero, cast_for_matmul, exp2_scaled, finite_max, keep_mask, kernel, log2e_over_tau, needs_mask,
-    qk_tile, row_factors, swizzle_program_id)
+from .lse_forward import merge_stats, sums_kernel
+from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
+from .tiles import cast_for_matmul, kernel, shift_is_zero
 
 
 @kernel
-def strip_kernel(E, TABLE, POSITIVE, BOUND, first_row, height, tiles_x, tiles_y, e_row_stride,
-                 Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write a strip of exponentials E[i, j] = exp2(s − m) for rows first_row + i, and their sums.
+def scale_strip_kernel(E, TABLE, FACTOR, M_ROW, SHIFT, height, M, e_row_stride, PRECISION: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Turn the exponentials E into weights, WEIGHT_SCALE · w_ij, in place; do nothing if SHIFT is 0.
 
-    TABLE     (2, column tiles, height): m and l of each row per tile; if BOUND is 0, m is 0 and not written
-    POSITIVE  (height,) dot products of the positives
+    TABLE          (2, column tiles, height) of sums_kernel, whose first half has the maxima
+    FACTOR, M_ROW  (height,) factor and m of the rows, see shift.SoftmaxSide
     """
-    tile_i, tile_j = swizzle_program_id(tl.program_id(0), tiles_x, tiles_y)
-    row, column = first_row + tile_i * BLOCK_N, tile_j * BLOCK_M
-    rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
-    at = rows - first_row
-    qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-    if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-        save_positives(POSITIVE - first_row, qk, rows, column, 0, N, M, MASK, EXCLUDE, BLOCK_M, False)
-        qk = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk, float("-inf"))
-    scale, place = log2e_over_tau(MASK), TABLE + tile_j * height + at
-    if bound_is_zero(BOUND):
-        e = exp2_scaled(qk, scale, 0.0)
-    else:
-        m_i = tl.max(qk, 1) * scale
-        e = exp2_scaled(qk, scale, finite_max(m_i)[:, None])
-        tl.store(place, m_i, mask=at < height)
-    tl.store(place + tl.cdiv(M, BLOCK_M) * height, tl.sum(e, 1), mask=at < height)
-    tl.store(E + at.to(tl.int64)[:, None] * e_row_stride + columns[None, :], cast_for_matmul(e, E, PRECISION))
+    tiles_i, tiles_j = tl.cdiv(height, BLOCK_N), tl.cdiv(M, BLOCK_M)
+    tiles = tl.where(shift_is_zero(SHIFT), 0, tiles_i * tiles_j)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        rows = tile // tiles_j * BLOCK_N + tl.arange(0, BLOCK_N)
+        tile_j = tile % tiles_j
+        columns = tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = rows < height
+        tile_m = tl.load(TABLE + tile_j * height + rows, mask=inside, other=0.0)
+        m_i = tl.load(M_ROW + rows, mask=inside, other=0.0)
+        factor = tl.load(FACTOR + rows, mask=inside, other=0.0) * tl.exp2(tile_m - m_i)
+        place = E + rows.to(tl.int64)[:, None] * e_row_stride + columns[None, :]
+        mask = inside[:, None] & (columns < M)[None, :]
+        e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(place, cast_for_matmul(e * factor[:, None], E, PRECISION), mask=mask)
 
 
 @kernel
-def scale_strip_kernel(E, TABLE, STATS, DLOSS_DLSE, BOUND, height, l_offset, M, e_row_stride,
-                       PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Turn the exponentials E into weights, WEIGHT_SCALE · w_ij, in place; do nothing if BOUND is 0.
-
-    A program takes BLOCK_N rows of one column tile of strip_kernel; their maxima are in TABLE.
-    """
-    if bound_is_zero(BOUND):
-        return
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = rows < height
-    tile_m = tl.load(TABLE + tl.program_id(1) * height + rows, mask=inside, other=0.0)
-    row_factor, m_i = row_factors(STATS, DLOSS_DLSE, rows, inside, l_offset)
-    factor = row_factor * tl.exp2(tile_m - m_i)
-    place = E + rows.to(tl.int64)[:, None] * e_row_stride + columns[None, :]
-    mask = inside[:, None] & (columns < M)[None, :]
-    e = tl.load(place, mask=mask, other=0.0)
-    tl.store(place, cast_for_matmul(e.to(tl.float32) * factor[:, None], E, PRECISION), mask=mask)
-
-
-@kernel
-def scale_queries_kernel(SCALED_Q, ROW_FACTORS, Q, STATS, DLOSS_DLSE, BOUND, count, l_offset, features,
-                         q_stride, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write ROW_FACTORS[i] = WEIGHT_SCALE · f_i and SCALED_Q[i] = ROW_FACTORS[i] · q_i.
-
-    If BOUND is not 0, the strip already contains the factor: then write 1 and q_i.
-    """
+def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, PRECISION: tl.constexpr,
+                         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write FACTOR[i] · q_i; or q_i if SHIFT is not 0, because then the strip already contains the factor."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    factor, _ = row_factors(STATS, DLOSS_DLSE, rows, rows < count, l_offset)
-    factor = tl.where(bound_is_zero(BOUND), factor, 1.0)
-    tl.store(ROW_FACTORS + rows, factor, mask=rows < count)
+    factor = tl.load(FACTOR + rows, mask=rows < count, other=0.0)
+    factor = tl.where(shift_is_zero(SHIFT), factor, 1.0)
     inside = (rows < count)[:, None] & (d < features)[None, :]
     at = rows.to(tl.int64)[:, None]
     q = tl.load(Q + at * q_stride + d[None, :], mask=inside, other=0.0)
@@ -118,11 +85,11 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
     unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
     q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
-    loss, side, q_factors, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
+    loss, side, shift, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
     unit = 1 / q.shape[0] if weights is None else 1.0
     scaling = GradientScaling(None, unit, True, gradient_dtype(dtype))
-    dq, dk, dot = finish_gradients(sums, *unpadded, kernel_mask, mask.exclude, side, SoftmaxSide(), scaling,
-                                   needs_temperature, q_factors)
+    dq, dk, dot = finish_gradients(sums, *unpadded, kernel_mask, mask.exclude, as_side(side), SoftmaxSide(),
+                                   scaling, needs_temperature, shift)
     return loss, dq, dk, total(dot, -1.0, temperature) if needs_temperature else loss.new_empty(0)
 
 
@@ -130,46 +97,45 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     """Compute the loss and add the products of all strips to dq and dk; a dq or dk without rows is skipped.
 
     aligned  from launch.aligned_operands; q and k are its rows without padding
-    returns  (loss, SoftmaxSide of the rows, q_factors, KernelMask). The caller must multiply row i of dq by
-             q_factors[i], (N,); None: the strips already contain these factors
+    returns  (loss, side (3, N or more) of the rows, shift, KernelMask). The caller must multiply row i of dq
+             by its factor if shift is 0. If it is not 0 or None, the strips already contain the factors
     """
-    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    (n, features), m, itemsize = q.shape, k.shape[0], q.element_size()
-    bound = None if q.dtype == torch.float16 else bound_of_norms(q, k, temperature)
-    height, few, config = min(n, strip_height(itemsize, m)), has_few_rows(n, m), tile_config(q, aligned[2])
+    (n, features), m = q.shape, k.shape[0]
+    shift = None if q.dtype == torch.float16 else shift_of_norms(q, k, temperature)[0]
+    height, few = min(n, strip_height(q.element_size(), m, features)), has_few_rows(n, m)
+    config = tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
 
     def whole_tiles(count, block):
         return ceil_div(count, config[block]) * config[block]
 
-    strip = torch.empty(whole_tiles(height, "BLOCK_N"), whole_tiles(m, "BLOCK_M"), dtype=q.dtype,
-                        device=q.device)
+    strip = q.new_empty(whole_tiles(height, "BLOCK_N"), whole_tiles(m, "BLOCK_M"))
     tiles, precision = strip.shape[1] // config["BLOCK_M"], config["PRECISION"]
-    table, positive, tau_mask = new(2 * tiles * height), new(height), temperature_only_mask(temperature, q)
-    stats, dloss_dlse, losses = new(1, 2, n), new(1, n), []
-    q_factors = None if bound is None else new(n)
-    scaled_q = torch.empty(height, features, dtype=q.dtype, device=q.device)
+    side = new_sides(1, n, q.device)
+    table, positive, stats = (side.new_empty(size) for size in (2 * tiles * height, n, (1, 2, height)))
+    scaled_q, tau_mask, losses = q.new_empty(height, features), temperature_only_mask(temperature, q), []
     for i in range(0, n, height):
-        at = slice(i, min(i + height, n))
-        count = at.stop - i
-        w, x = strip[:count, :m], q[at]
-        row_tiles = ceil_div(count, config["BLOCK_N"])
-        strip_kernel[row_tiles * tiles,](strip, table, positive, bound, i, count, row_tiles, tiles,
-                                         strip.stride(0), *operands, **rest)
+        count = min(height, n - i)
+        at = slice(i, i + count)
+        w, x, side_at = strip[:count, :m], q[at], side[..., at]
+        for maxima in (True,) if shift is None else (False, True):    # one of the two does nothing
+            sums_kernel[persistent_grid(ceil_div(count, config["BLOCK_N"]) * tiles, q)](
+                table, None, strip, positive, shift, i, 0, count, m, strip.stride(0), *operands,
+                MAXIMA=maxima, TRIANGLE=False, **rest)
         strip_table = table[:2 * tiles * count].view(2, tiles, count)
-        losses.append(merge_stats(stats[..., at], strip_table, few, True, None, positive, dloss_dlse[:, at],
-                                  None if weights is None else weights[at], tau_mask, n, bound))
-        row_arguments = stats[..., at], dloss_dlse[0, at], bound, count, n
-        scale_strip_kernel[ceil_div(count, 32), tiles](strip, table, *row_arguments, m, strip.stride(0),
-                                                       precision, BLOCK_N=32, BLOCK_M=config["BLOCK_M"])
+        losses.append(merge_stats(stats[..., :count], strip_table, few, True, None, positive[at],
+                                  side_at, None if weights is None else weights[at], tau_mask, n))
+        scale_strip_kernel[persistent_grid(ceil_div(count, 32) * tiles, q)](
+            strip, table, *side_at[0, :2], shift, count, m, strip.stride(0), precision, BLOCK_N=32,
+            BLOCK_M=config["BLOCK_M"])
         if dq.shape[0]:
             add_product(dq[at], w, k, True)
-        if bound is not None:
+        if shift is not None:
             grid = ceil_div(count, 32), ceil_div(features, 128)
-            scale_queries_kernel[grid](scaled_q[:count], q_factors[at], x, *row_arguments, features,
-                                       q.stride(0), precision, BLOCK_N=32, BLOCK_D=128)
+            scale_queries_kernel[grid](scaled_q, x, side_at[0, 0], shift, count, features, q.stride(0),
+                                       precision, BLOCK_N=32, BLOCK_D=128)
             x = scaled_q[:count]
         if dk.shape[0]:
             add_product(dk, w.T, x, i == 0)
     loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-    return loss, SoftmaxSide(stats[0], dloss_dlse[0]), q_factors, operands[2]
+    return loss, side[0], shift, operands[2]

@@ -26,19 +26,19 @@ import torch
 
 from ..heuristics import is_small_d
 from . import gradient_large_d, gradient_small_d
-from .bound import common_maximum, make_side
 from .launch import GradientScaling, check_device, total
+from .shift import as_side
 
 
-def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q, needs_k, needs_temperature,
-              dtype, positives=False):
+def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_factor, needs_q, needs_k,
+              needs_temperature, dtype, positives=False):
     """Return dq (N, D) and dk (M, D) in dtype, and dτ, a float32 scalar; without elements if not needed.
 
     k                  None: self-similarity with a symmetric mask. Then pass the same object as rows and
                        columns; dq is the whole gradient, and dk has no elements
-    rows, columns      (stats, dloss_dlse) of the row softmax (dim=1), (2, N) and (N,), and of the column
-                       softmax (dim=0), (2, M) and (M,), float32, |dloss_dlse| ≤ 1; None: the loss has no
-                       such softmax
+    rows, columns      shift.make_side of the row softmax (dim=1) and of the column softmax (dim=0), with
+                       |dloss_dlse| ≤ 1; None: the loss has no such softmax
+    common_m           ForwardResult.common_m
     grad, loss_factor  upstream gradient (0-dim tensor) and a constant, such as 1/N; the gradients are
                        multiplied by both at the end
     positives          True: add the term of each row's positive p, the column that the mask excludes:
@@ -48,13 +48,8 @@ def gradients(q, k, temperature, mask, rows, columns, grad, loss_factor, needs_q
     self_similarity = k is None
     k, needs_k = (q, False) if self_similarity else (k, needs_k)
     path = gradient_small_d if is_small_d(q.element_size(), q.shape[1], mask) else gradient_large_d
-    bound = None
-    if rows is not None and columns is not None:
-        bound = common_maximum(rows[0], None if self_similarity else columns[0], q.shape[0], k.shape[0])
-    row_side = make_side(rows, bound)
-    column_side = row_side if columns is rows else make_side(columns, bound)
     needs = needs_q or needs_temperature, needs_k, needs_temperature
-    dq, dk, dot = path.gradients(q, k, temperature, mask, row_side, column_side, bound,
+    dq, dk, dot = path.gradients(q, k, temperature, mask, as_side(rows), as_side(columns), common_m,
                                  GradientScaling(grad, loss_factor, positives, dtype), needs, self_similarity)
     if needs_temperature:      # s = q·k/τ; with self-similarity ⟨z, dz⟩ contains every dot product twice
         return dq, dk, total(dot, -0.5 if self_similarity else -1.0, temperature)

@@ -14,57 +14,87 @@ twice. With self-similarity W is symmetric: a block above the diagonal contribut
 and of its columns, and blocks below the diagonal are never computed, 3 N²D in all.
 """
 import torch
+import triton
 import triton.language as tl
 from torch.torch_version import TorchVersion
 
 from .. import heuristics
-from .bound import SoftmaxSide
 from .launch import (
-    FinishArgs, aligned_operands, ceil_div, contiguous_rows, kernel_args, tile_config, transposed_mask,
-    without_padding)
+    FinishArgs, aligned_operands, ceil_div, contiguous_rows, kernel_args, persistent_grid, tile_config,
+    transposed_mask, without_padding)
+from .shift import SoftmaxSide
 from .tiles import (
-    WEIGHT_SCALE, cast_for_matmul, finish_gradient, keep_mask, kernel, load_factors, log2e_over_tau,
-    needs_mask, qk_tile, softmax_weights, swizzle_program_id)
+    WEIGHT_SCALE, add_tile_product, before_first_tile, cast_for_matmul, count_steps, count_tiles, finish_gradient, keep_mask,
+    kernel, load_factors, log2e_over_tau, needs_mask, next_step, no_product, shift_is_zero, softmax_weights)
 
 ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm: half operands, float32 result
 
 
+@triton.jit
+def write_weights(steps, common_m, W, X_SIDE, Y_SIDE, first_x, first_y, tiles_x, tiles_y, w_row_stride,
+                  Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+                  TRIANGLE: tl.constexpr, ONE_EXPONENTIAL: tl.constexpr,
+                  BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Do what weights_kernel says, in a loop; common_m and ONE_EXPONENTIAL as in tiles.softmax_weights."""
+    scale = log2e_over_tau(MASK)
+    tile, tile_i, tile_j, d = before_first_tile(SHAPE.D)
+    qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for _ in range(0, steps):
+        tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_x, tiles_y, SHAPE.D, TRIANGLE,
+                                            BLOCK_D)
+        row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
+        qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
+            rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
+            row_factor, row_m = load_factors(X_SIDE, rows)
+            w = softmax_weights(qk, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m,
+                                ONE_EXPONENTIAL)
+            if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+                w = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
+            w = cast_for_matmul(w, W, PRECISION)
+            i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(W + i[:, None] * w_row_stride + j[None, :], w)
+            if TRIANGLE:
+                tl.store(W + j[:, None] * w_row_stride + i[None, :], w.T)
+            qk = no_product(tile, BLOCK_N, BLOCK_M)
+
+
 @kernel
-def weights_kernel(W, X_SIDE, Y_SIDE, BOUND, first_x, first_y, tiles_x, tiles_y, w_row_stride,
+def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, first_x, first_y, tiles_x, tiles_y, w_row_stride,
                    Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-                   MIRROR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+                   TRIANGLE: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write WEIGHT_SCALE · dloss/ds to W, for the block that starts at tile (first_x, first_y).
 
-    MIRROR: the block lies on the diagonal of a self-similarity. Tiles above the diagonal are also stored
-    transposed, at their mirrored place, and those below it are not computed.
+    TRIANGLE  the block lies on the diagonal of a self-similarity. A tile (tiles.tile_at) is also stored
+              transposed, at its mirrored place
     """
-    tile_i, tile_j = swizzle_program_id(tl.program_id(0), tiles_x, tiles_y)
-    if MIRROR and tile_i > tile_j:
-        return
-    i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
-    rows, columns = row + tl.arange(0, BLOCK_N), column + tl.arange(0, BLOCK_M)
-    qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-    row_factor, row_m = load_factors(X_SIDE, rows, N)
-    w = softmax_weights(qk, log2e_over_tau(MASK), row_factor, row_m, columns, X_SIDE, Y_SIDE, BOUND, M)
-    if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-        w = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
-    w = cast_for_matmul(w, W, PRECISION)
-    tl.store(W + i.to(tl.int64)[:, None] * w_row_stride + j[None, :], w)
-    if MIRROR and tile_i < tile_j:
-        tl.store(W + j.to(tl.int64)[:, None] * w_row_stride + i[None, :], w.T)
+    steps = count_steps(count_tiles(tiles_x, tiles_y, TRIANGLE), SHAPE.D, BLOCK_D)
+    common_m = float("inf")
+    if COMMON_M is not None:
+        common_m = tl.load(COMMON_M)
+        write_weights(tl.where(common_m < float("inf"), steps, 0), common_m, W, X_SIDE, Y_SIDE, first_x, first_y,
+                      tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION, TRIANGLE,
+                      True, BLOCK_N, BLOCK_M, BLOCK_D)
+    write_weights(tl.where(common_m < float("inf"), 0, steps), common_m, W, X_SIDE, Y_SIDE, first_x, first_y,
+                  tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION, TRIANGLE,
+                  False, BLOCK_N, BLOCK_M, BLOCK_D)
 
 
 @kernel
-def finish_gradient_kernel(DX, DOT, SUM, ROW_FACTORS, X_SIDE, Y_SIDE, MASK, N, M, FINISH,
+def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N, M, FINISH,
                            EXCLUDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write DX = finish_gradient(ROW_FACTORS · SUM), and to DOT, if given, partial sums of x·dx per row."""
+    """Write DX = finish_gradient(FACTOR · SUM), and to DOT, if given, partial sums of x·dx per row.
+
+    FACTOR  (N,); it counts only if SHIFT is 0. None: 1
+    """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     place = rows.to(tl.int64)[:, None] * FINISH.features + d[None, :]
     dx = tl.load(SUM + place, mask=(rows < N)[:, None] & (d < FINISH.features)[None, :], other=0.0)
-    if ROW_FACTORS is not None:
-        dx = dx * tl.load(ROW_FACTORS + rows, mask=rows < N, other=0.0)[:, None]
+    if FACTOR is not None:
+        factor = tl.load(FACTOR + rows, mask=rows < N, other=0.0)
+        dx = dx * tl.where(shift_is_zero(SHIFT), factor, 1.0)[:, None]
     dx, inside, dots = finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE,
                                        DOT is not None)
     tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
@@ -72,22 +102,19 @@ def finish_gradient_kernel(DX, DOT, SUM, ROW_FACTORS, X_SIDE, Y_SIDE, MASK, N, M
         tl.store(DOT + tl.program_id(1) * N + rows, dots, mask=rows < N)
 
 
-def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, self_similarity):
+def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
     """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
     unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
     q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
     sums = gradient_sums(q, k, *needs)
-    two_sided = rows.dloss_dlse is not None and columns.dloss_dlse is not None
-    config = tile_config(q, aligned[2], two_sided)
-    if two_sided:
-        config |= dict(maxnreg=255, num_warps=4 if q.element_size() == 2 else 8)
+    config = tile_config(q, aligned[2], two_sided=rows.factor is not None and columns.factor is not None)
     operands, rest = kernel_args(*aligned, temperature, config)
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
-        mirror = self_similarity and first_x == first_y and config["BLOCK_N"] == config["BLOCK_M"]
-        warps = dict(num_warps=8) if mirror else {}               # a tile and its mirror take registers
-        weights_kernel[tiles_x * tiles_y,](w, rows, columns, bound, first_x, first_y, tiles_x, tiles_y,
-                                           w_row_stride, *operands, MIRROR=mirror, **rest | warps)
+        triangle = self_similarity and first_x == first_y and config["BLOCK_N"] == config["BLOCK_M"]
+        tiles = tiles_x * (tiles_x + 1) // 2 if triangle else tiles_x * tiles_y
+        weights_kernel[persistent_grid(tiles, q)](w, rows, columns, common_m, first_x, first_y, tiles_x,
+                                                  tiles_y, w_row_stride, *operands, TRIANGLE=triangle, **rest)
 
     add_blocks(*sums, q, k, config, fill_weights, self_similarity)
     return finish_gradients(sums, *unpadded, operands[2], mask.exclude, rows, columns, scaling, needs[2])
@@ -133,24 +160,24 @@ def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False
                 add_product((sums_q if self_similarity else sums_k)[at_j], w.T, q[at_i], i == 0)
 
 
-def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_dot, q_factors=None):
+def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_dot, shift=None):
     """Return (dq, dk, partial sums of ⟨q, dq⟩ or None) from the list of sums that add_blocks has filled.
 
     The list is emptied, so that the sums of dq are freed before dk is allocated.
-    mask       the KernelMask
-    q_factors  (N,) factors of the rows of the sum for dq, applied first; None: no factors
+    mask   the KernelMask
+    shift  if it is 0, the sum for dq lacks the factors of the rows; None: it has them
     """
     dot = None
     dq = sums.pop(0)
     if dq.shape[0]:
-        dq, dot = finish_side(dq, q, k, mask, exclude, rows, columns, scaling, needs_dot, q_factors)
+        dq, dot = finish_side(dq, q, k, mask, exclude, rows, columns, scaling, needs_dot, shift)
     dk = sums.pop()
     if dk.shape[0]:
         dk, _ = finish_side(dk, k, q, transposed_mask(mask), exclude, columns, rows, scaling)
     return dq, dk, dot
 
 
-def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, x_factors=None):
+def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, shift=None):
     """Return (gradient of x, partial sums of x·dx per row or None). A float32 gradient overwrites sums."""
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
     grid = ceil_div(x.shape[0], 32), ceil_div(x.shape[1], 128)
@@ -159,9 +186,10 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
         if scaling.positives:
             subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
         scaling = scaling._replace(positives=False)
-    # the kernel reads only dloss_dlse; without the other fields it is the same one for few and for many rows
+    factor = None if shift is None else x_side.factor
+    # the kernel reads only dloss_dlse of the sides: without the other fields more losses share one kernel
     x_side, y_side = (SoftmaxSide(dloss_dlse=side.dloss_dlse) for side in (x_side, y_side))
-    finish_gradient_kernel[grid](dx, dot, sums, x_factors, x_side, y_side, mask, x.shape[0], y.shape[0],
+    finish_gradient_kernel[grid](dx, dot, sums, factor, shift, x_side, y_side, mask, x.shape[0], y.shape[0],
                                  FinishArgs.make(x, y, scaling), EXCLUDE=exclude, BLOCK_N=32, BLOCK_D=128)
     return dx, dot
 

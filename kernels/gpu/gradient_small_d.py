@@ -22,7 +22,7 @@ from .launch import (
     FinishArgs, aligned_operands, capability, ceil_div, column_ranges, contiguous_rows, kernel_args,
     next_power_of_2, tile_config)
 from .tiles import (
-    finish_gradient, keep_mask, kept_column_range, kernel, load_factors, load_tile, log2e_over_tau,
+    finish_gradient, keep_mask, kernel, load_factors, load_tile, log2e_over_tau,
     needs_mask, qk_tile, softmax_weights)
 
 # before 3.7, on sm_90, Triton cannot pipeline the loads of a loop with a branch between two products
@@ -30,7 +30,7 @@ CAN_PIPELINE = TorchVersion(triton.__version__) >= (3, 7)
 
 
 @kernel
-def small_d_kernel(DX, DOT, BOUND, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHAPE, FINISH,
+def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHAPE, FINISH,
                    EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write a tile of DX, and to DOT[feature block, rows], if given, the sums of x·dx over its features.
@@ -41,10 +41,13 @@ def small_d_kernel(DX, DOT, BOUND, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHA
     rows = row + tl.arange(0, BLOCK_N)
     first_d = tl.program_id(1) * BLOCK_D
     scale = log2e_over_tau(MASK)
-    row_factor, row_m = load_factors(X_SIDE, rows, N)
+    row_factor, row_m = load_factors(X_SIDE, rows)
     if RESIDENT:
         x = load_tile(X, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
-    start, stop = kept_column_range(RANGES, tl.program_id(0), 0, M, BLOCK_M)
+    start, stop = 0, M
+    if RANGES is not None:
+        start = tl.load(RANGES + 2 * tl.program_id(0)) // BLOCK_M * BLOCK_M
+        stop = tl.load(RANGES + 2 * tl.program_id(0) + 1)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for column in range(start, stop, BLOCK_M):
         columns = column + tl.arange(0, BLOCK_M)
@@ -53,9 +56,15 @@ def small_d_kernel(DX, DOT, BOUND, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHA
             xy = tl.dot(x, y.T, input_precision=PRECISION)
         else:
             xy = qk_tile(X, Y, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        w = softmax_weights(xy, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, BOUND, M)
+        common_m = float("inf")
+        if COMMON_M is not None:
+            common_m = tl.load(COMMON_M)
+        if COMMON_M is not None and common_m < float("inf"):
+            w = softmax_weights(xy, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m, True)
+        else:
+            w = softmax_weights(xy, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m, False)
         if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-            w = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
+            w = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
         dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
     d = first_d + tl.arange(0, BLOCK_D)
     dx, inside, dots = finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE,
@@ -84,13 +93,13 @@ def small_d_config(x, mask):
     return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4, maxnreg=registers)
 
 
-def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, self_similarity):
+def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
     """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
     aligned_q, aligned_k, mask = aligned_operands(q, k, mask)
 
     def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):
         config = small_d_config(x, mask) | (dict(maxnreg=255) if needs_dot else {})
-        if bound is not None and config["RESIDENT"] and capability(x) == 9 and not CAN_PIPELINE:
+        if common_m is not None and config["RESIDENT"] and capability(x) == 9 and not CAN_PIPELINE:
             config["num_stages"] = 1
         n, d = x.shape
         grid = ceil_div(n, config["BLOCK_N"]), ceil_div(d, config["BLOCK_D"])
@@ -98,7 +107,7 @@ def gradients(q, k, temperature, mask, rows, columns, bound, scaling, needs, sel
         dot = torch.empty(grid[1], n, dtype=torch.float32, device=x.device) if needs_dot else None
         operands, rest = kernel_args(aligned_x, aligned_y, mask, temperature, config)
         finish = FinishArgs.make(contiguous_rows(x), contiguous_rows(y), scaling)
-        small_d_kernel[grid](dx, dot, bound, column_ranges(mask, config), x_side, y_side, *operands,
+        small_d_kernel[grid](dx, dot, common_m, column_ranges(mask, config), x_side, y_side, *operands,
                              finish, **rest)
         return dx, dot
 

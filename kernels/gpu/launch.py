@@ -16,8 +16,7 @@ from .tiles import LOG2E, copy_kernel, scale_kernel, total_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED_CAPABILITY = 9                   # major compute capability that CPU tensors stand for
-MULTIPROCESSORS = 132                     # SMs of an H100 or H200; used for the grid size on every GPU
-TARGET_PROGRAMS = 2 * MULTIPROCESSORS     # programs per launch to aim for, 2 per SM
+EMULATED_MULTIPROCESSORS = 132            # number of multiprocessors (SMs) that CPU tensors stand for
 MAX_POINTER_WORK = 2 ** 33                # N·M·D up to which a descriptor costs the host more than it saves
 
 
@@ -103,13 +102,23 @@ def column_ranges(mask, config):
 
 def capability(x):
     """Return the major compute capability of x's GPU: 8 for A100, 9 for H100 and H200, 10 for B200."""
-    return capability_of_gpu(x.get_device()) if x.is_cuda else EMULATED_CAPABILITY
+    return properties_of_gpu(x.get_device()).major if x.is_cuda else EMULATED_CAPABILITY
+
+
+def multiprocessors(x):
+    """Return the number of multiprocessors (SMs) of x's GPU."""
+    return properties_of_gpu(x.get_device()).multi_processor_count if x.is_cuda else EMULATED_MULTIPROCESSORS
+
+
+def persistent_grid(tiles, x):
+    """Return the grid of a kernel whose programs loop over tiles: two programs per multiprocessor."""
+    return min(tiles, 2 * multiprocessors(x)),
 
 
 @functools.cache
-def capability_of_gpu(index):
-    """Return the major compute capability of the GPU with this index."""
-    return torch.cuda.get_device_capability(index)[0]
+def properties_of_gpu(index):
+    """Return the properties of the GPU with this index."""
+    return torch.cuda.get_device_properties(index)
 
 
 def tile_config(x, mask, two_sided=False):
@@ -139,9 +148,9 @@ def choose_tiles(dtype, feature_dtype, kinds, precision, capability, two_sided):
         columns = 64 if feature_dtype is None else 32
         return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
                     PRECISION="ieee")
+    # with 4 warps of 255 registers, two programs share an SM
     config = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if dtype == torch.float32 else 64,
-                  num_warps=8, num_stages=3,
-                  maxnreg=128 if capability == 9 else 255,         # 128: two programs share an SM
+                  num_warps=4, num_stages=3, maxnreg=255,
                   PRECISION="tf32")                                # has no effect on half types
     if two_sided and capability >= 10:
         config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 spills registers there
@@ -257,5 +266,4 @@ def kernel_args(q, k, mask, temperature, config):
         k = TensorDescriptor.from_tensor(k, [config["BLOCK_M"], config["BLOCK_D"]])
     else:
         shape = MatmulShape(features, q.stride(0), k.stride(0))
-        config = config | dict(maxnreg=255)                        # pointers take registers, on sm_90 too
     return (q, k, kernel_mask, n, m, shape), dict(EXCLUDE=mask.exclude, enable_fp_fusion=True, **config)

@@ -27,7 +27,7 @@ import triton.language as tl
 from ..heuristics import has_queue_kernel
 from . import gradient, lse_forward
 from .launch import (
-    MULTIPROCESSORS, aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args,
+    aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args, multiprocessors,
     next_power_of_2, tile_config, total)
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, keep_mask, kernel, load_tile, log2e_over_tau,
@@ -55,7 +55,7 @@ def queue_kernel(STATS, O, split_columns,
         k = load_tile(K, column, 0, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-            qk = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk,
+            qk = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk,
                           float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
         p = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
@@ -124,7 +124,7 @@ def queue_loss(q, k, queue, temperature, mask, needs_gradient):
     operands, rest = kernel_args(*aligned, temperature, config)
     (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]
     row_tiles, column_tiles = ceil_div(n, config["BLOCK_N"]), ceil_div(m, config["BLOCK_M"])
-    at_once = MULTIPROCESSORS * (3 if config["num_warps"] == 4 else 1)
+    at_once = multiprocessors(q) * (3 if config["num_warps"] == 4 else 1)
     splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
     split_columns = ceil_div(column_tiles, splits) * config["BLOCK_M"]
     splits = ceil_div(m, split_columns)
@@ -144,8 +144,8 @@ def queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient):
     found = lse_forward.forward(q, queue, temperature, mask, loss=True, positive=(rows * keys).sum(1))
     if not needs_gradient:
         return found.loss, None, None
-    n, side = len(q), (found.stats[0], found.dloss_dlse[0])
-    dq, *_ = gradient.gradients(q, queue, temperature, mask, side, None, None, 1 / n, True, False, False,
-                                torch.float32)
-    of_positive = (found.dloss_dlse[0] / (-n * temperature))[:, None]
+    dq, *_ = gradient.gradients(q, queue, temperature, mask, found.sides[0], None, None, None, 1 / len(q),
+                                True, False, False, torch.float32)
+    dloss_dlse = found.sides[0, 2, :len(q)]
+    of_positive = (dloss_dlse / (-len(q) * temperature))[:, None]
     return found.loss, dq.addcmul_(of_positive, keys), of_positive * rows

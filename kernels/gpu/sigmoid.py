@@ -20,15 +20,15 @@ import torch
 import triton.language as tl
 
 from ..heuristics import gradient_dtype
-from .bound import SoftmaxSide
 from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
     GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, is_host_scalar, kernel_args,
-    tile_config, total, without_padding)
+    persistent_grid, tile_config, total, without_padding)
 from .lse_forward import save_positives
+from .shift import SoftmaxSide
 from .tiles import (
-    LOG2E, WEIGHT_SCALE, cast_for_matmul, keep_mask, kernel, log2e_over_tau, needs_mask, qk_tile, softplus,
-    softplus_sum, swizzle_program_id)
+    LOG2E, WEIGHT_SCALE, add_tile_product, before_first_tile, cast_for_matmul, count_steps, keep_mask, kernel,
+    log2e_over_tau, needs_mask, next_step, no_product, softplus, softplus_sum)
 
 
 @kernel
@@ -37,31 +37,38 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write W[i, j] = WEIGHT_SCALE · σ(s_ij) for the block that starts at tile (first_x, first_y).
 
-    TILE_SUMS  (programs, 2): Σ softplus(s) and Σ σ(s) of each tile
-    POSITIVE   (N,) dot products of the positives that lie in the block
+    TILE_SUMS  (tiles, 2): Σ softplus(s) and Σ σ(s) of each tile
+    POSITIVE   (N,) logits of the positives that lie in the block
     BIAS       0-dim tensor; None: the number bias is used
     """
-    tile_i, tile_j = swizzle_program_id(tl.program_id(0), tiles_x, tiles_y)
-    row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
-    rows = row + tl.arange(0, BLOCK_N)
-    qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-    if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-        save_positives(POSITIVE, qk, rows, column, 0, N, M, MASK, EXCLUDE, BLOCK_M, False)
-        qk = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk, float("-inf"))
     if BIAS is not None:
         bias = tl.load(BIAS)
-    loss, w = softplus_sum(tl.fma(qk, log2e_over_tau(MASK) / LOG2E, bias))
-    tl.store(TILE_SUMS + 2 * tl.program_id(0), loss)
-    tl.store(TILE_SUMS + 2 * tl.program_id(0) + 1, tl.sum(tl.sum(w, 1), 0))
-    if W is not None:
-        i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
-        w = cast_for_matmul(w * WEIGHT_SCALE, W, PRECISION)
-        tl.store(W + i.to(tl.int64)[:, None] * w_row_stride + j[None, :], w)
+    tile, tile_i, tile_j, d = before_first_tile(SHAPE.D)
+    qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for _ in range(0, count_steps(tiles_x * tiles_y, SHAPE.D, BLOCK_D)):
+        tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_x, tiles_y, SHAPE.D, False, BLOCK_D)
+        row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
+        qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
+            s = tl.fma(qk, log2e_over_tau(MASK) / LOG2E, bias)
+            if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+                rows = row + tl.arange(0, BLOCK_N)
+                save_positives(POSITIVE, s, rows, column, N, M, MASK, EXCLUDE, BLOCK_M, False, 0.0, 1.0)
+                keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
+                s = tl.where(keep, s, float("-inf"))
+            loss, w = softplus_sum(s)
+            tl.store(TILE_SUMS + 2 * tile, loss)
+            tl.store(TILE_SUMS + 2 * tile + 1, tl.sum(tl.sum(w, 1), 0))
+            if W is not None:
+                i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
+                w = cast_for_matmul(w * WEIGHT_SCALE, W, PRECISION)
+                tl.store(W + i[:, None] * w_row_stride + j[None, :], w)
+            qk = no_product(tile, BLOCK_N, BLOCK_M)
 
 
 @kernel
-def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, BIAS, bias, MASK, tiles, N,
-                          factor, BLOCK: tl.constexpr):
+def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, tiles, N, factor,
+                          BLOCK: tl.constexpr):
     """Write COEFFICIENTS, σ(−s⁺_i) of the positives' terms; and the loss and db, times factor.
 
     One program adds the sums of all tiles and the terms of all positives, in float64.
@@ -71,12 +78,10 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
         at = first + tl.arange(0, BLOCK)
         loss += tl.load(TILE_SUMS + 2 * at, mask=at < tiles, other=0.0).to(tl.float64)
         gradient += tl.load(TILE_SUMS + 2 * at + 1, mask=at < tiles, other=0.0).to(tl.float64)
-    if BIAS is not None:
-        bias = tl.load(BIAS)
     for first in range(0, N, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         positive = tl.load(POSITIVE + rows, mask=rows < N, other=0.0)
-        of_positive, coefficient = softplus(-tl.fma(positive, log2e_over_tau(MASK) / LOG2E, bias))
+        of_positive, coefficient = softplus(-positive)
         tl.store(COEFFICIENTS + rows, coefficient, mask=rows < N)
         loss += tl.where(rows < N, of_positive, 0.0).to(tl.float64)
         gradient -= tl.where(rows < N, coefficient, 0.0).to(tl.float64)
@@ -102,14 +107,14 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         nonlocal done
-        sigmoid_kernel[tiles_x * tiles_y,](w, tile_sums[done:], positive, *bias_arguments, first_x, first_y,
-                                           tiles_x, tiles_y, w_row_stride, *operands, **rest)
+        sigmoid_kernel[persistent_grid(tiles_x * tiles_y, q)](
+            w, tile_sums[done:], positive, *bias_arguments, first_x, first_y, tiles_x, tiles_y, w_row_stride,
+            *operands, **rest)
         done += tiles_x * tiles_y
 
     add_blocks(*sums, q, k, config, fill_weights)
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
-    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, *bias_arguments, operands[2],
-                              tiles, n, 1 / n, BLOCK=1024, enable_fp_fusion=True)
+    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n, BLOCK=1024, enable_fp_fusion=True)
     # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
     scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype))
     dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,

@@ -16,18 +16,17 @@ from ..replay import current_recorder
 
 LOG2E = tl.constexpr(math.log2(math.e))
 WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # softmax weights are stored multiplied by this (gradient.py)
-SWIZZLE_TILES = tl.constexpr(16)             # row tiles per group; concurrent programs share rows in L2
+GROUP_TILES = tl.constexpr(8)                # row tiles per group (tile_at)
 # One compiled kernel serves all batch sizes: Triton must not compile variants for integers that change with
 # the batch, nor for the alignment of tables and vectors, which depends on the number of rows if they are
 # parts of a tensor.
 jit = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
-                       "width", "tiles_per_program", "split_columns", "splits", "tiles", "tiles_x", "tiles_y",
-                       "count", "triangle_tiles"),
-    do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "LOSS", "TOTAL", "TABLE", "TILE_SUMS",
-                                    "COEFFICIENTS", "COLUMN_TABLE",
-                                    "COLUMN_SUMS", "POSITIVE", "WEIGHTS", "ROW_FACTORS", "X_VECTOR",
-                                    "Y_VECTOR"))
+                       "width", "split_columns", "splits", "tiles", "tiles_x", "tiles_y", "count",
+                       "side_count", "side_stride"),
+    do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "SIDES_OUT", "LOSS", "TOTAL", "ROW_TABLE",
+                                    "COLUMN_TABLE", "TABLE", "TILE_SUMS", "COEFFICIENTS", "POSITIVE",
+                                    "WEIGHTS", "FACTOR", "NORMS_X", "NORMS_Y"))
 
 
 def kernel(function):
@@ -65,10 +64,17 @@ def qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION: tl.constexpr,
     """Return the (BLOCK_N, BLOCK_M) float32 dot products q_i·k_j of the tile at (row, column)."""
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for d in range(0, SHAPE.D, BLOCK_D):
-        q = load_tile(Q, row, d, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
-        k = load_tile(K, column, d, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
-        qk = tl.dot(q, k.T, qk, input_precision=PRECISION)
+        qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
     return qk
+
+
+@triton.jit
+def add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION: tl.constexpr,
+                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return qk plus the dot products of the features from d to d + BLOCK_D."""
+    q = load_tile(Q, row, d, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
+    k = load_tile(K, column, d, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
+    return tl.dot(q, k.T, qk, input_precision=PRECISION)
 
 
 @triton.jit
@@ -113,7 +119,11 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
                 at = row + mask_offset(MASK) - view * (N // 2)
                 needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
                 needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
-    if EXCLUDE == "target" or MASK.row_ids is not None:
+    if EXCLUDE == "target":
+        targets = positive_columns(row + tl.arange(0, BLOCK_N), N, M, MASK, EXCLUDE)
+        in_tile = (targets >= column) & (targets < column + BLOCK_M)
+        needed = needed | (tl.max(in_tile.to(tl.int32), 0) > 0)
+    elif MASK.row_ids is not None:
         needed = True
     if MASK.row_groups is not None or MASK.row_features is not None:
         needed = True
@@ -143,37 +153,32 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
 
 
 @triton.jit
-def keep_mask(rows, column, index_base, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               BLOCK_M: tl.constexpr):
     """Return a (rows, BLOCK_M) bool tile: True where the mask keeps (row, column + 0 … BLOCK_M − 1).
 
     This is masks.excluded on the device, negated.
-    index_base  subtracted from all indices before they are compared; it does not change the result. Pass
-                `column` in a loop over rows: with 0, the column indices would not change in the loop, so the
-                compiler would keep them in registers
     """
-    at = column - index_base + tl.arange(0, BLOCK_M)
-    keep = (rows < N)[:, None] & (at < M - index_base)[None, :]
+    here = tl.arange(0, BLOCK_M)       # comparing these, not the columns themselves, saves registers
+    at = column + here
+    keep = (rows < N)[:, None] & (at < M)[None, :]
     if EXCLUDE == "diagonal":
-        keep = keep & (at[None, :] != (rows + mask_offset(MASK) - index_base)[:, None])
+        keep = keep & (here[None, :] != (rows + mask_offset(MASK) - column)[:, None])
     elif EXCLUDE == "pair" and MASK.offset is not None:
         images = image_of(rows, N) + mask_offset(MASK)
-        keep = keep & (image_of(index_base + at, M)[None, :] != images[:, None])
+        keep = keep & (image_of(at, M)[None, :] != images[:, None])
     elif EXCLUDE == "pair":
-        keep = keep & (at[None, :] != (rows - index_base)[:, None])
-        keep = keep & (at[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - index_base)[:, None])
-    elif EXCLUDE == "target" and MASK.row_ids is None:  # swapped: each column has a target among the rows
-        column_ids = tl.load(MASK.column_ids + index_base + at, mask=at < M - index_base, other=-1)
-        keep = keep & (rows[:, None] != column_ids[None, :])
+        keep = keep & (here[None, :] != (rows - column)[:, None])
+        keep = keep & (here[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - column)[:, None])
     elif EXCLUDE == "target":
-        keep = keep & (at[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - index_base)[:, None])
+        keep = keep & (here[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - column)[:, None])
     if EXCLUDE != "target" and MASK.row_ids is not None:
         row_ids = tl.load(MASK.row_ids + rows, mask=rows < N, other=0)
-        column_ids = tl.load(MASK.column_ids + index_base + at, mask=at < M - index_base, other=0)
+        column_ids = tl.load(MASK.column_ids + at, mask=at < M, other=0)
         keep = keep & (row_ids[:, None] != column_ids[None, :])
     if MASK.row_groups is not None:
         row_groups = tl.load(MASK.row_groups + rows, mask=rows < N, other=0)
-        column_groups = tl.load(MASK.column_groups + index_base + at, mask=at < M - index_base, other=0)
+        column_groups = tl.load(MASK.column_groups + at, mask=at < M, other=0)
         keep = keep & (row_groups[:, None] == column_groups[None, :])
     if MASK.row_features is not None:
         f = tl.zeros((rows.shape[0], BLOCK_M), tl.float32)
@@ -218,11 +223,11 @@ def merge_max_sum(m_a, l_a, m_b, l_b):
 
 
 @triton.jit
-def bound_is_zero(BOUND):
+def shift_is_zero(SHIFT):
     """Return whether exp2(s) cannot overflow, so that no maximum is subtracted (m = 0)."""
     is_zero = False
-    if BOUND is not None:
-        is_zero = tl.load(BOUND) == 0.0
+    if SHIFT is not None:
+        is_zero = tl.load(SHIFT) == 0.0
     return is_zero
 
 
@@ -237,52 +242,37 @@ def lse_minus_positive(m_i, l_i, positive, scale):
 
 
 @triton.jit
-def row_factors(STATS, DLOSS_DLSE, rows, mask, l_offset):
-    """Return (factor, m) of rows, such that WEIGHT_SCALE · dloss_dlse · p = factor · exp2(s − m).
-
-    In STATS, l lies l_offset elements after m. A single lse instead would be rounded at the size of |s|.
-    """
-    m_i = tl.load(STATS + rows, mask=mask, other=0.0)
-    l_i = tl.load(STATS + l_offset + rows, mask=mask, other=0.0)
-    dloss_dlse = tl.load(DLOSS_DLSE + rows, mask=mask, other=0.0)
-    return tl.where(l_i == 0.0, 0.0, dloss_dlse * WEIGHT_SCALE / l_i), m_i
+def softmax_factor(dloss_dlse, l_i):
+    """Return the factor such that WEIGHT_SCALE · dloss_dlse · p = factor · exp2(s − m)."""
+    return tl.where(l_i == 0.0, 0.0, dloss_dlse * WEIGHT_SCALE / l_i)
 
 
 @triton.jit
-def load_factors(SIDE, at, count):
+def load_factors(SIDE, at):
     """Return (factor, m) of row_factors for rows `at` of a side; if the loss lacks it, (1, 0), never used."""
     factor, m = 1.0, 0.0
-    if SIDE.dloss_dlse is not None:
-        if SIDE.factors is not None:                               # computed once, padded to whole tiles
-            factor, m = tl.load(SIDE.factors + at), tl.load(SIDE.factors + SIDE.padded + at)
-        else:
-            factor, m = row_factors(SIDE.stats, SIDE.dloss_dlse, at, at < count, count)
+    if SIDE.factor is not None:
+        factor, m = tl.load(SIDE.factor + at), tl.load(SIDE.m + at)
     return factor, m
 
 
 @triton.jit
-def softmax_weights(qk, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, BOUND, M):
+def softmax_weights(qk, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m,
+                    ONE_EXPONENTIAL: tl.constexpr):
     """Return WEIGHT_SCALE · dloss/ds of a tile: dloss_dlse_i p_ij + dloss_dlse'_j p'_ij.
 
     p is the row softmax (dim=1) and p' the column softmax (dim=0).
-    BOUND  None: use the sides that the loss has. Else the loss has both sides, and BOUND points to the m that
-           all rows and columns share, or to ∞ if their m differ (bound.common_maximum)
+    ONE_EXPONENTIAL  the loss has both sides, and all rows and columns share the m common_m (shift.py)
     """
-    if BOUND is None:
-        w = tl.zeros(qk.shape, tl.float32)
-        if Y_SIDE.dloss_dlse is not None:
-            column_factor, column_m = load_factors(Y_SIDE, columns, M)
-            w = exp2_scaled(qk, scale, column_m[None, :]) * column_factor[None, :]
-        if X_SIDE.dloss_dlse is not None:
-            w += exp2_scaled(qk, scale, row_m[:, None]) * row_factor[:, None]
+    if ONE_EXPONENTIAL:
+        column_factor = tl.load(Y_SIDE.factor + columns)
+        w = exp2_scaled(qk, scale, common_m) * (row_factor[:, None] + column_factor[None, :])
     else:
-        bound = tl.load(BOUND)
-        if bound < float("inf"):                               # one exponential serves both
-            column_factor = tl.load(Y_SIDE.factors + columns)
-            w = exp2_scaled(qk, scale, bound) * (row_factor[:, None] + column_factor[None, :])
-        else:
-            column_factor, column_m = load_factors(Y_SIDE, columns, M)
+        w = tl.zeros(qk.shape, tl.float32)
+        if Y_SIDE.factor is not None:
+            column_factor, column_m = load_factors(Y_SIDE, columns)
             w = exp2_scaled(qk, scale, column_m[None, :]) * column_factor[None, :]
+        if X_SIDE.factor is not None:
             w += exp2_scaled(qk, scale, row_m[:, None]) * row_factor[:, None]
     return w
 
@@ -339,24 +329,85 @@ def softplus(x):
 def softplus_sum(x):
     """Return (Σ log(1 + exp(x)), σ(x)) of a tile.
 
-    The sum of log(1 + u) over 16 columns is computed as one logarithm, log Π (1 + u).
+    The sum of log(1 + u) over 8 columns is computed as one logarithm, log Π (1 + u).
     """
+    positive_part = tl.sum(tl.maximum(x, 0.0), 1)
     u = tl.exp(-tl.abs(x))
     sigma, v = tl.where(x > 0, 1.0, u) / (1 + u), u
-    for _ in tl.static_range(4):       # v becomes (1 + v)(1 + v') − 1 < 2¹⁶; a small v is not rounded away
+    for _ in tl.static_range(3):       # v becomes (1 + v)(1 + v') − 1 < 2⁸; a small v is not rounded away
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
-    return tl.sum(tl.sum(tl.maximum(x, 0.0), 1) + tl.sum(log1p(v), 1), 0), sigma
+    return tl.sum(positive_part + tl.sum(log1p(v), 1), 0), sigma
 
 
 @triton.jit
-def swizzle_program_id(program, tiles_x, tiles_y):
-    """Return the tile (x, y) of a program, so that programs that run together share rows in the L2 cache."""
-    group = program // (SWIZZLE_TILES * tiles_y)
-    first, inner = group * SWIZZLE_TILES, program % (SWIZZLE_TILES * tiles_y)
-    group_height = tl.minimum(tiles_x - first, SWIZZLE_TILES)
-    return first + inner % group_height, inner // group_height
+def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
+    """Return the tile (x, y) with this index, in an order in which neighbours share rows in the L2 cache.
+
+    TRIANGLE  the tiles (x, y) and (y, x) are equal, tiles_x = tiles_y = T, and there are T (T + 1) / 2
+              indices: tile x is paired with y = x, x + 1, …, x + T / 2 modulo T; if T is even, only the first
+              half of the x is paired with x + T / 2
+    """
+    width = tiles_y
+    if TRIANGLE:
+        width = tl.maximum(tiles_x // 2, 1)
+    group = index // (GROUP_TILES * width)
+    first, inner = group * GROUP_TILES, index % (GROUP_TILES * width)
+    height = tl.maximum(tl.minimum(tiles_x - first, GROUP_TILES), 1)
+    x, y = first + inner % height, inner // height
+    if TRIANGLE:
+        half = tiles_x // 2
+        rest = index - tiles_x * half                              # ≥ 0 for the last offset, y = x + T / 2
+        x = tl.where(rest < 0, x, rest)
+        y = x + tl.where(rest < 0, y, half)
+        y = tl.where(y < tiles_x, y, y - tiles_x)
+    return x, y
+
+
+@triton.jit
+def count_tiles(tiles_x, tiles_y, TRIANGLE: tl.constexpr):
+    """Return the number of indices of tile_at."""
+    tiles = tiles_x * tiles_y
+    if TRIANGLE:
+        tiles = tiles_x * (tiles_x + 1) // 2
+    return tiles
+
+
+@triton.jit
+def count_steps(tiles, D, BLOCK_D: tl.constexpr):
+    """Return the number of steps of a program that takes every num_programs-th tile, BLOCK_D features a step.
+
+    One loop over tiles and features, instead of two, lets the loads of a tile overlap with the end of the last.
+    """
+    return tl.maximum(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)), 0) * tl.cdiv(D, BLOCK_D)
+
+
+@triton.jit
+def before_first_tile(D):
+    """Return (index of the tile, tile_x, tile_y, d) before the first call of next_step."""
+    return tl.program_id(0) - tl.num_programs(0), 0, 0, D
+
+
+@triton.jit
+def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return (index of the tile, tile_x, tile_y, d) of the next step; d is its first feature."""
+    d += BLOCK_D
+    if d >= D:
+        d = 0
+        tile += tl.num_programs(0)
+        tile_x, tile_y = tile_at(tile, tiles_x, tiles_y, TRIANGLE)
+    return tile, tile_x, tile_y, d
+
+
+@triton.jit
+def no_product(tile, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a tile of zeros, which the compiler must not recognise as constants.
+
+    It would move a constant out of the branch where a tile is complete, into every step of the loop. There the
+    registers of the product, which the tensor cores are still writing, would have to wait for them.
+    """
+    return tl.full((BLOCK_N, BLOCK_M), tl.minimum(tile, 0).to(tl.float32), tl.float32)
 
 
 @triton.jit
@@ -372,18 +423,6 @@ def cast_for_matmul(x, X, PRECISION: tl.constexpr):
     if PRECISION == "tf32" and X.dtype.element_ty == tl.float32:
         x = round_to_tf32(x)
     return x.to(X.dtype.element_ty)
-
-
-@triton.jit
-def kept_column_range(RANGES, tile, start, stop, BLOCK_M: tl.constexpr):
-    """Return [start, stop) cut to the column tiles that may hold kept entries of a row tile.
-
-    RANGES  from launch.column_ranges; None: all columns
-    """
-    if RANGES is not None:
-        start = tl.maximum(start, tl.load(RANGES + 2 * tile) // BLOCK_M * BLOCK_M)
-        stop = tl.minimum(stop, tl.load(RANGES + 2 * tile + 1))
-    return start, stop
 
 
 @kernel

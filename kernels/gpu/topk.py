@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from .launch import (
-    TARGET_PROGRAMS, aligned_operands, ceil_div, check_device, kernel_args, next_power_of_2, tile_config)
+    aligned_operands, ceil_div, check_device, kernel_args, multiprocessors, next_power_of_2, tile_config)
 from .tiles import keep_mask, kernel, qk_tile
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -37,7 +37,7 @@ def topk_kernel(VALUES, INDICES, split_columns,
         columns = column + tl.arange(0, BLOCK_M)
         qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         qk = tl.where(qk == qk, tl.minimum(qk, LARGEST), float("inf"))    # comparisons with NaN are false
-        qk = tl.where(keep_mask(rows, column, 0, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk, float("-inf"))
+        qk = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk, float("-inf"))
         better = tl.max(qk, 1) > tl.min(values, 1)
         while tl.max(better.to(tl.int32), 0) > 0:
             best, at = tl.max(qk, 1, return_indices=True)
@@ -68,7 +68,7 @@ def similarity_topk(q, k, temperature, n, mask):
     config = topk_config(q, mask)
     operands, rest = kernel_args(q, k, mask, temperature, config)
     row_tiles, column_tiles = ceil_div(q.shape[0], config["BLOCK_N"]), ceil_div(k.shape[0], config["BLOCK_M"])
-    splits = min(column_tiles, ceil_div(TARGET_PROGRAMS, row_tiles))
+    splits = min(column_tiles, ceil_div(2 * multiprocessors(q), row_tiles))
     split_columns = ceil_div(column_tiles, splits) * config["BLOCK_M"]
     splits, slots = ceil_div(k.shape[0], split_columns), next_power_of_2(max(n, 2))
     values = torch.empty(q.shape[0], splits * slots, dtype=torch.float32, device=q.device)

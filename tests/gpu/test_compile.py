@@ -33,8 +33,7 @@ TIGHT = {
                                      "large d 256 two sides", "fused 256 one side"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal",
                                      "forward 128 gathered pairs",
-                                     "small d 128 self-similarity", "small d 256 within", "sigmoid 256",
-                                     "queue 256"],
+                                     "small d 128 self-similarity", "small d 256 within", "sigmoid 256"],
     ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
     ("float32", "high", "number"): ["sigmoid 256"],
     ("float32", "high", "tensor"): ["forward 256 one side", "fused 256 one side"],
@@ -53,12 +52,12 @@ def launches(name, precision, scalars):
 
     from kernels import heuristics
     from kernels.gpu import (
-        bound,
         fused_forward_backward,
         gradient,
         launch,
         lse_forward,
         queue_loss,
+        shift,
         sigmoid,
         topk,
     )
@@ -73,11 +72,11 @@ def launches(name, precision, scalars):
         gradient.is_small_d = lambda *x: small_d
         gradient.gradients(*arguments)
 
-    def without_bound(f):
-        """Call f with the kernels for few rows, which subtract row maxima instead of a bound."""
-        bound.FEW_ROWS = 1024
+    def without_shift(f):
+        """Call f with the kernels for few rows, which subtract row maxima instead of a shift."""
+        shift.FEW_ROWS = 1024
         f()
-        bound.FEW_ROWS = 0
+        shift.FEW_ROWS = 0
 
     launch.is_host_scalar = sigmoid.is_host_scalar = is_number
     torch.set_float32_matmul_precision(precision)
@@ -86,7 +85,7 @@ def launches(name, precision, scalars):
     like_bfloat16 = name == "float16"                             # it uses as many registers
     one, number, tensor = (torch.ones(()) for _ in range(3))
     t, other_kind = (number, tensor) if scalars == "number" else (tensor, number)
-    needs, rows = (True, True, True), (torch.ones(300),) * 2
+    needs, rows = (True, True, True), torch.ones(3, 512)
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
              "diagonal ids": dict(exclude=("diagonal", *ids)),
@@ -98,7 +97,7 @@ def launches(name, precision, scalars):
             if only_features and "similar" not in mask:
                 continue
             mask = make_mask(len(q), len(k), False, **mask)
-            one_sided = q, k, t, mask, rows, None, one, 1.0, *needs, q.dtype
+            one_sided = q, k, t, mask, rows, None, None, one, 1.0, *needs, q.dtype
             if d in (128, 256):  # with 128 features rows stay in shared memory, with 256 they do not
                 yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
             if d == 256:
@@ -132,17 +131,19 @@ def launches(name, precision, scalars):
                 forward = lambda: lse_forward.forward(q, other, t, mask, both, True, weights)
                 yield f"forward {d} {title}", forward
                 if title != "targets":
-                    yield f"forward {d} {title}, few", lambda: without_bound(forward)
+                    yield f"forward {d} {title}, few", lambda: without_shift(forward)
             if d == 256 and columns is None:
                 loss = q, other, t, mask, None, *needs, q.dtype
                 yield f"fused {d} {title}", lambda: fused_forward_backward.softmax_loss(*loss)
-            sides = q, other, t, mask, rows, columns, one, 1.0, *needs, q.dtype, True
+            softmax, after = (q, other, t, mask, rows, columns), (one, 1.0, *needs, q.dtype, True)
+            sides = *softmax, None if columns is None else one, *after
+            few = *softmax, None, *after
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, *sides)
             if half and title != "targets":
                 yield f"small d {d} {title}", lambda: gradients(True, *sides)
-                if columns:
-                    yield f"small d {d} {title}, few", lambda: without_bound(lambda: gradients(True, *sides))
+                if columns is not None:
+                    yield f"small d {d} {title}, few", lambda: gradients(True, *few)
 
 
 def all_kernels():
@@ -161,10 +162,10 @@ def table(chip, only=None):
     from compiling_driver import compiling_driver
     from triton.runtime import driver
 
-    from kernels.gpu import bound, launch
+    from kernels.gpu import launch, shift
     launch.INTERPRETED = True  # accept CPU tensors, because nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
-    launch.FEW_ROWS = bound.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # 300 rows compile what many rows do
+    launch.FEW_ROWS = shift.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # 300 rows compile what many rows do
     driver.set_active(compiling_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}

@@ -322,9 +322,9 @@ def test_normalize_under_autocast(impl, loss):
 
 LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 SEPARATE_BACKWARD = LARGE_D | {"fused.fuses_backward": lambda *x: False}
-WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.bound.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
-LSE_IN_BLOCKS = {"gpu.lse_forward.stats_block_shape": lambda q, k, square: (128, 128)}
-STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda itemsize, m: 128}
+WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.shift.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
+LSE_IN_BLOCKS = {"gpu.lse_forward.block_shape": lambda q, k, square: (128, 128)}
+STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
     "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128)}
 # {path that a shape or a GPU can select: (settings that force it, losses that use it in float32, the same in
@@ -340,7 +340,7 @@ CODE_PATHS = {
     "temperature as a number": (
         {f"gpu.{module}.is_host_scalar": lambda number, x: True for module in ("launch", "sigmoid")},
         "info_nce clip_loss queue_loss sigmoid_loss", "info_nce clip_loss queue_loss sigmoid_loss"),
-    "queue, a program for all columns": ({"gpu.queue_loss.MULTIPROCESSORS": 0}, "", "queue_loss"),
+    "queue, a program for all columns": ({"gpu.launch.EMULATED_MULTIPROCESSORS": 0}, "", "queue_loss"),
     "lse in blocks": (LSE_IN_BLOCKS,
                       "clip_loss nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
     "lse in blocks with bound": (LSE_IN_BLOCKS | WITH_BOUND,
@@ -388,8 +388,8 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
 def test_group_ranges(order, keys, dtype, monkeypatch):
     """Sorted column groups let a program skip the columns of other groups; the results stay the same."""
     from kernels.gpu.launch import column_ranges
-    # TARGET_PROGRAMS = 1: a program processes several tiles
-    patch_kernels(monkeypatch, WITH_BOUND | {"gpu.lse_forward.TARGET_PROGRAMS": 1})
+    # one multiprocessor: a program processes several tiles
+    patch_kernels(monkeypatch, WITH_BOUND | {"gpu.launch.EMULATED_MULTIPROCESSORS": 1})
     q, k = unit_rows(200, 24, dtype, 47), unit_rows(270, 24, dtype, 48)
     groups = [torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(n)) for n in (200, 270)]
     if order == "sorted":  # groups end one column after the start of a tile
@@ -528,7 +528,7 @@ def test_blocks_fit_their_buffers(n, m, size):
         assert square or height * width == n * m or bytes_used > heuristics.WEIGHT_BUFFER_BYTES // 4
     assert whole_tiles(heuristics.strip_height(size, m)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
     for d, square in itertools.product((1, 768, 4096), (False, True)):
-        height, width = lse_forward.stats_block_shape(torch.empty(1, d), k, square)
+        height, width = lse_forward.block_shape(torch.empty(1, d), k, square)
         assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.MAX_TABLE_ENTRIES
 
 
@@ -663,10 +663,10 @@ def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
 
 
 @both_impls
-@pytest.mark.parametrize("n, programs", [(1, 264), (5, 1), (64, 264), (65, 264)])
-def test_topk(impl, n, programs, monkeypatch):
-    """n = 65 exceeds the 64 slots of the Triton kernel. A program has 1 column tile (programs=264) or all."""
-    patch_kernels(monkeypatch, {"gpu.topk.TARGET_PROGRAMS": programs})
+@pytest.mark.parametrize("n, multiprocessors", [(1, 132), (5, 1), (64, 132), (65, 132)])
+def test_topk(impl, n, multiprocessors, monkeypatch):
+    """n = 65 exceeds the 64 slots of the Triton kernel. A program has 1 column tile or half of them."""
+    patch_kernels(monkeypatch, {"gpu.launch.EMULATED_MULTIPROCESSORS": multiprocessors})
     q, k = unit_rows(30, 16, torch.float32, 42), unit_rows(230, 16, torch.float32, 43)
     values, columns = similarity_topk(q, k, n, exclude="diagonal", offset=3, impl=impl)
     exact, expected = similarity_topk(q.double(), k.double(), n, exclude="diagonal", offset=3, impl="eager")

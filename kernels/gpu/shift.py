@@ -1,0 +1,132 @@
+"""One shift r subtracted from all logits of a call, so that one exponential serves row sums and column sums.
+
+A softmax subtracts a maximum before exp2. With a maximum per row and another per column, every logit needs
+two exponentials. With one shift r for all logits, one is enough:
+
+    e_ij = exp2(s_ij − r)        l_i = Σ_j e_ij        l'_j = Σ_i e_ij        w_ij = e_ij (f_i + f'_j)
+
+s is in log2 units; f_i = dloss_dlse_i / l_i is the factor of row i, f'_j that of column j. Nothing may
+overflow, and nothing that counts may underflow. By Cauchy and Schwarz, the largest norms of rows of q and
+of k bound every logit, |s| ≤ B. A thousandth is added to B, because rows may be rounded to TF32, and norms
+and dot products are rounded. Then
+
+    r = max(B − 106, 0)          terms up to 2¹⁰⁶, and sums of 2²⁰ of them, are in float32's range
+
+If B ≤ 106, as for unit rows at τ ≥ 0.0137, then r = 0 and no term underflows. For a larger B, terms below
+2⁻¹²⁶ underflow, but they are too small to change a sum above 2⁻⁸⁰. If the sum of a row is smaller (at τ =
+0.01: if its nearest column has a cosine below −0.29), forward computes that row again with its own maximum,
+and sets COMMON_M, the m of all rows and columns, from r to ∞. Backward computes one exponential per logit if
+COMMON_M is finite, else two.
+"""
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..heuristics import FEW_ROWS
+from .launch import ceil_div, temperature_only_mask
+from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
+
+MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
+MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that underflowed terms cannot change
+NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on B for rounding
+MAX_TILE_SIDE = 256                        # longest side of a tile in any kernel; sides are padded to it
+
+
+class SoftmaxSide(NamedTuple):
+    """The row or the column softmax of the loss, as kernel arguments; all None if the loss lacks it.
+
+    Float32 vectors, padded with zeros, so that loops over tiles need no mask for them.
+    """
+    factor: Any = None       # tiles.softmax_factor
+    m: Any = None
+    dloss_dlse: Any = None
+
+
+@triton.jit
+def largest(X, count, BLOCK: tl.constexpr):
+    """Return the largest of the first `count` numbers of X, none of which is negative."""
+    found = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, count, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        found = tl.maximum(found, tl.load(X + at, mask=at < count, other=0.0))
+    return tl.max(found, 0)
+
+
+@kernel
+def shift_kernel(SHIFT, COMMON_M, NORMS_X, NORMS_Y, MASK, N, M, BLOCK: tl.constexpr):
+    """Write r to SHIFT and COMMON_M, from the largest norms of blocks of rows of q (N,) and of k (M,)."""
+    bound = largest(NORMS_X, N, BLOCK) * largest(NORMS_Y, M, BLOCK) * tl.abs(log2e_over_tau(MASK))
+    r = tl.maximum(bound * NORM_MARGIN - MAX_LOG2_TERM, 0.0)
+    tl.store(SHIFT, r)
+    tl.store(COMMON_M, r)
+
+
+@kernel
+def norms_kernel(NORMS, X, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write the largest norm of each block of rows of X (count, features)."""
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for d in range(0, features, BLOCK_D):
+        x = load_tile(X, tl.program_id(0) * BLOCK_N, d, count, features, row_stride, BLOCK_N, BLOCK_D)
+        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+    tl.store(NORMS + tl.program_id(0), tl.sqrt(tl.max(squares, 0)))
+
+
+@kernel
+def side_kernel(SIDE, STATS, DLOSS_DLSE, count, side_count, BLOCK: tl.constexpr):
+    """Write SIDE (3, side_count), a SoftmaxSide, from STATS (2, count) and DLOSS_DLSE (count,)."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dloss_dlse = tl.load(DLOSS_DLSE + at, mask=at < count, other=0.0)
+    l_i = tl.load(STATS + count + at, mask=at < count, other=0.0)
+    tl.store(SIDE + at, softmax_factor(dloss_dlse, l_i))
+    tl.store(SIDE + side_count + at, tl.load(STATS + at, mask=at < count, other=0.0))
+    tl.store(SIDE + 2 * side_count + at, dloss_dlse)
+
+
+def has_few_rows(n, m):
+    """Return whether the kernels for few rows are used: launches then cost more than arithmetic."""
+    return max(n, m) <= FEW_ROWS
+
+
+def shift_of_norms(q, k, temperature):
+    """Return (SHIFT, COMMON_M), 0-dim float32 tensors that hold r.
+
+    Return (None, None) for few rows, for which the norms cost more than a second exponential.
+    q, k  from aligned_operands; k may be q
+    """
+    if has_few_rows(q.shape[0], k.shape[0]):
+        return None, None
+    norms_q = largest_norms(q)
+    norms_k = norms_q if k is q else largest_norms(k)
+    shift, common_m = norms_q.new_empty(()), norms_q.new_empty(())
+    shift_kernel[1,](shift, common_m, norms_q, norms_k, temperature_only_mask(temperature, q), len(norms_q),
+                     len(norms_k), BLOCK=4096, num_warps=8, enable_fp_fusion=True)
+    return shift, common_m
+
+
+def largest_norms(x):
+    """Return the largest norm of each block of 64 rows of x."""
+    norms = torch.empty(ceil_div(x.shape[0], 64), dtype=torch.float32, device=x.device)
+    norms_kernel[len(norms),](norms, x, *x.shape, x.stride(0), BLOCK_N=64, BLOCK_D=64, enable_fp_fusion=True)
+    return norms
+
+
+def new_sides(sides, n, device):
+    """Return an empty (sides, 3, padded n) tensor, whose entries are SoftmaxSides; see as_side."""
+    padded = ceil_div(n, MAX_TILE_SIDE) * MAX_TILE_SIDE
+    return torch.empty(sides, 3, padded, dtype=torch.float32, device=device)
+
+
+def make_side(stats, dloss_dlse):
+    """Return the SoftmaxSide (3, padded n) of stats (2, n) and dloss_dlse (n,)."""
+    n = len(dloss_dlse)
+    side = new_sides(1, n, stats.device)[0]
+    side_kernel[side.shape[1] // MAX_TILE_SIDE,](side, stats, dloss_dlse, n, side.shape[1],
+                                                 BLOCK=MAX_TILE_SIDE, enable_fp_fusion=True)
+    return side
+
+
+def as_side(side):
+    """Return the SoftmaxSide of a (3, padded n) tensor; of None: an empty one."""
+    return SoftmaxSide() if side is None else SoftmaxSide(*side)
