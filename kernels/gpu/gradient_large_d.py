@@ -213,7 +213,7 @@ def subtract_targets(sums, q, targets, dloss_dlse):
     index_put_ adds the rows of a repeated target in a fixed order.
     """
     for first in range(0, q.shape[0], 8192):
-        rows = slice(first, first + 8192)
+        rows = slice(first, min(first + 8192, q.shape[0]))
         added = q[rows] * (dloss_dlse[rows] * -WEIGHT_SCALE.value)[:, None]
         sums.index_put_((targets[rows],), added, accumulate=True)
 

@@ -53,14 +53,17 @@ MIN_TABLE_BYTES = 2 ** 25      # 32 MiB: the tables of a block may take as much,
 
 @triton.jit
 def save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_M: tl.constexpr,
-                   TRIANGLE: tl.constexpr, offset, scale):
-    """Write (x + offset) / scale of those rows whose positive is in this tile, before the mask excludes them."""
+                   BOTH: tl.constexpr, offset, scale):
+    """Write (x + offset) / scale of those rows whose positive is in this tile, before the mask excludes them.
+
+    BOTH  with self-similarity, only this tile is computed of two that hold the same logits
+    """
     target = positive_columns(rows, N, M, MASK, EXCLUDE)
     is_target = tl.arange(0, BLOCK_M)[None, :] == (target - column)[:, None]
     found = (tl.sum(tl.where(is_target, x, 0.0), 1) + offset) / scale
     in_tile = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
     tl.store(POSITIVE + rows, found, mask=in_tile)
-    if EXCLUDE == "pair" and TRIANGLE:                             # the other tile is never computed
+    if EXCLUDE == "pair" and BOTH:
         tl.store(POSITIVE + target, found, mask=in_tile)
 
 
@@ -79,8 +82,8 @@ def write_sums(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, qk, first_row, first
         x = tl.fma(qk, scale, -offset)
     if needs_mask(first_row + tile_i * BLOCK_N, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
         if POSITIVE is not None:
-            save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE, BLOCK_M, TRIANGLE, offset,
-                           1.0 if MAXIMA else scale)
+            save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE, BLOCK_M,
+                           COLUMN_TABLE is not None, offset, 1.0 if MAXIMA else scale)
         x = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), x, float("-inf"))
     if MAXIMA:
         m_i, m_j = tl.max(x, 1) * scale, 0.0                       # scale > 0
@@ -125,8 +128,8 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, first_row, first_co
     if E is not None and SHIFT is not None:
         tiles = tl.where(shift_is_zero(SHIFT) == MAXIMA, 0, tiles)
     if MAXIMA:
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            tile_i, tile_j = tile_at(tile, tiles_i, tiles_j, TRIANGLE)
+        for first in range(0, tiles - tl.program_id(0), tl.num_programs(0)):
+            tile_i, tile_j = tile_at(first + tl.program_id(0), tiles_i, tiles_j, TRIANGLE)
             row, column = first_row + tile_i * BLOCK_N, first_column + tile_j * BLOCK_M
             qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
             write_sums(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, qk, first_row, first_column, tile_i, tile_j,
@@ -347,7 +350,8 @@ def block_shape(q, k, square):
     (n, d), m = q.shape, k.shape[0]
     logits = max(MIN_TABLE_BYTES, (n + m) * d * q.element_size()) * (8 if square else 16)
     if square:
-        side = ceil_div(n, ceil_div(n, int(logits ** 0.5)))
-        return (ceil_div(side, 1024) * 1024,) * 2
-    height = min(n, 2 ** 14)
-    return height, max(1024, logits // height // 1024 * 1024)
+        limit = int(logits ** 0.5) // 1024 * 1024
+        side = ceil_div(ceil_div(n, ceil_div(n, limit)), 1024) * 1024
+        return side, side
+    height = min(ceil_div(n, 1024) * 1024, 2 ** 14)
+    return height, logits // height // 1024 * 1024

@@ -526,10 +526,13 @@ def test_blocks_fit_their_buffers(n, m, size):
         # the next block starts with a tile
         assert height in (n, whole_tiles(height)) and width in (n if square else m, whole_tiles(width))
         assert square or height * width == n * m or bytes_used > heuristics.WEIGHT_BUFFER_BYTES // 4
-    assert whole_tiles(heuristics.strip_height(size, m)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
+    assert whole_tiles(heuristics.strip_height(size, m, 64)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
     for d, square in itertools.product((1, 768, 4096), (False, True)):
-        height, width = lse_forward.block_shape(torch.empty(1, d), k, square)
-        assert height % 128 == width % 128 == 0 and height * width // 64 <= lse_forward.MAX_TABLE_ENTRIES
+        q, k = (torch.empty(count, d, dtype=torch.half, device="meta") for count in (n, n if square else m))
+        height, width = lse_forward.block_shape(q, k, square)
+        tables = (2 if square else 1) * 2 * 4 * height * width // 128
+        assert 0 < height and 0 < width and height % 128 == width % 128 == 0
+        assert tables <= max(lse_forward.MIN_TABLE_BYTES, 2 * (q.numel() + k.numel()))
 
 
 def test_limits_may_be_set_lower(monkeypatch):
