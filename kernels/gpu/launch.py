@@ -127,7 +127,8 @@ def tile_config(x, mask, two_sided=False):
     two_sided    the kernel reduces a tile along its rows and its columns, or weights it with vectors of both
     tests/gpu/test_compile.py checks that these sizes fit into registers and shared memory.
     """
-    kinds = sum(part is not None for part in (mask.row_ids, mask.row_groups, mask.row_features))
+    ids = None if mask.exclude == "target" else mask.row_ids
+    kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     feature_dtype = None if mask.row_features is None else mask.row_features.dtype
     precision = torch.get_float32_matmul_precision()
     return dict(choose_tiles(x.dtype, feature_dtype, kinds, precision, capability(x), two_sided))
@@ -148,9 +149,9 @@ def choose_tiles(dtype, feature_dtype, kinds, precision, capability, two_sided):
         columns = 64 if feature_dtype is None else 32
         return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
                     PRECISION="ieee")
-    # with 4 warps of 255 registers, two programs share an SM
-    config = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=32 if dtype == torch.float32 else 64,
-                  num_warps=4, num_stages=3, maxnreg=255,
+    half = dtype != torch.float32
+    config = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
+                  num_warps=4 if half and capability == 9 else 8,  # 4: two programs share an SM
                   PRECISION="tf32")                                # has no effect on half types
     if two_sided and capability >= 10:
         config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 spills registers there

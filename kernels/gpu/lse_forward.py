@@ -303,6 +303,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
     if ranges is not None or shift is not None:
         for side, (x, y, side_mask) in zip(stats, [(q, k, mask), (k, q, transposed(mask))]):
             config = tile_config(x, side_mask) | dict(BLOCK_N=ROWS_OF_STATS, num_warps=4)
+            config["BLOCK_M"] = min(64, config["BLOCK_M"])
             operands, rest = kernel_args(x, y, side_mask, temperature, config)
             row_stats_kernel[ceil_div(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
     no_tiles = stats[0, :, None, :][:, :0]

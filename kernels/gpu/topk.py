@@ -53,12 +53,9 @@ def topk_kernel(VALUES, INDICES, split_columns,
 
 
 def topk_config(q, mask):
-    """Return tile_config() with a smaller tile, because the slots need registers.
-
-    maxnreg is set because the assembler would spill registers in order to run more programs per SM.
-    """
+    """Return tile_config() with a smaller tile, because the slots need registers."""
     config = tile_config(q, mask)
-    return {**config, "BLOCK_N": 64, "BLOCK_M": min(64, config["BLOCK_M"]), "maxnreg": 255}
+    return config | dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)
 
 
 def similarity_topk(q, k, temperature, n, mask):
