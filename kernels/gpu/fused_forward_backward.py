@@ -119,8 +119,9 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
         at = slice(i, i + count)
         w, x, side_at = strip[:count, :m], q[at], side[..., at]
         for maxima in (True,) if shift is None else (False, True):    # one of the two does nothing
-            sums_kernel[persistent_grid(ceil_div(count, config["BLOCK_N"]) * tiles, q)](
-                table, None, strip, positive, shift, i, 0, count, m, strip.stride(0), *operands,
+            all_tiles = ceil_div(count, config["BLOCK_N"]) * tiles
+            sums_kernel[persistent_grid(all_tiles, q)](
+                table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,
                 MAXIMA=maxima, TRIANGLE=False, **rest)
         strip_table = table[:2 * tiles * count].view(2, tiles, count)
         losses.append(merge_stats(stats[..., :count], strip_table, few, True, None, positive[at],

@@ -67,50 +67,8 @@ def save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE: tl.constexpr,
         tl.store(POSITIVE + target, found, mask=in_tile)
 
 
-@triton.jit
-def write_sums(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, qk, first_row, first_column, tile_i, tile_j,
-               height, width, e_row_stride, MASK, N, M, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-               MAXIMA: tl.constexpr, TRIANGLE: tl.constexpr,
-               BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Write what sums_kernel promises for one tile of dot products qk."""
-    i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows, column, scale = first_row + i, first_column + tile_j * BLOCK_M, log2e_over_tau(MASK)
-    x, offset = qk, 0.0
-    if not MAXIMA:
-        # before the branch of the mask: there, a product that the tensor cores are still writing would wait
-        offset = tl.load(SHIFT)
-        x = tl.fma(qk, scale, -offset)
-    if needs_mask(first_row + tile_i * BLOCK_N, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-        if POSITIVE is not None:
-            save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE, BLOCK_M,
-                           COLUMN_TABLE is not None, offset, 1.0 if MAXIMA else scale)
-        x = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), x, float("-inf"))
-    if MAXIMA:
-        m_i, m_j = tl.max(x, 1) * scale, 0.0                       # scale > 0
-        e = exp2_scaled(x, scale, finite_max(m_i)[:, None])
-    else:
-        m_i = tl.zeros((BLOCK_N,), tl.float32) + finite_max(offset)
-        m_j = tl.zeros((BLOCK_M,), tl.float32) + finite_max(offset)
-        e = tl.exp2(x)
-    at = ROW_TABLE + tile_j * height + i
-    tl.store(at, m_i, mask=i < height)
-    tl.store(at + tl.cdiv(width, BLOCK_M) * height, tl.sum(e, 1), mask=i < height)
-    if E is not None:
-        tl.store(E + i.to(tl.int64)[:, None] * e_row_stride + j[None, :], cast_for_matmul(e, E, PRECISION))
-    if COLUMN_TABLE is not None:
-        if MAXIMA:
-            m_j = tl.max(x, 0) * scale
-            e = exp2_scaled(x, scale, finite_max(m_j)[None, :])
-        mask = j < width
-        if TRIANGLE:
-            mask = mask & (tile_i != tile_j)                       # each logit counts once
-        at = COLUMN_TABLE + tile_i * width + j
-        tl.store(at, m_j, mask=mask)
-        tl.store(at + tl.cdiv(height, BLOCK_N) * width, tl.sum(e, 0), mask=mask)
-
-
 @kernel
-def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, first_row, first_column, height, width,
+def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, first_column, height, width,
                 e_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 MAXIMA: tl.constexpr, TRIANGLE: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -119,35 +77,58 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, first_row, first_co
     ROW_TABLE     (2, column tiles J, height): m and l of row first_row + i in tile J
     COLUMN_TABLE  (2, row tiles I, width): m and l of column first_column + j in tile I; or None
     E             (height, width) exponentials exp2(s − m), whose columns may be padded to whole tiles; or
-                  None. Then the kernel does nothing unless MAXIMA is whether SHIFT is not 0
+                  None. With E, the kernel does nothing unless MAXIMA is whether SHIFT is not 0
     MAXIMA        True: m is the maximum of a row of the tile; False: the number SHIFT
     TRIANGLE      the block lies on the diagonal of a self-similarity: see tiles.tile_at. Both tables are one
     """
-    tiles_i, tiles_j = tl.cdiv(height, BLOCK_N), tl.cdiv(width, BLOCK_M)
-    tiles = count_tiles(tiles_i, tiles_j, TRIANGLE)
+    tiles_i, tiles_j, scale = tl.cdiv(height, BLOCK_N), tl.cdiv(width, BLOCK_M), log2e_over_tau(MASK)
     if E is not None and SHIFT is not None:
         tiles = tl.where(shift_is_zero(SHIFT) == MAXIMA, 0, tiles)
-    if MAXIMA:
-        for first in range(0, tiles - tl.program_id(0), tl.num_programs(0)):
-            tile_i, tile_j = tile_at(first + tl.program_id(0), tiles_i, tiles_j, TRIANGLE)
-            row, column = first_row + tile_i * BLOCK_N, first_column + tile_j * BLOCK_M
-            qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-            write_sums(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, qk, first_row, first_column, tile_i, tile_j,
-                       height, width, e_row_stride, MASK, N, M, EXCLUDE, PRECISION, MAXIMA, TRIANGLE, BLOCK_N,
-                       BLOCK_M)
-    else:
-        tile, tile_i, tile_j, d = before_first_tile(SHAPE.D)
-        qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for _ in range(0, count_steps(tiles, SHAPE.D, BLOCK_D)):
-            tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_i, tiles_j, SHAPE.D, TRIANGLE,
-                                                BLOCK_D)
-            row, column = first_row + tile_i * BLOCK_N, first_column + tile_j * BLOCK_M
-            qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-            if d + BLOCK_D >= SHAPE.D:                             # the tile is complete
-                write_sums(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, qk, first_row, first_column, tile_i,
-                           tile_j, height, width, e_row_stride, MASK, N, M, EXCLUDE, PRECISION, MAXIMA,
-                           TRIANGLE, BLOCK_N, BLOCK_M)
-                qk = no_product(tile, BLOCK_N, BLOCK_M)
+    tile, tile_i, tile_j, d = before_first_tile(SHAPE.D)
+    qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for _ in range(0, count_steps(tiles, SHAPE.D, BLOCK_D)):
+        tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_i, tiles_j, SHAPE.D, TRIANGLE,
+                                            BLOCK_D)
+        row, column = first_row + tile_i * BLOCK_N, first_column + tile_j * BLOCK_M
+        qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+        if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
+            if MAXIMA:
+                offset, x = 0.0, qk + 0.0                          # see no_product
+            else:
+                offset = tl.load(SHIFT)
+                x = tl.fma(qk, scale, -offset)
+            if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+                rows = row + tl.arange(0, BLOCK_N)
+                if POSITIVE is not None:
+                    save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE, BLOCK_M,
+                                   COLUMN_TABLE is not None, offset, 1.0 if MAXIMA else scale)
+                keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
+                x = tl.where(keep, x, float("-inf"))
+            i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
+            if MAXIMA:
+                m_i = tl.max(x, 1) * scale                         # scale > 0
+                e = exp2_scaled(x, scale, finite_max(m_i)[:, None])
+            else:
+                m_i = tl.zeros((BLOCK_N,), tl.float32) + finite_max(offset)
+                e = tl.exp2(x)
+            at = ROW_TABLE + tile_j * height + i
+            tl.store(at, m_i, mask=i < height)
+            tl.store(at + tiles_j * height, tl.sum(e, 1), mask=i < height)
+            if E is not None:
+                tl.store(E + i.to(tl.int64)[:, None] * e_row_stride + j[None, :],
+                         cast_for_matmul(e, E, PRECISION))
+            if COLUMN_TABLE is not None:
+                m_j = tl.zeros((BLOCK_M,), tl.float32) + finite_max(offset)
+                if MAXIMA:
+                    m_j = tl.max(x, 0) * scale
+                    e = exp2_scaled(x, scale, finite_max(m_j)[None, :])
+                mask = j < width
+                if TRIANGLE:
+                    mask = mask & (tile_i != tile_j)               # each logit counts once
+                at = COLUMN_TABLE + tile_i * width + j
+                tl.store(at, m_j, mask=mask)
+                tl.store(at + tiles_i * width, tl.sum(e, 0), mask=mask)
+            qk = no_product(tile, BLOCK_N, BLOCK_M)
 
 
 @kernel
@@ -284,7 +265,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
         tiles = tiles_i * (tiles_i + 1) // 2 if on_diagonal else tiles_i * tiles_j
         more_warps = dict(num_warps=8) if few else {}              # registers for maxima
         sums_kernel[persistent_grid(tiles, q)](
-            row_table, column_table, None, saved_positive, shift, i, j, height, width, 0, *operands,
+            row_table, column_table, None, saved_positive, shift, tiles, i, j, height, width, 0, *operands,
             MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest | more_warps)
         return row_table.view(2, tiles_j, height), column_table
 

@@ -227,7 +227,9 @@ def test_collapsed_rows(impl, settings, loss, monkeypatch):
     not from the rounding of logits, which are 10,000."""
     patch_kernels(monkeypatch, settings)
     one, t = unit_rows(1, 24, torch.float32, 74), torch.tensor(1e-4, device=DEVICE)
-    allowed = 8 * torch.finfo(torch.float32).eps / 1e-4 / 40
+    # on some CPUs the products of equal rows differ, by their place in the matrix
+    equal = [(one.expand(n, 24) / t) @ one.expand(m, 24).T for n in range(1, 11) for m in range(1, 81)]
+    allowed = (8 * torch.finfo(torch.float32).eps + max(x.max() - x.min() for x in equal)) / 1e-4 / 40
 
     def f(impl, *x):
         return differentiate(lambda *x: LOSSES[loss](*x, impl), *x)
