@@ -31,7 +31,7 @@ from ..heuristics import gradient_dtype, strip_height
 from .gradient_large_d import add_product, finish_gradients, gradient_sums
 from .launch import (
     GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args, persistent_grid,
-    temperature_only_mask, tile_config, total, without_padding)
+    temperature_only_mask, tile_config, without_padding)
 from .lse_forward import merge_stats, sums_kernel
 from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
 from .tiles import cast_for_matmul, kernel, shift_is_zero
@@ -90,7 +90,7 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
     scaling = GradientScaling(None, unit, True, gradient_dtype(dtype))
     dq, dk, dot = finish_gradients(sums, *unpadded, kernel_mask, mask.exclude, as_side(side), SoftmaxSide(),
                                    scaling, needs_temperature, shift)
-    return loss, dq, dk, total(dot, -1.0, temperature) if needs_temperature else loss.new_empty(0)
+    return loss, dq, dk, dot.sum().neg() / temperature if needs_temperature else loss.new_empty(0)
 
 
 def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
@@ -138,5 +138,4 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
             x = scaled_q[:count]
         if dk.shape[0]:
             add_product(dk, w.T, x, i == 0)
-    loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-    return loss, side[0], shift, operands[2]
+    return torch.cat(losses).sum(), side[0], shift, operands[2]

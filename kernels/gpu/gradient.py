@@ -26,7 +26,7 @@ import torch
 
 from ..heuristics import is_small_d
 from . import gradient_large_d, gradient_small_d
-from .launch import GradientScaling, check_device, total
+from .launch import GradientScaling, check_device
 from .shift import as_side
 
 
@@ -52,5 +52,5 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_facto
     dq, dk, dot = path.gradients(q, k, temperature, mask, as_side(rows), as_side(columns), common_m,
                                  GradientScaling(grad, loss_factor, positives, dtype), needs, self_similarity)
     if needs_temperature:      # s = q·k/τ; with self-similarity ⟨z, dz⟩ contains every dot product twice
-        return dq, dk, total(dot, -0.5 if self_similarity else -1.0, temperature)
+        return dq, dk, dot.sum() * (-0.5 if self_similarity else -1.0) / temperature
     return dq, dk, q.new_empty(0, dtype=torch.float32)

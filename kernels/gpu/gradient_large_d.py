@@ -24,22 +24,22 @@ from .launch import (
     transposed_mask, without_padding)
 from .shift import SoftmaxSide
 from .tiles import (
-    WEIGHT_SCALE, add_tile_product, before_first_tile, cast_for_matmul, count_steps, count_tiles, finish_gradient, keep_mask,
-    kernel, load_factors, log2e_over_tau, needs_mask, next_step, no_product, shift_is_zero, softmax_weights)
+    WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, finish_gradient, keep_mask, kernel,
+    load_factors, log2e_over_tau, needs_mask, next_step, no_product, shift_is_zero, softmax_weights)
 
 ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm: half operands, float32 result
 
 
 @triton.jit
-def write_weights(steps, common_m, W, X_SIDE, Y_SIDE, first_x, first_y, tiles_x, tiles_y, w_row_stride,
+def write_weights(tiles, common_m, W, X_SIDE, Y_SIDE, first_x, first_y, tiles_x, tiles_y, w_row_stride,
                   Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                   TRIANGLE: tl.constexpr, ONE_EXPONENTIAL: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Do what weights_kernel says, in a loop; common_m and ONE_EXPONENTIAL as in tiles.softmax_weights."""
+    """Do what weights_kernel says; common_m and ONE_EXPONENTIAL as in tiles.softmax_weights."""
     scale = log2e_over_tau(MASK)
-    tile, tile_i, tile_j, d = before_first_tile(SHAPE.D)
+    tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for _ in range(0, steps):
+    for _ in range(0, count_steps(tiles, SHAPE.D, BLOCK_D)):
         tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_x, tiles_y, SHAPE.D, TRIANGLE,
                                             BLOCK_D)
         row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
@@ -60,25 +60,25 @@ def write_weights(steps, common_m, W, X_SIDE, Y_SIDE, first_x, first_y, tiles_x,
 
 
 @kernel
-def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, first_x, first_y, tiles_x, tiles_y, w_row_stride,
+def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x, tiles_y, w_row_stride,
                    Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                    TRIANGLE: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write WEIGHT_SCALE · dloss/ds to W, for the block that starts at tile (first_x, first_y).
 
+    COMMON_M  see shift.py; None: the loss has one side, or few rows
     TRIANGLE  the block lies on the diagonal of a self-similarity. A tile (tiles.tile_at) is also stored
               transposed, at its mirrored place
     """
-    steps = count_steps(count_tiles(tiles_x, tiles_y, TRIANGLE), SHAPE.D, BLOCK_D)
     common_m = float("inf")
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
-        write_weights(tl.where(common_m < float("inf"), steps, 0), common_m, W, X_SIDE, Y_SIDE, first_x, first_y,
-                      tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION, TRIANGLE,
-                      True, BLOCK_N, BLOCK_M, BLOCK_D)
-    write_weights(tl.where(common_m < float("inf"), 0, steps), common_m, W, X_SIDE, Y_SIDE, first_x, first_y,
-                  tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION, TRIANGLE,
-                  False, BLOCK_N, BLOCK_M, BLOCK_D)
+        write_weights(tl.where(common_m < float("inf"), tiles, 0), common_m, W, X_SIDE, Y_SIDE, first_x,
+                      first_y, tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION,
+                      TRIANGLE, True, BLOCK_N, BLOCK_M, BLOCK_D)
+    write_weights(tl.where(common_m < float("inf"), 0, tiles), common_m, W, X_SIDE, Y_SIDE, first_x, first_y,
+                  tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION, TRIANGLE, False,
+                  BLOCK_N, BLOCK_M, BLOCK_D)
 
 
 @kernel
@@ -113,8 +113,9 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         triangle = self_similarity and first_x == first_y and config["BLOCK_N"] == config["BLOCK_M"]
         tiles = tiles_x * (tiles_x + 1) // 2 if triangle else tiles_x * tiles_y
-        weights_kernel[persistent_grid(tiles, q)](w, rows, columns, common_m, first_x, first_y, tiles_x,
-                                                  tiles_y, w_row_stride, *operands, TRIANGLE=triangle, **rest)
+        weights_kernel[persistent_grid(tiles, q)](
+            w, rows, columns, common_m, tiles, first_x, first_y, tiles_x, tiles_y, w_row_stride, *operands,
+            TRIANGLE=triangle, **rest)
 
     add_blocks(*sums, q, k, config, fill_weights, self_similarity)
     return finish_gradients(sums, *unpadded, operands[2], mask.exclude, rows, columns, scaling, needs[2])

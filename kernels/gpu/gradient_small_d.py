@@ -107,7 +107,7 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
         dot = torch.empty(grid[1], n, dtype=torch.float32, device=x.device) if needs_dot else None
         operands, rest = kernel_args(aligned_x, aligned_y, mask, temperature, config)
         finish = FinishArgs.make(contiguous_rows(x), contiguous_rows(y), scaling)
-        small_d_kernel[grid](dx, dot, common_m, column_ranges(mask, config), x_side, y_side, *operands,
+        small_d_kernel[grid](dx, dot, common_m, column_ranges(mask, config["BLOCK_N"]), x_side, y_side, *operands,
                              finish, **rest)
         return dx, dot
 

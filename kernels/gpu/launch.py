@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..heuristics import FEW_ROWS
 from ..masks import transposed
-from .tiles import LOG2E, copy_kernel, scale_kernel, total_kernel
+from .tiles import LOG2E, copy_kernel, scale_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED_CAPABILITY = 9                   # major compute capability that CPU tensors stand for
@@ -83,13 +83,13 @@ def next_power_of_2(n):
     return 1 << (n - 1).bit_length()
 
 
-def column_ranges(mask, config):
-    """Return (row tiles, 2) int32: first column, and last column + 1, of the groups of each row tile's rows.
+def column_ranges(mask, size):
+    """Return (row tiles, 2) int32: first column, and last column + 1, of the groups of each `size` rows.
 
     Return None without groups (within=), or for few rows. If the column ids are not sorted, every range is
     all columns. The host reads no value, so there is no synchronisation.
     """
-    rows, columns, size = mask.row_groups, mask.column_groups, config["BLOCK_N"]
+    rows, columns = mask.row_groups, mask.column_groups
     if rows is None or max(rows.shape[0], columns.shape[0]) <= FEW_ROWS:
         return None
     rows, columns = rows.long(), columns.long()
@@ -232,13 +232,9 @@ def temperature_only_mask(temperature, x):
     return KernelMask(*[None] * (len(KernelMask._fields) - 2), *scale_args(temperature, x))
 
 
-def total(x, factor=1.0, temperature=None):
-    """Return factor · Σ x, a 0-dim float32 tensor, divided by the temperature if it is given."""
-    out = torch.empty((), dtype=torch.float32, device=x.device)
-    mask = None if temperature is None else temperature_only_mask(temperature, x)
-    total_kernel[1,](out, x, mask, factor, x.numel(), OVER_TAU=mask is not None, BLOCK=1024,
-                     enable_fp_fusion=True)
-    return out
+def total(x):
+    """Return Σ x, a 0-dim tensor; None for None."""
+    return x if x is None else x.view(()) if x.numel() == 1 else x.sum()
 
 
 def scaled_copies(rows, factor):

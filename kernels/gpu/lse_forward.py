@@ -42,10 +42,9 @@ from .launch import (
     temperature_only_mask, tile_config, total)
 from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
 from .tiles import (
-    LOG2E, add_tile_product, before_first_tile, cast_for_matmul, count_steps, count_tiles, exp2_scaled,
+    LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
     finite_max, keep_mask, kernel, log2e_over_tau, lse_minus_positive, max_and_sum_exp, merge_max_sum,
-    needs_mask, next_step, no_product, positive_columns, qk_tile, shift_is_zero, softmax_factor, softplus,
-    tile_at)
+    needs_mask, next_step, no_product, positive_columns, qk_tile, shift_is_zero, softmax_factor, softplus)
 
 ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
 MIN_TABLE_BYTES = 2 ** 25      # 32 MiB: the tables of a block may take as much, or as much as q and k
@@ -84,7 +83,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
     tiles_i, tiles_j, scale = tl.cdiv(height, BLOCK_N), tl.cdiv(width, BLOCK_M), log2e_over_tau(MASK)
     if E is not None and SHIFT is not None:
         tiles = tl.where(shift_is_zero(SHIFT) == MAXIMA, 0, tiles)
-    tile, tile_i, tile_j, d = before_first_tile(SHAPE.D)
+    tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for _ in range(0, count_steps(tiles, SHAPE.D, BLOCK_D)):
         tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_i, tiles_j, SHAPE.D, TRIANGLE,
@@ -219,13 +218,12 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
 
 
 class ForwardResult(NamedTuple):
-    """Results of the forward pass, all float32."""
+    """Results of the forward pass, float32 tensors or None."""
     stats: Any             # (sides, 2, N): m and l of rows, and of columns if both were asked for
     lse: Any               # (N,) of the rows; None if the loss was asked for
-    sides: Any             # (sides, 3, padded N), shift.SoftmaxSides; without the factor 1/N that rows
-    #                        without weights have; or None
-    loss: Any              # scalar; or None
-    common_m: Any          # 0-dim tensor, see shift.py; or None
+    sides: Any             # (sides, 3, padded N): SoftmaxSides, without the factor 1/N of rows without weights
+    loss: Any              # scalar
+    common_m: Any          # 0-dim, see shift.py
 
 
 def forward(q, k, temperature, mask, both=False, loss=False, weights=None, positive=None):
@@ -242,54 +240,52 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
     n, m, few = q.shape[0], k.shape[0], has_few_rows(q.shape[0], k.shape[0])
     shift, common_m = shift_of_norms(q, k, temperature) if both or self_similarity else (None, None)
     # for few rows computing both triangles of a self-similarity costs nothing extra
-    triangle = self_similarity and not few
+    triangle, ranges = self_similarity and not few, column_ranges(mask, ROWS_OF_STATS)
     stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
     saved_positive, outputs = None, dict(lse=stats.new_empty(n))
     if loss:
         saved_positive = stats.new_empty(n) if positive is None else None
         outputs = dict(positive=saved_positive if positive is None else positive, weights=weights,
                        sides=new_sides(len(stats), n, q.device), mask=temperature_only_mask(temperature, q))
-    ranges = column_ranges(mask, dict(BLOCK_N=ROWS_OF_STATS))
     config = tile_config(q, mask, two_sided=both or triangle)
+    config |= dict(num_warps=8) if few else {}                     # registers for maxima
     operands, rest = kernel_args(q, k, mask, temperature, config)
 
     def sums(i, j, height, width):
         """Return the tables of a block: (2, column tiles, height), (2, row tiles, width) or None."""
         tiles_i, tiles_j = ceil_div(height, config["BLOCK_N"]), ceil_div(width, config["BLOCK_M"])
         on_diagonal, sizes = triangle and i == j, (2 * tiles_j * height, 2 * tiles_i * width)
-        row_table, column_table = stats.new_empty(sum(sizes[:2 if both else 1])), None
+        tiles = tiles_i * (tiles_i + 1) // 2 if on_diagonal else tiles_i * tiles_j
+        row_table, column_table = stats.new_empty(sizes[0]), None
         if both:
-            row_table, column_table = row_table.split(sizes)
+            row_table, column_table = stats.new_empty(sum(sizes)).split(sizes)
         elif triangle:
             column_table = row_table if on_diagonal else stats.new_empty(sizes[1])
-        tiles = tiles_i * (tiles_i + 1) // 2 if on_diagonal else tiles_i * tiles_j
-        more_warps = dict(num_warps=8) if few else {}              # registers for maxima
         sums_kernel[persistent_grid(tiles, q)](
             row_table, column_table, None, saved_positive, shift, tiles, i, j, height, width, 0, *operands,
-            MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest | more_warps)
+            MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest)
         return row_table.view(2, tiles_j, height), column_table
 
     height, width = block_shape(q, k, square=both or triangle)
-    if shift is None and ranges is None and height >= n and width >= m:
+    table = stats[0, :, None, :][:, :0]                            # without tiles
+    complete = shift is None and ranges is None and height >= n and width >= m
+    if complete:
         table, _ = sums(0, 0, n, m)                                # with both, the column table follows it
-        loss = merge_stats(stats, table, few, True, **outputs)
-        return ForwardResult(stats, outputs.get("lse"), outputs.get("sides"), loss, common_m)
-    for i in range(0, n, height) if ranges is None else ():
+    for i in range(0, n, height) if ranges is None and not complete else ():
         for j in range(i if triangle else 0, m, width):
             at_i, at_j = slice(i, min(i + height, n)), slice(j, min(j + width, m))
-            table, column_table = sums(i, j, at_i.stop - i, at_j.stop - j)
-            merge_stats(stats[:1, :, at_i], table, few, j == 0)
+            row_table, column_table = sums(i, j, at_i.stop - i, at_j.stop - j)
+            merge_stats(stats[:1, :, at_i], row_table, few, j == 0)
             if both or triangle and i != j:
                 merge_stats(stats[-1:, :, at_j], column_table.view(2, -1, at_j.stop - j), few, i == 0)
     if ranges is not None or shift is not None:
         for side, (x, y, side_mask) in zip(stats, [(q, k, mask), (k, q, transposed(mask))]):
-            config = tile_config(x, side_mask) | dict(BLOCK_N=ROWS_OF_STATS, num_warps=4)
-            config["BLOCK_M"] = min(64, config["BLOCK_M"])
+            config = tile_config(x, side_mask)
+            config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4)
             operands, rest = kernel_args(x, y, side_mask, temperature, config)
             row_stats_kernel[ceil_div(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
-    no_tiles = stats[0, :, None, :][:, :0]
-    loss = merge_stats(stats, no_tiles, few, **outputs)
-    return ForwardResult(stats, outputs.get("lse"), outputs.get("sides"), loss, common_m)
+    loss_sums = merge_stats(stats, table, few, complete, **outputs)
+    return ForwardResult(stats, outputs.get("lse"), outputs.get("sides"), total(loss_sums), common_m)
 
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,
@@ -305,23 +301,19 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sid
     sides      (sides, 3, N or more): filled for a loss
     weights    (N,) row weights of the loss; None: 1 / mean_over, whose default is N
     mask       KernelMask with the temperature, for a loss
-    returns    the loss, a scalar; None without positive
+    returns    vector whose sum is the loss; None without positive
     """
     n = stats.shape[2]
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))
     # a program takes 1024 rows of a small batch, which then needs one program and no final sum
     block, tiles_at_once = (1024, 8) if few else (32, 64)
-    programs = ceil_div(side_count, block)
-    loss_sums = None if positive is None else stats.new_empty(programs if programs > 1 else ())
-    weight = 1 if weights is not None else 1 / (mean_over or n)
-    merge_stats_kernel[programs,](stats, lse, sides, loss_sums, table, positive, weights, mask,
-                                  weight / len(stats), table.shape[1], n, stats.stride(1), side_count,
-                                  side_stride, SIDES=len(stats), OVERWRITE=overwrite,
-                                  TILES_AT_ONCE=tiles_at_once, BLOCK=block, num_warps=8,
-                                  enable_fp_fusion=True)
-    if loss_sums is None:
-        return None
-    return loss_sums if programs == 1 else total(loss_sums)
+    loss_sums = None if positive is None else stats.new_empty(ceil_div(side_count, block))
+    weight = (1 if weights is not None else 1 / (mean_over or n)) / len(stats)
+    merge_stats_kernel[ceil_div(side_count, block),](
+        stats, lse, sides, loss_sums, table, positive, weights, mask, weight, table.shape[1], n,
+        stats.stride(1), side_count, side_stride, SIDES=len(stats), OVERWRITE=overwrite,
+        TILES_AT_ONCE=tiles_at_once, BLOCK=block, num_warps=8, enable_fp_fusion=True)
+    return loss_sums
 
 
 def block_shape(q, k, square):

@@ -23,11 +23,11 @@ from ..heuristics import gradient_dtype
 from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
     GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, is_host_scalar, kernel_args,
-    persistent_grid, tile_config, total, without_padding)
+    persistent_grid, tile_config, without_padding)
 from .lse_forward import save_positives
 from .shift import SoftmaxSide
 from .tiles import (
-    LOG2E, WEIGHT_SCALE, add_tile_product, before_first_tile, cast_for_matmul, count_steps, keep_mask, kernel,
+    LOG2E, WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, keep_mask, kernel,
     log2e_over_tau, needs_mask, next_step, no_product, softplus, softplus_sum)
 
 
@@ -43,10 +43,11 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
     """
     if BIAS is not None:
         bias = tl.load(BIAS)
-    tile, tile_i, tile_j, d = before_first_tile(SHAPE.D)
+    tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for _ in range(0, count_steps(tiles_x * tiles_y, SHAPE.D, BLOCK_D)):
-        tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_x, tiles_y, SHAPE.D, False, BLOCK_D)
+        tile, tile_i, tile_j, d = next_step(tile, tile_i, tile_j, d, tiles_x, tiles_y, SHAPE.D, False,
+                                            BLOCK_D)
         row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
@@ -120,5 +121,5 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,
                                    SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide(), scaling,
                                    needs_temperature)
-    dt = total(dot, -1.0, temperature) if needs_temperature else loss.new_empty(0)
+    dt = dot.sum().neg() / temperature if needs_temperature else loss.new_empty(0)
     return loss, dq, dk, dt, db

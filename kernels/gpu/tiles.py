@@ -345,9 +345,8 @@ def softplus_sum(x):
 def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     """Return the tile (x, y) with this index, in an order in which neighbours share rows in the L2 cache.
 
-    TRIANGLE  the tiles (x, y) and (y, x) are equal, tiles_x = tiles_y = T, and there are T (T + 1) / 2
-              indices: tile x is paired with y = x, x + 1, …, x + T / 2 modulo T; if T is even, only the first
-              half of the x is paired with x + T / 2
+    TRIANGLE  tiles_x = tiles_y = T, and of (x, y) and (y, x), which are equal, one has an index < T (T + 1) / 2:
+              x is paired with y = x, x + 1, …, x + T / 2 modulo T; the last y only for x < T / 2 if T is even
     """
     width = tiles_y
     if TRIANGLE:
@@ -366,27 +365,12 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
 
 
 @triton.jit
-def count_tiles(tiles_x, tiles_y, TRIANGLE: tl.constexpr):
-    """Return the number of indices of tile_at."""
-    tiles = tiles_x * tiles_y
-    if TRIANGLE:
-        tiles = tiles_x * (tiles_x + 1) // 2
-    return tiles
-
-
-@triton.jit
 def count_steps(tiles, D, BLOCK_D: tl.constexpr):
-    """Return the number of steps of a program that takes every num_programs-th tile, BLOCK_D features a step.
+    """Return the number of steps of this program, which takes every num_programs-th tile, BLOCK_D features a step.
 
     One loop over tiles and features, instead of two, lets the loads of a tile overlap with the end of the last.
     """
-    return tl.maximum(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)), 0) * tl.cdiv(D, BLOCK_D)
-
-
-@triton.jit
-def before_first_tile(D):
-    """Return (index of the tile, tile_x, tile_y, d) before the first call of next_step."""
-    return tl.program_id(0) - tl.num_programs(0), 0, 0, D
+    return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0)) * tl.cdiv(D, BLOCK_D)
 
 
 @triton.jit
@@ -423,19 +407,6 @@ def cast_for_matmul(x, X, PRECISION: tl.constexpr):
     if PRECISION == "tf32" and X.dtype.element_ty == tl.float32:
         x = round_to_tf32(x)
     return x.to(X.dtype.element_ty)
-
-
-@kernel
-def total_kernel(TOTAL, X, MASK, factor, count, OVER_TAU: tl.constexpr, BLOCK: tl.constexpr):
-    """Write factor · Σ X, divided by τ if OVER_TAU, in one program."""
-    sums = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        sums += tl.load(X + at, mask=at < count, other=0.0)
-    total = tl.sum(sums, 0) * factor
-    if OVER_TAU:
-        total = total * (log2e_over_tau(MASK) / LOG2E)
-    tl.store(TOTAL, total)
 
 
 @kernel

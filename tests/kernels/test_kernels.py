@@ -398,7 +398,7 @@ def test_group_ranges(order, keys, dtype, monkeypatch):
     groups[0][:64] = 30  # a whole tile of rows without columns
     groups = [groups[0].to(DEVICE), groups[1].int().to(DEVICE)]
     mask = make_mask(len(q), len(k), False, within=groups)
-    columns = column_ranges(mask, dict(BLOCK_N=64)).diff().clamp(min=0)
+    columns = column_ranges(mask, 64).diff().clamp(min=0)
     assert len(columns) == 4 and ((columns == 270).all() if order == "not sorted" else columns[0] < 270)
 
     def lse(q, k, t, impl):
