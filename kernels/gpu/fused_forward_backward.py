@@ -138,4 +138,4 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
             x = scaled_q[:count]
         if dk.shape[0]:
             add_product(dk, w.T, x, i == 0)
-    return torch.cat(losses).sum(), side[0], shift, operands[2]
+    return torch.cat([x.reshape(-1) for x in losses]).sum(), side[0], shift, operands[2]

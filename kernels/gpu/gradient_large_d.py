@@ -107,7 +107,7 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
     unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
     q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
     sums = gradient_sums(q, k, *needs)
-    config = tile_config(q, aligned[2], two_sided=rows.factor is not None and columns.factor is not None)
+    config = tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):

@@ -13,9 +13,7 @@ If the column ids of groups are sorted, a program loops only from the first to t
 of its rows, so the cost is proportional to the number of kept pairs.
 """
 import torch
-import triton
 import triton.language as tl
-from torch.torch_version import TorchVersion
 
 from ..masks import transposed
 from .launch import (
@@ -24,10 +22,6 @@ from .launch import (
 from .tiles import (
     finish_gradient, keep_mask, kernel, load_factors, load_tile, log2e_over_tau,
     needs_mask, qk_tile, softmax_weights)
-
-# before 3.7, on sm_90, Triton cannot pipeline the loads of a loop with a branch between two products
-CAN_PIPELINE = TorchVersion(triton.__version__) >= (3, 7)
-
 
 @kernel
 def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHAPE, FINISH,
@@ -76,21 +70,19 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
 
 
 def small_d_config(x, mask):
-    """Return tile_config() with whole rows in one tile if D ≤ 256, else with 128 features in one tile.
+    """Return tile_config() with up to 128 features in one tile.
 
-    Up to 128 features, two programs share an SM of an H100, or three (168 registers per thread) if the mask
-    has ids or groups, which reduce BLOCK_M to 64.
+    Two programs share an SM of an H100, or three (168 registers per thread) if the mask has ids or groups, which
+    reduce BLOCK_M to 64.
     """
     config, features = tile_config(x, mask), max(16, next_power_of_2(x.shape[1]))
-    config |= dict(BLOCK_N=64, BLOCK_D=features if features <= 256 else 128, RESIDENT=features <= 256,
-                   num_stages=2)
+    config |= dict(BLOCK_N=64, BLOCK_D=min(features, 128), RESIDENT=features <= 128, num_stages=2, num_warps=4)
     if features > 128 or mask.row_features is not None:
-        columns = 32 if features == 256 and mask.row_features is not None else 64
-        return config | dict(BLOCK_M=min(columns, config["BLOCK_M"]), num_warps=8, maxnreg=255)
+        return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)
     if capability(x) == 9 and config["BLOCK_M"] == 128:
-        return config | dict(num_warps=4, num_stages=3, maxnreg=255)
+        return config | dict(num_stages=3)
     registers = 168 if capability(x) == 9 else 255
-    return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4, maxnreg=registers)
+    return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), maxnreg=registers)
 
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
@@ -99,7 +91,9 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
 
     def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):
         config = small_d_config(x, mask) | (dict(maxnreg=255) if needs_dot else {})
-        if common_m is not None and config["RESIDENT"] and capability(x) == 9 and not CAN_PIPELINE:
+        if common_m is not None and config["RESIDENT"] and capability(x) == 9:
+            # Triton 3.6 cannot pipeline the loads of a loop with a branch between two products; in 3.7 the
+            # products would wait for each other
             config["num_stages"] = 1
         n, d = x.shape
         grid = ceil_div(n, config["BLOCK_N"]), ceil_div(d, config["BLOCK_D"])

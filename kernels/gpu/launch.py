@@ -38,14 +38,13 @@ class KernelMask(NamedTuple):
     column_groups: Any
     row_features: Any
     column_features: Any
-    offset: Any              # 4 · offset + 2 (kernel_args says why); None for a "pair" of self-similarity
+    offset: Any              # 4 · offset + 2 (kernel_args says why)
     phi: Any
     feature_count: Any       # E, features per row of row_features
     row_stride: Any          # of row_features
     column_stride: Any       # of column_features
     temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
     log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
-
 
 
 class GradientScaling(NamedTuple):
@@ -121,41 +120,37 @@ def properties_of_gpu(index):
     return torch.cuda.get_device_properties(index)
 
 
-def tile_config(x, mask, two_sided=False):
+def tile_config(x, mask):
     """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a new dict.
 
-    two_sided    the kernel reduces a tile along its rows and its columns, or weights it with vectors of both
     tests/gpu/test_compile.py checks that these sizes fit into registers and shared memory.
     """
     ids = None if mask.exclude == "target" else mask.row_ids
     kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     feature_dtype = None if mask.row_features is None else mask.row_features.dtype
     precision = torch.get_float32_matmul_precision()
-    return dict(choose_tiles(x.dtype, feature_dtype, kinds, precision, capability(x), two_sided))
+    return dict(choose_tiles(x.dtype, feature_dtype, kinds, precision, capability(x)))
 
 
 @functools.cache
-def choose_tiles(dtype, feature_dtype, kinds, precision, capability, two_sided):
+def choose_tiles(dtype, feature_dtype, kinds, precision, capability):
     """Return the dict of tile_config.
 
     kinds      number of mask parts (ids, groups, features)
     precision  of float32 products, see torch.set_float32_matmul_precision
     """
-    # 64-bit column ids and the product of features need registers: one or two of the three mask parts (ids,
-    # groups, features) halve BLOCK_M, all three leave a quarter of it
-    columns = (128, 64, 64, 32)[kinds]
     if precision == "highest" and torch.float32 in (dtype, feature_dtype):
         # multiply-adds outside the tensor cores, which do not take full float32
-        columns = 64 if feature_dtype is None else 32
-        return dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
+        return dict(BLOCK_N=64, BLOCK_M=64 if feature_dtype is None else 32, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
                     PRECISION="ieee")
     half = dtype != torch.float32
-    config = dict(BLOCK_N=128, BLOCK_M=columns, BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
-                  num_warps=4 if half and capability == 9 else 8,  # 4: two programs share an SM
-                  PRECISION="tf32")                                # has no effect on half types
-    if two_sided and capability >= 10:
-        config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 spills registers there
-    return config
+    return dict(BLOCK_N=128,
+                # 64-bit column ids and the product of features need registers
+                BLOCK_M=(128, 64, 64, 32)[kinds],
+                BLOCK_D=64 if half else 32,
+                # with 4 warps of 255 registers, two programs share an SM of an H100
+                num_warps=4 if half and capability == 9 else 8, num_stages=3, maxnreg=255,
+                PRECISION="tf32")                                  # has no effect on half types
 
 
 def check_device(q):
@@ -234,7 +229,7 @@ def temperature_only_mask(temperature, x):
 
 def total(x):
     """Return Σ x, a 0-dim tensor; None for None."""
-    return x if x is None else x.view(()) if x.numel() == 1 else x.sum()
+    return x if x is None or x.dim() == 0 else x.sum()
 
 
 def scaled_copies(rows, factor):
@@ -254,8 +249,7 @@ def kernel_args(q, k, mask, temperature, config):
     feature_args = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     # Triton compiles separate kernels for tuple integers that are 1 or multiples of 16; 4 · offset + 2 is
     # never such a number
-    offset = None if mask.exclude == "pair" and k is q else 4 * mask.offset + 2
-    kernel_mask = KernelMask(*mask[1:7], offset, mask.phi, *feature_args, *scale_args(temperature, q))
+    kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, *feature_args, *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape
     if capability(q) >= 9 and n * m * features > MAX_POINTER_WORK:
         shape = MatmulShape(features, None, None)

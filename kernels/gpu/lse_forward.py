@@ -43,7 +43,7 @@ from .launch import (
 from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
 from .tiles import (
     LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
-    finite_max, keep_mask, kernel, log2e_over_tau, lse_minus_positive, max_and_sum_exp, merge_max_sum,
+    finite_max, keep_mask, kernel, log2e_over_tau, lse_minus_positive,
     needs_mask, next_step, no_product, positive_columns, qk_tile, shift_is_zero, softmax_factor, softplus)
 
 ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
@@ -140,7 +140,7 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
             underflowed, with their own maxima; then COMMON_M is ∞
     RANGES  columns of each row tile, from launch.column_ranges; None: all columns
     """
-    row = tl.program_id(0) * BLOCK_N
+    row, scale = tl.program_id(0) * BLOCK_N, log2e_over_tau(MASK)
     rows = row + tl.arange(0, BLOCK_N)
     start, stop, wanted = 0, M, rows < N
     if SHIFT is not None:
@@ -155,8 +155,10 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
     for column in range(start, stop, BLOCK_M):
         qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
-        tile_m, tile_l = max_and_sum_exp(tl.where(keep, qk, float("-inf")), log2e_over_tau(MASK), 1)
-        m_i, l_i = merge_max_sum(m_i, l_i, tile_m, tile_l)
+        qk = tl.where(keep, qk, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
+        e = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
+        m_i, l_i = m_new, l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(e, 1)
     if SHIFT is not None:
         wanted = wanted & (l_i > 0.0)                              # a row without columns keeps the shift
         if tl.max(wanted.to(tl.int32), 0) > 0:
@@ -242,12 +244,12 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
     # for few rows computing both triangles of a self-similarity costs nothing extra
     triangle, ranges = self_similarity and not few, column_ranges(mask, ROWS_OF_STATS)
     stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
-    saved_positive, outputs = None, dict(lse=stats.new_empty(n))
+    found_positive, outputs = None, dict(lse=stats.new_empty(n))
     if loss:
-        saved_positive = stats.new_empty(n) if positive is None else None
-        outputs = dict(positive=saved_positive if positive is None else positive, weights=weights,
+        found_positive = stats.new_empty(n) if positive is None else None
+        outputs = dict(positive=found_positive if positive is None else positive, weights=weights,
                        sides=new_sides(len(stats), n, q.device), mask=temperature_only_mask(temperature, q))
-    config = tile_config(q, mask, two_sided=both or triangle)
+    config = tile_config(q, mask)
     config |= dict(num_warps=8) if few else {}                     # registers for maxima
     operands, rest = kernel_args(q, k, mask, temperature, config)
 
@@ -262,7 +264,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
         elif triangle:
             column_table = row_table if on_diagonal else stats.new_empty(sizes[1])
         sums_kernel[persistent_grid(tiles, q)](
-            row_table, column_table, None, saved_positive, shift, tiles, i, j, height, width, 0, *operands,
+            row_table, column_table, None, found_positive, shift, tiles, i, j, height, width, 0, *operands,
             MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest)
         return row_table.view(2, tiles_j, height), column_table
 
@@ -301,15 +303,16 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sid
     sides      (sides, 3, N or more): filled for a loss
     weights    (N,) row weights of the loss; None: 1 / mean_over, whose default is N
     mask       KernelMask with the temperature, for a loss
-    returns    vector whose sum is the loss; None without positive
+    returns    vector whose sum is the loss, or the loss; None without positive
     """
     n = stats.shape[2]
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))
     # a program takes 1024 rows of a small batch, which then needs one program and no final sum
     block, tiles_at_once = (1024, 8) if few else (32, 64)
-    loss_sums = None if positive is None else stats.new_empty(ceil_div(side_count, block))
+    programs = ceil_div(side_count, block)
+    loss_sums = None if positive is None else stats.new_empty(programs if programs > 1 else ())
     weight = (1 if weights is not None else 1 / (mean_over or n)) / len(stats)
-    merge_stats_kernel[ceil_div(side_count, block),](
+    merge_stats_kernel[programs,](
         stats, lse, sides, loss_sums, table, positive, weights, mask, weight, table.shape[1], n,
         stats.stride(1), side_count, side_stride, SIDES=len(stats), OVERWRITE=overwrite,
         TILES_AT_ONCE=tiles_at_once, BLOCK=block, num_warps=8, enable_fp_fusion=True)

@@ -110,15 +110,10 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
     if EXCLUDE == "diagonal":
         needed = needed | crosses_diagonal(row + mask_offset(MASK), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        if MASK.offset is None:
-            needed = needed | crosses_diagonal(row, column, BLOCK_N, BLOCK_M)
-            needed = needed | crosses_diagonal(row + N // 2, column, BLOCK_N, BLOCK_M)
-            needed = needed | crosses_diagonal(row, column + N // 2, BLOCK_N, BLOCK_M)
-        else:
-            for view in tl.static_range(2):                    # rows of the first and of the second view
-                at = row + mask_offset(MASK) - view * (N // 2)
-                needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
-                needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
+        for view in tl.static_range(2):                        # rows of the first and of the second view
+            at = row + mask_offset(MASK) - view * (N // 2)
+            needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
+            needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
     if EXCLUDE == "target":
         targets = positive_columns(row + tl.arange(0, BLOCK_N), N, M, MASK, EXCLUDE)
         in_tile = (targets >= column) & (targets < column + BLOCK_M)
@@ -139,9 +134,7 @@ def image_of(rows, N):
 @triton.jit
 def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
     """Return the column of each row's positive, which the mask excludes. It may lie outside [0, M)."""
-    if EXCLUDE == "pair" and MASK.offset is None:              # self-similarity
-        column = tl.where(rows < N // 2, rows + N // 2, rows - N // 2)
-    elif EXCLUDE == "pair":
+    if EXCLUDE == "pair":
         image = image_of(rows, N) + mask_offset(MASK)
         column = tl.where(rows < N // 2, image + M // 2, image)
         column = tl.where((image >= 0) & (image < M // 2), column, -1)         # −1: an image of another rank
@@ -164,12 +157,9 @@ def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.con
     keep = (rows < N)[:, None] & (at < M)[None, :]
     if EXCLUDE == "diagonal":
         keep = keep & (here[None, :] != (rows + mask_offset(MASK) - column)[:, None])
-    elif EXCLUDE == "pair" and MASK.offset is not None:
+    elif EXCLUDE == "pair":
         images = image_of(rows, N) + mask_offset(MASK)
         keep = keep & (image_of(at, M)[None, :] != images[:, None])
-    elif EXCLUDE == "pair":
-        keep = keep & (here[None, :] != (rows - column)[:, None])
-        keep = keep & (here[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - column)[:, None])
     elif EXCLUDE == "target":
         keep = keep & (here[None, :] != (positive_columns(rows, N, M, MASK, EXCLUDE) - column)[:, None])
     if EXCLUDE != "target" and MASK.row_ids is not None:
@@ -206,20 +196,6 @@ def exp2_scaled(qk, scale, m):
 def finite_max(m):
     """Return m made finite, so that s − m is never NaN: −∞ (a row without columns) -> 0, ∞ -> 3e38."""
     return tl.where(m == float("-inf"), 0.0, tl.where(m == float("inf"), 3e38, m))
-
-
-@triton.jit
-def max_and_sum_exp(qk, scale, axis: tl.constexpr):
-    """Return m = max s and l = Σ exp2(s − m) along an axis, s = qk·scale; (−∞, 0) if everything is masked."""
-    m = tl.max(qk, axis) * scale                                   # scale > 0
-    return m, tl.sum(exp2_scaled(qk, scale, tl.expand_dims(finite_max(m), axis)), axis)
-
-
-@triton.jit
-def merge_max_sum(m_a, l_a, m_b, l_b):
-    """Return (m, l) of the columns of a and b together."""
-    m = tl.maximum(m_a, m_b)
-    return m, (l_a * tl.exp2(m_a - finite_max(m)) + l_b * tl.exp2(m_b - finite_max(m)))
 
 
 @triton.jit

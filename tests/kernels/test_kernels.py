@@ -335,8 +335,6 @@ CODE_PATHS = {
                  "info_nce clip_loss queue_loss linear sigmoid_loss", "info_nce clip_loss queue_loss"),
     "pointers, large D": ({"gpu.launch.EMULATED_CAPABILITY": 8} | LARGE_D,
                           "", "clip_loss queue_loss sigmoid_loss"),
-    "tiles of a B200": ({"gpu.launch.EMULATED_CAPABILITY": 10} | WITH_BOUND,
-                        "clip_loss nt_xent", "clip_loss nt_xent"),
     "temperature as a number": (
         {f"gpu.{module}.is_host_scalar": lambda number, x: True for module in ("launch", "sigmoid")},
         "info_nce clip_loss queue_loss sigmoid_loss", "info_nce clip_loss queue_loss sigmoid_loss"),
