@@ -106,7 +106,7 @@ def exclude_entries(s, columns):
 def new_stats(x):
     """Return the statistics (2, n) of n softmaxes over no logits yet; x has n rows."""
     stats = x.new_zeros(2, len(x))
-    stats[0] = torch.finfo(x.dtype).min
+    stats[0].fill_(torch.finfo(x.dtype).min)
     return stats
 
 

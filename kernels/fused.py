@@ -15,7 +15,7 @@ import functools
 import torch
 
 from . import blockwise
-from .heuristics import fuses_backward
+from .heuristics import fuses_backward, has_queue_kernel
 from .masks import Mask
 from .replay import NO_SECOND_DERIVATIVE
 
@@ -83,7 +83,7 @@ class LogSumExp(torch.autograd.Function):
             return lse
         from .gpu import lse_forward
         found = lse_forward.forward(*call.operands, temperature, call.mask)
-        save(ctx, call, found.stats[0], found.common_m)
+        save(ctx, call, found.stats, found.common_m)
         return found.lse
 
     @staticmethod
@@ -203,11 +203,12 @@ def queue_loss(call, queue):
     needs = call.needs
 
     def compute():
-        (q, k), compute_loss = call.operands, blockwise.queue_loss
-        if call.impl == "triton":
+        (q, k), negatives = call.operands, queue.to(call.product_dtype)
+        if call.impl == "triton" and has_queue_kernel(q.element_size(), q.shape[1]):
             from .gpu.queue_loss import queue_loss as compute_loss
-        negatives = queue.to(call.product_dtype)
-        loss, dq, dk = compute_loss(q, k, negatives, call.temperature, call.mask, any(needs))
+            loss, dq, dk = compute_loss(q, k, negatives, call.temperature, call.mask)
+        else:
+            loss, dq, dk = blockwise.queue_loss(q, k, negatives, call.temperature, call.mask, any(needs))
         dt = blockwise.gradient_of_temperature(q.to(loss.dtype), dq, call.temperature, needs[2])
         return loss, dq, dk, dt
     return GradientInForward.apply(*call[:3], None, call.impl, compute)

@@ -28,6 +28,7 @@ MAX_SMALL_D = 128              # largest D for which rows and their gradient fit
 FEW_ROWS = 1024                # with at most this many rows, a kernel launch costs more than its arithmetic
 TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
+TABLE_BYTES = 2 ** 25          # 32 MiB: tables of row and column statistics in lse_forward
 STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; you may set both to less
 MIN_FUSED_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
 
@@ -75,7 +76,38 @@ def strip_height(itemsize, m, d):
 
     A strip takes at most STRIP_BYTES, or as much memory as the keys, if that is more.
     """
-    return max(STRIP_BYTES // (itemsize * -(-m // 128) * 128), d) // 128 * 128
+    return max(STRIP_BYTES // (itemsize * round_up(m, 128)), d) // 128 * 128
+
+
+def round_up(count, size):
+    """Return count, rounded up to a multiple of size."""
+    return -(-count // size) * size
+
+
+def weight_block_shape(q, k, square):
+    """Return (rows, columns) of the largest block of weights, nearly square, that fits in the buffer."""
+    entries = WEIGHT_BUFFER_BYTES // q.element_size()
+    side = 1 << (entries.bit_length() - 1) // 2
+    if square:
+        return min(q.shape[0], side), min(q.shape[0], side)
+    height = min(q.shape[0], max(side, entries // k.shape[0] // 128 * 128))
+    return height, min(k.shape[0], entries // round_up(height, 128) // 128 * 128)
+
+
+def table_block_shape(q, k, square):
+    """Return (rows, columns) of a block in lse_forward, whose tables take at most TABLE_BYTES.
+
+    They may take as much memory as q and k, if that is more. Tables of tiles of 128 × 128 logits have 1/16
+    byte per logit; with columns, twice as much.
+    """
+    (n, d), m = q.shape, k.shape[0]
+    logits = max(TABLE_BYTES, (n + m) * d * q.element_size()) * (8 if square else 16)
+    if square:
+        limit = int(logits ** 0.5) // 1024 * 1024
+        side = round_up(-(-n // -(-n // limit)), 1024)
+        return side, side
+    height = min(round_up(n, 1024), 2 ** 14)
+    return height, logits // height // 1024 * 1024
 
 
 def gradient_dtype(dtype):
@@ -92,4 +124,4 @@ def fuses_backward(call, both, needs):
     if both or call.k is None or not any(needs) or is_small_d(itemsize, d, call.mask):
         return False
     m = len(call.k)
-    return max(n, m) > FEW_ROWS and strip_height(itemsize, m, d) >= min(MIN_FUSED_ROWS, -(-n // 128) * 128)
+    return max(n, m) > FEW_ROWS and strip_height(itemsize, m, d) >= min(MIN_FUSED_ROWS, round_up(n, 128))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .heuristics import FEW_ROWS
 
 
 class Mask(NamedTuple):
@@ -113,6 +114,23 @@ def check_similar(similar, n, m):
     checks.check_number("similar: phi", phi, -math.inf, math.inf)
     # Triton reads raw memory, so resolve_neg() materialises lazily negated views such as x.conj().imag
     return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)
+
+
+def column_ranges(mask, size):
+    """Return (ranges, 2) int32: first column, and last column + 1, of the groups of every `size` rows.
+
+    Return None without groups (within=), or for few rows. If the column ids are not sorted, every range is
+    all columns. The host reads no value, so there is no synchronisation.
+    """
+    rows, columns = mask.row_groups, mask.column_groups
+    if rows is None or max(rows.shape[0], columns.shape[0]) <= FEW_ROWS:
+        return None
+    rows, columns = rows.long(), columns.long()
+    rows = torch.cat([rows, rows[-1:].expand(-rows.shape[0] % size)]).view(-1, size)
+    first = torch.searchsorted(columns, rows.amin(1))
+    last = torch.searchsorted(columns, rows.amax(1), right=True)
+    is_sorted = (columns[1:] >= columns[:-1]).all()
+    return torch.stack([first * is_sorted, torch.where(is_sorted, last, columns.shape[0])], 1).int()
 
 
 def excluded(mask, rows, n, m, at=slice(None)):

@@ -1,36 +1,35 @@
 """Loss with a row softmax, and its gradient, in one pass, for large D.
 
-Each strip of exponentials is used for the loss and for both products of the gradient. The gradient of a row
-is known as soon as that row's sum is known, except for the upstream gradient, one number that multiplies
-everything later. So no logit is computed again: 6 N·M·D operations, as many as eager, where separate forward
-and backward passes take 8. A strip is some rows I with all columns. For each strip (s in log2 units, f_i the
-factor of row i):
+The gradient of a row is known as soon as that row's sum is known, except for the upstream gradient, one
+number that multiplies everything later. So no logit is computed again: 6 N·M·D operations, as many as eager,
+where separate forward and backward passes take 8. A strip is some rows I with all columns. For each strip (s
+in log2 units, f_i the factor of row i):
 
-    e_ij = exp2(s_ij)            tile by tile, in q's dtype, and Σ_j e_ij of each tile    strip_kernel
+    e_ij = exp2(s_ij)            tile by tile, in q's dtype, and Σ_j e_ij of each tile    sums_kernel
     l_i, dloss_dlse_i, loss      from the sums of all tiles of a row                      merge_stats_kernel
     f_i = dloss_dlse_i / l_i     multiplied into q, not into the strip                    scale_queries_kernel
     dq_I = f_I (e k)             dk += eᵀ (f_I q_I)                                       cuBLAS
 
 The terms of the positives, −dloss_dlse_i k_p in dq_i and −dloss_dlse_i q_i in dk_p, are added at the end.
 
-exp2 without a maximum needs |s| ≤ 106, which makes the shift 0 (bound.py), and a type with float32's range.
-Otherwise, and always in float16, each tile (I, J) subtracts its own row maxima, and one more kernel turns the
-strip into weights. They contain f_i, so neither q nor dq has to be multiplied by it:
+This needs a shift of 0 (shift.py), and a type with float32's range. Otherwise each tile (I, J) subtracts its
+own row maxima, and the strip is turned into weights, which contain f_i; then q and dq are not multiplied by
+it:
 
     e_ij = exp2(s_ij − m_iJ)     w_ij = e_ij · f_i exp2(m_iJ − m_i)                       scale_strip_kernel
 
-The kernels read the shift on the GPU, so there is no synchronisation: scale_strip_kernel is always launched,
-and returns immediately if the shift is 0. A strip is written once and read twice, 6 N·M bytes in half types;
-scale_strip_kernel reads and writes it once more. A strip has at most heuristics.STRIP_BYTES. The strips'
-products are added to dk in order, so the same input gives the same bits.
+The kernels of both ways are launched, and read on the GPU whether the shift is 0: those of one do nothing. A
+strip is written once and read twice, 6 N·M bytes in half types. The strips' products are added to dk in
+order, so the same input gives the same bits.
 """
 import torch
 import triton.language as tl
+from triton import cdiv
 
-from ..heuristics import gradient_dtype, strip_height
+from ..heuristics import gradient_dtype, round_up, strip_height
 from .gradient_large_d import add_product, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args, persistent_grid,
+    GradientScaling, aligned_operands, check_device, contiguous_rows, kernel_args, persistent_grid,
     temperature_only_mask, tile_config, without_padding)
 from .lse_forward import merge_stats, sums_kernel
 from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
@@ -105,11 +104,7 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     height, few = min(n, strip_height(q.element_size(), m, features)), has_few_rows(n, m)
     config = tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
-
-    def whole_tiles(count, block):
-        return ceil_div(count, config[block]) * config[block]
-
-    strip = q.new_empty(whole_tiles(height, "BLOCK_N"), whole_tiles(m, "BLOCK_M"))
+    strip = q.new_empty(round_up(height, config["BLOCK_N"]), round_up(m, config["BLOCK_M"]))
     tiles, precision = strip.shape[1] // config["BLOCK_M"], config["PRECISION"]
     side = new_sides(1, n, q.device)
     table, positive, stats = (side.new_empty(size) for size in (2 * tiles * height, n, (1, 2, height)))
@@ -119,20 +114,20 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
         at = slice(i, i + count)
         w, x, side_at = strip[:count, :m], q[at], side[..., at]
         for maxima in (True,) if shift is None else (False, True):    # one of the two does nothing
-            all_tiles = ceil_div(count, config["BLOCK_N"]) * tiles
+            all_tiles = cdiv(count, config["BLOCK_N"]) * tiles
             sums_kernel[persistent_grid(all_tiles, q)](
                 table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,
                 MAXIMA=maxima, TRIANGLE=False, **rest)
         strip_table = table[:2 * tiles * count].view(2, tiles, count)
         losses.append(merge_stats(stats[..., :count], strip_table, few, True, None, positive[at],
                                   side_at, None if weights is None else weights[at], tau_mask, n))
-        scale_strip_kernel[persistent_grid(ceil_div(count, 32) * tiles, q)](
+        scale_strip_kernel[persistent_grid(cdiv(count, 32) * tiles, q)](
             strip, table, *side_at[0, :2], shift, count, m, strip.stride(0), precision, BLOCK_N=32,
             BLOCK_M=config["BLOCK_M"])
         if dq.shape[0]:
             add_product(dq[at], w, k, True)
         if shift is not None:
-            grid = ceil_div(count, 32), ceil_div(features, 128)
+            grid = cdiv(count, 32), cdiv(features, 128)
             scale_queries_kernel[grid](scaled_q, x, side_at[0, 0], shift, count, features, q.stride(0),
                                        precision, BLOCK_N=32, BLOCK_D=128)
             x = scaled_q[:count]

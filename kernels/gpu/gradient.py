@@ -10,17 +10,16 @@ Eager                                        bytes moved, N·M float32 logits
 
 gradient_small_d.py: a program loops over k for its rows of q and keeps dq in registers; W is never written.
 gradient_large_d.py: one kernel writes blocks of W, 2 N·M bytes in half types, and cuBLAS reads them twice.
-heuristics.is_small_d chooses.
 
 If the loss also has a column softmax (dim=0), p' with gradient g', then W_ij = g_i p_ij + g'_j p'_ij, from
 the same dot product. With self-similarity (rows z) dz = (1/τ) W z with W_ij = g_i p_ij + g_j p_ji. The mask
 excludes the positive from these sums; its term, with the coefficient −g_i (and −g'_j), is added at the end,
-in float32, where nothing cancels.
+in float32.
 
-The order of every sum is fixed, so the same input gives the same bits. W in a half type must neither overflow
-nor underflow. Therefore |g| ≤ 1: constants such as 1/N are multiplied at the end. And W is stored multiplied
-by WEIGHT_SCALE, 2¹⁴, which is undone at the end, in float32. This uses the whole range of float16 (p_ij of
-2⁻³⁸ still counts) and costs bfloat16 and float32 nothing.
+W in a half type must neither overflow nor underflow. Therefore |g| ≤ 1: constants such as 1/N are multiplied
+at the end. And W is stored multiplied by WEIGHT_SCALE, 2¹⁴, which is undone at the end. This uses the whole
+range of float16 (p_ij of 2⁻³⁸ still counts). The order of every sum is fixed, so the same input gives the
+same bits.
 """
 import torch
 

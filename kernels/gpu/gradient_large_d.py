@@ -1,26 +1,25 @@
 """Gradient for large D: a kernel computes blocks of softmax weights W, and cuBLAS multiplies them with rows.
 
 W is (N, M), so only one block of it exists at a time, of at most heuristics.WEIGHT_BUFFER_BYTES (8192 × 8192
-in a half type). The kernel computes a block from q, k and the softmax statistics (formulas: gradient.py).
-cuBLAS does the other products, with float32 sums:
+in a half type). cuBLAS does the other products, with float32 sums:
 
                columns J                          for each block of rows I, each block of columns J:
             ┌──────────────┐                          W      = kernel(q_I, k_J)     in q's dtype
      rows I │ W (I × J)    │                          dq_I  += W  @ k_J
             └──────────────┘                          dk_J  += Wᵀ @ q_I
 
-6 N·M·D operations: 4 as in eager's backward pass, and 2 that recompute the logits. W is written once and read
-twice. With self-similarity W is symmetric: a block above the diagonal contributes to the gradient of its rows
-and of its columns, and blocks below the diagonal are never computed, 3 N²D in all.
+6 N·M·D operations, of which 2 recompute the logits. With self-similarity W is symmetric: a block above the
+diagonal contributes to the gradient of its rows and of its columns, 3 N²D in all.
 """
 import torch
 import triton
 import triton.language as tl
 from torch.torch_version import TorchVersion
+from triton import cdiv
 
-from .. import heuristics
+from ..heuristics import round_up, weight_block_shape
 from .launch import (
-    FinishArgs, aligned_operands, ceil_div, contiguous_rows, kernel_args, persistent_grid, tile_config,
+    FinishArgs, aligned_operands, contiguous_rows, kernel_args, persistent_grid, tile_config,
     transposed_mask, without_padding)
 from .shift import SoftmaxSide
 from .tiles import (
@@ -77,8 +76,8 @@ def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x
                       first_y, tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION,
                       TRIANGLE, True, BLOCK_N, BLOCK_M, BLOCK_D)
     write_weights(tl.where(common_m < float("inf"), 0, tiles), common_m, W, X_SIDE, Y_SIDE, first_x, first_y,
-                  tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION, TRIANGLE, False,
-                  BLOCK_N, BLOCK_M, BLOCK_D)
+                  tiles_x, tiles_y, w_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE, PRECISION, TRIANGLE,
+                  False, BLOCK_N, BLOCK_M, BLOCK_D)
 
 
 @kernel
@@ -136,25 +135,19 @@ def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False
 
     sums_q, sums_k   from gradient_sums; one or both may have no rows
     fill_weights     fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y), called for each block,
-                     writes its weights to the buffer w, which is None if neither sum has rows. The block
-                     starts at tile (first_x, first_y) and has tiles_x × tiles_y tiles
+                     writes its weights to the buffer w. The block starts at tile (first_x, first_y) and has
+                     tiles_x × tiles_y tiles
     self_similarity  True: W is symmetric, and all products are added to sums_q
     """
     height, width = weight_block_shape(q, k, self_similarity)
-
-    def whole_tiles(count, block):
-        return ceil_div(count, config[block]) * config[block]
-
-    buffer, w_row_stride = None, whole_tiles(width, "BLOCK_M")
-    if sums_q.shape[0] or sums_k.shape[0]:
-        buffer = torch.empty(whole_tiles(height, "BLOCK_N"), w_row_stride, dtype=q.dtype, device=q.device)
+    buffer = q.new_empty(*(round_up(x, config[y]) for x, y in ((height, "BLOCK_N"), (width, "BLOCK_M"))))
     for i in range(0, q.shape[0], height):
         for j in range(i if self_similarity else 0, k.shape[0], width):
             at_i, at_j = slice(i, min(i + height, q.shape[0])), slice(j, min(j + width, k.shape[0]))
-            tiles = (ceil_div(at.stop - at.start, config[block])
+            tiles = (cdiv(at.stop - at.start, config[block])
                      for at, block in ((at_i, "BLOCK_N"), (at_j, "BLOCK_M")))
-            fill_weights(buffer, w_row_stride, i // config["BLOCK_N"], j // config["BLOCK_M"], *tiles)
-            w = None if buffer is None else buffer[:at_i.stop - i, :at_j.stop - j]
+            fill_weights(buffer, buffer.shape[1], i // config["BLOCK_N"], j // config["BLOCK_M"], *tiles)
+            w = buffer[:at_i.stop - i, :at_j.stop - j]
             if sums_q.shape[0]:
                 add_product(sums_q[at_i], w, k[at_j], j == 0)
             if sums_k.shape[0] or self_similarity and i != j:
@@ -168,20 +161,17 @@ def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_do
     mask   the KernelMask
     shift  if it is 0, the sum for dq lacks the factors of the rows; None: it has them
     """
-    dot = None
-    dq = sums.pop(0)
-    if dq.shape[0]:
-        dq, dot = finish_side(dq, q, k, mask, exclude, rows, columns, scaling, needs_dot, shift)
-    dk = sums.pop()
-    if dk.shape[0]:
-        dk, _ = finish_side(dk, k, q, transposed_mask(mask), exclude, columns, rows, scaling)
+    dq, dot = finish_side(sums.pop(0), q, k, mask, exclude, rows, columns, scaling, needs_dot, shift)
+    dk, _ = finish_side(sums.pop(), k, q, transposed_mask(mask), exclude, columns, rows, scaling)
     return dq, dk, dot
 
 
 def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, shift=None):
     """Return (gradient of x, partial sums of x·dx per row or None). A float32 gradient overwrites sums."""
+    if not sums.shape[0]:
+        return sums, None
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
-    grid = ceil_div(x.shape[0], 32), ceil_div(x.shape[1], 128)
+    grid = cdiv(x.shape[0], 32), cdiv(x.shape[1], 128)
     dot = torch.empty(grid[1], x.shape[0], dtype=torch.float32, device=x.device) if needs_dot else None
     if exclude == "target" and mask.row_ids is None:              # rows of y may share a target in x
         if scaling.positives:
@@ -217,13 +207,3 @@ def subtract_targets(sums, q, targets, dloss_dlse):
         rows = slice(first, min(first + 8192, q.shape[0]))
         added = q[rows] * (dloss_dlse[rows] * -WEIGHT_SCALE.value)[:, None]
         sums.index_put_((targets[rows],), added, accumulate=True)
-
-
-def weight_block_shape(q, k, square):
-    """Return (rows, columns) of the largest block of weights, nearly square, that fits in the buffer."""
-    entries = heuristics.WEIGHT_BUFFER_BYTES // q.element_size()
-    side = 1 << (entries.bit_length() - 1) // 2
-    if square:
-        return min(q.shape[0], side), min(q.shape[0], side)
-    height = min(q.shape[0], max(side, entries // k.shape[0] // 128 * 128))
-    return height, min(k.shape[0], entries // (ceil_div(height, 128) * 128) // 128 * 128)

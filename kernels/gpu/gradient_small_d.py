@@ -4,21 +4,18 @@
     x_i ·  │        y_Jᵀ          │  = s       w = softmax_weights(s)      dx_i += w · y_J   (see gradient.py)
            └──────────────────────┘
 
-A tile of y is read once for both products, and dx stays in registers, so no weight goes to memory. The kernel
-runs once with x = q, y = k for dq, and once with x = k, y = q for dk: 4 N·M·D operations each, of which half
-recompute s. With D > 256, which comes here only with groups (within=), a program computes 128 features of dx,
-and the programs of the other features compute s again: groups have few tiles.
-
-If the column ids of groups are sorted, a program loops only from the first to the last column of the groups
-of its rows, so the cost is proportional to the number of kept pairs.
+A tile of y is read once for both products, and no weight goes to memory. The kernel runs once with x = q, y =
+k for dq, and once with x = k, y = q for dk: 4 N·M·D operations each, of which half recompute s. With D > 128,
+which comes here only with groups (within=), a program computes 128 features of dx, and others compute s
+again. If the column ids of groups are sorted, a program loops only over the columns of its rows' groups.
 """
 import torch
 import triton.language as tl
+from triton import cdiv, next_power_of_2
 
-from ..masks import transposed
+from ..masks import column_ranges, transposed
 from .launch import (
-    FinishArgs, aligned_operands, capability, ceil_div, column_ranges, contiguous_rows, kernel_args,
-    next_power_of_2, tile_config)
+    FinishArgs, aligned_operands, capability, contiguous_rows, kernel_args, tile_config)
 from .tiles import (
     finish_gradient, keep_mask, kernel, load_factors, load_tile, log2e_over_tau,
     needs_mask, qk_tile, softmax_weights)
@@ -72,11 +69,11 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
 def small_d_config(x, mask):
     """Return tile_config() with up to 128 features in one tile.
 
-    Two programs share an SM of an H100, or three (168 registers per thread) if the mask has ids or groups, which
-    reduce BLOCK_M to 64.
+    Two programs share an SM of an H100, or three (168 registers per thread) if ids or groups reduce BLOCK_M.
     """
     config, features = tile_config(x, mask), max(16, next_power_of_2(x.shape[1]))
-    config |= dict(BLOCK_N=64, BLOCK_D=min(features, 128), RESIDENT=features <= 128, num_stages=2, num_warps=4)
+    config |= dict(BLOCK_N=64, BLOCK_D=min(features, 128), RESIDENT=features <= 128, num_warps=4,
+                   num_stages=2)
     if features > 128 or mask.row_features is not None:
         return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)
     if capability(x) == 9 and config["BLOCK_M"] == 128:
@@ -96,13 +93,13 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
             # products would wait for each other
             config["num_stages"] = 1
         n, d = x.shape
-        grid = ceil_div(n, config["BLOCK_N"]), ceil_div(d, config["BLOCK_D"])
+        grid = cdiv(n, config["BLOCK_N"]), cdiv(d, config["BLOCK_D"])
         dx = torch.empty_like(x, dtype=scaling.dtype, memory_format=torch.contiguous_format)
         dot = torch.empty(grid[1], n, dtype=torch.float32, device=x.device) if needs_dot else None
         operands, rest = kernel_args(aligned_x, aligned_y, mask, temperature, config)
         finish = FinishArgs.make(contiguous_rows(x), contiguous_rows(y), scaling)
-        small_d_kernel[grid](dx, dot, common_m, column_ranges(mask, config["BLOCK_N"]), x_side, y_side, *operands,
-                             finish, **rest)
+        ranges = column_ranges(mask, config["BLOCK_N"])
+        small_d_kernel[grid](dx, dot, common_m, ranges, x_side, y_side, *operands, finish, **rest)
         return dx, dot
 
     needs_q, needs_k, needs_dot = needs

@@ -3,14 +3,13 @@
 From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors. For N·M·D up
 to MAX_POINTER_WORK, and on older GPUs, they take pointers with a row stride.
 """
-import functools
 import os
 from typing import Any, NamedTuple
 
 import torch
+from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..heuristics import FEW_ROWS
 from ..masks import transposed
 from .tiles import LOG2E, copy_kernel, scale_kernel
 
@@ -72,41 +71,16 @@ class FinishArgs(NamedTuple):
         return cls(scaling.grad, x, positive_rows, scaling.loss_factor, x.shape[1], x.stride(0), y.stride(0))
 
 
-def ceil_div(a, b):
-    """Return a / b, rounded up. triton.cdiv does the same, but takes microseconds on the host."""
-    return -(-a // b)
-
-
-def next_power_of_2(n):
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
-def column_ranges(mask, size):
-    """Return (row tiles, 2) int32: first column, and last column + 1, of the groups of each `size` rows.
-
-    Return None without groups (within=), or for few rows. If the column ids are not sorted, every range is
-    all columns. The host reads no value, so there is no synchronisation.
-    """
-    rows, columns = mask.row_groups, mask.column_groups
-    if rows is None or max(rows.shape[0], columns.shape[0]) <= FEW_ROWS:
-        return None
-    rows, columns = rows.long(), columns.long()
-    rows = torch.cat([rows, rows[-1:].expand(-rows.shape[0] % size)]).view(-1, size)
-    first = torch.searchsorted(columns, rows.amin(1))
-    last = torch.searchsorted(columns, rows.amax(1), right=True)
-    is_sorted = (columns[1:] >= columns[:-1]).all()
-    return torch.stack([first * is_sorted, torch.where(is_sorted, last, columns.shape[0])], 1).int()
-
-
 def capability(x):
     """Return the major compute capability of x's GPU: 8 for A100, 9 for H100 and H200, 10 for B200."""
-    return properties_of_gpu(x.get_device()).major if x.is_cuda else EMULATED_CAPABILITY
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else EMULATED_CAPABILITY
 
 
 def multiprocessors(x):
     """Return the number of multiprocessors (SMs) of x's GPU."""
-    return properties_of_gpu(x.get_device()).multi_processor_count if x.is_cuda else EMULATED_MULTIPROCESSORS
+    if not x.is_cuda:
+        return EMULATED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 def persistent_grid(tiles, x):
@@ -114,42 +88,23 @@ def persistent_grid(tiles, x):
     return min(tiles, 2 * multiprocessors(x)),
 
 
-@functools.cache
-def properties_of_gpu(index):
-    """Return the properties of the GPU with this index."""
-    return torch.cuda.get_device_properties(index)
-
-
 def tile_config(x, mask):
-    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a new dict.
+    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a dict.
 
     tests/gpu/test_compile.py checks that these sizes fit into registers and shared memory.
     """
-    ids = None if mask.exclude == "target" else mask.row_ids
-    kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
-    feature_dtype = None if mask.row_features is None else mask.row_features.dtype
-    precision = torch.get_float32_matmul_precision()
-    return dict(choose_tiles(x.dtype, feature_dtype, kinds, precision, capability(x)))
-
-
-@functools.cache
-def choose_tiles(dtype, feature_dtype, kinds, precision, capability):
-    """Return the dict of tile_config.
-
-    kinds      number of mask parts (ids, groups, features)
-    precision  of float32 products, see torch.set_float32_matmul_precision
-    """
-    if precision == "highest" and torch.float32 in (dtype, feature_dtype):
+    dtypes = [x.dtype] + ([] if mask.row_features is None else [mask.row_features.dtype])
+    if torch.float32 in dtypes and torch.get_float32_matmul_precision() == "highest":
         # multiply-adds outside the tensor cores, which do not take full float32
-        return dict(BLOCK_N=64, BLOCK_M=64 if feature_dtype is None else 32, BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
+        return dict(BLOCK_N=64, BLOCK_M=64 // len(dtypes), BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
                     PRECISION="ieee")
-    half = dtype != torch.float32
+    ids, half = None if mask.exclude == "target" else mask.row_ids, x.dtype != torch.float32
+    kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     return dict(BLOCK_N=128,
-                # 64-bit column ids and the product of features need registers
-                BLOCK_M=(128, 64, 64, 32)[kinds],
-                BLOCK_D=64 if half else 32,
+                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids and features need registers
+                BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
                 # with 4 warps of 255 registers, two programs share an SM of an H100
-                num_warps=4 if half and capability == 9 else 8, num_stages=3, maxnreg=255,
+                num_warps=4 if half and capability(x) == 9 else 8,
                 PRECISION="tf32")                                  # has no effect on half types
 
 
@@ -178,8 +133,8 @@ def aligned_rows(x):
             and row_stride % 16 == features % 16 == x.data_ptr() % 16 == 0)
     if fits and not rounds:
         return x
-    copy = x.new_empty(count, ceil_div(features, 16) * 16)
-    grid = ceil_div(count, 32), ceil_div(copy.shape[1], 128)
+    copy = x.new_empty(count, cdiv(features, 16) * 16)
+    grid = cdiv(count, 32), cdiv(copy.shape[1], 128)
     copy_kernel[grid](copy, x, count, features, copy.shape[1], row_stride, column_stride, ROUND=rounds,
                       BLOCK_N=32, BLOCK_D=128)
     return copy
@@ -236,7 +191,7 @@ def scaled_copies(rows, factor):
     """Return factor · x in dtype for each (x, dtype); factor is a 0-dim tensor."""
     outs = [torch.empty_like(x, dtype=dtype) for x, dtype in rows]
     for out, (x, _) in zip(outs, rows):
-        scale_kernel[ceil_div(x.numel(), 1024),](out, x, x.numel(), factor, BLOCK=1024, enable_fp_fusion=True)
+        scale_kernel[cdiv(x.numel(), 1024),](out, x, x.numel(), factor, BLOCK=1024, enable_fp_fusion=True)
     return outs
 
 
@@ -249,7 +204,8 @@ def kernel_args(q, k, mask, temperature, config):
     feature_args = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
     # Triton compiles separate kernels for tuple integers that are 1 or multiples of 16; 4 · offset + 2 is
     # never such a number
-    kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, *feature_args, *scale_args(temperature, q))
+    kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, *feature_args,
+                             *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape
     if capability(q) >= 9 and n * m * features > MAX_POINTER_WORK:
         shape = MatmulShape(features, None, None)

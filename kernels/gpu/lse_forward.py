@@ -9,36 +9,34 @@ sums_kernel writes two numbers per row of each tile (I, J) to a table; s is in l
 
     m[J, i] = max_{j∈J} s_ij        l[J, i] = Σ_{j∈J} exp2(s_ij − m[J, i])
 
-and, if columns are asked for, two per column, from the same dot products. merge_stats_kernel merges the tiles
-of a row: m_i = max_J m[J, i], l_i = Σ_J l[J, i] exp2(m[J, i] − m_i). m and l stay two numbers: lse, one
-number, would be rounded at the size of m, and all softmax weights of the row would have that error.
+and, if columns are asked for, two per column. merge_stats_kernel merges the tiles of a row: m_i = max_J m[J,
+i], l_i = Σ_J l[J, i] exp2(m[J, i] − m_i). m and l stay two numbers: lse, one number, would be rounded at the
+size of m. With rows and columns, all m are one shift (shift.py), unless there are few rows. row_stats_kernel
+computes rows again whose sum underflowed; for groups (within=), it computes all rows, from the columns of
+their groups.
 
-With rows and columns, all m are one shift r (shift.py), so that one exponential serves both sums; for few
-rows they are maxima. row_stats_kernel computes rows again whose sum underflowed. For groups (within=), it
-computes all rows, each from the columns of its group.
-
-With self-similarity the logits are symmetric: the column sums of tile (I, J) are the row sums of tile (J, I),
-so only one of these two tiles is computed, which saves half of the products (tiles.tile_at). Large problems
-are cut into blocks of tiles, so that the tables stay small. There are no atomics, and the order of all sums
-is fixed: the same input gives the same bits.
+With self-similarity the logits are symmetric, so only one of the tiles (I, J) and (J, I) is computed: its
+column sums are the row sums of the other. Large problems are cut into blocks of tiles, so that the tables
+stay small. There are no atomics, and the order of all sums is fixed: the same input gives the same bits.
 
 The softmax loss compares the lse of each row with its positive. The mask excludes the positive from the sum,
 by index, and its dot product is kept:
 
     gap_i = lse_i − positive_i        loss = Σ_i w_i softplus(gap_i)        dloss_dlse_i = σ(gap_i)
 
-So dloss_dlse is accurate also when it is tiny, unlike 1 − p_positive, which would be 1 − 0.999…. The last
-launch of merge_stats_kernel computes all three numbers.
+So dloss_dlse is accurate also when it is tiny, unlike 1 − p_positive, which would be 1 − 0.999….
 """
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton import cdiv
 
-from ..masks import transposed
+from ..heuristics import table_block_shape
+from ..masks import column_ranges, transposed
 from .launch import (
-    aligned_operands, ceil_div, check_device, column_ranges, kernel_args, persistent_grid,
+    aligned_operands, check_device, kernel_args, persistent_grid,
     temperature_only_mask, tile_config, total)
 from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
 from .tiles import (
@@ -47,7 +45,6 @@ from .tiles import (
     needs_mask, next_step, no_product, positive_columns, qk_tile, shift_is_zero, softmax_factor, softplus)
 
 ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
-MIN_TABLE_BYTES = 2 ** 25      # 32 MiB: the tables of a block may take as much, or as much as q and k
 
 
 @triton.jit
@@ -221,20 +218,19 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
 
 class ForwardResult(NamedTuple):
     """Results of the forward pass, float32 tensors or None."""
-    stats: Any             # (sides, 2, N): m and l of rows, and of columns if both were asked for
+    stats: Any             # (2, N): m and l of the rows
     lse: Any               # (N,) of the rows; None if the loss was asked for
-    sides: Any             # (sides, 3, padded N): SoftmaxSides, without the factor 1/N of rows without weights
+    sides: Any             # (sides, 3, padded N): SoftmaxSides; without weights, without the factor 1/N too
     loss: Any              # scalar
     common_m: Any          # 0-dim, see shift.py
 
 
-def forward(q, k, temperature, mask, both=False, loss=False, weights=None, positive=None):
+def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     """Return the ForwardResult of the rows and, with both, of the columns (then N = M).
 
     k         None: self-similarity, with a symmetric mask
     loss      True: return Σ_i w_i softplus(gap_i) instead of lse; with both, the mean of the two sides
     weights   (N,) float32 w; None: 1/N
-    positive  (N,) float32 dot products, if the positives are not rows of k; only for the rows' softmax
     """
     check_device(q)
     self_similarity, k = k is None, q if k is None else k
@@ -244,18 +240,17 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
     # for few rows computing both triangles of a self-similarity costs nothing extra
     triangle, ranges = self_similarity and not few, column_ranges(mask, ROWS_OF_STATS)
     stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
-    found_positive, outputs = None, dict(lse=stats.new_empty(n))
+    outputs = dict(lse=stats.new_empty(n))
     if loss:
-        found_positive = stats.new_empty(n) if positive is None else None
-        outputs = dict(positive=found_positive if positive is None else positive, weights=weights,
-                       sides=new_sides(len(stats), n, q.device), mask=temperature_only_mask(temperature, q))
+        outputs = dict(positive=stats.new_empty(n), sides=new_sides(len(stats), n, q.device), weights=weights,
+                       mask=temperature_only_mask(temperature, q))
     config = tile_config(q, mask)
     config |= dict(num_warps=8) if few else {}                     # registers for maxima
     operands, rest = kernel_args(q, k, mask, temperature, config)
 
     def sums(i, j, height, width):
         """Return the tables of a block: (2, column tiles, height), (2, row tiles, width) or None."""
-        tiles_i, tiles_j = ceil_div(height, config["BLOCK_N"]), ceil_div(width, config["BLOCK_M"])
+        tiles_i, tiles_j = cdiv(height, config["BLOCK_N"]), cdiv(width, config["BLOCK_M"])
         on_diagonal, sizes = triangle and i == j, (2 * tiles_j * height, 2 * tiles_i * width)
         tiles = tiles_i * (tiles_i + 1) // 2 if on_diagonal else tiles_i * tiles_j
         row_table, column_table = stats.new_empty(sizes[0]), None
@@ -264,11 +259,11 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
         elif triangle:
             column_table = row_table if on_diagonal else stats.new_empty(sizes[1])
         sums_kernel[persistent_grid(tiles, q)](
-            row_table, column_table, None, found_positive, shift, tiles, i, j, height, width, 0, *operands,
-            MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest)
+            row_table, column_table, None, outputs.get("positive"), shift, tiles, i, j, height, width, 0,
+            *operands, MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest)
         return row_table.view(2, tiles_j, height), column_table
 
-    height, width = block_shape(q, k, square=both or triangle)
+    height, width = table_block_shape(q, k, square=both or triangle)
     table = stats[0, :, None, :][:, :0]                            # without tiles
     complete = shift is None and ranges is None and height >= n and width >= m
     if complete:
@@ -285,9 +280,9 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None, posit
             config = tile_config(x, side_mask)
             config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4)
             operands, rest = kernel_args(x, y, side_mask, temperature, config)
-            row_stats_kernel[ceil_div(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
+            row_stats_kernel[cdiv(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
     loss_sums = merge_stats(stats, table, few, complete, **outputs)
-    return ForwardResult(stats, outputs.get("lse"), outputs.get("sides"), total(loss_sums), common_m)
+    return ForwardResult(stats[0], outputs.get("lse"), outputs.get("sides"), total(loss_sums), common_m)
 
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,
@@ -309,7 +304,7 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sid
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))
     # a program takes 1024 rows of a small batch, which then needs one program and no final sum
     block, tiles_at_once = (1024, 8) if few else (32, 64)
-    programs = ceil_div(side_count, block)
+    programs = cdiv(side_count, block)
     loss_sums = None if positive is None else stats.new_empty(programs if programs > 1 else ())
     weight = (1 if weights is not None else 1 / (mean_over or n)) / len(stats)
     merge_stats_kernel[programs,](
@@ -317,18 +312,3 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sid
         stats.stride(1), side_count, side_stride, SIDES=len(stats), OVERWRITE=overwrite,
         TILES_AT_ONCE=tiles_at_once, BLOCK=block, num_warps=8, enable_fp_fusion=True)
     return loss_sums
-
-
-def block_shape(q, k, square):
-    """Return (rows, columns) of a block, whole tiles, whose tables take at most as much memory as q and k.
-
-    Tables of tiles of 128 × 128 logits have 1/16 byte per logit; with columns, twice as much.
-    """
-    (n, d), m = q.shape, k.shape[0]
-    logits = max(MIN_TABLE_BYTES, (n + m) * d * q.element_size()) * (8 if square else 16)
-    if square:
-        limit = int(logits ** 0.5) // 1024 * 1024
-        side = ceil_div(ceil_div(n, ceil_div(n, limit)), 1024) * 1024
-        return side, side
-    height = min(ceil_div(n, 1024) * 1024, 2 ** 14)
-    return height, logits // height // 1024 * 1024

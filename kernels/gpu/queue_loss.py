@@ -4,31 +4,28 @@
     o_i = Σ_j p_ij k_j, the gradient of lse_i in q_i, times τ
 
 o is attention with the keys as values, so the forward loop computes it: 4 N·M·D operations, where a backward
-pass that recomputes the logits would make it 6. No logit is written to memory. A program takes BLOCK_N rows
-and loops over tiles of keys J. It reads each tile once for both products:
+pass that recomputes the logits would make it 6. A program takes BLOCK_N rows and reads each tile of keys J
+once for both products:
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
            └──────────────────────┘
 
-Few rows alone would leave most of the GPU idle. So queue_kernel splits the columns over several
-programs, each with its own m, l and o, and merge_splits_kernel merges them with the weights
-l_split exp2(m_split − m). o stays in registers, which limits queue_kernel to half types and D ≤ 256.
+Few rows alone would leave most of the GPU idle. So queue_kernel splits the columns over several programs,
+each with its own m, l and o, and merge_splits_kernel merges them. o stays in registers, which limits
+queue_kernel to half types and D ≤ 256. The positive k⁺_i is not in the queue, so merge_splits_kernel adds it:
 
-The positive k⁺_i is not in the queue, so merge_splits_kernel adds it, with gap_i = lse_i − q_i·k⁺_i/τ:
-
-    loss_i = softplus(gap_i)        dq_i = σ(gap_i) (o_i − k⁺_i) / τ       dk⁺_i = −σ(gap_i) q_i / τ
+    gap_i = lse_i − q_i·k⁺_i/τ        loss_i = softplus(gap_i)
+    dq_i = σ(gap_i) (o_i − k⁺_i) / τ        dk⁺_i = −σ(gap_i) q_i / τ
 """
 import functools
 
 import torch
 import triton.language as tl
+from triton import cdiv, next_power_of_2
 
-from ..heuristics import has_queue_kernel
-from . import gradient, lse_forward
 from .launch import (
-    aligned_operands, ceil_div, check_device, contiguous_rows, kernel_args, multiprocessors,
-    next_power_of_2, tile_config, total)
+    aligned_operands, check_device, contiguous_rows, kernel_args, multiprocessors, tile_config, total)
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, keep_mask, kernel, load_tile, log2e_over_tau,
     lse_minus_positive, needs_mask, softplus)
@@ -115,37 +112,22 @@ def queue_config(q, mask):
                          num_warps=4 if small else 8, num_stages=2, maxnreg=255)
 
 
-def queue_loss(q, k, queue, temperature, mask, needs_gradient):
-    """Return (mean loss, dq, dk (N, D)), float32; dq and dk may be None if they are not needed."""
-    if not has_queue_kernel(q.element_size(), q.shape[1]):
-        return queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient)
+def queue_loss(q, k, queue, temperature, mask):
+    """Return (mean loss, dq, dk (N, D)), float32, for half types and D ≤ 256."""
     check_device(q)
     aligned, config = aligned_operands(q, queue, mask), queue_config(q, mask)
     operands, rest = kernel_args(*aligned, temperature, config)
     (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]
-    row_tiles, column_tiles = ceil_div(n, config["BLOCK_N"]), ceil_div(m, config["BLOCK_M"])
+    row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
     at_once = multiprocessors(q) * (3 if config["num_warps"] == 4 else 1)
     splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
-    split_columns = ceil_div(column_tiles, splits) * config["BLOCK_M"]
-    splits = ceil_div(m, split_columns)
+    split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
+    splits = cdiv(m, split_columns)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     stats, o, loss, dq, dk = new(splits, 2, n), new(splits, n, padded_d), new(n), new(n, d), new(n, d)
     queue_kernel[row_tiles, splits](stats, o, split_columns, *operands, **rest)
     q, k = contiguous_rows(q), contiguous_rows(k)
-    merge_splits_kernel[ceil_div(n, 16),](
+    merge_splits_kernel[cdiv(n, 16),](
         loss, dq, dk, stats, o, q, k, operands[2], 1 / n, splits, n, padded_d, d, q.stride(0), k.stride(0),
         BLOCK_N=16, BLOCK_D=config["BLOCK_D"], enable_fp_fusion=True)
     return total(loss), dq, dk
-
-
-def queue_loss_of_large_d(q, k, queue, temperature, mask, needs_gradient):
-    """Return queue_loss for D > 256 and for float32 rows, with the logits computed again for the gradient."""
-    rows, keys = q.float(), k.float()
-    found = lse_forward.forward(q, queue, temperature, mask, loss=True, positive=(rows * keys).sum(1))
-    if not needs_gradient:
-        return found.loss, None, None
-    dq, *_ = gradient.gradients(q, queue, temperature, mask, found.sides[0], None, None, None, 1 / len(q),
-                                True, False, False, torch.float32)
-    dloss_dlse = found.sides[0, 2, :len(q)]
-    of_positive = (dloss_dlse / (-len(q) * temperature))[:, None]
-    return found.loss, dq.addcmul_(of_positive, keys), of_positive * rows

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton import cdiv
 
 from ..heuristics import FEW_ROWS
-from .launch import ceil_div, temperature_only_mask
+from .launch import temperature_only_mask
 from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
 MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
@@ -107,14 +108,14 @@ def shift_of_norms(q, k, temperature):
 
 def largest_norms(x):
     """Return the largest norm of each block of 64 rows of x."""
-    norms = torch.empty(ceil_div(x.shape[0], 64), dtype=torch.float32, device=x.device)
+    norms = torch.empty(cdiv(x.shape[0], 64), dtype=torch.float32, device=x.device)
     norms_kernel[len(norms),](norms, x, *x.shape, x.stride(0), BLOCK_N=64, BLOCK_D=64, enable_fp_fusion=True)
     return norms
 
 
 def new_sides(sides, n, device):
     """Return an empty (sides, 3, padded n) tensor, whose entries are SoftmaxSides; see as_side."""
-    padded = ceil_div(n, MAX_TILE_SIDE) * MAX_TILE_SIDE
+    padded = cdiv(n, MAX_TILE_SIDE) * MAX_TILE_SIDE
     return torch.empty(sides, 3, padded, dtype=torch.float32, device=device)
 
 

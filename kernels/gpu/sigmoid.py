@@ -5,24 +5,23 @@ Eager                                              bytes moved       here
     loss = -logsigmoid(±s).sum() / N               read 4 N·M        Σ softplus(s) and Σ σ(s) of a tile
     dloss/ds = ±σ(±s) / N                          write 4 N·M       W, a block at a time, in q's dtype
 
-s is in nats in this file. Let k⁺_i be the key of row i's positive and s⁺_i its logit. Let W_ij be σ(s_ij),
-but 0 where j is row i's positive. Then
+s is in nats in this file. Let k⁺_i be the key of row i's positive and s⁺_i its logit, and let W_ij be
+σ(s_ij), but 0 where j is row i's positive. Then
 
     N·dq_i = (1/τ) (Σ_j W_ij k_j − σ(−s⁺_i) k⁺_i)        dτ = −⟨q, dq⟩ / τ        N·db = Σ W − Σ_i σ(−s⁺_i)
 
-The mask excludes the positives from W; their terms are added at the end, where nothing cancels.
-
-A weight depends on its own logit only, and on no sum over a row. So each block of W is computed once: 6 N·M·D
-operations in all, no more than eager. The loop over blocks and their products with k and q are those of
-gradient_large_d.py.
+The terms of the positives are added at the end, where nothing cancels. A weight depends on its own logit
+only. So each block of W is computed once: 6 N·M·D operations in all, as eager. The loop over blocks and their
+products with k and q are those of gradient_large_d.py.
 """
 import torch
 import triton.language as tl
+from triton import cdiv
 
 from ..heuristics import gradient_dtype
 from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling, aligned_operands, ceil_div, check_device, contiguous_rows, is_host_scalar, kernel_args,
+    GradientScaling, aligned_operands, check_device, contiguous_rows, is_host_scalar, kernel_args,
     persistent_grid, tile_config, without_padding)
 from .lse_forward import save_positives
 from .shift import SoftmaxSide
@@ -60,10 +59,9 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
             loss, w = softplus_sum(s)
             tl.store(TILE_SUMS + 2 * tile, loss)
             tl.store(TILE_SUMS + 2 * tile + 1, tl.sum(tl.sum(w, 1), 0))
-            if W is not None:
-                i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
-                w = cast_for_matmul(w * WEIGHT_SCALE, W, PRECISION)
-                tl.store(W + i[:, None] * w_row_stride + j[None, :], w)
+            i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
+            w = cast_for_matmul(w * WEIGHT_SCALE, W, PRECISION)
+            tl.store(W + i[:, None] * w_row_stride + j[None, :], w)
             qk = no_product(tile, BLOCK_N, BLOCK_M)
 
 
@@ -102,7 +100,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     n, config = q.shape[0], tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
     bias_arguments = (None, bias.item()) if is_host_scalar(bias, q) else (bias, 0.0)
-    tiles = ceil_div(n, config["BLOCK_N"]) * ceil_div(k.shape[0], config["BLOCK_M"])
+    tiles = cdiv(n, config["BLOCK_N"]) * cdiv(k.shape[0], config["BLOCK_M"])
     tile_sums = torch.empty(tiles, 2, dtype=torch.float32, device=q.device)
     positive, coefficients, done = tile_sums.new_empty(n), tile_sums.new_empty(n), 0
 
@@ -115,7 +113,8 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
     add_blocks(*sums, q, k, config, fill_weights)
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
-    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n, BLOCK=1024, enable_fp_fusion=True)
+    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n, BLOCK=1024,
+                              enable_fp_fusion=True)
     # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
     scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype))
     dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,

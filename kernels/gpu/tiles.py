@@ -321,8 +321,9 @@ def softplus_sum(x):
 def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     """Return the tile (x, y) with this index, in an order in which neighbours share rows in the L2 cache.
 
-    TRIANGLE  tiles_x = tiles_y = T, and of (x, y) and (y, x), which are equal, one has an index < T (T + 1) / 2:
-              x is paired with y = x, x + 1, …, x + T / 2 modulo T; the last y only for x < T / 2 if T is even
+    TRIANGLE  tiles_x = tiles_y = T, and of (x, y) and (y, x), which are equal, only one has an index. There
+              are T (T + 1) / 2: x is paired with y = x, x + 1, …, x + T / 2 modulo T; if T is even, the last
+              y only for x < T / 2
     """
     width = tiles_y
     if TRIANGLE:
@@ -342,9 +343,9 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
 
 @triton.jit
 def count_steps(tiles, D, BLOCK_D: tl.constexpr):
-    """Return the number of steps of this program, which takes every num_programs-th tile, BLOCK_D features a step.
+    """Return the number of steps of this program, with BLOCK_D features of every num_programs-th tile each.
 
-    One loop over tiles and features, instead of two, lets the loads of a tile overlap with the end of the last.
+    One loop over tiles and features, not two, lets the loads of a tile overlap with the end of the last one.
     """
     return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0)) * tl.cdiv(D, BLOCK_D)
 
@@ -364,8 +365,9 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
 def no_product(tile, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return a tile of zeros, which the compiler must not recognise as constants.
 
-    It would move a constant out of the branch where a tile is complete, into every step of the loop. There the
-    registers of the product, which the tensor cores are still writing, would have to wait for them.
+    It would move constants out of the branch where a tile is complete, into every step of the loop, which
+    would then wait for the tensor cores. For the same reason that branch first computes something from qk
+    outside of other branches. Ask for warnings with ptxas -v.
     """
     return tl.full((BLOCK_N, BLOCK_M), tl.minimum(tile, 0).to(tl.float32), tl.float32)
 

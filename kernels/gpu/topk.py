@@ -6,14 +6,15 @@ Eager                                   bytes moved                     here
 
 A program takes BLOCK_N rows and loops over the tiles of its split of the columns. While any row has a value
 in the tile that beats the worst of the row's slots, the best such value takes that slot and leaves the tile.
-If the M values of a row come in random order, its slots change about n·ln(M/n) times in all, so almost every
-tile needs only one comparison. PyTorch's topk merges the slots of all splits and sorts them.
+If the values of a row come in random order, its slots change about n·ln(M/n) times in all, so almost every
+tile needs only one comparison. PyTorch's topk merges the slots of all splits.
 """
 import torch
 import triton.language as tl
+from triton import cdiv, next_power_of_2
 
 from .launch import (
-    aligned_operands, ceil_div, check_device, kernel_args, multiprocessors, next_power_of_2, tile_config)
+    aligned_operands, check_device, kernel_args, multiprocessors, tile_config)
 from .tiles import keep_mask, kernel, qk_tile
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -64,10 +65,10 @@ def similarity_topk(q, k, temperature, n, mask):
     q, k, mask = aligned_operands(q, k, mask)
     config = topk_config(q, mask)
     operands, rest = kernel_args(q, k, mask, temperature, config)
-    row_tiles, column_tiles = ceil_div(q.shape[0], config["BLOCK_N"]), ceil_div(k.shape[0], config["BLOCK_M"])
-    splits = min(column_tiles, ceil_div(2 * multiprocessors(q), row_tiles))
-    split_columns = ceil_div(column_tiles, splits) * config["BLOCK_M"]
-    splits, slots = ceil_div(k.shape[0], split_columns), next_power_of_2(max(n, 2))
+    row_tiles, column_tiles = cdiv(q.shape[0], config["BLOCK_N"]), cdiv(k.shape[0], config["BLOCK_M"])
+    splits = min(column_tiles, cdiv(2 * multiprocessors(q), row_tiles))
+    split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
+    splits, slots = cdiv(k.shape[0], split_columns), next_power_of_2(max(n, 2))
     values = torch.empty(q.shape[0], splits * slots, dtype=torch.float32, device=q.device)
     indices = torch.empty(q.shape[0], splits * slots, dtype=torch.int32, device=q.device)
     topk_kernel[row_tiles, splits](values, indices, split_columns, *operands, SLOTS=slots, **rest)

@@ -162,10 +162,11 @@ def table(chip, only=None):
     from compiling_driver import compiling_driver
     from triton.runtime import driver
 
+    from kernels import masks
     from kernels.gpu import launch, shift
     launch.INTERPRETED = True  # accept CPU tensors, because nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
-    launch.FEW_ROWS = shift.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # 300 rows compile what many rows do
+    masks.FEW_ROWS = shift.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # 300 rows compile what many rows do
     driver.set_active(compiling_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}

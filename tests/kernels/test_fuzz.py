@@ -41,7 +41,7 @@ CASES = int(os.environ.get("TENCL_FUZZ", 40))
 DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
           "triton": [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]}
 # force the paths for many rows or a large D; heuristics last: importing the other modules copies its FEW_ROWS
-MANY_ROWS = {"gpu.shift.FEW_ROWS": 0, "gpu.launch.FEW_ROWS": 0, "heuristics.FEW_ROWS": 0}
+MANY_ROWS = {"gpu.shift.FEW_ROWS": 0, "masks.FEW_ROWS": 0, "heuristics.FEW_ROWS": 0}
 LARGE_D = MANY_ROWS | {"heuristics.MAX_SMALL_D": 0}
 twenty_at_a_time = pytest.mark.parametrize(
     "seeds", [range(i, min(i + 20, CASES)) for i in range(0, CASES, 20)])
@@ -131,7 +131,7 @@ def test_losses(seeds, monkeypatch):
             patch_kernels(monkeypatch, {
                 "gpu.shift.FEW_ROWS": few_rows, "heuristics.FEW_ROWS": 0,
                 "heuristics.MAX_SMALL_D": pick.choice([0, 64, 256]),
-                "gpu.lse_forward.block_shape": lambda q, k, square, size=size: (size, size)})
+                "gpu.lse_forward.table_block_shape": lambda q, k, square, size=size: (size, size)})
         offset = pick.randint(0, m - n) if n <= m else 0
         targets = torch.randint(m, (n,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         half, both, bias = n // 2 or 1, min(n, m), pick.uniform(-12, 3)

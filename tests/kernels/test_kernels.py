@@ -322,8 +322,8 @@ def test_normalize_under_autocast(impl, loss):
 
 LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 SEPARATE_BACKWARD = LARGE_D | {"fused.fuses_backward": lambda *x: False}
-WITH_BOUND = {"gpu.launch.FEW_ROWS": 0, "gpu.shift.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
-LSE_IN_BLOCKS = {"gpu.lse_forward.block_shape": lambda q, k, square: (128, 128)}
+WITH_BOUND = {"masks.FEW_ROWS": 0, "gpu.shift.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
+LSE_IN_BLOCKS = {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
     "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128)}
@@ -385,7 +385,7 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
     *itertools.product(["sorted", "not sorted"], ["without"], HALF)], ids=str)
 def test_group_ranges(order, keys, dtype, monkeypatch):
     """Sorted column groups let a program skip the columns of other groups; the results stay the same."""
-    from kernels.gpu.launch import column_ranges
+    from kernels.masks import column_ranges
     # one multiprocessor: a program processes several tiles
     patch_kernels(monkeypatch, WITH_BOUND | {"gpu.launch.EMULATED_MULTIPROCESSORS": 1})
     q, k = unit_rows(200, 24, dtype, 47), unit_rows(270, 24, dtype, 48)
@@ -511,14 +511,12 @@ def test_blockwise_never_holds_the_matrix(monkeypatch):
     (1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
 def test_blocks_fit_their_buffers(n, m, size):
     """Blocks of weights, strips of logits and tables of row statistics stay within their limits."""
-    from kernels.gpu import gradient_large_d, lse_forward
-
     def whole_tiles(count):
         return -(-count // 128) * 128
 
     q, k = (torch.empty(count, 1, dtype=torch.float32 if size == 4 else torch.float16) for count in (n, m))
     for square in (False, True):
-        height, width = gradient_large_d.weight_block_shape(q, q if square else k, square)
+        height, width = heuristics.weight_block_shape(q, q if square else k, square)
         bytes_used = whole_tiles(height) * whole_tiles(width) * size
         assert 1 <= height <= n and 1 <= width <= max(n, m) and bytes_used <= heuristics.WEIGHT_BUFFER_BYTES
         # the next block starts with a tile
@@ -527,15 +525,14 @@ def test_blocks_fit_their_buffers(n, m, size):
     assert whole_tiles(heuristics.strip_height(size, m, 64)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
     for d, square in itertools.product((1, 768, 4096), (False, True)):
         q, k = (torch.empty(count, d, dtype=torch.half, device="meta") for count in (n, n if square else m))
-        height, width = lse_forward.block_shape(q, k, square)
+        height, width = heuristics.table_block_shape(q, k, square)
         tables = (2 if square else 1) * 2 * 4 * height * width // 128
         assert 0 < height and 0 < width and height % 128 == width % 128 == 0
-        assert tables <= max(lse_forward.MIN_TABLE_BYTES, 2 * (q.numel() + k.numel()))
+        assert tables <= max(heuristics.TABLE_BYTES, 2 * (q.numel() + k.numel()))
 
 
 def test_limits_may_be_set_lower(monkeypatch):
     """If STRIP_BYTES allows only strips of few rows, the backward is not fused into the forward."""
-    from kernels.gpu import gradient_large_d
     q, k = (torch.empty(count, 8, device="meta") for count in (5000, 6000))
 
     def is_fused(q):
@@ -544,7 +541,7 @@ def test_limits_may_be_set_lower(monkeypatch):
 
     assert is_fused(q) and is_fused(q[:100])
     patch_kernels(monkeypatch, {"heuristics.STRIP_BYTES": 2 ** 24, "heuristics.WEIGHT_BUFFER_BYTES": 2 ** 20})
-    height, width = gradient_large_d.weight_block_shape(q, k, False)
+    height, width = heuristics.weight_block_shape(q, k, False)
     assert not is_fused(q) and is_fused(q[:100]) and height * width * 4 <= 2 ** 20
 
 
