@@ -33,7 +33,7 @@ from .launch import (
     temperature_only_mask, tile_config, without_padding)
 from .lse_forward import merge_stats, sums_kernel
 from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
-from .tiles import cast_for_matmul, kernel, shift_is_zero
+from .tiles import cast_for_matmul, kernel
 
 
 @kernel
@@ -44,8 +44,10 @@ def scale_strip_kernel(E, TABLE, FACTOR, M_ROW, SHIFT, height, M, e_row_stride, 
     TABLE          (2, column tiles, height) of sums_kernel, whose first half has the maxima
     FACTOR, M_ROW  (height,) factor and m of the rows, see shift.SoftmaxSide
     """
-    tiles_i, tiles_j = tl.cdiv(height, BLOCK_N), tl.cdiv(M, BLOCK_M)
-    tiles = tl.where(shift_is_zero(SHIFT), 0, tiles_i * tiles_j)
+    tiles_j = tl.cdiv(M, BLOCK_M)
+    tiles = tl.cdiv(height, BLOCK_N) * tiles_j
+    if SHIFT is not None:
+        tiles = tl.where(tl.load(SHIFT) == 0.0, 0, tiles)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows = tile // tiles_j * BLOCK_N + tl.arange(0, BLOCK_N)
         tile_j = tile % tiles_j
@@ -67,7 +69,7 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     factor = tl.load(FACTOR + rows, mask=rows < count, other=0.0)
-    factor = tl.where(shift_is_zero(SHIFT), factor, 1.0)
+    factor = tl.where(tl.load(SHIFT) == 0.0, factor, 1.0)
     inside = (rows < count)[:, None] & (d < features)[None, :]
     at = rows.to(tl.int64)[:, None]
     q = tl.load(Q + at * q_stride + d[None, :], mask=inside, other=0.0)

@@ -24,7 +24,7 @@ from .launch import (
 from .shift import SoftmaxSide
 from .tiles import (
     WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, finish_gradient, keep_mask, kernel,
-    load_factors, log2e_over_tau, needs_mask, next_step, no_product, shift_is_zero, softmax_weights)
+    load_factors, log2e_over_tau, needs_mask, next_step, no_product, softmax_weights)
 
 ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm: half operands, float32 result
 
@@ -93,7 +93,7 @@ def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N,
     dx = tl.load(SUM + place, mask=(rows < N)[:, None] & (d < FINISH.features)[None, :], other=0.0)
     if FACTOR is not None:
         factor = tl.load(FACTOR + rows, mask=rows < N, other=0.0)
-        dx = dx * tl.where(shift_is_zero(SHIFT), factor, 1.0)[:, None]
+        dx = dx * tl.where(tl.load(SHIFT) == 0.0, factor, 1.0)[:, None]
     dx, inside, dots = finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE,
                                        DOT is not None)
     tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)

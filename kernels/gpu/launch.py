@@ -40,8 +40,6 @@ class KernelMask(NamedTuple):
     offset: Any              # 4 · offset + 2 (kernel_args says why)
     phi: Any
     feature_count: Any       # E, features per row of row_features
-    row_stride: Any          # of row_features
-    column_stride: Any       # of column_features
     temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
     log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
 
@@ -144,7 +142,7 @@ def aligned_operands(q, k, mask):
     """Return q, k and the mask with aligned_rows. A pass calls this once, for all its kernels."""
     if mask.row_features is not None:
         row_features, column_features = (
-            aligned_rows(f.float() if f.dtype == torch.float64 else f)          # tiles sum in float32
+            aligned_rows((f.float() if f.dtype == torch.float64 else f).contiguous())   # tiles sum in float32
             for f in (mask.row_features, mask.column_features))
         mask = mask._replace(row_features=row_features, column_features=column_features)
     aligned_q = aligned_rows(q)
@@ -200,11 +198,10 @@ def kernel_args(q, k, mask, temperature, config):
 
     q, k, mask  from aligned_operands
     """
-    f_q, f_k = mask.row_features, mask.column_features
-    feature_args = (None, None, None) if f_q is None else (f_q.shape[1], f_q.stride(0), f_k.stride(0))
+    feature_count = None if mask.row_features is None else mask.row_features.shape[1]
     # Triton compiles separate kernels for tuple integers that are 1 or multiples of 16; 4 · offset + 2 is
     # never such a number
-    kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, *feature_args,
+    kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, feature_count,
                              *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape
     if capability(q) >= 9 and n * m * features > MAX_POINTER_WORK:

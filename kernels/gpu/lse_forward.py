@@ -42,7 +42,7 @@ from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
 from .tiles import (
     LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
     finite_max, keep_mask, kernel, log2e_over_tau, lse_minus_positive,
-    needs_mask, next_step, no_product, positive_columns, qk_tile, shift_is_zero, softmax_factor, softplus)
+    needs_mask, next_step, no_product, positive_columns, qk_tile, softmax_factor, softplus)
 
 ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
 
@@ -79,7 +79,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
     """
     tiles_i, tiles_j, scale = tl.cdiv(height, BLOCK_N), tl.cdiv(width, BLOCK_M), log2e_over_tau(MASK)
     if E is not None and SHIFT is not None:
-        tiles = tl.where(shift_is_zero(SHIFT) == MAXIMA, 0, tiles)
+        tiles = tl.where((tl.load(SHIFT) == 0.0) == MAXIMA, 0, tiles)
     tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for _ in range(0, count_steps(tiles, SHAPE.D, BLOCK_D)):
@@ -290,15 +290,13 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sid
     """Merge the m and l of tiles into stats, in place, and fill lse or sides if they are given.
 
     stats      (sides, 2, N)
-    table      (2, tiles, N) m and l of the rows. For two sides the kernel reads past this view: the table of
-               the columns, of the same shape, must follow it in the same memory
+    table      (2, tiles, N) m and l of the rows; for two sides, the columns' table follows in the same memory
     few        has_few_rows of the whole problem, so that a short batch uses the same compiled kernel
     overwrite  True: ignore what stats holds
-    positive   (N,) dot products of the positives, for a loss
-    sides      (sides, 3, N or more): filled for a loss
+    positive   (N,) dot products of the positives; with it, the loss or a vector of its terms is returned
+    sides      (sides, 3, N or more), for a loss
     weights    (N,) row weights of the loss; None: 1 / mean_over, whose default is N
     mask       KernelMask with the temperature, for a loss
-    returns    vector whose sum is the loss, or the loss; None without positive
     """
     n = stats.shape[2]
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))

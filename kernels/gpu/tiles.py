@@ -173,9 +173,9 @@ def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.con
     if MASK.row_features is not None:
         f = tl.zeros((rows.shape[0], BLOCK_M), tl.float32)
         for e in range(0, MASK.feature_count, 16):
-            f_row = load_tile(MASK.row_features, tl.min(rows, 0), e, N, MASK.feature_count, MASK.row_stride,
-                              rows.shape[0], 16)
-            f_column = load_tile(MASK.column_features, column, e, M, MASK.feature_count, MASK.column_stride,
+            f_row = load_tile(MASK.row_features, tl.min(rows, 0), e, N, MASK.feature_count,
+                              MASK.feature_count, rows.shape[0], 16)
+            f_column = load_tile(MASK.column_features, column, e, M, MASK.feature_count, MASK.feature_count,
                                  BLOCK_M, 16)
             f = tl.dot(f_row, f_column.T, f, input_precision=PRECISION)
         keep = keep & (f < MASK.phi)
@@ -196,15 +196,6 @@ def exp2_scaled(qk, scale, m):
 def finite_max(m):
     """Return m made finite, so that s − m is never NaN: −∞ (a row without columns) -> 0, ∞ -> 3e38."""
     return tl.where(m == float("-inf"), 0.0, tl.where(m == float("inf"), 3e38, m))
-
-
-@triton.jit
-def shift_is_zero(SHIFT):
-    """Return whether exp2(s) cannot overflow, so that no maximum is subtracted (m = 0)."""
-    is_zero = False
-    if SHIFT is not None:
-        is_zero = tl.load(SHIFT) == 0.0
-    return is_zero
 
 
 @triton.jit

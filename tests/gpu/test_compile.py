@@ -33,7 +33,8 @@ TIGHT = {
                                      "large d 256 two sides", "fused 256 one side"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal",
                                      "forward 128 gathered pairs",
-                                     "small d 128 self-similarity", "small d 256 within", "sigmoid 256"],
+                                     "small d 128 self-similarity", "small d 256 within", "sigmoid 256",
+                                     "queue 256"],
     ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
     ("float32", "high", "number"): ["sigmoid 256"],
     ("float32", "high", "tensor"): ["forward 256 one side", "fused 256 one side"],
@@ -108,9 +109,9 @@ def launches(name, precision, scalars):
                 yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
         if only_features:
             continue
-        if half and d <= heuristics.MAX_SMALL_D:
+        if half and d <= heuristics.MAX_QUEUE_D:
             no_mask = make_mask(len(q), len(k), False)
-            yield f"queue {d}", lambda: queue_loss.queue_loss(q, square, k, t, no_mask, True)
+            yield f"queue {d}", lambda: queue_loss.queue_loss(q, square, k, t, no_mask)
         diagonal = make_mask(len(q), len(square), False, "diagonal")
         pair = make_mask(len(q), len(q), True, "pair")
         pair_of_ranks = pair._replace(offset=7)

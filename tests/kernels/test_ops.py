@@ -120,7 +120,8 @@ def test_ids_of_two_dtypes(impl):
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
 @pytest.mark.parametrize("f", [
-    lambda q: similarity_lse(q, K, impl="triton"), lambda q: queue_loss(q.half(), q.half(), K.half(), impl="triton"),
+    lambda q: similarity_lse(q, K, impl="triton"),
+    lambda q: queue_loss(q.half(), q.half(), K.half(), impl="triton"),
     lambda q: sigmoid_loss(q, K, impl="triton"), lambda q: similarity_topk(q, K, 1, impl="triton")])
 def test_triton_on_the_cpu_needs_the_interpreter(f, needs_gradient, monkeypatch):
     """The error is raised before anything is launched."""
