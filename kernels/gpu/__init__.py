@@ -2,7 +2,7 @@
 
     tiles.py                    device functions that all kernels share
     launch.py                   host side: tile sizes, aligned copies, kernel arguments
-    bound.py                    one shift for all logits, instead of a maximum per row and per column
+    shift.py                    one shift for all logits, instead of a maximum per row and per column
     lse_forward.py              log-sum-exp of each row, or of each row and each column; the softmax loss
     gradient.py                 gradient; it calls gradient_small_d.py or gradient_large_d.py
     fused_forward_backward.py   loss with a row softmax only, and its gradient, in one pass

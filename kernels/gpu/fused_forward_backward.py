@@ -29,8 +29,8 @@ from triton import cdiv
 from ..heuristics import gradient_dtype, round_up, strip_height
 from .gradient_large_d import add_product, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling, aligned_operands, check_device, contiguous_rows, kernel_args, persistent_grid,
-    temperature_only_mask, tile_config, without_padding)
+    GradientScaling, aligned_operands, check_device, kernel_args, persistent_grid,
+    temperature_only_mask, tile_config)
 from .lse_forward import merge_stats, sums_kernel
 from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
 from .tiles import cast_for_matmul, kernel
@@ -83,13 +83,13 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
     dtype  dtype of the caller's rows, before autocast: bfloat16 rows get bfloat16 gradients, others float32
     """
     check_device(q)
-    unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
-    q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
+    given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
+    q, k = (x[:, :d] for x in aligned[:2])                         # without padding, for cuBLAS
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     loss, side, shift, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
     unit = 1 / q.shape[0] if weights is None else 1.0
     scaling = GradientScaling(None, unit, True, gradient_dtype(dtype))
-    dq, dk, dot = finish_gradients(sums, *unpadded, kernel_mask, mask.exclude, as_side(side), SoftmaxSide(),
+    dq, dk, dot = finish_gradients(sums, *given, kernel_mask, mask.exclude, as_side(side), SoftmaxSide(),
                                    scaling, needs_temperature, shift)
     return loss, dq, dk, dot.sum().neg() / temperature if needs_temperature else loss.new_empty(0)
 

@@ -20,7 +20,7 @@ from triton import cdiv
 from ..heuristics import round_up, weight_block_shape
 from .launch import (
     FinishArgs, aligned_operands, contiguous_rows, kernel_args, persistent_grid, tile_config,
-    transposed_mask, without_padding)
+    transposed_mask)
 from .shift import SoftmaxSide
 from .tiles import (
     WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, finish_gradient, keep_mask, kernel,
@@ -103,21 +103,21 @@ def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N,
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
     """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
-    unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
-    q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
+    given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
+    q, k = (x[:, :d] for x in aligned[:2])                         # without padding, for cuBLAS
     sums = gradient_sums(q, k, *needs)
     config = tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
-        triangle = self_similarity and first_x == first_y and config["BLOCK_N"] == config["BLOCK_M"]
+        triangle = self_similarity and first_x == first_y
         tiles = tiles_x * (tiles_x + 1) // 2 if triangle else tiles_x * tiles_y
         weights_kernel[persistent_grid(tiles, q)](
             w, rows, columns, common_m, tiles, first_x, first_y, tiles_x, tiles_y, w_row_stride, *operands,
             TRIANGLE=triangle, **rest)
 
     add_blocks(*sums, q, k, config, fill_weights, self_similarity)
-    return finish_gradients(sums, *unpadded, operands[2], mask.exclude, rows, columns, scaling, needs[2])
+    return finish_gradients(sums, *given, operands[2], mask.exclude, rows, columns, scaling, needs[2])
 
 
 def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
@@ -170,6 +170,7 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
     """Return (gradient of x, partial sums of x·dx per row or None). A float32 gradient overwrites sums."""
     if not sums.shape[0]:
         return sums, None
+    x, y = contiguous_rows(x), contiguous_rows(y)
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
     grid = cdiv(x.shape[0], 32), cdiv(x.shape[1], 128)
     dot = torch.empty(grid[1], x.shape[0], dtype=torch.float32, device=x.device) if needs_dot else None

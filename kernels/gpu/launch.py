@@ -149,11 +149,6 @@ def aligned_operands(q, k, mask):
     return aligned_q, aligned_q if k is q else aligned_rows(k), mask
 
 
-def without_padding(x, features):
-    """Return the first columns of x, which aligned_rows may have padded: an operand for cuBLAS."""
-    return x if x.shape[1] == features else x[:, :features]
-
-
 def transposed_mask(kernel_mask):
     """Return masks.transposed of a KernelMask, whose features must not be read: their strides stay."""
     swapped = transposed(kernel_mask)

@@ -27,8 +27,7 @@ from triton import cdiv, next_power_of_2
 from .launch import (
     aligned_operands, check_device, contiguous_rows, kernel_args, multiprocessors, tile_config, total)
 from .tiles import (
-    LOG2E, exp2_scaled, finite_max, keep_mask, kernel, load_tile, log2e_over_tau,
-    lse_minus_positive, needs_mask, softplus)
+    LOG2E, exp2_scaled, finite_max, kernel, load_tile, log2e_over_tau, lse_minus_positive, softplus)
 
 
 @kernel
@@ -51,9 +50,8 @@ def queue_kernel(STATS, O, split_columns,
     for column in range(start, stop, BLOCK_M):
         k = load_tile(K, column, 0, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
-        if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-            qk = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk,
-                          float("-inf"))
+        if column + BLOCK_M > M:
+            qk = tl.where((column + tl.arange(0, BLOCK_M) < M)[None, :], qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
         p = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
         shrink = tl.exp2(m_i - finite_max(m_new))
@@ -101,25 +99,17 @@ def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, lo
     tl.store(DK + place * D + d[None, :], -dloss_dlse * q, mask=inside)
 
 
-def queue_config(q, mask):
-    """Return tile_config() with whole rows in one tile, and few enough columns that o fits beside the logits.
-
-    maxnreg is set because the assembler would spill registers in order to run more programs per SM.
-    """
-    config, features = tile_config(q, mask), max(16, next_power_of_2(q.shape[1]))
-    small = features <= 128
-    return config | dict(BLOCK_N=64, BLOCK_M=64 if small else 32, BLOCK_D=features,
-                         num_warps=4 if small else 8, num_stages=2, maxnreg=255)
-
-
 def queue_loss(q, k, queue, temperature, mask):
     """Return (mean loss, dq, dk (N, D)), float32, for half types and D ≤ 256."""
     check_device(q)
-    aligned, config = aligned_operands(q, queue, mask), queue_config(q, mask)
+    aligned, features = aligned_operands(q, queue, mask), max(16, next_power_of_2(q.shape[1]))
+    columns, warps = (64, 4) if features <= 128 else (32, 8)       # o needs registers beside the logits
+    config = tile_config(q, mask) | dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=features, num_warps=warps,
+                                         num_stages=2)
     operands, rest = kernel_args(*aligned, temperature, config)
     (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]
     row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
-    at_once = multiprocessors(q) * (3 if config["num_warps"] == 4 else 1)
+    at_once = multiprocessors(q) * (3 if warps == 4 else 1)
     splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
     splits = cdiv(m, split_columns)

@@ -21,8 +21,8 @@ from triton import cdiv
 from ..heuristics import gradient_dtype
 from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling, aligned_operands, check_device, contiguous_rows, is_host_scalar, kernel_args,
-    persistent_grid, tile_config, without_padding)
+    GradientScaling, aligned_operands, check_device, is_host_scalar, kernel_args,
+    persistent_grid, tile_config)
 from .lse_forward import save_positives
 from .shift import SoftmaxSide
 from .tiles import (
@@ -94,8 +94,8 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     dtype  dtype of the caller's rows, before autocast: bfloat16 rows get bfloat16 gradients, others float32
     """
     check_device(q)
-    unpadded, aligned = (contiguous_rows(q), contiguous_rows(k)), aligned_operands(q, k, mask)
-    q, k = (without_padding(x, q.shape[1]) for x in aligned[:2])
+    given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
+    q, k = (x[:, :d] for x in aligned[:2])                         # without padding, for cuBLAS
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     n, config = q.shape[0], tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
@@ -117,7 +117,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
                               enable_fp_fusion=True)
     # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
     scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype))
-    dq, dk, dot = finish_gradients(sums, *unpadded, operands[2], mask.exclude,
+    dq, dk, dot = finish_gradients(sums, *given, operands[2], mask.exclude,
                                    SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide(), scaling,
                                    needs_temperature)
     dt = dot.sum().neg() / temperature if needs_temperature else loss.new_empty(0)

@@ -89,11 +89,7 @@ def log2e_over_tau(MASK):
 
 @triton.jit
 def mask_offset(MASK):
-    """Return the mask's offset.
-
-    launch.kernel_args passes it as 4 · offset + 2, which is never 1 or a multiple of 16, because Triton would
-    compile separate kernels for such numbers.
-    """
+    """Return the mask's offset, which launch.kernel_args passes as 4 · offset + 2."""
     return MASK.offset >> 2
 
 
@@ -186,8 +182,7 @@ def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.con
 def exp2_scaled(qk, scale, m):
     """Return exp2(qk·scale − m), with one rounding before exp2 (fma).
 
-    Rounding qk·scale first would give the weights of a row relative errors of |logit| · 2⁻²⁴. Forward and
-    backward both call this function, so that they agree to the last bit.
+    Rounding qk·scale first would give the weights of a row relative errors of |logit| · 2⁻²⁴.
     """
     return tl.exp2(tl.fma(qk, scale, -m))
 

@@ -53,17 +53,12 @@ def topk_kernel(VALUES, INDICES, split_columns,
     tl.store(INDICES + out, indices, mask=(rows < N)[:, None])
 
 
-def topk_config(q, mask):
-    """Return tile_config() with a smaller tile, because the slots need registers."""
-    config = tile_config(q, mask)
-    return config | dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)
-
-
 def similarity_topk(q, k, temperature, n, mask):
     """Return (values (N, n) float32, columns (N, n) int64), largest first; see kernels.similarity_topk."""
     check_device(q)
     q, k, mask = aligned_operands(q, k, mask)
-    config = topk_config(q, mask)
+    config = tile_config(q, mask)
+    config |= dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)    # the slots need registers
     operands, rest = kernel_args(q, k, mask, temperature, config)
     row_tiles, column_tiles = cdiv(q.shape[0], config["BLOCK_N"]), cdiv(k.shape[0], config["BLOCK_M"])
     splits = min(column_tiles, cdiv(2 * multiprocessors(q), row_tiles))
