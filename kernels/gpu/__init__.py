@@ -22,8 +22,7 @@ Letters and words that all files use:
     stats            m and l stacked, (2, N)
     lse              log-sum-exp of a row in nats, (m + log2 l) / log2(e)
     p                softmax, p_ij = exp2(s_ij − m_i) / l_i
-    shift            one number r that is subtracted from all logits in place of the maxima (bound.py); its
-                     name in the code is bound
+    shift            one number r that is subtracted from all logits in place of the maxima (shift.py)
     positive         the column p that is paired with row i; the mask excludes it from the sums. In formulas
                      positive_i is its logit, in code (positive, POSITIVE) its dot product q_i·k_p
     dloss_dlse       derivative of the loss in lse_i (g_i in formulas), without factors that all rows share

@@ -98,8 +98,7 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     """Compute the loss and add the products of all strips to dq and dk; a dq or dk without rows is skipped.
 
     aligned  from launch.aligned_operands; q and k are its rows without padding
-    returns  (loss, side (3, N or more) of the rows, shift, KernelMask). The caller must multiply row i of dq
-             by its factor if shift is 0. If it is not 0 or None, the strips already contain the factors
+    returns  (loss, side of the rows, shift, KernelMask). If shift is 0, dq lacks the factors of the rows
     """
     (n, features), m = q.shape, k.shape[0]
     shift = None if q.dtype == torch.float16 else shift_of_norms(q, k, temperature)[0]

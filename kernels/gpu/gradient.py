@@ -33,13 +33,12 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_facto
               needs_temperature, dtype, positives=False):
     """Return dq (N, D) and dk (M, D) in dtype, and dτ, a float32 scalar; without elements if not needed.
 
-    k                  None: self-similarity with a symmetric mask. Then pass the same object as rows and
-                       columns; dq is the whole gradient, and dk has no elements
-    rows, columns      shift.make_side of the row softmax (dim=1) and of the column softmax (dim=0), with
-                       |dloss_dlse| ≤ 1; None: the loss has no such softmax
-    common_m           ForwardResult.common_m
-    grad, loss_factor  upstream gradient (0-dim tensor) and a constant, such as 1/N; the gradients are
-                       multiplied by both at the end
+    k                  None: self-similarity with a symmetric mask. Then rows and columns are the same; dq is
+                       the whole gradient
+    rows, columns      sides of the row softmax (dim=1) and of the column softmax (dim=0), from forward or
+                       shift.make_side, with |dloss_dlse| ≤ 1; None: the loss has no such softmax
+    common_m           of the ForwardResult
+    grad, loss_factor  upstream gradient (0-dim tensor) and a constant, such as 1/N, which multiply the result
     positives          True: add the term of each row's positive p, the column that the mask excludes:
                        dloss/ds_ip = −dloss_dlse_i, with a column softmax −dloss_dlse_i − dloss_dlse'_p
     """

@@ -150,16 +150,13 @@ def aligned_operands(q, k, mask):
 
 
 def transposed_mask(kernel_mask):
-    """Return masks.transposed of a KernelMask, whose features must not be read: their strides stay."""
+    """Return masks.transposed of a KernelMask."""
     swapped = transposed(kernel_mask)
     return swapped._replace(offset=swapped.offset + 4)  # −(4 · offset + 2) + 4 = 4 · (−offset) + 2
 
 
 def is_host_scalar(scalar, x):
-    """Return whether a 0-dim tensor (temperature or bias) is on the host, while x is on the GPU.
-
-    call.as_scalar makes such a tensor from a Python number.
-    """
+    """Return whether a 0-dim tensor (temperature or bias) was a number: call.as_scalar put it on the host."""
     return scalar.device != x.device
 
 
@@ -173,11 +170,6 @@ def scale_args(temperature, x):
 def temperature_only_mask(temperature, x):
     """Return a KernelMask that holds only the temperature."""
     return KernelMask(*[None] * (len(KernelMask._fields) - 2), *scale_args(temperature, x))
-
-
-def total(x):
-    """Return Σ x, a 0-dim tensor; None for None."""
-    return x if x is None or x.dim() == 0 else x.sum()
 
 
 def scaled_copies(rows, factor):

@@ -37,7 +37,7 @@ from ..heuristics import table_block_shape
 from ..masks import column_ranges, transposed
 from .launch import (
     aligned_operands, check_device, kernel_args, persistent_grid,
-    temperature_only_mask, tile_config, total)
+    temperature_only_mask, tile_config)
 from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
 from .tiles import (
     LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
@@ -50,7 +50,7 @@ ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
 @triton.jit
 def save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_M: tl.constexpr,
                    BOTH: tl.constexpr, offset, scale):
-    """Write (x + offset) / scale of those rows whose positive is in this tile, before the mask excludes them.
+    """Write (x + offset) / scale of the positives in this tile, before the mask excludes them.
 
     BOTH  with self-similarity, only this tile is computed of two that hold the same logits
     """
@@ -135,7 +135,7 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
 
     SHIFT   None: compute all rows. Else STATS holds sums with this shift: compute rows again whose l
             underflowed, with their own maxima; then COMMON_M is ∞
-    RANGES  columns of each row tile, from launch.column_ranges; None: all columns
+    RANGES  columns of each row tile, from masks.column_ranges; None: all columns
     """
     row, scale = tl.program_id(0) * BLOCK_N, log2e_over_tau(MASK)
     rows = row + tl.arange(0, BLOCK_N)
@@ -281,8 +281,10 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
             config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4)
             operands, rest = kernel_args(x, y, side_mask, temperature, config)
             row_stats_kernel[cdiv(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
-    loss_sums = merge_stats(stats, table, few, complete, **outputs)
-    return ForwardResult(stats[0], outputs.get("lse"), outputs.get("sides"), total(loss_sums), common_m)
+    loss = merge_stats(stats, table, few, complete, **outputs)
+    if loss is not None and loss.dim():
+        loss = loss.sum()
+    return ForwardResult(stats[0], outputs.get("lse"), outputs.get("sides"), loss, common_m)
 
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,

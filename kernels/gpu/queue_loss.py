@@ -25,7 +25,7 @@ import triton.language as tl
 from triton import cdiv, next_power_of_2
 
 from .launch import (
-    aligned_operands, check_device, contiguous_rows, kernel_args, multiprocessors, tile_config, total)
+    aligned_operands, check_device, contiguous_rows, kernel_args, multiprocessors, tile_config)
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, kernel, load_tile, log2e_over_tau, lse_minus_positive, softplus)
 
@@ -120,4 +120,4 @@ def queue_loss(q, k, queue, temperature, mask):
     merge_splits_kernel[cdiv(n, 16),](
         loss, dq, dk, stats, o, q, k, operands[2], 1 / n, splits, n, padded_d, d, q.stride(0), k.stride(0),
         BLOCK_N=16, BLOCK_D=config["BLOCK_D"], enable_fp_fusion=True)
-    return total(loss), dq, dk
+    return loss.sum(), dq, dk

@@ -32,7 +32,7 @@ from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
 MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that underflowed terms cannot change
 NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on B for rounding
-MAX_TILE_SIDE = 256                        # longest side of a tile in any kernel; sides are padded to it
+MAX_TILE_SIDE = 128                        # longest side of a tile in any kernel; sides are padded to it
 
 
 class SoftmaxSide(NamedTuple):
@@ -91,10 +91,9 @@ def has_few_rows(n, m):
 
 
 def shift_of_norms(q, k, temperature):
-    """Return (SHIFT, COMMON_M), 0-dim float32 tensors that hold r.
+    """Return (SHIFT, COMMON_M), 0-dim float32 tensors that hold r, for q and k from aligned_operands.
 
     Return (None, None) for few rows, for which the norms cost more than a second exponential.
-    q, k  from aligned_operands; k may be q
     """
     if has_few_rows(q.shape[0], k.shape[0]):
         return None, None

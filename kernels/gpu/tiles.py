@@ -4,8 +4,6 @@
            ┌──────┬──────┬──────┐     A tile is Σ over D, in blocks of BLOCK_D, of
     rows i │ tile │ tile │ tile │     (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M) on the tensor cores,
            └──────┴──────┴──────┘     so D can have any size. A tile never leaves the registers.
-
-Letters and words are explained in __init__.py.
 """
 import math
 
@@ -24,7 +22,7 @@ jit = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
                        "width", "split_columns", "splits", "tiles", "tiles_x", "tiles_y", "count",
                        "side_count", "side_stride"),
-    do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "SIDES_OUT", "LOSS", "TOTAL", "ROW_TABLE",
+    do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "SIDES_OUT", "LOSS", "ROW_TABLE",
                                     "COLUMN_TABLE", "TABLE", "TILE_SUMS", "COEFFICIENTS", "POSITIVE",
                                     "WEIGHTS", "FACTOR", "NORMS_X", "NORMS_Y"))
 
@@ -144,10 +142,7 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
 @triton.jit
 def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               BLOCK_M: tl.constexpr):
-    """Return a (rows, BLOCK_M) bool tile: True where the mask keeps (row, column + 0 … BLOCK_M − 1).
-
-    This is masks.excluded on the device, negated.
-    """
+    """Return a (rows, BLOCK_M) bool tile: the negation of masks.excluded, True where a pair is kept."""
     here = tl.arange(0, BLOCK_M)       # comparing these, not the columns themselves, saves registers
     at = column + here
     keep = (rows < N)[:, None] & (at < M)[None, :]
@@ -180,10 +175,7 @@ def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def exp2_scaled(qk, scale, m):
-    """Return exp2(qk·scale − m), with one rounding before exp2 (fma).
-
-    Rounding qk·scale first would give the weights of a row relative errors of |logit| · 2⁻²⁴.
-    """
+    """Return exp2(qk·scale − m). Without the fma, weights would have relative errors of |logit| · 2⁻²⁴."""
     return tl.exp2(tl.fma(qk, scale, -m))
 
 
@@ -195,11 +187,7 @@ def finite_max(m):
 
 @triton.jit
 def lse_minus_positive(m_i, l_i, positive, scale):
-    """Return lse_i − (logit of row i's positive), in nats.
-
-    A single fma subtracts, because m_i and the positive's logit may be large and nearly equal.
-    positive  dot product of row i and its positive
-    """
+    """Return lse_i − q_i·k_p / τ in nats; positive = q_i·k_p. A single fma subtracts nearly equal numbers."""
     return (tl.fma(-positive, scale, m_i) + tl.log2(l_i)) / LOG2E
 
 
@@ -211,7 +199,7 @@ def softmax_factor(dloss_dlse, l_i):
 
 @triton.jit
 def load_factors(SIDE, at):
-    """Return (factor, m) of row_factors for rows `at` of a side; if the loss lacks it, (1, 0), never used."""
+    """Return (factor, m) of rows `at` of a side; if the loss lacks it, (1, 0), never used."""
     factor, m = 1.0, 0.0
     if SIDE.factor is not None:
         factor, m = tl.load(SIDE.factor + at), tl.load(SIDE.m + at)
@@ -289,10 +277,7 @@ def softplus(x):
 
 @triton.jit
 def softplus_sum(x):
-    """Return (Σ log(1 + exp(x)), σ(x)) of a tile.
-
-    The sum of log(1 + u) over 8 columns is computed as one logarithm, log Π (1 + u).
-    """
+    """Return (Σ log(1 + exp(x)), σ(x)) of a tile. One logarithm, log Π (1 + u), serves 8 columns."""
     positive_part = tl.sum(tl.maximum(x, 0.0), 1)
     u = tl.exp(-tl.abs(x))
     sigma, v = tl.where(x > 0, 1.0, u) / (1 + u), u
