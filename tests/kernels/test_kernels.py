@@ -323,6 +323,7 @@ def test_normalize_under_autocast(impl, loss):
 LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 SEPARATE_BACKWARD = LARGE_D | {"fused.fuses_backward": lambda *x: False}
 WITH_BOUND = {"masks.FEW_ROWS": 0, "gpu.shift.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
+ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}
 LSE_IN_BLOCKS = {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
@@ -343,6 +344,9 @@ CODE_PATHS = {
                       "clip_loss nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
     "lse in blocks with bound": (LSE_IN_BLOCKS | WITH_BOUND,
                                  "clip_loss nt_xent", "clip_loss self_similarity"),
+    "several tiles in a program": (ONE_MULTIPROCESSOR | LARGE_D | WITH_BOUND,
+                                   "info_nce offset clip_loss nt_xent linear sigmoid_loss",
+                                   "info_nce clip_loss nt_xent linear sigmoid_loss"),
     "large D": (LARGE_D, "", "info_nce offset clip_loss nt_xent gathered_nt_xent lse self_similarity"),
     "strips": (LARGE_D | STRIPS_OF_128,
                "info_nce gathered_nt_xent linear ignoring", "info_nce offset gathered_nt_xent linear"),
@@ -380,14 +384,36 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
     compare(LOSSES[loss], q, k, temperature, impl, units=64)
 
 
+@pytest.mark.parametrize("triangle", [False, True])
+def test_every_tile_has_one_index(triangle):
+    """In a triangle, of (x, y) and (y, x) one tile is visited."""
+    import triton
+    import triton.language as tl
+
+    from kernels.gpu import tiles
+
+    @triton.jit
+    def tiles_kernel(X, Y, tiles_x, tiles_y, tile_at: tl.constexpr, TRIANGLE: tl.constexpr):
+        x, y = tile_at(tl.program_id(0), tiles_x, tiles_y, TRIANGLE)
+        tl.store(X + tl.program_id(0), x)
+        tl.store(Y + tl.program_id(0), y)
+
+    for tiles_x, tiles_y in [(n, n) for n in range(1, 20)] if triangle else [(1, 3), (8, 2), (17, 9), (16, 1)]:
+        count = tiles_x * (tiles_x + 1) // 2 if triangle else tiles_x * tiles_y
+        x, y = torch.full((2, count), -1, dtype=torch.int32, device=DEVICE)
+        tiles_kernel[count,](x, y, tiles_x, tiles_y, tiles.tile_at, triangle)
+        pairs = [tuple(sorted(pair)) if triangle else pair for pair in zip(x.tolist(), y.tolist())]
+        expected = [(i, j) for i in range(tiles_x) for j in range(i if triangle else 0, tiles_y)]
+        assert sorted(pairs) == expected
+
+
 @pytest.mark.parametrize("order, keys, dtype", [
     *itertools.product(["sorted", "only columns sorted", "not sorted"], ["with gradient"], TRITON),
     *itertools.product(["sorted", "not sorted"], ["without"], HALF)], ids=str)
 def test_group_ranges(order, keys, dtype, monkeypatch):
     """Sorted column groups let a program skip the columns of other groups; the results stay the same."""
     from kernels.masks import column_ranges
-    # one multiprocessor: a program processes several tiles
-    patch_kernels(monkeypatch, WITH_BOUND | {"gpu.launch.EMULATED_MULTIPROCESSORS": 1})
+    patch_kernels(monkeypatch, WITH_BOUND)
     q, k = unit_rows(200, 24, dtype, 47), unit_rows(270, 24, dtype, 48)
     groups = [torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(n)) for n in (200, 270)]
     if order == "sorted":  # groups end one column after the start of a tile
