@@ -5,8 +5,9 @@
     python tests/gpu/test_compile.py [90]                           print registers, spills and shared memory
 
 The host functions are called as in use, with a driver that compiles for the GPU and runs nothing. The tests
-check three things: no kernel spills registers, except 8 bytes of predicates (other versions of Triton spill
-more); shared memory is within the GPU's limit; half types use the GPU's own tensor core instruction.
+check four things: no kernel spills registers, except 8 bytes of predicates (other versions of Triton spill
+more); shared memory is within the GPU's limit; half types use the GPU's own tensor core instruction; in the
+kernels with one loop over tiles and features, products do not wait for each other (tiles.no_product).
 """
 import importlib
 import itertools
@@ -22,6 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TUNED = "3.6", "3.7"           # the tile sizes of the kernels were chosen with these versions of Triton
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # instruction of each GPU generation
+ONE_LOOP = "sums_kernel", "weights_kernel", "sigmoid_kernel"
 DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest"),
           ("float16", "high")]
 # Launches that nearly fill the registers or shared memory of some GPU, by dtype, precision of float32
@@ -30,7 +32,8 @@ DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("
 TIGHT = {
     ("bfloat16", "high", "number"): ["forward 128 two sides", "forward 128 two sides, few",
                                      "small d 768 one side", "queue 128",
-                                     "large d 256 two sides", "fused 256 one side"],
+                                     "large d 256 two sides", "large d 256 self-similarity",
+                                     "fused 256 one side", "fused 256 targets"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal",
                                      "forward 128 gathered pairs",
                                      "small d 128 self-similarity", "small d 256 within", "sigmoid 256",
@@ -182,13 +185,14 @@ def table(chip, only=None):
                 for key, compiled in kernel.device_caches[chip][0].items():
                     if (kernel, key) not in known:
                         known.add((kernel, key))
-                        row, problems = check_compiled(chip, compiled, name != "float32")
+                        one_loop = kernel.__name__ in ONE_LOOP
+                        row, problems = check_compiled(chip, compiled, name != "float32", one_loop)
                         line = f"{kernel.__name__:23}{name:9}{precision:8}{scalars:7}{title:31}{row}"
                         yield f"sm_{chip:<4}{line}", problems
     assert not missing, missing
 
 
-def check_compiled(chip, compiled, half):
+def check_compiled(chip, compiled, half, one_loop):
     """Return (registers, stack, shared memory and programs per SM as text, list of problems) of a kernel."""
     import triton
     from compiling_driver import CHIPS, REGISTERS
@@ -205,17 +209,29 @@ def check_compiled(chip, compiled, half):
         problems.append("too much shared memory")
     if half and has_product and instruction not in compiled.asm["ptx"]:
         problems.append(f"no {instruction}")
+    if one_loop and instruction == "wgmma" and "wgmma" in assembler_output(compiled.asm["ptx"]):
+        problems.append("products wait for each other")
     return f"{registers:9}{stack:6}{shared:8}{programs:6}", problems
+
+
+def assembler_output(ptx):
+    """Return what the assembler says about a kernel for sm_90: it warns of slow sequences of wgmma."""
+    command = [tool("ptxas"), "-v", "--gpu-name=sm_90a", "-o", os.devnull, "/dev/stdin"]
+    return subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+
+
+def tool(name):
+    """Return the path of a program of NVIDIA's that comes with Triton."""
+    import triton
+    return Path(triton.__file__).parent / "backends/nvidia/bin" / name
 
 
 def resources(cubin):
     """Return (registers per thread, bytes of stack per thread: spills) of a kernel, from the assembler."""
-    import triton
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
+        command = [tool("cuobjdump"), "--dump-resource-usage", file.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(re.search(r"REG:(\d+)", printed)[1]), int(re.search(r"STACK:(\d+)", printed)[1])
 
