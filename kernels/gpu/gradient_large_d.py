@@ -24,7 +24,7 @@ from .launch import (
 from .shift import SoftmaxSide
 from .tiles import (
     WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, finish_gradient, keep_mask, kernel,
-    load_factors, log2e_over_tau, needs_mask, next_step, no_product, softmax_weights)
+    load_factors, log2e_over_tau, needs_mask, next_step, softmax_weights)
 
 ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm: half operands, float32 result
 
@@ -55,7 +55,7 @@ def write_weights(tiles, common_m, W, X_SIDE, Y_SIDE, first_x, first_y, tiles_x,
             tl.store(W + i[:, None] * w_row_stride + j[None, :], w)
             if TRIANGLE:
                 tl.store(W + j[:, None] * w_row_stride + i[None, :], w.T)
-            qk = no_product(tile, BLOCK_N, BLOCK_M)
+            qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
 
 @kernel

@@ -42,7 +42,7 @@ from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
 from .tiles import (
     LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
     finite_max, keep_mask, kernel, log2e_over_tau, lse_minus_positive,
-    needs_mask, next_step, no_product, positive_columns, qk_tile, softmax_factor, softplus)
+    needs_mask, next_step, positive_columns, qk_tile, softmax_factor, softplus)
 
 ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
 
@@ -89,7 +89,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
             if MAXIMA:
-                offset, x = 0.0, qk + 0.0                          # see no_product
+                offset, x = 0.0, qk + 0.0                          # used here: see count_steps
             else:
                 offset = tl.load(SHIFT)
                 x = tl.fma(qk, scale, -offset)
@@ -124,7 +124,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                 at = COLUMN_TABLE + tile_i * width + j
                 tl.store(at, m_j, mask=mask)
                 tl.store(at + tiles_i * width, tl.sum(e, 0), mask=mask)
-            qk = no_product(tile, BLOCK_N, BLOCK_M)
+            qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
 
 @kernel
@@ -206,7 +206,6 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
                 row_weight = tl.load(WEIGHTS + rows, mask=inside, other=0.0)
                 loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # the loss may be NaN
                 dloss_dlse = tl.where(row_weight == 0.0, 0.0, dloss_dlse * row_weight)
-            dloss_dlse = tl.where(inside, dloss_dlse, 0.0)
             out = SIDES_OUT + 3 * side * side_stride + rows
             tl.store(out, softmax_factor(dloss_dlse, l_i), mask=rows < side_count)
             tl.store(out + side_stride, m_i, mask=rows < side_count)

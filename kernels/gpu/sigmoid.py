@@ -27,7 +27,7 @@ from .lse_forward import save_positives
 from .shift import SoftmaxSide
 from .tiles import (
     LOG2E, WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, keep_mask, kernel,
-    log2e_over_tau, needs_mask, next_step, no_product, softplus, softplus_sum)
+    log2e_over_tau, needs_mask, next_step, softplus, softplus_sum)
 
 
 @kernel
@@ -62,7 +62,7 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
             i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
             w = cast_for_matmul(w * WEIGHT_SCALE, W, PRECISION)
             tl.store(W + i[:, None] * w_row_stride + j[None, :], w)
-            qk = no_product(tile, BLOCK_N, BLOCK_M)
+            qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
 
 @kernel

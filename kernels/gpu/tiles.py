@@ -317,6 +317,8 @@ def count_steps(tiles, D, BLOCK_D: tl.constexpr):
     """Return the number of steps of this program, with BLOCK_D features of every num_programs-th tile each.
 
     One loop over tiles and features, not two, lets the loads of a tile overlap with the end of the last one.
+    When a tile is complete, its product must be used before any branch: there the program waits once for the
+    tensor cores. Otherwise it would wait after each of their instructions, and ptxas -v warns.
     """
     return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0)) * tl.cdiv(D, BLOCK_D)
 
@@ -330,17 +332,6 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
         tile += tl.num_programs(0)
         tile_x, tile_y = tile_at(tile, tiles_x, tiles_y, TRIANGLE)
     return tile, tile_x, tile_y, d
-
-
-@triton.jit
-def no_product(tile, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile of zeros, which the compiler must not recognise as constants.
-
-    It would move constants out of the branch where a tile is complete, into every step of the loop, which
-    would then wait for the tensor cores. For the same reason that branch first computes something from qk
-    outside of other branches. Ask for warnings with ptxas -v.
-    """
-    return tl.full((BLOCK_N, BLOCK_M), tl.minimum(tile, 0).to(tl.float32), tl.float32)
 
 
 @triton.jit

@@ -7,7 +7,7 @@
 The host functions are called as in use, with a driver that compiles for the GPU and runs nothing. The tests
 check four things: no kernel spills registers, except 8 bytes of predicates (other versions of Triton spill
 more); shared memory is within the GPU's limit; half types use the GPU's own tensor core instruction; in the
-kernels with one loop over tiles and features, products do not wait for each other (tiles.no_product).
+kernels with one loop over tiles and features, products do not wait for each other (tiles.count_steps).
 """
 import importlib
 import itertools
