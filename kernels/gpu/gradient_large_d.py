@@ -19,7 +19,7 @@ from triton import cdiv
 
 from ..heuristics import round_up, weight_block_shape
 from .launch import (
-    FinishArgs, aligned_operands, contiguous_rows, kernel_args, persistent_grid, tile_config,
+    FinishArgs, aligned_operands, capability, contiguous_rows, kernel_args, persistent_grid, tile_config,
     transposed_mask)
 from .shift import SoftmaxSide
 from .tiles import (
@@ -107,6 +107,8 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
     q, k = (x[:, :d] for x in aligned[:2])                         # without padding, for cuBLAS
     sums = gradient_sums(q, k, *needs)
     config = tile_config(q, aligned[2])
+    if capability(q) >= 10 and rows.factor is not None and columns.factor is not None:
+        config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 spills registers there
     operands, rest = kernel_args(*aligned, temperature, config)
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):

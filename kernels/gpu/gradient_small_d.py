@@ -78,8 +78,8 @@ def small_d_config(x, mask):
         return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)
     if capability(x) == 9 and config["BLOCK_M"] == 128:
         return config | dict(num_stages=3)
-    registers = 168 if capability(x) == 9 else 255
-    return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), maxnreg=registers)
+    registers, warps = (168, 4) if capability(x) == 9 else (255, 4 if capability(x) < 9 else 8)
+    return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), maxnreg=registers, num_warps=warps)
 
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):

@@ -48,19 +48,32 @@ ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
 
 
 @triton.jit
-def save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BOTH: tl.constexpr, offset, scale):
-    """Write (x + offset) / scale of the positives in this tile, before the mask excludes them.
+def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
+              BOTH: tl.constexpr, offset, scale, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a tile of logits x, −∞ where masked. Before that, save (x + offset) / scale of its positives.
 
     BOTH  with self-similarity, only this tile is computed of two that hold the same logits
     """
-    target = positive_columns(rows, N, M, MASK, EXCLUDE)
-    is_target = tl.arange(0, BLOCK_M)[None, :] == (target - column)[:, None]
-    found = (tl.sum(tl.where(is_target, x, 0.0), 1) + offset) / scale
-    in_tile = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
-    tl.store(POSITIVE + rows, found, mask=in_tile)
-    if EXCLUDE == "pair" and BOTH:
-        tl.store(POSITIVE + target, found, mask=in_tile)
+    if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+        rows = row + tl.arange(0, BLOCK_N)
+        if POSITIVE is not None:
+            target = positive_columns(rows, N, M, MASK, EXCLUDE)
+            is_target = tl.arange(0, BLOCK_M)[None, :] == (target - column)[:, None]
+            found = (tl.sum(tl.where(is_target, x, 0.0), 1) + offset) / scale
+            in_tile = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
+            tl.store(POSITIVE + rows, found, mask=in_tile)
+            if EXCLUDE == "pair" and BOTH:
+                tl.store(POSITIVE + target, found, mask=in_tile)
+        keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
+        x = tl.where(keep, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def store_stats(TABLE, tile, tiles, at, count, m, l, mask):
+    """Write m and l of one tile to TABLE (2, tiles, count)."""
+    tl.store(TABLE + tile * count + at, m, mask=mask)
+    tl.store(TABLE + (tiles + tile) * count + at, l, mask=mask)
 
 
 @kernel
@@ -88,18 +101,11 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
         row, column = first_row + tile_i * BLOCK_N, first_column + tile_j * BLOCK_M
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
-            if MAXIMA:
-                offset, x = 0.0, qk + 0.0                          # used here: see count_steps
-            else:
-                offset = tl.load(SHIFT)
-                x = tl.fma(qk, scale, -offset)
-            if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-                rows = row + tl.arange(0, BLOCK_N)
-                if POSITIVE is not None:
-                    save_positives(POSITIVE, x, rows, column, N, M, MASK, EXCLUDE, BLOCK_M,
-                                   COLUMN_TABLE is not None, offset, 1.0 if MAXIMA else scale)
-                keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
-                x = tl.where(keep, x, float("-inf"))
+            offset = 0.0 if MAXIMA else tl.load(SHIFT)
+            # qk is used here, before the branch of the mask: see count_steps
+            x = qk + 0.0 if MAXIMA else tl.fma(qk, scale, -offset)
+            x = mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, COLUMN_TABLE is not None,
+                          offset, 1.0 if MAXIMA else scale, BLOCK_N, BLOCK_M)
             i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
             if MAXIMA:
                 m_i = tl.max(x, 1) * scale                         # scale > 0
@@ -107,9 +113,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
             else:
                 m_i = tl.zeros((BLOCK_N,), tl.float32) + finite_max(offset)
                 e = tl.exp2(x)
-            at = ROW_TABLE + tile_j * height + i
-            tl.store(at, m_i, mask=i < height)
-            tl.store(at + tiles_j * height, tl.sum(e, 1), mask=i < height)
+            store_stats(ROW_TABLE, tile_j, tiles_j, i, height, m_i, tl.sum(e, 1), i < height)
             if E is not None:
                 tl.store(E + i.to(tl.int64)[:, None] * e_row_stride + j[None, :],
                          cast_for_matmul(e, E, PRECISION))
@@ -121,9 +125,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                 mask = j < width
                 if TRIANGLE:
                     mask = mask & (tile_i != tile_j)               # each logit counts once
-                at = COLUMN_TABLE + tile_i * width + j
-                tl.store(at, m_j, mask=mask)
-                tl.store(at + tiles_i * width, tl.sum(e, 0), mask=mask)
+                store_stats(COLUMN_TABLE, tile_i, tiles_i, j, width, m_j, tl.sum(e, 0), mask)
             qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
 
@@ -267,23 +269,34 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     complete = shift is None and ranges is None and height >= n and width >= m
     if complete:
         table, _ = sums(0, 0, n, m)                                # with both, the column table follows it
-    for i in range(0, n, height) if ranges is None and not complete else ():
-        for j in range(i if triangle else 0, m, width):
-            at_i, at_j = slice(i, min(i + height, n)), slice(j, min(j + width, m))
-            row_table, column_table = sums(i, j, at_i.stop - i, at_j.stop - j)
-            merge_stats(stats[:1, :, at_i], row_table, few, j == 0)
-            if both or triangle and i != j:
-                merge_stats(stats[-1:, :, at_j], column_table.view(2, -1, at_j.stop - j), few, i == 0)
+    elif ranges is None:
+        merge_blocks(stats, n, m, height, width, few, triangle, sums)
     if ranges is not None or shift is not None:
-        for side, (x, y, side_mask) in zip(stats, [(q, k, mask), (k, q, transposed(mask))]):
-            config = tile_config(x, side_mask)
-            config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4)
-            operands, rest = kernel_args(x, y, side_mask, temperature, config)
-            row_stats_kernel[cdiv(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
+        compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges)
     loss = merge_stats(stats, table, few, complete, **outputs)
     if loss is not None and loss.dim():
         loss = loss.sum()
     return ForwardResult(stats[0], outputs.get("lse"), outputs.get("sides"), loss, common_m)
+
+
+def merge_blocks(stats, n, m, height, width, few, triangle, sums):
+    """Merge into stats the tables of all blocks, from sums(first row, first column, height, width)."""
+    for i in range(0, n, height):
+        for j in range(i if triangle else 0, m, width):
+            at_i, at_j = slice(i, min(i + height, n)), slice(j, min(j + width, m))
+            row_table, column_table = sums(i, j, at_i.stop - i, at_j.stop - j)
+            merge_stats(stats[:1, :, at_i], row_table, few, j == 0)
+            if column_table is not None and not (triangle and i == j):
+                merge_stats(stats[-1:, :, at_j], column_table.view(2, -1, at_j.stop - j), few, i == 0)
+
+
+def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
+    """Run row_stats_kernel on the rows and, if stats (sides, 2, N) has them, on the columns."""
+    for side, (x, y, side_mask) in zip(stats, [(q, k, mask), (k, q, transposed(mask))]):
+        config = tile_config(x, side_mask)
+        config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4)
+        operands, rest = kernel_args(x, y, side_mask, temperature, config)
+        row_stats_kernel[cdiv(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
 
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,

@@ -23,11 +23,11 @@ from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
 from .launch import (
     GradientScaling, aligned_operands, check_device, is_host_scalar, kernel_args,
     persistent_grid, tile_config)
-from .lse_forward import save_positives
+from .lse_forward import mask_tile
 from .shift import SoftmaxSide
 from .tiles import (
-    LOG2E, WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, keep_mask, kernel,
-    log2e_over_tau, needs_mask, next_step, softplus, softplus_sum)
+    LOG2E, WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, kernel,
+    log2e_over_tau, next_step, softplus, softplus_sum)
 
 
 @kernel
@@ -51,11 +51,8 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
             s = tl.fma(qk, log2e_over_tau(MASK) / LOG2E, bias)
-            if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-                rows = row + tl.arange(0, BLOCK_N)
-                save_positives(POSITIVE, s, rows, column, N, M, MASK, EXCLUDE, BLOCK_M, False, 0.0, 1.0)
-                keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
-                s = tl.where(keep, s, float("-inf"))
+            s = mask_tile(s, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, False, 0.0, 1.0, BLOCK_N,
+                          BLOCK_M)
             loss, w = softplus_sum(s)
             tl.store(TILE_SUMS + 2 * tile, loss)
             tl.store(TILE_SUMS + 2 * tile + 1, tl.sum(tl.sum(w, 1), 0))

@@ -15,9 +15,8 @@ from ..replay import current_recorder
 LOG2E = tl.constexpr(math.log2(math.e))
 WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # softmax weights are stored multiplied by this (gradient.py)
 GROUP_TILES = tl.constexpr(8)                # row tiles per group (tile_at)
-# One compiled kernel serves all batch sizes: Triton must not compile variants for integers that change with
-# the batch, nor for the alignment of tables and vectors, which depends on the number of rows if they are
-# parts of a tensor.
+# One compiled kernel serves all batch sizes: no variants for integers that change with the batch, nor for the
+# alignment of parts of a tensor, which depends on the number of rows.
 jit = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
                        "width", "split_columns", "splits", "tiles", "tiles_x", "tiles_y", "count",
