@@ -87,10 +87,7 @@ def persistent_grid(tiles, x):
 
 
 def tile_config(x, mask):
-    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a dict.
-
-    tests/gpu/test_compile.py checks that these sizes fit into registers and shared memory.
-    """
+    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a dict."""
     dtypes = [x.dtype] + ([] if mask.row_features is None else [mask.row_features.dtype])
     if torch.float32 in dtypes and torch.get_float32_matmul_precision() == "highest":
         # multiply-adds outside the tensor cores, which do not take full float32

@@ -245,8 +245,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     if loss:
         outputs = dict(positive=stats.new_empty(n), sides=new_sides(len(stats), n, q.device), weights=weights,
                        mask=temperature_only_mask(temperature, q))
-    config = tile_config(q, mask)
-    config |= dict(num_warps=8) if few else {}                     # registers for maxima
+    config = tile_config(q, mask) | (dict(num_warps=8) if few else {})     # registers for maxima
     operands, rest = kernel_args(q, k, mask, temperature, config)
 
     def sums(i, j, height, width):
