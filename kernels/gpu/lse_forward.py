@@ -293,7 +293,7 @@ def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
     """Run row_stats_kernel on the rows and, if stats (sides, 2, N) has them, on the columns."""
     for side, (x, y, side_mask) in zip(stats, [(q, k, mask), (k, q, transposed(mask))]):
         config = tile_config(x, side_mask)
-        config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=4)
+        config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]))
         operands, rest = kernel_args(x, y, side_mask, temperature, config)
         row_stats_kernel[cdiv(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
 
