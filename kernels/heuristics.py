@@ -28,7 +28,7 @@ MAX_QUEUE_D = 256              # largest D for which rows and their gradient fit
 FEW_ROWS = 1024                # with at most this many rows, a kernel launch costs more than its arithmetic
 TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
-TABLE_BYTES = 2 ** 24          # 16 MiB: tables of row and column statistics in lse_forward
+TABLE_BYTES = 2 ** 25          # 32 MiB: tables of row and column statistics in lse_forward
 STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; you may set both to less
 MIN_FUSED_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
 
