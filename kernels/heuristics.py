@@ -12,7 +12,8 @@ softmax loss of large D uses the kernels of the next line.
     queue_loss (small: D ≤ 256)   queue_loss                        blockwise.py
     sigmoid_loss                  sigmoid                           sigmoid
 
-The thresholds follow from the rates of the kernels and of cuBLAS on an H200, and from counting operations.
+The thresholds follow from counting registers and operations, and MAX_SMALL_D also from the rates of single
+kernels and of cuBLAS on an H200. None has been tuned by measuring whole losses.
 """
 import importlib.util
 
@@ -23,13 +24,13 @@ from .checks import check_impl, describe
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 EAGER_LOGITS = 2 ** 18         # on the CPU, eager is the fastest for a matrix of at most this many logits
 EAGER_LOGITS_ON_GPU = 2 ** 22  # the same on a GPU without Triton
-MAX_SMALL_D = 128              # largest D for which gradient_small_d is faster
+MAX_SMALL_D = 128              # largest D for which gradient_small_d should be faster
 MAX_QUEUE_D = 256              # largest D for which rows and their gradient fit into a program's registers
 FEW_ROWS = 1024                # with at most this many rows, a kernel launch costs more than its arithmetic
 TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
 TABLE_BYTES = 2 ** 25          # 32 MiB: tables of row and column statistics in lse_forward
-STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; you may set both to less
+STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward, unless the keys take more
 MIN_FUSED_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
 
 
@@ -97,11 +98,11 @@ def weight_block_shape(q, k, square):
 def table_block_shape(q, k, square):
     """Return (rows, columns) of a block in lse_forward, whose tables take at most TABLE_BYTES.
 
-    They may take as much memory as q and k, if that is more. Tables of tiles of 128 × 128 logits have 1/16
-    byte per logit; with columns, twice as much.
+    They may take as much memory as q and k, if that is more, but never more than STRIP_BYTES. Tables of tiles
+    of 128 × 128 logits have 1/16 byte per logit; with columns, twice as much.
     """
     (n, d), m = q.shape, k.shape[0]
-    logits = max(TABLE_BYTES, (n + m) * d * q.element_size()) * (8 if square else 16)
+    logits = max(TABLE_BYTES, min((n + m) * d * q.element_size(), STRIP_BYTES)) * (8 if square else 16)
     if square:
         limit = int(logits ** 0.5) // 1024 * 1024
         side = round_up(-(-n // -(-n // limit)), 1024)

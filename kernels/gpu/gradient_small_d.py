@@ -17,8 +17,9 @@ from ..masks import column_ranges, transposed
 from .launch import (
     FinishArgs, aligned_operands, capability, contiguous_rows, kernel_args, tile_config)
 from .tiles import (
-    finish_gradient, keep_mask, kernel, load_factors, load_tile, log2e_over_tau,
-    needs_mask, qk_tile, softmax_weights)
+    finish_gradient, keep_mask, kernel, load_factors, load_tile, log2e_over_tau, needs_mask, qk_tile,
+    softmax_weights)
+
 
 @kernel
 def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHAPE, FINISH,

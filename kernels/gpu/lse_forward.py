@@ -36,8 +36,7 @@ from triton import cdiv
 from ..heuristics import table_block_shape
 from ..masks import column_ranges, transposed
 from .launch import (
-    aligned_operands, check_device, kernel_args, persistent_grid,
-    temperature_only_mask, tile_config)
+    aligned_operands, check_device, kernel_args, persistent_grid, temperature_only_mask, tile_config)
 from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
 from .tiles import (
     LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
@@ -49,20 +48,20 @@ ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
 
 @triton.jit
 def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
-              BOTH: tl.constexpr, offset, scale, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile of logits x, −∞ where masked. Before that, save (x + offset) / scale of its positives.
+              ONE_OF_TWO: tl.constexpr, shift, scale, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a tile of logits x, −∞ where masked. Before that, save (x + shift) / scale of its positives.
 
-    BOTH  with self-similarity, only this tile is computed of two that hold the same logits
+    ONE_OF_TWO  with self-similarity, only this tile is computed of two that hold the same logits
     """
     if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
         rows = row + tl.arange(0, BLOCK_N)
         if POSITIVE is not None:
             target = positive_columns(rows, N, M, MASK, EXCLUDE)
             is_target = tl.arange(0, BLOCK_M)[None, :] == (target - column)[:, None]
-            found = (tl.sum(tl.where(is_target, x, 0.0), 1) + offset) / scale
+            found = (tl.sum(tl.where(is_target, x, 0.0), 1) + shift) / scale
             in_tile = (rows < N) & (target >= column) & (target < column + BLOCK_M) & (target < M)
             tl.store(POSITIVE + rows, found, mask=in_tile)
-            if EXCLUDE == "pair" and BOTH:
+            if EXCLUDE == "pair" and ONE_OF_TWO:
                 tl.store(POSITIVE + target, found, mask=in_tile)
         keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
         x = tl.where(keep, x, float("-inf"))
@@ -101,24 +100,24 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
         row, column = first_row + tile_i * BLOCK_N, first_column + tile_j * BLOCK_M
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
-            offset = 0.0 if MAXIMA else tl.load(SHIFT)
+            shift = 0.0 if MAXIMA else tl.load(SHIFT)
             # qk is used here, before the branch of the mask: see count_steps
-            x = qk + 0.0 if MAXIMA else tl.fma(qk, scale, -offset)
+            x = qk + 0.0 if MAXIMA else tl.fma(qk, scale, -shift)
             x = mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, COLUMN_TABLE is not None,
-                          offset, 1.0 if MAXIMA else scale, BLOCK_N, BLOCK_M)
+                          shift, 1.0 if MAXIMA else scale, BLOCK_N, BLOCK_M)
             i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
             if MAXIMA:
                 m_i = tl.max(x, 1) * scale                         # scale > 0
                 e = exp2_scaled(x, scale, finite_max(m_i)[:, None])
             else:
-                m_i = tl.zeros((BLOCK_N,), tl.float32) + finite_max(offset)
+                m_i = tl.zeros((BLOCK_N,), tl.float32) + finite_max(shift)
                 e = tl.exp2(x)
             store_stats(ROW_TABLE, tile_j, tiles_j, i, height, m_i, tl.sum(e, 1), i < height)
             if E is not None:
                 tl.store(E + i.to(tl.int64)[:, None] * e_row_stride + j[None, :],
                          cast_for_matmul(e, E, PRECISION))
             if COLUMN_TABLE is not None:
-                m_j = tl.zeros((BLOCK_M,), tl.float32) + finite_max(offset)
+                m_j = tl.zeros((BLOCK_M,), tl.float32) + finite_max(shift)
                 if MAXIMA:
                     m_j = tl.max(x, 0) * scale
                     e = exp2_scaled(x, scale, finite_max(m_j)[None, :])
@@ -221,7 +220,7 @@ class ForwardResult(NamedTuple):
     """Results of the forward pass, float32 tensors or None."""
     stats: Any             # (2, N): m and l of the rows
     lse: Any               # (N,) of the rows; None if the loss was asked for
-    sides: Any             # (sides, 3, padded N): SoftmaxSides; without weights, without the factor 1/N too
+    sides: Any             # (sides, 3, padded N): SoftmaxSides, without the factor 1/N of a mean
     loss: Any              # scalar
     common_m: Any          # 0-dim, see shift.py
 

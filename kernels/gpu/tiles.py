@@ -67,7 +67,7 @@ def qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION: tl.constexpr,
 
 @triton.jit
 def add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+                     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return qk plus the dot products of the features from d to d + BLOCK_D."""
     q = load_tile(Q, row, d, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
     k = load_tile(K, column, d, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)

@@ -528,12 +528,13 @@ def test_blocks_fit_their_buffers(n, m, size):
         assert height in (n, whole_tiles(height)) and width in (n if square else m, whole_tiles(width))
         assert square or height * width == n * m or bytes_used > heuristics.WEIGHT_BUFFER_BYTES // 4
     assert whole_tiles(heuristics.strip_height(size, m, 64)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
-    for d, square in itertools.product((1, 768, 4096), (False, True)):
+    assert heuristics.strip_height(2, 2 ** 17, 4096) == 4096       # as much memory as the keys
+    for d, square in itertools.product((1, 768, 2 ** 17), (False, True)):
         q, k = (torch.empty(count, d, dtype=torch.half, device="meta") for count in (n, n if square else m))
         height, width = heuristics.table_block_shape(q, k, square)
         tables = (2 if square else 1) * 2 * 4 * height * width // 128
         assert 0 < height and 0 < width and height % 128 == width % 128 == 0
-        assert tables <= max(heuristics.TABLE_BYTES, 2 * (q.numel() + k.numel()))
+        assert tables <= max(heuristics.TABLE_BYTES, min(2 * (q.numel() + k.numel()), heuristics.STRIP_BYTES))
 
 
 @both_impls
