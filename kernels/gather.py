@@ -135,7 +135,7 @@ def pad_rows(x, count):
 def cat_rows(parts):
     """Return torch.cat(parts) without autocast: on the CPU, its cat accepts no half type but its own."""
     device_type = parts[0].device.type
-    if not torch.amp.is_autocast_available(device_type):
+    if not torch.is_autocast_enabled(device_type):
         return torch.cat(parts)
     with torch.autocast(device_type, enabled=False):
         return torch.cat(parts)

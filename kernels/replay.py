@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import heuristics
 
 MAX_PLANS = 1024                # no more are made: a temperature that changes would need one in each step
-MAX_WORKSPACE = 2 ** 28         # 256 MiB: larger problems do not wait for the host
+MAX_WORKSPACE = 2 ** 30         # 1 GiB: larger problems do not wait for the host
 ALIGNMENT = 256                 # bytes, of the parts of a workspace
 PLANS = {}                      # key -> Plan, or None: cannot be replayed
 TENSORS, NUMBERS = (torch.Tensor, torch.nn.Parameter), (float, int, str, bool, type(None))
@@ -145,7 +145,7 @@ def record(function, arguments, named, tensors):
             with recorder:
                 out = function(*values[:len(arguments)], **named)
             return Plan(recorder, out.detach(), recorder.gradients(out, [*copies.values()]))
-    except CannotRecord:
+    except (CannotRecord, torch.OutOfMemoryError):
         return None
     finally:
         ON_THIS_THREAD.recorder = None
@@ -389,6 +389,7 @@ class Stage:
 def current_stream(index):
     """Return the current stream of a GPU, a number. Tests replace this."""
     from triton.runtime import driver
+    torch.cuda.is_current_stream_capturing()                   # gives a new thread the GPU's context
     return driver.active.get_current_stream(index)
 
 

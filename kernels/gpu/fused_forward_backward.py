@@ -29,7 +29,7 @@ from triton import cdiv
 from ..heuristics import gradient_dtype, round_up, strip_height
 from .gradient_large_d import add_product, finish_gradients, gradient_sums
 from .launch import (
-    GradientScaling, aligned_operands, check_device, kernel_args, persistent_grid,
+    GradientScaling, aligned_operands, capability, check_device, kernel_args, persistent_grid,
     temperature_only_mask, tile_config)
 from .lse_forward import merge_stats, sums_kernel
 from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
@@ -104,6 +104,8 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     shift = None if q.dtype == torch.float16 else shift_of_norms(q, k, temperature)[0]
     height, few = min(n, strip_height(q.element_size(), m, features)), has_few_rows(n, m)
     config = tile_config(q, aligned[2])
+    if features >= 2048 and q.element_size() == 2 and capability(q) == 9 and config["BLOCK_M"] == 128:
+        config |= dict(BLOCK_M=256, num_warps=8)                   # reads less; long products hide the rest
     operands, rest = kernel_args(*aligned, temperature, config)
     strip = q.new_empty(round_up(height, config["BLOCK_N"]), round_up(m, config["BLOCK_M"]))
     tiles, precision = strip.shape[1] // config["BLOCK_M"], config["PRECISION"]
@@ -116,7 +118,7 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
         w, x, side_at = strip[:count, :m], q[at], side[..., at]
         for maxima in (True,) if shift is None else (False, True):    # one of the two does nothing
             all_tiles = cdiv(count, config["BLOCK_N"]) * tiles
-            sums_kernel[persistent_grid(all_tiles, q)](
+            sums_kernel[persistent_grid(all_tiles, q, config["num_warps"])](
                 table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,
                 MAXIMA=maxima, TRIANGLE=False, **rest)
         strip_table = table[:2 * tiles * count].view(2, tiles, count)

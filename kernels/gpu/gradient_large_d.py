@@ -117,7 +117,7 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         triangle = self_similarity and first_x == first_y
         tiles = tiles_x * (tiles_x + 1) // 2 if triangle else tiles_x * tiles_y
-        weights_kernel[persistent_grid(tiles, q)](
+        weights_kernel[persistent_grid(tiles, q, rest["num_warps"])](
             w, rows, columns, common_m, tiles, first_x, first_y, tiles_x, tiles_y, w_row_stride, *operands,
             TRIANGLE=triangle, **rest)
 

@@ -81,9 +81,9 @@ def multiprocessors(x):
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def persistent_grid(tiles, x):
-    """Return the grid of a kernel whose programs loop over tiles: two programs per multiprocessor."""
-    return min(tiles, 2 * multiprocessors(x)),
+def persistent_grid(tiles, x, warps=4):
+    """Return the grid of a kernel whose programs loop over tiles: 8 warps per multiprocessor."""
+    return min(tiles, 8 // warps * multiprocessors(x)),
 
 
 def tile_config(x, mask):
@@ -173,7 +173,7 @@ def scaled_copies(rows, factor):
     """Return factor · x in dtype for each (x, dtype); factor is a 0-dim tensor."""
     outs = [torch.empty_like(x, dtype=dtype) for x, dtype in rows]
     for out, (x, _) in zip(outs, rows):
-        scale_kernel[cdiv(x.numel(), 1024),](out, x, x.numel(), factor, BLOCK=1024, enable_fp_fusion=True)
+        scale_kernel[cdiv(x.numel(), 4096),](out, x, x.numel(), factor, BLOCK=4096, enable_fp_fusion=True)
     return outs
 
 

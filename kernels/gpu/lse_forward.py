@@ -257,7 +257,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
             row_table, column_table = stats.new_empty(sum(sizes)).split(sizes)
         elif triangle:
             column_table = row_table if on_diagonal else stats.new_empty(sizes[1])
-        sums_kernel[persistent_grid(tiles, q)](
+        sums_kernel[persistent_grid(tiles, q, config["num_warps"])](
             row_table, column_table, None, outputs.get("positive"), shift, tiles, i, j, height, width, 0,
             *operands, MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest)
         return row_table.view(2, tiles_j, height), column_table

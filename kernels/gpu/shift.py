@@ -106,9 +106,9 @@ def shift_of_norms(q, k, temperature):
 
 
 def largest_norms(x):
-    """Return the largest norm of each block of 64 rows of x."""
-    norms = torch.empty(cdiv(x.shape[0], 64), dtype=torch.float32, device=x.device)
-    norms_kernel[len(norms),](norms, x, *x.shape, x.stride(0), BLOCK_N=64, BLOCK_D=64, enable_fp_fusion=True)
+    """Return the largest norm of each block of 16 rows of x."""
+    norms = torch.empty(cdiv(x.shape[0], 16), dtype=torch.float32, device=x.device)
+    norms_kernel[len(norms),](norms, x, *x.shape, x.stride(0), BLOCK_N=16, BLOCK_D=256, enable_fp_fusion=True)
     return norms
 
 

@@ -40,8 +40,6 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
     POSITIVE   (N,) logits of the positives that lie in the block
     BIAS       0-dim tensor; None: the number bias is used
     """
-    if BIAS is not None:
-        bias = tl.load(BIAS)
     tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for _ in range(0, count_steps(tiles_x * tiles_y, SHAPE.D, BLOCK_D)):
@@ -50,6 +48,8 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
         row, column = (first_x + tile_i) * BLOCK_N, (first_y + tile_j) * BLOCK_M
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
+            if BIAS is not None:
+                bias = tl.load(BIAS)
             s = tl.fma(qk, log2e_over_tau(MASK) / LOG2E, bias)
             s = mask_tile(s, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, False, 0.0, 1.0, BLOCK_N,
                           BLOCK_M)
@@ -103,7 +103,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         nonlocal done
-        sigmoid_kernel[persistent_grid(tiles_x * tiles_y, q)](
+        sigmoid_kernel[persistent_grid(tiles_x * tiles_y, q, config["num_warps"])](
             w, tile_sums[done:], positive, *bias_arguments, first_x, first_y, tiles_x, tiles_y, w_row_stride,
             *operands, **rest)
         done += tiles_x * tiles_y

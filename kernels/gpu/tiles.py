@@ -14,7 +14,6 @@ from ..replay import current_recorder
 
 LOG2E = tl.constexpr(math.log2(math.e))
 WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # softmax weights are stored multiplied by this (gradient.py)
-GROUP_TILES = tl.constexpr(8)                # row tiles per group (tile_at)
 # One compiled kernel serves all batch sizes: no variants for integers that change with the batch, nor for the
 # alignment of parts of a tensor, which depends on the number of rows.
 jit = triton.jit(
@@ -277,20 +276,23 @@ def softplus(x):
 @triton.jit
 def softplus_sum(x):
     """Return (Σ log(1 + exp(x)), σ(x)) of a tile. One logarithm, log Π (1 + u), serves 8 columns."""
-    positive_part = tl.sum(tl.maximum(x, 0.0), 1)
-    u = tl.exp(-tl.abs(x))
-    sigma, v = tl.where(x > 0, 1.0, u) / (1 + u), u
+    positive_part = tl.sum(tl.where(x > 0, x, 0.0), 1)
+    u = tl.exp2(-tl.abs(x) * LOG2E)
+    root = tl.rsqrt(1 + u)                                         # a division takes more instructions
+    sigma, v = root * root, u
+    sigma = tl.where(x > 0, sigma, sigma * u)
     for _ in tl.static_range(3):       # v becomes (1 + v)(1 + v') − 1 < 2⁸; a small v is not rounded away
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
-    return tl.sum(positive_part + tl.sum(log1p(v), 1), 0), sigma
+    return tl.sum(tl.sum(log1p(v), 1) + positive_part, 0), sigma
 
 
 @triton.jit
-def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
+def tile_at(index, tiles_x, tiles_y, group_tiles, TRIANGLE: tl.constexpr):
     """Return the tile (x, y) with this index, in an order in which neighbours share rows in the L2 cache.
 
+    group_tiles  row tiles per group; all tiles of a group come before the next group
     TRIANGLE  tiles_x = tiles_y = T, and of (x, y) and (y, x), which are equal, only one has an index. There
               are T (T + 1) / 2: x is paired with y = x, x + 1, …, x + T / 2 modulo T; if T is even, the last
               y only for x < T / 2
@@ -298,9 +300,9 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     width = tiles_y
     if TRIANGLE:
         width = tl.maximum(tiles_x // 2, 1)
-    group = index // (GROUP_TILES * width)
-    first, inner = group * GROUP_TILES, index % (GROUP_TILES * width)
-    height = tl.maximum(tl.minimum(tiles_x - first, GROUP_TILES), 1)
+    group = index // (group_tiles * width)
+    first, inner = group * group_tiles, index % (group_tiles * width)
+    height = tl.maximum(tl.minimum(tiles_x - first, group_tiles), 1)
     x, y = first + inner % height, inner // height
     if TRIANGLE:
         half = tiles_x // 2
@@ -329,7 +331,10 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
     if d >= D:
         d = 0
         tile += tl.num_programs(0)
-        tile_x, tile_y = tile_at(tile, tiles_x, tiles_y, TRIANGLE)
+        group_tiles = 4                                            # 16 where these rows fit in the L2 cache
+        if not TRIANGLE:
+            group_tiles = tl.where(D < 2048, 16, 4)
+        tile_x, tile_y = tile_at(tile, tiles_x, tiles_y, group_tiles, TRIANGLE)
     return tile, tile_x, tile_y, d
 
 
@@ -351,9 +356,13 @@ def cast_for_matmul(x, X, PRECISION: tl.constexpr):
 @kernel
 def scale_kernel(OUT, X, count, FACTOR, BLOCK: tl.constexpr):
     """Write OUT = FACTOR · X."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(OUT + at, (x * tl.load(FACTOR)).to(OUT.dtype.element_ty), mask=at < count)
+    first, factor = tl.program_id(0).to(tl.int64) * BLOCK, tl.load(FACTOR)
+    at = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= count:                                     # without a mask, 16 bytes at a time
+        tl.store(OUT + at, (tl.load(X + at).to(tl.float32) * factor).to(OUT.dtype.element_ty))
+    else:
+        x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
+        tl.store(OUT + at, (x * factor).to(OUT.dtype.element_ty), mask=at < count)
 
 
 @kernel
