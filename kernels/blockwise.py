@@ -40,8 +40,8 @@ def to_accumulation_dtype(q, k, temperature):
 
 
 def zeros_if(needed, x):
-    """Return zeros like x if its gradient is needed, else a tensor without rows."""
-    return torch.zeros_like(x if needed else x[:0])
+    """Return zeros of x's shape if its gradient is needed, else a tensor without rows."""
+    return x.new_zeros((x if needed else x[:0]).shape)         # not x's strides, which cuBLAS may refuse
 
 
 # ── strips of logits ────────────────────────────────────────────────────────────────────────────────────────

@@ -123,7 +123,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     memory       beside inputs and gradients, at most float32 copies of them, O((N + M)·D), and 160 MiB, or
                  544 MiB if a loss computes its gradient in forward; WEIGHT_BUFFER_BYTES and STRIP_BYTES in
                  kernels.heuristics may be set lower. On a GPU, the first call of a loss with new shapes takes
-                 up to 1 GiB more for a moment (replay.py). blockwise: 64 MiB, or 32 rows of logits if more;
+                 up to 512 MiB more for a moment (replay.py). blockwise: 64 MiB, or 32 rows of logits if more;
                  eager: O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """

@@ -12,8 +12,7 @@ softmax loss of large D uses the kernels of the next line.
     queue_loss (small: D ≤ 256)   queue_loss                        blockwise.py
     sigmoid_loss                  sigmoid                           sigmoid
 
-The thresholds follow from counting registers and operations, and MAX_SMALL_D also from the rates of single
-kernels and of cuBLAS on an H200. None has been tuned by measuring whole losses.
+The thresholds follow from counting registers and operations, and from the rates of kernels on an H200.
 """
 import importlib.util
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import heuristics
 
 MAX_PLANS = 1024                # no more are made: a temperature that changes would need one in each step
-MAX_WORKSPACE = 2 ** 30         # 1 GiB: larger problems do not wait for the host
+MAX_WORKSPACE = 2 ** 29         # 512 MiB: larger problems do not wait for the host
 ALIGNMENT = 256                 # bytes, of the parts of a workspace
 PLANS = {}                      # key -> Plan, or None: cannot be replayed
 TENSORS, NUMBERS = (torch.Tensor, torch.nn.Parameter), (float, int, str, bool, type(None))

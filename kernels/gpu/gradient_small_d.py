@@ -10,7 +10,6 @@ which comes here only with groups (within=), a program computes 128 features of 
 again. If the column ids of groups are sorted, a program loops only over the columns of its rows' groups.
 """
 import torch
-import triton
 import triton.language as tl
 from triton import cdiv, next_power_of_2
 
@@ -22,28 +21,6 @@ from .tiles import (
     softmax_weights)
 
 
-@triton.jit
-def add_columns(dx, start, stop, x, X_SIDE, Y_SIDE, common_m, X, Y, row, first_d, MASK, N, M, SHAPE,
-                EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
-                ONE_EXPONENTIAL: tl.constexpr,
-                BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return dx plus the weighted rows of Y from start to stop; the others as in small_d_kernel."""
-    rows, scale = row + tl.arange(0, BLOCK_N), log2e_over_tau(MASK)
-    row_factor, row_m = load_factors(X_SIDE, rows)
-    for column in range(start, stop, BLOCK_M):
-        columns = column + tl.arange(0, BLOCK_M)
-        y = load_tile(Y, column, first_d, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
-        if RESIDENT:
-            xy = tl.dot(x, y.T, input_precision=PRECISION)
-        else:
-            xy = qk_tile(X, Y, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        w = softmax_weights(xy, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m, ONE_EXPONENTIAL)
-        if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
-            w = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
-        dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
-    return dx
-
-
 @kernel
 def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHAPE, FINISH,
                    EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
@@ -53,23 +30,32 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
     The grid is (row tiles, feature blocks). RESIDENT: D fits in one feature block, and x is loaded once.
     """
     row, first_d = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_D
-    x, start, stop = None, 0, M
+    rows, d = row + tl.arange(0, BLOCK_N), first_d + tl.arange(0, BLOCK_D)
+    scale, common_m = log2e_over_tau(MASK), float("inf")
+    row_factor, row_m = load_factors(X_SIDE, rows)
     if RESIDENT:
         x = load_tile(X, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
+    start, stop = 0, M
     if RANGES is not None:
         start = tl.load(RANGES + 2 * tl.program_id(0)) // BLOCK_M * BLOCK_M
         stop = tl.load(RANGES + 2 * tl.program_id(0) + 1)
-    dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    common_m = float("inf")
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
-        end = tl.where(common_m < float("inf"), stop, start)
-        dx = add_columns(dx, start, end, x, X_SIDE, Y_SIDE, common_m, X, Y, row, first_d, MASK, N, M, SHAPE,
-                         EXCLUDE, PRECISION, RESIDENT, True, BLOCK_N, BLOCK_M, BLOCK_D)
-        start = tl.where(common_m < float("inf"), stop, start)         # then the second loop has no columns
-    dx = add_columns(dx, start, stop, x, X_SIDE, Y_SIDE, common_m, X, Y, row, first_d, MASK, N, M, SHAPE,
-                     EXCLUDE, PRECISION, RESIDENT, False, BLOCK_N, BLOCK_M, BLOCK_D)
-    rows, d = row + tl.arange(0, BLOCK_N), first_d + tl.arange(0, BLOCK_D)
+    dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # a logit; of two loops one has columns
+        end = tl.where((common_m < float("inf")) == (exponentials == 1), stop, start)
+        for column in range(start, end, BLOCK_M):
+            columns = column + tl.arange(0, BLOCK_M)
+            y = load_tile(Y, column, first_d, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
+            if RESIDENT:
+                xy = tl.dot(x, y.T, input_precision=PRECISION)
+            else:
+                xy = qk_tile(X, Y, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
+            w = softmax_weights(xy, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m,
+                                exponentials == 1)
+            if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
+                w = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), w, 0.0)
+            dx = tl.dot(w.to(y.dtype), y, dx, input_precision=PRECISION)
     dx, inside, dots = finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE,
                                        DOT is not None)
     place = rows.to(tl.int64)[:, None] * FINISH.features + d[None, :]
@@ -79,17 +65,14 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
 
 
 def small_d_config(x, mask, one_side):
-    """Return tile_config() with up to 128 features in one tile; one_side: the loss has one softmax.
-
-    Two programs share an SM of an H100, or three (168 registers per thread) if ids or groups reduce BLOCK_M.
-    """
+    """Return tile_config() with up to 128 features in one tile; one_side: one softmax, and no DOT."""
     config, features = tile_config(x, mask), max(16, next_power_of_2(x.shape[1]))
     config |= dict(BLOCK_N=64, BLOCK_D=min(features, 128), RESIDENT=features <= 128, num_warps=4,
                    num_stages=2)
     if features > 128 or mask.row_features is not None:
         return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)
     if capability(x) == 9 and config["BLOCK_M"] == 128:
-        return config | (dict(BLOCK_N=128, BLOCK_M=64, num_warps=8, maxnreg=128) if one_side else {})
+        return config | (dict(BLOCK_M=64, maxnreg=128) if one_side else {})
     registers, warps = (168, 4) if capability(x) == 9 else (255, 4 if capability(x) < 9 else 8)
     return config | dict(BLOCK_M=min(64, config["BLOCK_M"]), maxnreg=registers, num_warps=warps)
 
@@ -99,9 +82,8 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
     aligned_q, aligned_k, mask = aligned_operands(q, k, mask)
 
     def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):
-        config = small_d_config(x, mask, x_side.factor is None or y_side.factor is None)
-        if needs_dot:
-            config["maxnreg"] = 255
+        one_side = x_side.factor is None or y_side.factor is None
+        config = small_d_config(x, mask, one_side and not needs_dot) | (dict(maxnreg=255) if needs_dot else {})
         n, d = x.shape
         grid = cdiv(n, config["BLOCK_N"]), cdiv(d, config["BLOCK_D"])
         dx = torch.empty_like(x, dtype=scaling.dtype, memory_format=torch.contiguous_format)

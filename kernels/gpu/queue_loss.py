@@ -25,7 +25,7 @@ import triton.language as tl
 from triton import cdiv, next_power_of_2
 
 from .launch import (
-    aligned_operands, capability, check_device, contiguous_rows, kernel_args, multiprocessors, tile_config)
+    aligned_operands, check_device, contiguous_rows, kernel_args, multiprocessors, tile_config)
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, kernel, load_tile, log2e_over_tau, lse_minus_positive, softplus)
 
@@ -103,17 +103,14 @@ def queue_loss(q, k, queue, temperature, mask):
     """Return (mean loss, dq, dk (N, D)), float32, for half types and D ≤ 256."""
     check_device(q)
     aligned, features = aligned_operands(q, queue, mask), max(16, next_power_of_2(q.shape[1]))
-    # o needs registers beside the logits
-    columns, warps, stages, per_sm = (64, 4, 2, 3) if features <= 128 else (32, 8, 2, 1)
-    if features <= 128 and capability(q) == 9:
-        columns, stages, per_sm = 128, 3, 2
+    columns, warps = (128, 4) if features <= 128 else (32, 8)      # o needs registers beside the logits
     config = tile_config(q, mask) | dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=features, num_warps=warps,
-                                         num_stages=stages)
+                                         num_stages=2)
     operands, rest = kernel_args(*aligned, temperature, config)
     (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]
     row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
-    # all programs run at the same time
-    splits = min(column_tiles, max(1, multiprocessors(q) * per_sm // row_tiles))
+    at_once = multiprocessors(q) * 8 // warps
+    splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
     splits = cdiv(m, split_columns)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)

@@ -390,7 +390,7 @@ def test_a_triangle_has_each_tile_once():
 
     @triton.jit
     def tiles_kernel(X, Y, side, tile_at: tl.constexpr):
-        x, y = tile_at(tl.program_id(0), side, side, 4, True)
+        x, y = tile_at(tl.program_id(0), side, side, True)
         tl.store(X + tl.program_id(0), x)
         tl.store(Y + tl.program_id(0), y)
 
