@@ -37,9 +37,9 @@ from kernels.figures import caption, in_mb, in_ms, largest_cases, plot
 
 TAU = 0.05
 DEFAULT_SIZES = {                                              # on a CPU only those with N·M up to 2^28
-    "nt_xent": "256x256x128 4096x4096x128 32768x32768x128 65536x65536x768",
-    "clip_loss": "1024x1024x768 4096x4096x768 65536x65536x768",
-    "info_nce": "64x64x768 1024x1024x768 16384x16384x768 65536x65536x768",
+    "nt_xent": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768 32768x32768x128",
+    "clip_loss": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768",
+    "info_nce": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768",
     "queue_loss": "256x65536x128 4096x65536x128", "linear_cross_entropy": "8192x128256x4096",
     "sigmoid_loss": "16384x16384x768 65536x65536x768", "sup_con_loss": "16384x16384x768 65536x65536x768"}
 OURS = ("triton", "blockwise", "auto")
