@@ -35,6 +35,8 @@ from .lse_forward import merge_stats, sums_kernel
 from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
 from .tiles import cast_for_matmul, kernel
 
+MIN_WIDE_D = 2048                         # on an H100, tiles for such long products have 256 columns
+
 
 @kernel
 def scale_strip_kernel(E, TABLE, FACTOR, M_ROW, SHIFT, height, M, e_row_stride, PRECISION: tl.constexpr,
@@ -104,8 +106,8 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     shift = None if q.dtype == torch.float16 else shift_of_norms(q, k, temperature)[0]
     height, few = min(n, strip_height(q.element_size(), m, features)), has_few_rows(n, m)
     config = tile_config(q, aligned[2])
-    if features >= 2048 and q.element_size() == 2 and capability(q) == 9 and config["BLOCK_M"] == 128:
-        config |= dict(BLOCK_M=256, num_warps=8)                   # reads less; long products hide the rest
+    if features >= MIN_WIDE_D and q.element_size() == 2 and capability(q) == 9 and config["BLOCK_M"] == 128:
+        config |= dict(BLOCK_M=256, num_warps=8)
     operands, rest = kernel_args(*aligned, temperature, config)
     strip = q.new_empty(round_up(height, config["BLOCK_N"]), round_up(m, config["BLOCK_M"]))
     tiles, precision = strip.shape[1] // config["BLOCK_M"], config["PRECISION"]

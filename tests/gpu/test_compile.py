@@ -30,7 +30,8 @@ DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("
 TIGHT = {
     ("bfloat16", "high", "number"): ["forward 128 two sides", "forward 128 two sides, few", "queue 128",
                                      "small d 768 one side", "large d 256 two sides", "fused 256 targets",
-                                     "large d 256 self-similarity", "fused 256 one side"],
+                                     "fused 256 targets, wide", "large d 256 self-similarity",
+                                     "fused 256 one side"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal", "queue 256",
                                      "forward 128 gathered pairs", "small d 128 self-similarity",
                                      "small d 256 within", "sigmoid 256"],
@@ -77,6 +78,12 @@ def launches(name, precision, scalars):
         shift.FEW_ROWS = 1024
         f()
         shift.FEW_ROWS = 0
+
+    def with_wide_tiles(f):
+        """Call f with the tiles for large D."""
+        fused_forward_backward.MIN_WIDE_D = 0
+        f()
+        fused_forward_backward.MIN_WIDE_D = 2048
 
     launch.is_host_scalar = sigmoid.is_host_scalar = is_number
     torch.set_float32_matmul_precision(precision)
@@ -133,7 +140,10 @@ def launches(name, precision, scalars):
                     yield f"forward {d} {title}, few", lambda: without_shift(forward)
             if d == 256 and columns is None:
                 loss = q, other, t, mask, None, *needs, q.dtype
-                yield f"fused {d} {title}", lambda: fused_forward_backward.softmax_loss(*loss)
+                strips = lambda: fused_forward_backward.softmax_loss(*loss)
+                yield f"fused {d} {title}", strips
+                if half:
+                    yield f"fused {d} {title}, wide", lambda: with_wide_tiles(strips)
             softmax, after = (q, other, t, mask, rows, columns), (one, 1.0, *needs, q.dtype, True)
             sides = *softmax, None if columns is None else one, *after
             few = *softmax, None, *after

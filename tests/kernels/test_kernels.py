@@ -10,6 +10,8 @@ import functools
 import importlib
 import itertools
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -349,6 +351,7 @@ CODE_PATHS = {
     "strips": (LARGE_D | STRIPS_OF_128,
                "info_nce gathered_nt_xent linear ignoring", "info_nce offset gathered_nt_xent linear"),
     "strips with bound": (WITH_BOUND | STRIPS_OF_128, "info_nce offset gathered_nt_xent linear ignoring", ""),
+    "wide tiles": (LARGE_D | {"gpu.fused_forward_backward.MIN_WIDE_D": 0}, "", "offset linear"),
     "separate backward": (SEPARATE_BACKWARD | WITH_BOUND,
                           "info_nce offset gathered_nt_xent linear ignoring", "info_nce linear ignoring"),
     "separate backward in blocks": (SEPARATE_BACKWARD | ALL_IN_BLOCKS,
@@ -687,6 +690,14 @@ def test_autocast_multiplies_in_half_and_sums_in_float32(loss, impl, dtype, larg
 # ── on a GPU ────────────────────────────────────────────────────────────────────────────────────────────────
 
 on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
+
+
+@on_a_gpu
+def test_first_launch_of_a_thread():
+    """PyTorch's backward thread has no CUDA context before its first launch, and descriptors need one."""
+    code = ("import torch, kernels; q, k = torch.rand(2, 5000, 128, device='cuda').bfloat16().unbind();"
+            "kernels.nt_xent(q.requires_grad_(), k, 0.1, normalize=True).backward()")
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @on_a_gpu
