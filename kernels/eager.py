@@ -45,10 +45,9 @@ def similarity_topk(call, n):
 def info_nce(call, symmetric=False):
     """Return the cross entropy of row i with target i + offset, positive included in the sum."""
     logits = logits_of(call)
-    if symmetric:
-        of_rows, of_columns = (logits.log_softmax(dim).diagonal().mean() for dim in (1, 0))
-        return -(of_rows + of_columns) / 2
-    return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device) + call.mask.offset)
+    targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
+    loss = F.cross_entropy(logits, targets)
+    return (loss + F.cross_entropy(logits.T, targets)) / 2 if symmetric else loss
 
 
 def queue_loss(call, queue):

@@ -11,8 +11,6 @@ softmax loss of large D uses the kernels of the next line.
     similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient_large_d
     queue_loss (small: D ≤ 256)   queue_loss                        blockwise.py
     sigmoid_loss                  sigmoid                           sigmoid
-
-The thresholds follow from counting registers and operations, and from the rates of kernels on an H200.
 """
 import importlib.util
 

@@ -73,17 +73,12 @@ def launches(name, precision, scalars):
         gradient.is_small_d = lambda *x: small_d
         gradient.gradients(*arguments)
 
-    def without_shift(f):
-        """Call f with the kernels for few rows, which subtract row maxima instead of a shift."""
-        shift.FEW_ROWS = 1024
+    def with_value(module, name, value, f):
+        """Call f while module.name has another value."""
+        before = getattr(module, name)
+        setattr(module, name, value)
         f()
-        shift.FEW_ROWS = 0
-
-    def with_wide_tiles(f):
-        """Call f with the tiles for large D."""
-        fused_forward_backward.MIN_WIDE_D = 0
-        f()
-        fused_forward_backward.MIN_WIDE_D = 2048
+        setattr(module, name, before)
 
     launch.is_host_scalar = sigmoid.is_host_scalar = is_number
     torch.set_float32_matmul_precision(precision)
@@ -137,13 +132,13 @@ def launches(name, precision, scalars):
                 forward = lambda: lse_forward.forward(q, other, t, mask, both, True, weights)
                 yield f"forward {d} {title}", forward
                 if title != "targets":
-                    yield f"forward {d} {title}, few", lambda: without_shift(forward)
+                    yield f"forward {d} {title}, few", lambda: with_value(shift, "FEW_ROWS", 1024, forward)
             if d == 256 and columns is None:
                 loss = q, other, t, mask, None, *needs, q.dtype
                 strips = lambda: fused_forward_backward.softmax_loss(*loss)
                 yield f"fused {d} {title}", strips
-                if half:
-                    yield f"fused {d} {title}, wide", lambda: with_wide_tiles(strips)
+                wide = lambda: with_value(fused_forward_backward, "MIN_WIDE_D", 0, strips)
+                yield f"fused {d} {title}, wide", wide
             softmax, after = (q, other, t, mask, rows, columns), (one, 1.0, *needs, q.dtype, True)
             sides = *softmax, None if columns is None else one, *after
             few = *softmax, None, *after

@@ -281,18 +281,6 @@ def test_frozen_chunks_do_not_hang(ranks):
     assert any(gradient.any() for gradient in ranks[0]["frozen"])
 
 
-def test_batch_norms_count_each_chunk_once():
-    """Elsewhere: the second forward pass updates the running statistics again."""
-    encoder, x = Encoder(norm=True), views()[0]
-    z = embed_in_chunks(encoder, x.split(4), encoder)
-    norm = encoder.layers[-1]
-    mean, variance = norm.running_mean.clone(), norm.running_var.clone()
-    assert norm.num_batches_tracked == 2
-    z.square().sum().backward()
-    assert norm.num_batches_tracked == 2
-    assert torch.equal(norm.running_mean, mean) and torch.equal(norm.running_var, variance)
-
-
 def test_inputs_changed_in_place_are_an_error():
     """Elsewhere: the second pass embeds what the first pass, or code between the passes, has left of the
     inputs, and gradients are silently wrong."""

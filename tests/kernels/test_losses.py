@@ -11,16 +11,6 @@ from running import Memory
 from selfguided import selfguided_loss
 from simcse import simcse_loss
 
-
-def test_one_hard_negative_has_the_same_bits_in_all_forms():
-    """The forms are z3 (M, D), z3 (M, 1, D), and ids that are all different."""
-    z = [randn(9, 6, seed).float() for seed in range(3)]
-    losses = {simcse_loss(*z, hard_negative_weight=0.3).item(),
-              simcse_loss(*z[:2], z[2][:, None], hard_negative_weight=0.3).item(),
-              simcse_loss(*z, hard_negative_weight=0.3, ids=torch.arange(18).view(9, 2)).item()}
-    assert len(losses) == 1
-
-
 # ── losses of all sentence scripts ──────────────────────────────────────────────────────────────────────────
 
 
