@@ -148,6 +148,13 @@ def test_masks_and_shapes(impl, dtype, shape, name):
     compare(lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **arguments), q, k, impl=impl)
 
 
+def test_gradient_of_one_row_has_plain_strides():
+    """One row may have any strides, but cuBLAS refuses some of them for the result of a product."""
+    q = torch.ones(3, device=DEVICE).as_strided((1, 3), (1, 1)).requires_grad_()
+    lse = similarity_lse(q, unit_rows(7, 3, torch.float32, 0), impl="blockwise")
+    assert torch.autograd.grad(lse.sum(), q)[0].stride() == (3, 1)
+
+
 @pytest.mark.parametrize("impl, dtype, d", [
     ("blockwise", torch.float32, 1024), ("triton", torch.float32, 16), ("triton", torch.float32, 257),
     ("triton", torch.float32, 4096), ("triton", torch.float16, 64), ("triton", torch.float16, 257)], ids=str)
