@@ -38,13 +38,11 @@ def views(count=2):
 
 
 class Encoder(torch.nn.Module):
-    """Two layers with dropout and a batch norm, and a learned temperature."""
-    def __init__(self, dropout=0.0, norm=False):
+    """Two layers with dropout, and a learned temperature."""
+    def __init__(self, dropout=0.0):
         super().__init__()
         torch.manual_seed(5)
         layers = [torch.nn.Linear(5, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 4)]
-        if norm:
-            layers.append(torch.nn.BatchNorm1d(4))
         self.layers = torch.nn.Sequential(*layers).double()
         self.log_tau = torch.nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
 
