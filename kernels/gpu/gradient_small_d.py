@@ -84,7 +84,8 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
     def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):
         one_side = x_side.factor is None or y_side.factor is None
         config = small_d_config(x, mask, one_side and not needs_dot)
-        config |= dict(maxnreg=255) if needs_dot else {}
+        if needs_dot:
+            config["maxnreg"] = 255
         n, d = x.shape
         grid = cdiv(n, config["BLOCK_N"]), cdiv(d, config["BLOCK_D"])
         dx = torch.empty_like(x, dtype=scaling.dtype, memory_format=torch.contiguous_format)

@@ -296,7 +296,7 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
               are T (T + 1) / 2: x is paired with y = x, x + 1, …, x + T / 2 modulo T; if T is even, the last
               y only for x < T / 2
     """
-    width, group_tiles = tiles_y, 8                                # row tiles; the best of 2, 4, 8, 16, 32
+    width, group_tiles = tiles_y, 8                                # row tiles per group
     if TRIANGLE:
         width, group_tiles = tl.maximum(tiles_x // 2, 1), 4
     group = index // (group_tiles * width)

@@ -1,5 +1,4 @@
 """SimCSE and NT-Xent against float64 formulas, row by row; dtypes, memory and errors of sentence losses."""
-
 import pytest
 import torch
 

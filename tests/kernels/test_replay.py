@@ -2,6 +2,7 @@
 import ctypes
 import os
 from types import SimpleNamespace
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -185,6 +186,8 @@ def test_errors_memory_and_second_derivatives(monkeypatch):
         loss.backward()
     monkeypatch.setattr(replay, "MAX_WORKSPACE", 100)
     assert one(q[:4], k).isfinite() and list(replay.PLANS.values())[-1] is None      # too large: as before
+    monkeypatch.setattr(replay, "copy_of", mock.Mock(side_effect=torch.OutOfMemoryError))
+    assert one(q[:3], k).isfinite() and list(replay.PLANS.values())[-1] is None
 
 
 def test_a_checkpoint_sees_the_same_in_both_passes():
