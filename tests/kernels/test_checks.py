@@ -1,5 +1,4 @@
 """Every public function rejects a bad argument with one line that names it; queues must have unit rows."""
-
 import pytest
 import torch
 import torch.nn.functional as F
