@@ -36,71 +36,6 @@ Other papers: --rdrop-weight is R-Drop (Liang, Wu et al., NeurIPS 2021, arXiv 21
 supervised contrastive loss (Gunel et al., ICLR 2021, arXiv 2011.01403). --ood and --ood-epochs are detection
 of other domains (Zeng et al., ACL 2021, arXiv 2105.14289); its detectors are softmax, LOF and Mahalanobis.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
-
-# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spearman", "pearson")}
-
-
-def make_parser():
-    parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    parser.set_defaults(labels=None)                           # load_data sets it to the class names
-    parser.add_shared_flags("--data", "--evaluate", "--dev")
-    add("--text-columns", group="data", nargs="+", help="one or two columns of text; default see above")
-    add("--label-column", group="data", help="column of labels; default see above")
-    add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
-    shared("--max-length", 128, "128 (released script), for both texts of a pair together")
-    shared("--model", "bert-large-cased")
-    add("--mode", nargs="+", choices=("none", "F", "D"), default=["D"],
-        help="none: plain AdamW; F, D: see above; several modes run as separate trials; default D")
-    add("--reserve-p", type=float, default=0.3,
-        help="p, the fraction of the weights in the child network; default 0.3 (released script)")
-    shared("--form", "paper")
-    add("--fisher-samples", type=at_least(1, int), help="rows for Fisher information; default all (paper)")
-    add("--fisher-batch-size", type=at_least(1, int),
-        help="rows per gradient in the Fisher information; default 1 (paper), or 16 with --form code")
-    add("--fisher-clip", type=at_least(0),
-        help="norm to which Fisher gradients are clipped; 0: off; default 0 (paper), or 1 with --form code")
-    add("--child-filter",
-        help="D masks only weights with NAME in their names, and trains the others in full; default all "
-             "but the head, or layer with --form code")
-    shared("--temperature", shown="0.3 with --supcon-weight (ours), 0.1 in --ood-epochs (released code)")
-    add("--rdrop-weight", group="other papers", type=at_least(0),
-        help="α in R-Drop's loss CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1)) of two passes with different "
-             "dropout. --form code halves CE1 + CE2, and sums KL over the batch; default off")
-    add("--supcon-weight", group="other papers", type=ratio, default=0.0,
-        help="λ in the loss (1 − λ) CE + λ SCL; SCL: supervised contrastive loss; default 0")
-    add("--ood", group="other papers", reads="held-out data",
-        help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
-    add("--ood-epochs", group="other papers", type=at_least(0, int), default=0,
-        help="epochs of supervised contrastive training before fine-tuning; default 0 (released code: 20)")
-    shared("--adversarial", 0.1, "0.1 (released code); only used by --ood-epochs", group="other papers")
-    shared("--batch-size", 16, "16 (released script)")
-    shared("--epochs", shown="3 (released script), or 12 with --model scratch")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", shown="4e-5 (released script), or 2e-3 with --model scratch; linear decay to 0")
-    add("--warmup-ratio", group="training", type=ratio,
-        help="fraction of the steps for warm-up; default 0.1 (paper), or 0 for F and D with --form code")
-    shared("--weight-decay", 0.01, "0.01 (released script); always 0 for biases and norms")
-    shared("--seed", 42)
-    add("--num-seeds", group="training", type=at_least(1, int), default=1,
-        help="trials per mode, with seeds --seed, --seed + 1, ...; default 1")
-    shared("--eval-every", shown="one epoch")
-    add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
-        help="dev score to compare trials by; f1: of label 1 if labels are 0 and 1, else macro F1; default "
-             "accuracy, or spearman in regression")
-    add("--contrast-set", group="evaluation", reads="held-out data", nargs=2, metavar=("ORIGINAL", "EDITED"),
-        help="test texts, and edited copies of them with other labels, row by row")
-    shared("--out", "out/childtuning")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
-    return parser
-
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # before transformers is imported, which takes seconds
-
 import functools
 import math
 
@@ -110,17 +45,74 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from kernels import own_rows
-from kernels.training.extras import classifier_losses, extra_test_sets
+from kernels.training.data import iter_texts
+from kernels.training.errors import command, fail, log
+from kernels.training.extras import classifier, classifier_losses, extra_test_sets
+from kernels.training.extras.classifier import classify, evaluate, make_batch, task_loss
 from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa
 from kernels.training.extras.masked_adamw import MaskedAdamW, apply_masks, draw_masks, params_with_grad
 from kernels.training.extras.trials import run_trials
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
-from kernels.training.tables import iter_texts
-from kernels.training.text import classifier
-from kernels.training.text.classifier import classify, evaluate, make_batch, task_loss
 from kernels.training.text.models import load_text_model, longest_input
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spearman", "pearson")}
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    run_flags(
+        parser, model="bert-large-cased", dev=None, out="out/childtuning", form="paper",
+        max_length=(128, "128 (released script), for both texts of a pair together"),
+        temperature=(None, "0.3 with --supcon-weight (ours), 0.1 in --ood-epochs (released code)"),
+        batch_size=(16, "16 (released script)"),
+        epochs=(None, "3 (released script), or 12 with --model scratch"),
+        lr=(None, "4e-5 (released script), or 2e-3 with --model scratch; linear decay to 0"),
+        weight_decay=(0.01, "0.01 (released script); always 0 for biases and norms"),
+        eval_every=(None, "one epoch"))
+    parser.set_defaults(labels=None)                           # load_data sets it to the class names
+    add("--text-columns", group="data", nargs="+", help="one or two columns of text; default see above")
+    add("--label-column", group="data", help="column of labels; default see above")
+    add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
+    add("--mode", nargs="+", choices=("none", "F", "D"), default=["D"],
+        help="none: plain AdamW; F, D: see above; several modes run as separate trials; default D")
+    add("--reserve-p", type=float, default=0.3,
+        help="p, the fraction of the weights in the child network; default 0.3 (released script)")
+    add("--fisher-samples", type=at_least(1, int), help="rows for Fisher information; default all (paper)")
+    add("--fisher-batch-size", type=at_least(1, int),
+        help="rows per gradient in the Fisher information; default 1 (paper), or 16 with --form code")
+    add("--fisher-clip", type=at_least(0),
+        help="norm to which Fisher gradients are clipped; 0: off; default 0 (paper), or 1 with --form code")
+    add("--child-filter",
+        help="D masks only weights with NAME in their names, and trains the others in full; default all "
+             "but the head, or layer with --form code")
+    add("--rdrop-weight", group="other papers", type=at_least(0),
+        help="α in R-Drop's loss CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1)) of two passes with different "
+             "dropout. --form code halves CE1 + CE2, and sums KL over the batch; default off")
+    add("--supcon-weight", group="other papers", type=ratio, default=0.0,
+        help="λ in the loss (1 − λ) CE + λ SCL; SCL: supervised contrastive loss; default 0")
+    add("--ood", group="other papers", reads="held-out data",
+        help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
+    add("--ood-epochs", group="other papers", type=at_least(0, int), default=0,
+        help="epochs of supervised contrastive training before fine-tuning; default 0 (released code: 20)")
+    parser.add_shared("--adversarial", 0.1, "0.1 (released code); only used by --ood-epochs",
+                      group="other papers")
+    add("--warmup-ratio", group="training", type=ratio,
+        help="fraction of the steps for warm-up; default 0.1 (paper), or 0 for F and D with --form code")
+    add("--num-seeds", group="training", type=at_least(1, int), default=1,
+        help="trials per mode, with seeds --seed, --seed + 1, ...; default 1")
+    add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
+        help="dev score to compare trials by; f1: of label 1 if labels are 0 and 1, else macro F1; default "
+             "accuracy, or spearman in regression")
+    add("--contrast-set", group="evaluation", reads="held-out data", nargs=2, metavar=("ORIGINAL", "EDITED"),
+        help="test texts, and edited copies of them with other labels, row by row")
+    return parser
+
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -422,14 +414,11 @@ def train(args, run, data, modes):
     fisher_rng_state = torch.get_rng_state()                   # for dropout in the Fisher pass
     data = classifier.tokenise_data(data, model, args.max_length)
     rows = data["train"]
-    epoch = steps_per_epoch(len(rows), args.batch_size, run.world_size)
+    epoch = steps_per_epoch(len(rows), args.batch_size)
     ood_steps = args.ood_epochs * epoch                        # the first steps, with compute_ood_loss
     total = ood_steps + (args.steps or args.epochs * epoch)
     args.eval_every = args.eval_every or epoch
     log("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
-    loss_fn = compute_ood_loss if ood_steps else compute_loss
-    classifier.smoke_test(
-        args.model, lambda: loss_fn(model, make_batch(rows[:1], model), run.world_size, args))
     optimizer = make_optimizer(model, args)
     run.extra_state["skipped"] = 0
     run.begin(model, optimizer, total)

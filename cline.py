@@ -43,42 +43,61 @@ Departures from the released code, for both values of --form:
     RTD                 a deeper head with three classes (kept, synonym, antonym), trained only on words that
                         could be replaced
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModelForMaskedLM
+
+from kernels import check_rows, checks, own_rows
+from kernels.training.data import describe_table, empty_cell, log_first_row, read_table
+from kernels.training.errors import command, fail, log
+from kernels.training.extras.triples import (
+    ROLES,
+    load_wordnet,
+    make_triples,
+    read_triple,
+    save_triples,
+    tokenise_triples,
+)
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.progress import progress
+from kernels.training.run import Run
+from kernels.training.text.checkpoint import load_hint, save
+from kernels.training.text.encoders import build_encoder, describe_model, init_linear
+from kernels.training.text.mlm import decoder_loss, encoder_and_mlm_states, mask_tokens
+from kernels.training.text.tokens import group_by_length, pad, restore_order
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
     parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
+    add = parser.add_argument
+    run_flags(
+        parser, model="roberta-base", out="out/cline", form="paper", impl="auto",
+        columns=(None, "by header, else all"),
+        max_length=(None, "512 (paper), or 256 with --form code"),
+        batch_size=(None, "256 (paper), 128 with --form code, or 32 with --model scratch"),
+        epochs=(None, "from --steps"),
+        steps=(None, "30000 (paper), 1000000 with --form code, or 300 with --model scratch"),
+        lr=(None, "1e-4 (paper), or 2e-3 with --model scratch; linear decay to 0"),
+        warmup_steps=(None, "1/60 of all steps (paper), 1/100 for --form code, 1/10 for scratch"),
+        eval_every=(1000, "1000 (released scripts)"))
     parser.set_defaults(pooling="cls")                         # the vector of a text, for build_encoder
-    parser.add_shared_flags("--data", "--evaluate")
-    shared("--columns", shown="by header, else all")
     add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
     add("--tagger", group="data", reads="model",
         help="part-of-speech tagger: the name of a spaCy model; lexicon: take the part of speech from "
              "WordNet; default en_core_web_sm, or lexicon if spaCy is not installed")
     add("--save-triples", group="data", metavar="PATH",
         help="save the generated triples to this new .csv file, which can later be used as --data")
-    shared("--max-length", shown="512 (paper), or 256 with --form code")
-    shared("--model", "roberta-base")
     add("--synonym-rate", type=ratio,
         help="largest share of words replaced in synonym texts; default 0.4 (paper), or 0.5 with --form code")
     add("--antonym-rate", type=ratio,
         help="largest share of words replaced in antonym texts; default 0.2 (paper), or 0.5 with --form code")
-    shared("--form", "paper")
-    shared("--batch-size", shown="256 (paper), 128 with --form code, or 32 with --model scratch")
-    shared("--epochs", shown="from --steps")
-    shared("--steps", shown="30000 (paper), 1000000 with --form code, or 300 with --model scratch")
-    shared("--lr", shown="1e-4 (paper), or 2e-3 with --model scratch; linear decay to 0")
-    shared("--warmup-steps", shown="1/60 of all steps (paper), 1/100 for --form code, 1/10 for scratch")
-    shared("--seed", 42)
-    shared("--impl", "auto")
     add("--held-out-rows", group="evaluation", type=at_least(0, int),
         help="rows at the end of --data, kept for evaluation only; default 1/20 of all rows, at most 1000")
-    shared("--eval-every", 1000, "1000 (released scripts)")
-    shared("--out", "out/cline")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
@@ -90,33 +109,6 @@ FORMS = {"paper": dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, lengt
                       max_length=256, warmup_part=100, eps=1e-6)}
 SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
 
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # before transformers is imported, which takes seconds
-
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from transformers import AutoModelForMaskedLM
-
-from kernels import check_rows, checks, own_rows
-from kernels.training.extras.triples import (
-    ROLES,
-    load_wordnet,
-    make_triples,
-    read_triple,
-    save_triples,
-    tokenise_triples,
-)
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.progress import progress
-from kernels.training.run import Run
-from kernels.training.tables import describe_table, empty_cell, log_first_row, read_table
-from kernels.training.text.checkpoint import load_hint, save
-from kernels.training.text.encoders import build_encoder, describe_model, init_linear
-from kernels.training.text.mlm import decoder_loss, encoder_and_mlm_states, mask_tokens
-from kernels.training.text.tokens import group_by_length, pad, restore_order
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -355,11 +347,6 @@ def make_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, eps=args.eps, fused=True)
 
 
-def format_row_numbers(tokens, indices):
-    """Return "rows 4, 1, ...", the row numbers in --data of tokenised rows, for messages."""
-    return f"rows {', '.join(str(tokens[i][-1] + 1) for i in indices[:20])}, ..."
-
-
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
@@ -379,7 +366,7 @@ def main(argv=None):
     log("model", describe_model(model, args))
     total = args.steps or args.length
     if args.epochs and not args.steps:
-        total = args.epochs * steps_per_epoch(len(tokens), args.batch_size, run.world_size)
+        total = args.epochs * steps_per_epoch(len(tokens), args.batch_size)
     warmup = total // args.warmup_part if args.warmup_steps is None else args.warmup_steps
     optimizer = make_optimizer(model, args)
     run.begin(model, optimizer, total, warmup)
@@ -389,7 +376,6 @@ def main(argv=None):
     if held_out:
         log("before", "hits {hits:.2f} %, margin {margin:.3f}".format(**run.extra_state["before"]))
     model.train()
-    run.describe_batch = lambda step: format_row_numbers(tokens, next(run.order(step - 1)))
     for step, rows in run.steps(total, len(tokens)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
         batch = make_batch([tokens[i] for i in rows[own_rows(len(rows))]], model)

@@ -42,16 +42,39 @@ if j = i, else −log(1 − q_ij). There q_i is the softmax of w_ij s_ij over al
 pretrained pooler and a new one.
 The paper has separate noise for each sentence; the released code and this script share it within a batch.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
+from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
+from kernels.training.errors import command, fail, log
+from kernels.training.extras.evaluation import Evaluator, evaluate_model
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.precision import gather_keys, loss_autocast, unit_rows
+from kernels.training.run import Run
+from kernels.training.text.encoders import build_encoder, describe_model
+from kernels.training.text.mlm import masked_lm_loss, untie_decoder
+from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
     parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    shared("--form", "paper")
-    shared("--temperature", 0.05, "0.05 (paper)")
+    add = parser.add_argument
+    text_flags(
+        parser, model="bert-base-uncased", out="out/dclr", form="paper",
+        eval_every=(125, "125 (released scripts)"),
+        pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
+        head=(None, "as saved with --model, else train-only with cls pooling (paper), else none"),
+        batch_size=(None, "128 (paper), 32 with --model scratch"),
+        epochs=(None, "3 (paper), 4 with --model scratch"),
+        lr=(None, "3e-5 (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--phi", type=at_least(-1), default=0.9,
         help="φ: sentences whose guide cosine with the anchor is ≥ φ are not negatives; default 0.9 (paper)")
     add("--noise-per-sentence", type=at_least(0), default=1.0,
@@ -67,23 +90,6 @@ def make_parser():
     add("--guide", group="model", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
         help="frozen encoder that finds false negatives (the paper's complementary model): a hub name or a "
              "local folder; default princeton-nlp/unsup-simcse-bert-base-uncased (paper)")
-    parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
-    shared("--eval-every", 125, "125 (released scripts)")
-    shared("--columns", shown="chosen by the header, else all")
-    shared("--max-length", 32, "32 (paper)")
-    shared("--model", "bert-base-uncased")
-    shared("--pooling", shown="as saved with --model, else cls (paper), avg for scratch, last for a decoder")
-    shared("--head", shown="as saved with --model, else train-only with cls pooling (paper), else none")
-    shared("--prompt", shown="as saved with --model, else none")
-    shared("--batch-size", shown="128 (paper), 32 with --model scratch")
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
-    shared("--epochs", shown="3 (paper), 4 with --model scratch")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", shown="3e-5 (paper), 2e-3 with --model scratch; linear decay to 0")
-    shared("--seed", 42)
-    shared("--impl", "auto")
-    shared("--out", "out/dclr")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
@@ -91,26 +97,6 @@ def make_parser():
 PAPER_DEFAULTS = dict(batch_size=128, lr=3e-5, epochs=3)                       # BERT-base
 SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # with --model scratch
 
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
-
-import argparse
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForMaskedLM
-
-from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
-from kernels.training.precision import gather_keys, loss_autocast, unit_rows
-from kernels.training.run import Run
-from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
-from kernels.training.text.encoders import build_encoder, describe_model
-from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.mlm import masked_lm_loss, untie_decoder
-from kernels.training.text.tokens import tokenise_table
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -330,14 +316,14 @@ class BlockwiseSum(torch.autograd.Function):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return evaluate_model(args, __file__)
+        return evaluate_model(Evaluator(args), __file__)
     table = load_data(args.data, args)
     evaluator = Evaluator(args)
     run = Run(args, __file__)
     model = build_model(args, run)
     guide = build_guide(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size, run.world_size)
+    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
     guide_tokens = tokenise_table(table, guide, run, "guide-tokens")

@@ -42,16 +42,41 @@ Departures from the released code:
 only from a sentence's group of 8 rows of the batch, equal entities are negatives, and hard negatives are
 sampled once, not in every epoch.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
+import math
+import random
+
+import torch
+import torch.nn.functional as F
+
+from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
+from kernels.training.data import normalise_name, read_table
+from kernels.training.errors import command, fail, log
+from kernels.training.extras.evaluation import Evaluator, evaluate_model
+from kernels.training.extras.lazy_embedding import LazyEmbedding
+from kernels.training.extras.wikipedia2vec import load_entity_vectors
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.precision import gather_keys, loss_autocast
+from kernels.training.run import Run
+from kernels.training.text.encoders import build_encoder, describe_model, init_linear
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
+from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
     parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    shared("--form", "paper")
-    shared("--temperature", 0.05, "0.05 (paper); L_ent has --entity-temperature")
+    add = parser.add_argument
+    text_flags(
+        parser, model="bert-base-uncased", out="out/ease", form="paper", eval_every=(125, "125 (paper)"),
+        temperature=(0.05, "0.05 (paper); L_ent has --entity-temperature"),
+        pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
+        head=(None, "as saved with --model, else train-only with cls pooling (paper), else none"),
+        batch_size=(None, "128 (paper), 64 with --model scratch"),
+        epochs=(None, "1 (paper), 8 with --model scratch"),
+        lr=(None, "3e-5 (paper), 2e-3 with --model scratch; linear decay to 0 after the warm-up"),
+        warmup_steps=(None, "500 (paper), 5 with --model scratch"))
     add("--simcse-weight", type=at_least(0), default=1.0, help="weight of L_sim; default 1 (paper)")
     add("--entity-weight", type=at_least(0),
         help="λ, weight of L_ent; default 0.01 (paper), 1 with --model scratch")
@@ -59,7 +84,7 @@ def make_parser():
         help="τ, temperature of L_ent; default 100 (paper), 0.1 with --model scratch")
     add("--hard-negatives", type=at_least(0, int),
         help="number of hard negatives per sentence; default 1 (paper), or 0 if the data have none")
-    shared("--hard-negative-weight", shown="0 (paper), 1 with --form code", type=at_least(-5))
+    parser.add_shared("--hard-negative-weight", shown="0 (paper), 1 with --form code", type=at_least(-5))
     add("--equal-entities", choices=("mask", "keep"),
         help="mask or keep negatives equal to the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
@@ -70,23 +95,6 @@ def make_parser():
     add("--entity-map", group="model", choices=("linear", "tanh", "none"),
         help="map W of entity vectors; tanh: linear with a bias, then tanh; none: no map; default linear "
              "(paper), tanh with --form code")
-    parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
-    shared("--eval-every", 125, "125 (paper)")
-    shared("--max-length", 32, "32 (paper)")
-    shared("--model", "bert-base-uncased")
-    shared("--pooling", shown="as saved with --model, else cls (paper), avg for scratch, last for a decoder")
-    shared("--head", shown="as saved with --model, else train-only with cls pooling (paper), else none")
-    shared("--prompt", shown="as saved with --model, else none")
-    shared("--batch-size", shown="128 (paper), 64 with --model scratch")
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
-    shared("--epochs", shown="1 (paper), 8 with --model scratch")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", shown="3e-5 (paper), 2e-3 with --model scratch; linear decay to 0 after the warm-up")
-    shared("--warmup-steps", shown="500 (paper), 5 with --model scratch")
-    shared("--seed", 42)
-    shared("--impl", "auto")
-    shared("--out", "out/ease")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
 
@@ -100,27 +108,6 @@ SCRATCH_DEFAULTS = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg"
                         batch_size=64, epochs=8, lr=2e-3)
 
 
-if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
-
-import math
-import random
-
-import torch
-import torch.nn.functional as F
-
-from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
-from kernels.training.extras.lazy_embedding import LazyEmbedding
-from kernels.training.extras.wikipedia2vec import load_entity_vectors
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.precision import gather_keys, loss_autocast
-from kernels.training.run import Run
-from kernels.training.tables import normalise_name, read_table
-from kernels.training.text.encoders import build_encoder, describe_model, init_linear
-from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
-from kernels.training.text.tokens import tokenise_table
-
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 # name of a column → what the column holds
@@ -131,7 +118,7 @@ COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "ent
 
 def load_data(path, args):
     """Return ([(place, (sentence,))], records, titles), the last two from make_records, and set defaults."""
-    header, table = read_table(path, lists="join")
+    header, table = read_table(path, join=True)
     names = [normalise_name(name) for name in header or []]
     column_of = {kind: names.index(normalise_name(name)) for name, kind in COLUMNS.items()
                  if normalise_name(name) in names}
@@ -330,13 +317,13 @@ def compute_loss(model, batch, rows, args):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return evaluate_model(args, __file__)
+        return evaluate_model(Evaluator(args), __file__)
     sentences, records, titles = load_data(args.data, args)
     evaluator = Evaluator(args)
     run = Run(args, __file__)
     model = build_model(args, run, titles)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    epoch_steps = steps_per_epoch(len(sentences), args.batch_size, run.world_size)
+    epoch_steps = steps_per_epoch(len(sentences), args.batch_size)
     total = args.steps or args.epochs * epoch_steps
     rates = [warmup_linear(step, total, args.warmup_steps, args.lr) for step in range(total)]
     run.begin(model, optimizer, total, args.warmup_steps)

@@ -40,8 +40,27 @@ Departures from the released code:
 - In the demo, a part of the batch is every 8th image; here it is a run of consecutive images.
 - The demo counts epochs from 1 in the cosine of its learning rate; this script counts from 0.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
+import copy
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
+from kernels.training.errors import check_memory, command, fail, log
+from kernels.training.extras.memory_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, image_flags, ratio
+from kernels.training.images import evaluation
+from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
+from kernels.training.images.dataset import ImageDataset
+from kernels.training.images.encoders import ImageEncoder, load_image_encoder
+from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.precision import LOSS_DTYPE, loss_autocast, unit_rows
 from kernels.training.recipes import Recipe, log_recipe
+from kernels.training.run import Run
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -65,19 +84,17 @@ LARGE = dict(queue_size=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=
 
 def make_parser():
     parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    parser.add_shared_flags("--data", "--skip-damaged", "--evaluate")
-    shared("--dev", shown="the test set in --data")
-    shared("--image-size", shown="for arrays, the shorter side of their images; for image files, the size "
-           "saved with --model, else 224, but at most the size of the largest image")
+    add = parser.add_argument
+    image_flags(
+        parser, "resnet-50", out="out/moco", batch_size=(256, "256 (paper)"), epochs=(200, "200 (paper)"),
+        temperature=(None, "0.2, or 0.07 with --v1 (paper)"),
+        lr=(0.03, "0.03 (paper); it is always multiplied by batch / 256"),
+        weight_decay=(None, "1e-4 (paper), or 5e-4 for views up to 32 px (demo)"))
     add("--crop", group="data", type=ratio,
         help="smallest area of a crop, as a fraction of the image; default 0.2 (paper), or 0.08 for views "
              "up to 32 px")
     add("--blur", group="data", type=ratio,
         help="probability of blur; default 0.5 (v2), 0 with --v1 or for views up to 32 px")
-    shared("--workers", shown="the number of CPU cores")
-    shared("--model", "resnet-50", "resnet-50; new models: resnet-small, resnet-18, resnet-34, resnet-50, "
-           "resnet-101, resnet-152")
     add("--head-layers", group="model", type=int, choices=(1, 2),
         help="number of linear layers in the projection head; default 2, or 1 with --v1 (paper)")
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
@@ -88,7 +105,6 @@ def make_parser():
         help="K, number of keys in the queue; default 65536 (paper), or 4096 for views up to 32 px (demo)")
     add("--momentum", type=ratio,
         help="m, momentum of the key encoder; default 0.999 (paper), or 0.99 for views up to 32 px (demo)")
-    shared("--temperature", shown="0.2, or 0.07 with --v1 (paper)")
     add("--symmetric", action="store_true",
         help="use each view once as query and once as key, and add both losses (demo)")
     add("--bn-splits", type=at_least(1, int), default=8,
@@ -97,44 +113,8 @@ def make_parser():
         help="store one vector per image instead of a queue, with the defaults of Wu et al.; --queue-size is "
              "then the number of negatives, and --momentum that of the stored vectors")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
-    shared("--batch-size", 256, "256 (paper)")
-    shared("--chunk-size")
-    shared("--epochs", 200, "200 (paper)")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", 0.03, "0.03 (paper); it is always multiplied by batch / 256")
-    shared("--weight-decay", shown="1e-4 (paper), or 5e-4 for views up to 32 px (demo)")
-    shared("--seed", 42)
-    shared("--impl", "auto")
-    add("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,
-        help="epochs of the linear probe at the end; 0: no probe; default 100")
-    shared("--eval-every", 1000)
-    shared("--out", "out/moco")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # before transformers is imported, which takes seconds
-
-import copy
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
-from kernels.training.cli import check_memory
-from kernels.training.extras.memory_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
-from kernels.training.images import evaluation
-from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
-from kernels.training.images.dataset import ImageDataset
-from kernels.training.images.encoders import ImageEncoder, load_image_encoder
-from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
-from kernels.training.precision import LOSS_DTYPE, loss_autocast, unit_rows
-from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,6 +138,8 @@ def load_data(path, args):
     if args.batch_size % args.bn_splits:
         fail(f"--bn-splits {args.bn_splits}: expected a divisor of --batch-size, which is {args.batch_size}")
     part = args.batch_size // args.bn_splits
+    if part < 2:
+        fail(f"--bn-splits {args.bn_splits}: parts of a single image, which batch norm sets to 0; lower it")
     if args.chunk_size and args.chunk_size % part:
         fail(f"--chunk-size {args.chunk_size}: expected a multiple of {part}, --batch-size / --bn-splits")
     log("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {images.describe()}")

@@ -37,54 +37,6 @@ Departures from the released code:
 --form code follows the released code in two other points: views are mean-pooled instead of max-pooled, and
 F has dropout.
 """
-from kernels.training.cli import ScriptParser, at_least, check_memory, command, fail, log, parse_early
-
-# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-OBJECTIVES = "base", "opt1", "opt2", "opt3"
-
-
-def make_parser():
-    parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    shared("--form", "paper")
-    add("--objective", choices=OBJECTIVES, default="opt3",
-        help="loss to train with; default opt3 (paper); see above for the others")
-    shared("--temperature", 0.01, "0.01 (paper)")
-    add("--layers", type=at_least(0, int), nargs="+",
-        help="layers of F that give views; 0: the word embeddings; default all (paper)")
-    add("--view-pooling", choices=("max", "mean", "sum"),
-        help="how token states of a layer are pooled into a view; default max (paper), mean with --form code")
-    add("--regulariser-weight", type=at_least(0), default=0.1,
-        help="λ, weight of the squared distance ‖θ_T − θ_F‖²; default 0.1 (paper)")
-    parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
-    shared("--eval-every", 50, "50 (released script)")
-    add("--layer-study", nargs="?", const="", metavar="FILE", group="evaluation",
-        help="print the --dev scores of every layer and pooling: for F and T after training, or for --model "
-             "with --evaluate. The scores are saved to FILE, a .json; default study.json in --out, or no "
-             "file with --evaluate")
-    shared("--columns", shown="as described above")
-    shared("--max-length", 128, "128 (released script)")
-    shared("--model", "bert-base-uncased")
-    shared("--pooling", shown="as saved with --model, else cls (paper), or last for a decoder")
-    shared("--prompt", shown="as saved with --model, else none")
-    add("--projection-dim", type=at_least(1, int), default=4096, group="model",
-        help="output dimension of the projection head; default 4096 (paper)")
-    shared("--batch-size", 16, "16 (paper)")
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
-    shared("--epochs", 1, "1 (paper)")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", 5e-5, "5e-5 (paper); linear warm-up over a tenth of the steps, then linear decay to 0")
-    shared("--seed", 1)
-    shared("--impl", "auto")
-    shared("--out", "out/selfguided")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
-    return parser
-
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
-
 import copy
 import math
 import re
@@ -93,15 +45,49 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, own_rows, similarity_lse
+from kernels.training.data import normalise_name, read_table, show_cells
+from kernels.training.errors import check_memory, command, fail, log
+from kernels.training.extras.evaluation import Evaluator, evaluate_model
 from kernels.training.extras.layer_study import check_layer_study, compare_layers, evaluate_layers
+from kernels.training.extras.layers import pool_layers
+from kernels.training.flags import ScriptParser, at_least, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
-from kernels.training.tables import normalise_name, read_table, show_cells
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
-from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.layers import pool_layers
 from kernels.training.text.tokens import tokenise_table
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+OBJECTIVES = "base", "opt1", "opt2", "opt3"
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    text_flags(
+        parser, model="bert-base-uncased", out="out/selfguided", form="paper", seed=1,
+        temperature=(0.01, "0.01 (paper)"), columns=(None, "as described above"),
+        eval_every=(50, "50 (released script)"), max_length=(128, "128 (released script)"),
+        pooling=(None, "as saved with --model, else cls (paper), or last for a decoder"),
+        batch_size=(16, "16 (paper)"), epochs=(1, "1 (paper)"),
+        lr=(5e-5, "5e-5 (paper); linear warm-up over a tenth of the steps, then linear decay to 0"))
+    add("--objective", choices=OBJECTIVES, default="opt3",
+        help="loss to train with; default opt3 (paper); see above for the others")
+    add("--layers", type=at_least(0, int), nargs="+",
+        help="layers of F that give views; 0: the word embeddings; default all (paper)")
+    add("--view-pooling", choices=("max", "mean", "sum"),
+        help="how token states of a layer are pooled into a view; default max (paper), mean with --form code")
+    add("--regulariser-weight", type=at_least(0), default=0.1,
+        help="λ, weight of the squared distance ‖θ_T − θ_F‖²; default 0.1 (paper)")
+    add("--layer-study", nargs="?", const="", metavar="FILE", group="evaluation",
+        help="print the --dev scores of every layer and pooling: for F and T after training, or for --model "
+             "with --evaluate. The scores are saved to FILE, a .json; default study.json in --out, or no "
+             "file with --evaluate")
+    add("--projection-dim", type=at_least(1, int), default=4096, group="model",
+        help="output dimension of the projection head; default 4096 (paper)")
+    return parser
+
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -247,15 +233,17 @@ def layer_views(model, batch, args):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
+    if args.evaluate and args.layer_study is not None:
+        return evaluate_layers(args, __file__)
     if args.evaluate:
-        return evaluate_model(args, __file__) if args.layer_study is None else evaluate_layers(args, __file__)
+        return evaluate_model(Evaluator(args), __file__)
     sentences = load_data(args.data, args)
     evaluator = Evaluator(args)
     run = Run(args, __file__)
     model = build_model(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.9), eps=1e-6,
                                   weight_decay=0.0, fused=True)
-    total = args.steps or args.epochs * steps_per_epoch(len(sentences), args.batch_size, run.world_size)
+    total = args.steps or args.epochs * steps_per_epoch(len(sentences), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(sentences, model, run)
     evaluator.evaluate_before(model, run)

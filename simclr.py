@@ -45,10 +45,29 @@ Departures from the released code:
 - SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
 - v2 has selective kernels, wider networks, and distillation with labels; this script has none of these.
 """
+import contextlib
 from argparse import BooleanOptionalAction
 
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kernels
+from kernels import check_rows, gather_rows, nt_xent, own_rows
+from kernels.training.errors import check_memory, command, fail, log
+from kernels.training.extras.lars import LARS, make_optimizer  # noqa: F401
+from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss  # noqa: F401
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, image_flags, ratio
+from kernels.training.images import encoders as nets
+from kernels.training.images import evaluation
+from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
+from kernels.training.images.dataset import ImageDataset
+from kernels.training.images.encoders import ImageEncoder, load_image_encoder
+from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.recipes import Recipe, log_recipe
+from kernels.training.run import Run
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,11 +94,13 @@ FLAG_RECIPES = {
 
 def make_parser():
     parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    parser.add_shared_flags("--data", "--skip-damaged", "--evaluate")
-    shared("--dev", shown="the test set in --data")
-    shared("--image-size", shown="for arrays, the shorter side of their images; for image files, the size "
-           "saved with --model, else 224, but at most the size of the largest image")
+    add = parser.add_argument
+    image_flags(
+        parser, "resnet-18", out="out/simclr", batch_size=512, epochs=100,
+        weight_decay=(1e-6, "1e-6 (paper)"),
+        temperature=(0.5, "0.5 (paper, CIFAR-10), 0.1 with --supervised, 1 with --distill"),
+        form=("paper", "paper; code: batch norms in the head"),
+        lr=(1.0, "1.0 (the paper's value for CIFAR-10); --lr-scaling multiplies it"))
     add("--crop", group="data", type=ratio, default=0.08,
         help="smallest area of a crop, as a fraction of the image; default 0.08 (paper)")
     add("--colour", group="data", type=at_least(0),
@@ -87,9 +108,6 @@ def make_parser():
     add("--grey", group="data", type=ratio, default=0.2, help="probability of greyscale; default 0.2 (paper)")
     add("--blur", group="data", type=ratio,
         help="probability of blur; default 0.5 (paper), or 0 for views of at most 32 px")
-    shared("--workers", shown="the number of CPU cores")
-    shared("--model", "resnet-18", "resnet-18; new models: resnet-small, resnet-18, resnet-34, resnet-50, "
-           "resnet-101, resnet-152")
     add("--head-layers", group="model", type=int, choices=(0, 1, 2, 3), default=2,
         help="number of linear layers in the projection head; default 2 (paper)")
     add("--head-norm", group="model", action=BooleanOptionalAction,
@@ -97,8 +115,6 @@ def make_parser():
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
     add("--normalize", action=BooleanOptionalAction, default=True, help="normalise z to length 1; default on")
-    shared("--temperature", 0.5, "0.5 (paper, CIFAR-10), 0.1 with --supervised, 1 with --distill")
-    shared("--form", "paper", "paper; code: batch norms in the head")
     add("--supervised", action="store_true", 
         help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
     add("--finetune", reads="training data", metavar="DATA",
@@ -110,52 +126,15 @@ def make_parser():
     add("--distill", reads="model", metavar="TEACHER",
         help="train --model to match the predictions of TEACHER, a fine-tuned model, on --data (v2)")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
-    shared("--batch-size", 512)
-    shared("--chunk-size")
-    shared("--epochs", 100)
-    shared("--steps", shown="from --epochs")
     add("--optimizer", group="training", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
         help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); nesterov: with "
              "Nesterov momentum, and no weight decay for batch norms; default lars (paper)")
-    shared("--lr", 1.0, "1.0 (the paper's value for CIFAR-10); --lr-scaling multiplies it")
     add("--lr-scaling", group="training", choices=("linear", "sqrt"), default="linear",
         help="linear: multiply --lr by batch size / 256; sqrt: by √(batch size); default linear")
     add("--warmup-epochs", group="training", type=at_least(0), default=10,
         help="epochs of learning-rate warm-up; default 10 (paper)")
-    shared("--weight-decay", 1e-6, "1e-6 (paper)")
-    shared("--seed", 42)
-    shared("--impl", "auto")
-    add("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,
-        help="epochs of the linear probe at the end; 0: no probe; default 100")
-    shared("--eval-every", 1000)
-    shared("--out", "out/simclr")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     return parser
 
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # before transformers is imported, which takes seconds
-
-import contextlib
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-import kernels
-from kernels import check_rows, gather_rows, nt_xent, own_rows
-from kernels.training.cli import check_memory
-from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss  # noqa: F401
-from kernels.training.images import encoders as nets
-from kernels.training.images import evaluation
-from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
-from kernels.training.images.dataset import ImageDataset
-from kernels.training.images.encoders import ImageEncoder, load_image_encoder
-from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
-from kernels.training.images.lars import LARS, make_optimizer  # noqa: F401
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
-from kernels.training.precision import gather_keys, loss_autocast
-from kernels.training.run import Run
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 

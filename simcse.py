@@ -38,40 +38,46 @@ Departures from the released code:
 
 docs/others.md explains the flags for other papers; docs/fidelity.md says what --form code changes in them.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, AutoModelForMaskedLM
+
+from kernels import check_rows, checks, own_rows, similarity_lse
+from kernels.training.data import describe_table, empty_cell, log_first_row, read_table
+from kernels.training.errors import command, fail, log
 from kernels.training.extras import sentence_flags
+from kernels.training.extras.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
+from kernels.training.extras.evaluation import Evaluator, evaluate_model
+from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - re-exported
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.precision import gather_keys, loss_autocast, unit_rows
+from kernels.training.run import Run
+from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
+from kernels.training.text.mlm import masked_lm_loss, untie_decoder
+from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
+from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_parser():
     parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    shared("--temperature", 0.05, "0.05 (paper)")
-    shared("--hard-negative-weight", 0.0, "0 (paper)")
+    add = parser.add_argument
+    text_flags(
+        parser, model="bert-base-uncased", out="out/simcse", hard_negative_weight=(0.0, "0 (paper)"),
+        eval_every=(125, "125 (released scripts; the paper has 250)"), negatives=(None, "those of each row"),
+        pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
+        head=(None, "as saved with --model, else for cls keep (train-only if unsupervised), else none"),
+        batch_size=(None, "512, or 64 if unsupervised (paper), 32 with --model scratch"),
+        epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
+        lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--ignore-equal", action="store_true",
         help="mask negatives that have the same text as the anchor's positive; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
         help="weight of the masked-LM loss; 0: off; default 0 (paper; 0.1 in its variant with this loss)")
-    parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
-    shared("--eval-every", 125, "125 (released scripts; the paper has 250)")
-    shared("--columns", shown="chosen by the header, else all")
-    shared("--max-length", 32, "32 (paper)")
-    shared("--model", "bert-base-uncased")
-    shared("--pooling", shown="as saved with --model, else cls (paper), avg for scratch, last for a decoder")
-    shared("--head", shown="as saved with --model, else for cls keep (train-only if unsupervised), else none")
-    shared("--prompt", shown="as saved with --model, else none")
     add("--dropout", type=at_least(0), group="model",
         help="dropout probability of the encoder in training; default the model's own, 0.1 for BERT (paper)")
-    shared("--batch-size", shown="512, or 64 if unsupervised (paper), 32 with --model scratch")
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
-    shared("--epochs", shown="3, or 1 if unsupervised (paper), 4 with --model scratch")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", shown="5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0")
-    shared("--seed", 42)
-    shared("--impl", "auto")
-    shared("--out", "out/simcse")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
     sentence_flags.add_flags(parser)                           # ConSERT, DeCLUTR, SimCLS
     return parser
 
@@ -84,32 +90,14 @@ DEFAULTS_BY_COLUMNS = {
 SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # with --model scratch
 
 
-if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
-
-import torch
-import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForMaskedLM
-
-from kernels import check_rows, checks, own_rows, similarity_lse
-from kernels.training.extras.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
-from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - re-exported
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.precision import gather_keys, loss_autocast, unit_rows
-from kernels.training.run import Run
-from kernels.training.tables import describe_table, empty_cell, log_first_row, read_table
-from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
-from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.mlm import masked_lm_loss, untie_decoder
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
-from kernels.training.text.tokens import tokenise_table
-
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
     """Return the Table of --data, and set the defaults that depend on its number of columns."""
-    header, table = read_table(path, empty_cell, roles=sentence_flags.roles_of(args), columns=args.columns)
+    roles = sentence_flags.roles_of(args)
+    header, table = read_table(path, empty_cell, roles=roles, columns=args.columns,
+                               negatives=args.negatives)
     _, first_row = next(iter(table))
     columns = len(first_row)
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
@@ -118,7 +106,7 @@ def load_data(path, args):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
     sentence_flags.check_flags(args, path, columns)            # sets args.count, the number of texts per row
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
-    log_first_row(table, header, sentence_flags.roles_of(args))
+    log_first_row(table, header, roles)
     return table
 
 
@@ -206,7 +194,7 @@ def main(argv=None, data=None):
     """Run the script. data replaces --data: a path, or rows in memory (list, array, dict, DataFrame ...)."""
     args = make_parser().parse_args(argv, data=data)
     if args.evaluate:
-        return evaluate_model(args, __file__)
+        return evaluate_model(Evaluator(args), __file__)
     table = load_data(args.data, args)
     evaluator = Evaluator(args)
     run = Run(args, __file__)
@@ -215,7 +203,7 @@ def main(argv=None, data=None):
         from kernels.training.extras.sentence_papers import train
         return train(args, run, model, table, evaluator, simcse_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size, run.world_size)
+    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
     if args.ignore_equal:

@@ -34,51 +34,6 @@ Departures:
 - The released code's teacher has dropout; this script's has none (see docs/fidelity.md).
 - The released code makes all pairs once, in memory; this script makes new pairs in every pass over the data.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
-
-# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def make_parser():
-    parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    parser.add_shared_flags("--data", "--evaluate", "--dev")
-    add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
-        help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
-    shared("--max-length", shown="256 (paper), or 64 with --model scratch, for both texts of a pair together")
-    shared("--model", "bert-base-uncased")
-    add("--teacher", group="model", reads="model",
-        help="teacher, of the same hidden size and vocabulary as --model; default --model itself (paper)")
-    add("--contrastive-weight", type=at_least(0), default=1.0,
-        help="weight of the contrastive loss; 0: off; default 1 (paper)")
-    add("--similarity", choices=("cosine", "dot"), default="cosine",
-        help="similarity of token vectors; dot: not divided by τ; default cosine (paper)")
-    shared("--temperature", 0.01, "0.01 (paper)")
-    add("--whole-word", action="store_true", help="mask whole words (an option of the released code)")
-    shared("--form", "paper", "paper; code: the denominator includes padding")
-    shared("--batch-size", shown="256 (paper), or 32 with --model scratch")
-    add("--grad-accum", group="training", type=at_least(1, int), default=1,
-        help="number of micro-batches that each batch is split into; default 1")
-    shared("--steps", shown="150000 (paper), or 300 with --model scratch")
-    shared("--lr", shown="1e-4 (paper), or 2e-3 with --model scratch")
-    shared("--seed", 42)
-    shared("--impl", "auto")
-    shared("--eval-every", 10_000, "10000 (released script)")
-    add("--dev-pairs", group="evaluation", type=at_least(1, int), default=1000,
-        help="number of --dev pairs for the losses, and of sentences for token similarity; default 1000")
-    shared("--out", "out/tacl")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
-    return parser
-
-
-# Defaults for flags that were not given: those of the paper, and those of --model scratch.
-PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
-SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
-
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # before transformers is imported, which takes seconds
-
 import contextlib
 import copy
 import itertools
@@ -92,21 +47,59 @@ import torch.nn.functional as F
 from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
-from kernels.training.loop import all_reduce_gradients, set_lr, warmup_linear
-from kernels.training.output_dir import save_transformer
-from kernels.training.precision import loss_autocast
-from kernels.training.progress import progress
-from kernels.training.run import Run
-from kernels.training.text.documents import (
+from kernels.training.errors import command, fail, log
+from kernels.training.extras.documents import (
     mask_pair,
     next_documents,
     read_documents,
     sentence_pairs,
     stream_pairs,
 )
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, run_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, warmup_linear
+from kernels.training.out import save_transformer
+from kernels.training.precision import loss_autocast
+from kernels.training.progress import progress
+from kernels.training.run import Run
 from kernels.training.text.mlm import decoder_loss
 from kernels.training.text.models import has_decoder, load_text_model, longest_input
 from kernels.training.text.tokens import pad
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    run_flags(
+        parser, model="bert-base-uncased", dev=None, out="out/tacl", impl="auto",
+        temperature=(0.01, "0.01 (paper)"),
+        form=("paper", "paper; code: the denominator includes padding"),
+        max_length=(None, "256 (paper), or 64 with --model scratch, for both texts of a pair together"),
+        batch_size=(None, "256 (paper), or 32 with --model scratch"),
+        steps=(None, "150000 (paper), or 300 with --model scratch"),
+        lr=(None, "1e-4 (paper), or 2e-3 with --model scratch"),
+        eval_every=(10_000, "10000 (released script)"))
+    add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
+        help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
+    add("--teacher", group="model", reads="model",
+        help="teacher, of the same hidden size and vocabulary as --model; default --model itself (paper)")
+    add("--contrastive-weight", type=at_least(0), default=1.0,
+        help="weight of the contrastive loss; 0: off; default 1 (paper)")
+    add("--similarity", choices=("cosine", "dot"), default="cosine",
+        help="similarity of token vectors; dot: not divided by τ; default cosine (paper)")
+    add("--whole-word", action="store_true", help="mask whole words (an option of the released code)")
+    add("--grad-accum", group="training", type=at_least(1, int), default=1,
+        help="number of micro-batches that each batch is split into; default 1")
+    add("--dev-pairs", group="evaluation", type=at_least(1, int), default=1000,
+        help="number of --dev pairs for the losses, and of sentences for token similarity; default 1000")
+    return parser
+
+
+# Defaults for flags that were not given: those of the paper, and those of --model scratch.
+PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
+SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
+
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -426,7 +419,6 @@ def main(argv=None):
     if dev:
         log("before", format_scores(run.extra_state["before"]))
     model.train()
-    run.describe_batch = lambda step: f"documents about byte {run.extra_state['place'][0]:,}"
     stream = stream_pairs(documents, run.extra_state["place"], model, args)
     for step, _ in run.steps(args.steps):
         set_lr(optimizer, warmup_linear(step - 1, args.steps, args.steps // 10, args.lr))

@@ -40,56 +40,6 @@ Departures from the released code:
   - On several GPUs, the released code takes wrong rows as neighbours; this script searches the whole batch.
   - The released code reads an empty cell as a full stop; this script reports an error.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early
-
-# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def make_parser():
-    parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    shared("--form", "code")
-    shared("--temperature", 0.05, "0.05 (paper)")
-    add("--neighbours", type=at_least(1, int), default=16,
-        help="K, number of nearest neighbours of a sentence; default 16 (paper)")
-    add("--radius", type=at_least(0),
-        help="Δ, length of δ; 0: no second term; default 15 (released code), 0.2 with --model scratch")
-    add("--relative-radius", type=at_least(0),
-        help="Δ as a multiple of the mean distance of embeddings from their batch mean; replaces --radius; "
-             "default 0.25 with --form paper, unless --model is scratch")
-    add("--ascent-steps", type=at_least(0, int), default=1,
-        help="number of gradient steps for δ; each replaces δ by Δ times the unit gradient; default 1 "
-             "(released code)")
-    parser.add_shared_flags("--data", "--evaluate", "--dev", "--test", "--transfer", "--cluster")
-    shared("--eval-every", 500, "500 (released script)")
-    shared("--columns", shown="chosen by the header, else all")
-    shared("--max-length", 32, "32 (paper)")
-    shared("--model", "roberta-base")
-    shared("--pooling", shown="as saved with --model, else avg (paper), last for a decoder")
-    shared("--prompt", shown="as saved with --model, else none")
-    shared("--batch-size", shown="1024 (paper), 32 with --model scratch")
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
-    shared("--epochs", shown="5 (paper), 4 with --model scratch")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", shown="5e-6 (paper), 2e-3 with --model scratch; constant")
-    add("--head-lr", type=at_least(0), group="training",
-        help="learning rate of the projection head; default 5e-4 (paper), 2e-3 with --model scratch")
-    shared("--seed", 0)
-    shared("--impl", "auto")
-    shared("--out", "out/vascl")
-    parser.add_shared_flags("--precision", "--resume", "--keep-state", "--log")
-    return parser
-
-
-# Defaults of flags that were not given
-PAPER_DEFAULTS = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)        # RoBERTa-base
-SCRATCH_DEFAULTS = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)        # with --model scratch
-RADIUS_DEFAULTS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25), scratch=dict(radius=0.2))
-
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
-
 import functools
 import hashlib
 import itertools
@@ -100,14 +50,50 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_topk
+from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
+from kernels.training.errors import command, fail, log
+from kernels.training.extras.evaluation import Evaluator, evaluate_model
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, steps_per_epoch
 from kernels.training.precision import gather_views, loss_autocast
 from kernels.training.run import Run
-from kernels.training.tables import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.text.encoders import build_encoder, describe_model
-from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    text_flags(
+        parser, model="roberta-base", out="out/vascl", form="code", seed=0,
+        eval_every=(500, "500 (released script)"),
+        pooling=(None, "as saved with --model, else avg (paper), last for a decoder"),
+        batch_size=(None, "1024 (paper), 32 with --model scratch"),
+        epochs=(None, "5 (paper), 4 with --model scratch"),
+        lr=(None, "5e-6 (paper), 2e-3 with --model scratch; constant"))
+    add("--neighbours", type=at_least(1, int), default=16,
+        help="K, number of nearest neighbours of a sentence; default 16 (paper)")
+    add("--radius", type=at_least(0),
+        help="Δ, length of δ; 0: no second term; default 15 (released code), 0.2 with --model scratch")
+    add("--relative-radius", type=at_least(0),
+        help="Δ as a multiple of the mean distance of embeddings from their batch mean; replaces --radius; "
+             "default 0.25 with --form paper, unless --model is scratch")
+    add("--ascent-steps", type=at_least(0, int), default=1,
+        help="number of gradient steps for δ; each replaces δ by Δ times the unit gradient; default 1 "
+             "(released code)")
+    add("--head-lr", type=at_least(0), group="training",
+        help="learning rate of the projection head; default 5e-4 (paper), 2e-3 with --model scratch")
+    return parser
+
+
+# Defaults of flags that were not given
+PAPER_DEFAULTS = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)        # RoBERTa-base
+SCRATCH_DEFAULTS = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)        # with --model scratch
+RADIUS_DEFAULTS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25), scratch=dict(radius=0.2))
+
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -307,7 +293,7 @@ def project(head, e):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return evaluate_model(args, __file__, "avg")
+        return evaluate_model(Evaluator(args), __file__, "avg")
     table = load_data(args.data, args)
     evaluator = Evaluator(args)
     run = Run(args, __file__)
@@ -315,7 +301,7 @@ def main(argv=None):
     groups = [dict(params=model.encoder.parameters()),
               dict(params=model.projection.parameters(), lr=args.head_lr)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=True)
-    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size, run.world_size)
+    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
     evaluator.evaluate_before(model, run)

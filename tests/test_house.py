@@ -14,9 +14,10 @@ ELEVENTH = ROOT / "docs" / "eleventh" / "cil.py"                # the example of
 CODE = [*SCRIPTS, ELEVENTH, *sorted((ROOT / "kernels").rglob("*.py"))]
 BANNERS = ["flags", "data and model", "the paper", "evaluation", "main"]       # "evaluation" is optional
 # {part of the house: (limit: its lines today, rounded up; goal)}. A limit may only fall.
-LINES = {"simcse.py": (242, 215), "the longest script": (481, 440), "the ten scripts": (3_702, 3_400),
+# On 2026-11-27 four files of one paper each moved from training to extras, whose limit rose by their lines.
+LINES = {"simcse.py": (230, 215), "the longest script": (474, 440), "the ten scripts": (3_565, 3_400),
          "kernels": (4_491, 3_600), "benchmark and figures": (539, 350),
-         "training without extras": (5_899, 3_900), "extras": (3_295, 1_300), "tests": (16_730, 9_000)}
+         "training without extras": (4_166, 3_900), "extras": (3_900, 1_300), "tests": (15_820, 9_000)}
 FUNCTION, MAIN = 50, 60                                        # MAIN also limits make_parser
 
 
@@ -61,7 +62,7 @@ MAY_IMPORT = {"kernels.gpu": {"kernels.gpu"}, "kernels": {"kernels"}, T: {"kerne
               f"{T}.extras": {"kernels", T, f"{T}.text", f"{T}.images"},
               "": {"kernels", T, f"{T}.text", f"{T}.images", f"{T}.extras"}}
 MAY_IMPORT["docs.eleventh"] = MAY_IMPORT[""]
-LATER = {"kernels": {"kernels.gpu"}, f"{T}.text": {f"{T}.extras"}, f"{T}.images": {f"{T}.extras"}}
+LATER = {"kernels": {"kernels.gpu"}}
 LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}     # plain Python: kernels.gpu may
 ENTRIES = {f"{T}.mine", f"{T}.plot"}                           # commands that call their code in extras
 
@@ -100,8 +101,21 @@ def test_imports_go_one_way(file):
         assert folder_of(module) in allowed or leaf, module
 
 
+def test_the_core_has_an_order_of_imports():
+    """Its __init__.py lists the modules; each one imports only from modules above it."""
+    core = ROOT / "kernels" / "training"
+    order = [line.split()[0] for line in (core / "__init__.py").read_text("utf-8").splitlines()
+             if re.match(r"[a-z]+  ", line)]
+    assert sorted(order) == sorted({file.stem for file in core.glob("*.py")} - {"__init__", "mine", "plot"})
+    for i, name in enumerate(order):
+        used = {module.removeprefix(f"{T}.").split(".")[0] for module, _ in imports(core / f"{name}.py")
+                if module.startswith(f"{T}.")}
+        assert used <= {*order[:i]}, name
+
+
 def test_lengths():
-    extras = [file for file in CODE if "extras" in file.parts]
+    tools = [ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in ENTRIES]
+    extras = [file for file in CODE if "extras" in file.parts or file in tools]
     training = [file for file in CODE if "training" in file.parts and file not in extras]
     benchmark = [ROOT / "kernels" / name for name in ("benchmark.py", "figures.py")]
     kernels = [file for file in CODE if file not in (*SCRIPTS, ELEVENTH, *extras, *training, *benchmark)]

@@ -35,48 +35,6 @@ Departures from the released code, in both forms:
 - The four marks are new tokens. Sentences are left out if --max-length cuts off a start mark.
 - --dev uses all sentences of a bag, as the final test; the code draws at most 10.
 """
-from kernels.training.cli import ScriptParser, at_least, command, fail, fill_defaults, log, parse_early, ratio
-
-# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def make_parser():
-    parser = ScriptParser(__doc__)
-    add, shared = parser.add_argument, parser.add_shared
-    parser.add_shared_flags("--data", "--evaluate", "--dev")
-    shared("--max-length", 128, "128 (released code)")
-    shared("--model", "bert-base-uncased")
-    shared("--temperature", 0.05, "0.05 (released scripts)")
-    add("--contrastive-weight", type=at_least(0), default=10.0,
-        help="weight of the contrastive loss; 0: off; default 10 (released code), approached by the schedule")
-    add("--mlm-weight", type=at_least(0), default=0.1,
-        help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
-    add("--bag-size", type=at_least(1, int), default=3,
-        help="sentences drawn from each bag; small bags repeat some; default 3 (released scripts)")
-    add("--classifier-dropout", type=ratio, group="model", default=0.5,
-        help="dropout probability of bag vectors before the classifier; default 0.5 (released code)")
-    shared("--form", "paper")
-    shared("--batch-size", shown="32 bags (released scripts: 2 GPUs × 16), 16 with --model scratch")
-    shared("--epochs", shown="3 (released scripts), 40 with --model scratch")
-    shared("--steps", shown="from --epochs")
-    shared("--lr", shown="2e-5 (released scripts), 5e-4 with --model scratch; linear decay to 0")
-    shared("--warmup-steps", shown="500 (NYT10-D; NYT10-M 400, KBP 250, GDS 20), 40 with --model scratch")
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens", "--precision")
-    shared("--seed", 42)
-    shared("--impl", "auto")
-    shared("--eval-every", shown="1000 (released script for NYT10-D), 20 with --model scratch")
-    shared("--out", "out/cil")
-    parser.add_shared_flags("--resume", "--keep-state", "--log")
-    return parser
-
-
-RELEASED = dict(batch_size=32, epochs=3, lr=2e-5, warmup_steps=500, eval_every=1000)   # defaults of flags
-SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20)
-
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # answer --help and report wrong flags before the slow import of transformers
-
 import math
 import random
 from pathlib import Path
@@ -87,18 +45,50 @@ from transformers import AutoModelForMaskedLM
 
 from kernels import check_rows, checks, embed_in_chunks, own_rows, similarity_lse
 from kernels.losses import upcast
+from kernels.training.errors import command, fail, log
 from kernels.training.extras import relation_bags
 from kernels.training.extras.optimizers import OptimizerSettings, adamw
 from kernels.training.extras.relation_bags import format_scores, precision_recall
 from kernels.training.extras.tfidf import WordEditor
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.output_dir import save_transformer
+from kernels.training.out import save_transformer
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear, set_dropout
 from kernels.training.text.mlm import masked_lm_loss
 from kernels.training.text.tokens import restore_order
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    run_flags(
+        parser, model="bert-base-uncased", dev=None, out="out/cil", form="paper", impl="auto",
+        max_length=(128, "128 (released code)"), temperature=(0.05, "0.05 (released scripts)"),
+        batch_size=(None, "32 bags (released scripts: 2 GPUs × 16), 16 with --model scratch"),
+        epochs=(None, "3 (released scripts), 40 with --model scratch"),
+        lr=(None, "2e-5 (released scripts), 5e-4 with --model scratch; linear decay to 0"),
+        warmup_steps=(None, "500 (NYT10-D; NYT10-M 400, KBP 250, GDS 20), 40 with --model scratch"),
+        eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
+    add("--contrastive-weight", type=at_least(0), default=10.0,
+        help="weight of the contrastive loss; 0: off; default 10 (released code), approached by the schedule")
+    add("--mlm-weight", type=at_least(0), default=0.1,
+        help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
+    add("--bag-size", type=at_least(1, int), default=3,
+        help="sentences drawn from each bag; small bags repeat some; default 3 (released scripts)")
+    add("--classifier-dropout", type=ratio, group="model", default=0.5,
+        help="dropout probability of bag vectors before the classifier; default 0.5 (released code)")
+    return parser
+
+
+RELEASED = dict(batch_size=32, epochs=3, lr=2e-5, warmup_steps=500, eval_every=1000)   # defaults of flags
+SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20)
+
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,12 +285,11 @@ def main(argv=None):
     settings = OptimizerSettings(eps=1e-8, bias_correction=False, weight_decay=1e-5)   # released code
     optimizer, warmup = adamw(model, args.lr, settings), args.warmup_steps
     load_command = f'AutoModel.from_pretrained("{args.out}")'
-    total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size, run.world_size)
+    total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size)
     run.begin(model, optimizer, total, warmup)
     if dev and run.step == 0:
         run.log_initial_scores(evaluate(model, dev, args))
     model.train()
-    run.describe_batch = lambda step: f"bags {[bags[i][0] for i in next(run.order(step - 1))[:20]]} ..."
     for step, picked in run.steps(total, len(bags)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
         batch = make_batch([bags[i] for i in picked[own_rows(len(picked))]], tokens, step, model, args)

@@ -1,7 +1,7 @@
 """Recipes: named presets of several flags."""
 from typing import NamedTuple
 
-from .cli import log
+from .errors import log
 
 
 class Recipe(NamedTuple):

@@ -13,7 +13,6 @@ Each rank computes its share of the global loss, so that gradients and logged nu
 ranks evaluate; only rank 0 prints and writes files. Without torchrun there is one process and no
 torch.distributed.
 """
-import contextlib
 import itertools
 import json
 import logging
@@ -27,26 +26,13 @@ import transformers
 
 from kernels import choose_impl, similarity_lse
 
-from . import output_dir, ranks, state
-from .cli import (
-    EXIT_STOPPED,
-    UserError,
-    clear_bar,
-    fail,
-    handle_signals,
-    log,
-    set_checkpoint_note,
-    write,
-    write_from_handler,
-    writing,
-)
-from .files import file_signature
+from . import out, ranks
+from .errors import EXIT_STOPPED, UserError, clear_bar, fail, log, signals_handled_by
 from .loop import batches
-from .progress import Clock, announce_compilation, peak_gb, step_line
+from .progress import Clock, peak_gb, step_line
 from .trackers import open_tracker
 
-# Run.signals, the list of received signals, is set to this after the last step: then a signal ends the run.
-AFTER_LAST_STEP = [None]
+MAY_CHANGE = "resume", "out", "keep_state", "workers", "log", "command"        # with --resume
 
 
 class Run:
@@ -60,7 +46,6 @@ class Run:
     step               current step, counted from 1; before the loop: 0, or the last step of the resumed run
     eval_due           whether to evaluate at this step
     extra_state        dict saved in state.pt in addition to weights and optimizer; scripts may add entries
-    known_checksums    {flag: checksum} of inputs that the script has read in full; begin computes the others
     clock              progress.Clock, which times training and evaluations
     """
 
@@ -71,14 +56,17 @@ class Run:
         args.precision = args.precision or ("bf16" if gpu else "fp32")
         self.bf16, self.step, self.eval_due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
-        self.known_checksums = {}
         self.extra_state = {"step": 0, "before": None, "saved": None}
         self.clock, self.tracker = Clock(), open_tracker(args)
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        if not args.evaluate:
-            self.set_up_training(args)
+        if not args.evaluate:                                  # which writes nothing and needs no other rank
+            if args.batch_size < self.world_size:
+                fail(f"--batch-size {args.batch_size}: expected at least {self.world_size}, one row per "
+                     "process")
+            out.check_out(args)
+            ranks.join_group(self.device)
         if gpu and self.bf16:                                  # TF32 for what autocast leaves in float32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
@@ -87,24 +75,14 @@ class Run:
         except ValueError as error:
             fail(f"--{error}")
 
-    def set_up_training(self, args):
-        """Do what --evaluate does not need: check --out and connect to the other ranks."""
-        self.data_signature = file_signature(str(args.data))
-        if args.batch_size < self.world_size:
-            fail(f"--batch-size {args.batch_size}: expected at least {self.world_size}, one row per process")
-        output_dir.check_out(self.out, args.resume, args.data)
-        ranks.join_group(self.device)
-
     def begin(self, model, optimizer, total, warmup=0):
-        """Start a run in --out, with a copy of its flags and code, or continue the run that is in --out.
+        """Start a run in --out, with a copy of its flags and script, or continue the run that is in --out.
 
         total    number of training steps
         warmup   number of steps of learning-rate warm-up
         """
         self.model, self.optimizer, self.total, args = model, optimizer, total, self.args
-        if os.path.isfile(str(args.data)) and file_signature(str(args.data)) != self.data_signature:
-            fail(f"{args.data}: changed while it was read; start again, and do not change it during the run")
-        self.inputs = output_dir.fingerprints(args, self.known_checksums)
+        ranks.check_agreement({name: value for name, value in self.settings().items() if name != "data"})
         kernels = ""
         if hasattr(args, "impl"):                              # scripts without kernels have no --impl
             kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
@@ -114,33 +92,48 @@ class Run:
             log("note", f"the warm-up has {warmup:,} steps, but the run has only {total:,}: the learning "
                         "rate never reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)               # dropout differs between ranks, weights do not
-        rows = self.load_state() if args.resume and output_dir.has_run(self.out) else []
+        has_run = any((self.out / name).is_file() for name in ("args.json", "state.pt"))
+        rows = self.load_state() if args.resume and has_run else []
         if args.resume and not self.step:
             log("resume", f"no checkpoint in {args.out} yet: starting from the beginning")
         if self.rank == 0:
             if not self.step:
-                output_dir.write_code(self.out, self.script, self.flags())
-            output_dir.write_atomically(self.out / "metrics.jsonl", "".join(rows))
+                self.start_folder()
+            with out.atomic_file(self.out / "metrics.jsonl") as file:
+                file.writelines(rows)
             if self.tracker:
-                self.tracker.begin(self.out, self.flags(), self.extra_state)
+                self.tracker.begin(self.out, self.settings(), self.extra_state)
 
-    def flags(self):
-        """Return the dict saved in args.json.
+    def settings(self):
+        """Return the flags and the checksums of all inputs, which must not change on --resume."""
+        fixed = {name: value for name, value in vars(self.args).items() if name not in MAY_CHANGE}
+        return fixed | dict(data=str(self.args.data), world=self.world_size,
+                            inputs=out.fingerprints(self.args))
 
-        It has the flags and input checksums, which must not change on --resume, and the command line, from
-        which --resume takes the flags that are not given.
+    def start_folder(self):
+        """Mark the run in --out as unfinished, and write args.json and a copy of the script.
+
+        args.json has the settings; the command line, from which --resume takes the flags that are not given;
+        and the version of kernels that the script needs.
         """
-        may_change = "resume", "out", "keep_state", "workers", "log"
-        fixed = {name: value for name, value in vars(self.args).items() if name not in may_change}
-        return fixed | dict(data=str(self.args.data), world=self.world_size, inputs=self.inputs)
+        with out.writing(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / out.UNFINISHED).touch()
+            if self.script.is_file():                          # not `python - < simcse.py`
+                (self.out / self.script.name).write_bytes(self.script.read_bytes())
+        with out.atomic_file(self.out / "args.json") as file:
+            more = dict(command=self.args.command, kernels=out.kernels_version())
+            json.dump(self.settings() | more, file, indent=1)
 
-    def steps(self, total, rows=None, min_rows=None, order=None):
+    # ── the loop ──
+
+    def steps(self, total, rows=None, min_rows=2, order=None):
         """Yield (step, row indices of the global batch) for each remaining step.
 
         After each step, write metrics and state if they are due, and stop if a signal came.
 
         rows       number of rows to sample from, or their indices; None: the script has its own order
-        min_rows   skip an epoch's last batch if it has fewer rows; default one row per rank
+        min_rows   skip an epoch's last batch if it has fewer rows
         order      function that replaces `rows`: step -> iterator over the row indices of each later batch,
                    equal on all ranks and in a resumed run
         """
@@ -149,40 +142,34 @@ class Run:
         def random_order(step):
             if rows is None:
                 return itertools.repeat(None)
-            return batches(rows, args.batch_size, args.seed, step, min_rows or self.world_size)
+            return batches(rows, args.batch_size, args.seed, step, min_rows, self.world_size)
 
-        self.order, self.signals = order or random_order, []
-        handle_signals(self.on_signal)
+        self.signals = []
         self.clock.start(self.step)
         # the first step whose loss is not finite, or 0; on the device, to avoid a sync in each step
         self.first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
-        first_step = contextlib.ExitStack()
-        if choose_impl(self.impl, torch.empty(0, device=self.device)) == "triton":
-            first_step.enter_context(announce_compilation())
-        for step, batch in zip(range(self.step + 1, total + 1), self.order(self.step)):
-            self.step, self.values, self.shown_score = step, None, ""
-            self.eval_due = step % args.eval_every == 0 or step == total
-            yield step, batch
-            first_step.close()
-            if self.eval_due and self.values:
-                self.clock.evaluated(self.clock.seconds() - self.logged_at)
-            stop = self.asked_to_stop()
-            if self.values and (self.eval_due or stop or step % (1 + total // 40) == 0):
-                if not self.eval_due:                          # else log_metrics has checked it
-                    self.check_finite()
-                self.report()
-            if self.eval_due or stop:
-                self.extra_state["step"], began = step, self.clock.seconds()
-                with writing(self.out / "state.pt"):
-                    self.save_state()
-                self.clock.evaluated(self.clock.seconds() - began, count=0)
-            if stop:
-                kept = "saved; --resume continues" if args.keep_state != "never" else "--keep-state never"
-                log("stopped", f"at step {step}, {kept}")
-                sys.exit(EXIT_STOPPED)
-        received, self.signals = self.signals, AFTER_LAST_STEP
-        if received:
-            self.on_signal(received[0], None)
+        with signals_handled_by(self.on_signal):
+            for step, batch in zip(range(self.step + 1, total + 1), (order or random_order)(self.step)):
+                self.step, self.values, self.shown_score = step, None, ""
+                self.eval_due = step % args.eval_every == 0 or step == total
+                yield step, batch
+                self.end_step(self.asked_to_stop())
+
+    def end_step(self, stop):
+        """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
+        if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
+            if not self.eval_due:                              # else log_metrics has checked it
+                self.check_finite()
+            self.report()
+        if self.eval_due or stop:
+            self.extra_state["step"] = self.step
+            self.save_state()
+        if self.eval_due and self.values:
+            self.clock.count_pause(self.logged_at)
+        if stop:
+            kept = "saved; --resume continues" if self.args.keep_state != "never" else "--keep-state never"
+            log("stopped", f"at step {self.step}, {kept}")
+            sys.exit(EXIT_STOPPED)
 
     def log_initial_scores(self, scores):
         """Record the scores before the first step: row 0 of metrics.jsonl."""
@@ -225,25 +212,19 @@ class Run:
         """End the run: remove the files that only an unfinished run needs. Print `text`, such as the
         final score, and how long the run took."""
         if self.rank == 0:
-            (self.out / output_dir.UNFINISHED).unlink(missing_ok=True)
+            (self.out / out.UNFINISHED).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
             (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(self.clock.seconds()), 60)
         log("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
     def on_signal(self, number, _):
-        """Signal handler: the first signal stops the run after the current step; a second signal, or any
-        signal after the last step, ends the process at once."""
-        text = b"stopping after this step is saved; press Ctrl-C again to stop now\n"
-        if self.signals == AFTER_LAST_STEP:
-            text = b"stopped  after the last step; the checkpoint is complete\n"
-        elif self.signals:
-            text = b""
-        if self.rank == 0:
-            write_from_handler(text)
+        """Signal handler: the first signal stops the run after the current step, a second one at once."""
         if self.signals:
             sys.exit(EXIT_STOPPED)
         self.signals.append(number)
+        if self.rank == 0:                                     # print is not reentrant
+            os.write(1, b"\nstopping after this step is saved; press Ctrl-C again to stop now\n")
 
     def asked_to_stop(self):
         """Return whether any rank received a signal. Several ranks exchange this at every tenth step only."""
@@ -253,26 +234,20 @@ class Run:
         dist.all_reduce(asked)
         return asked.item() > 0
 
-    def describe_batch(self, step):
-        """Return how error messages name a step's batch. Scripts with their own order replace this method."""
-        return f"rows {', '.join(str(row + 1) for row in next(self.order(step - 1))[:20])}, ..."
-
     def check_finite(self):
-        """Fail if a loss was NaN or infinite, or if a weight is. Name the step, its batch, the checkpoint."""
+        """Fail if a loss was NaN or infinite, or if a weight is. Name the step and the checkpoint."""
         if self.world_size > 1:
             dist.all_reduce(self.first_bad_step, dist.ReduceOp.MAX)
         step, problem = int(self.first_bad_step), "the loss is not finite"
         if not step:
             tensors = self.model.state_dict()
             name = next((name for name, x in tensors.items() if not x.isfinite().all()), None)
-            problem = name and f"{name} contains NaN or infinity"
+            step, problem = self.step, name and f"{name} contains NaN or infinity"
         if problem:
             checkpoint, saved = "there is no checkpoint", self.extra_state["step"]
             if saved and self.args.keep_state != "never":
                 checkpoint = f"the checkpoint of step {saved} in {self.args.out} is complete"
-            step = step or self.step
-            batch = self.describe_batch(step)
-            fail(f"step {step}: {problem}; {batch} of --data; {checkpoint}; try a lower --lr")
+            fail(f"step {step}: {problem}; {checkpoint}; try a lower --lr")
 
     def report(self):
         """Write a row of metrics.jsonl, and print a progress bar on a terminal or a line in a log."""
@@ -287,45 +262,68 @@ class Run:
             self.write_metrics(row)
             line = step_line(self.clock, row, total, self.args, self.shown_score)
             evaluated = {"best", "saved"} & values.keys()
-            write(clear_bar(sys.stdout) + line, end="" if sys.stdout.isatty() and not evaluated else "\n")
+            on_bar = sys.stdout.isatty() and not evaluated
+            print(clear_bar(sys.stdout) + line, end="" if on_bar else "\n", flush=True)
 
     def write_metrics(self, row):
         """Append a row to metrics.jsonl and send it to the tracker of --log."""
-        with writing(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
+        with out.writing(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-            output_dir.flush_to_disk(file)
         if self.tracker:
-            with writing(self.out):
-                self.tracker.log(row)
+            numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
+            self.tracker.log(numbers, numbers.pop("step"))
+
+    # ── state.pt ──
 
     def save_state(self):
-        """Write state.pt (see state.py), with the states of the random generators of all ranks."""
+        """Write everything that the next step depends on, with the random states of all ranks."""
         on_gpu = self.device.type == "cuda"
         own = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None]
-        self.rng_states = [own] * self.world_size
+        rng_states = [own] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(self.rng_states, own)
+            dist.all_gather_object(rng_states, own)
         if self.rank == 0 and self.args.keep_state != "never":
-            state.write_state(self.out / "state.pt", self)
-            set_checkpoint_note(True)
+            with out.atomic_file(self.out / "state.pt", "wb") as file:
+                torch.save(dict(progress=self.extra_state, random=rng_states, model=self.model.state_dict(),
+                                optimizer=self.optimizer.state_dict()), file)
 
     def load_state(self):
-        """Load state.pt if it exists, and return the rows of metrics.jsonl up to its step.
-
-        Fails if a flag or an input differs from that of the saved run.
-        """
-        exists, rows = (self.out / "state.pt").is_file(), []
+        """Load state.pt if it exists, and return the rows of metrics.jsonl up to its step. Fails if a flag or
+        an input differs from that of the saved run, or if a file is damaged."""
         try:
-            saved = json.loads((self.out / "args.json").read_text())
-            output_dir.refuse_changes(saved, self.flags(), self.out)
-            if exists:
-                state.read_state(self.out / "state.pt", self)
-                self.step = self.extra_state["step"]
-                rows = state.read_metrics(self.out / "metrics.jsonl", self.step)
+            self.refuse_changes(json.loads((self.out / "args.json").read_text(encoding="utf-8")))
+            if not (self.out / "state.pt").is_file():
+                return []
+            state = torch.load(self.out / "state.pt", map_location=self.device, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["random"][self.rank][0].cpu())
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["random"][self.rank][1].cpu())
+            self.extra_state |= state["progress"]
+            self.step = self.extra_state["step"]
+            with open(self.out / "metrics.jsonl", encoding="utf-8") as file:
+                rows = [row for row in file if row.endswith("\n")]         # a kill may cut the last one
+            return [row for row in rows if json.loads(row)["step"] <= self.step]
         except UserError:
             raise
         except Exception as error:                             # damaged files raise errors of many types
-            fail(f"--resume: state.pt, args.json or metrics.jsonl in {self.out} is damaged, or does not fit "
-                 f"this version ({type(error).__name__}); start a new run in another folder")
-        set_checkpoint_note(exists)
-        return rows
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            fail(f"--resume: args.json, state.pt or metrics.jsonl in {self.out} cannot be read ({reason}); "
+                 "start a new run in another folder")
+
+    def refuse_changes(self, saved):
+        """Fail if a setting, or the content of an input, differs from `saved`, the dict in args.json."""
+        now = json.loads(json.dumps(self.settings()))
+        for name in now.keys() - {"data", "inputs"}:           # --data is compared by its checksum
+            if saved.get(name) != now[name]:
+                hint = ""
+                if name in ("steps", "epochs"):                # all learning rates depend on them
+                    hint = (f"; to train a model further, start a new run with --model {self.out} "
+                            "--out NEW")
+                fail(f"--resume: {name} was {saved.get(name)} in {self.out}, now it is {now[name]}{hint}")
+        for name, checksum in now["inputs"].items():
+            if saved["inputs"].get(name) != checksum:
+                fail(f"--resume: the content of --{name.replace('_', '-')} {getattr(self.args, name)} has "
+                     f"changed since the run in {self.out} was started; restore it, or start a new run in "
+                     "another folder")

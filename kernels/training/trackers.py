@@ -1,7 +1,7 @@
 """--log: also send the rows of metrics.jsonl to TensorBoard or Weights & Biases."""
 import uuid
 
-from .cli import fail
+from .errors import fail
 
 
 class TensorBoard:
@@ -16,9 +16,9 @@ class TensorBoard:
         # --resume logs the rows after the checkpoint again: purge the old ones
         self.writer = self.writer_type(out / "tensorboard", purge_step=progress["step"] + 1)
 
-    def log(self, row):
-        for name, value in numeric_values(row).items():
-            self.writer.add_scalar(name, value, row["step"])
+    def log(self, numbers, step):
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
 
@@ -30,30 +30,17 @@ class WandB:
         self.wandb = wandb
 
     def begin(self, out, flags, progress):
-        if earlier := getattr(self.wandb, "run", None):        # an earlier run in this process
-            earlier.finish()
         run_id = progress.setdefault("wandb", uuid.uuid4().hex)    # --resume continues this W&B run
-        try:
-            self.run = self.wandb.init(name=out.name, id=run_id, config=flags, resume="allow")
-        except Exception as error:                             # not logged in, no network
-            fail(f"--log wandb: {type(error).__name__}: {error}".splitlines()[0])
+        self.run = self.wandb.init(name=out.name, id=run_id, config=flags, resume="allow", reinit=True)
 
-    def log(self, row):
-        self.run.log(numeric_values(row), step=row["step"])
-
-
-def numeric_values(row):
-    """Return the numbers in a row of metrics.jsonl, without its step."""
-    return {name: value for name, value in row.items() if type(value) in (int, float) and name != "step"}
-
-
-TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB}
+    def log(self, numbers, step):
+        self.run.log(numbers, step=step)
 
 
 def open_tracker(args):
     """Return the tracker that --log names, or None without --log. Fail if its package is not installed."""
     name = getattr(args, "log", None)
     try:
-        return TRACKERS[name]() if name else None
+        return {"tensorboard": TensorBoard, "wandb": WandB}[name]() if name else None
     except ImportError:
         fail(f"--log {name}: the package {name} is not installed; pip install {name}, or leave --log out")

@@ -508,7 +508,7 @@ def test_fine_tunes_models_of_tacl_and_cline(name, flags, tmp_path):
     (GOOD, "--label-column topic", r"a\.tsv: columns sentence, label; expected .* \(now topic\); .*"),
     (GOOD, "--text-columns sentence label", r"a\.tsv: columns sentence, label; expected .*"),
     ("A\tB\tC\tx\nA\tB\tC\ty\n", "", r"a\.tsv: columns column 1, column 2, column 3, column 4; expected .*"),
-    ("A\t1.5\nB\tx\n", "--task regression", r"a\.tsv line 2: label 'x', expected a number below 1e18"),
+    ("A\t1.5\nB\tx\n", "--task regression", r"a\.tsv line 2: label 'x', expected a number"),
     (GOOD, "--batch-size 5", r"a\.tsv: 4 rows, expected at least --batch-size, which is 5"),
     (GOOD, "--supcon-weight 1.5", r"argument --supcon-weight: 1\.5: expected a number from 0 to 1"),
     (GOOD, "--supcon-weight nan", r"argument --supcon-weight: nan: expected a number from 0 to 1"),

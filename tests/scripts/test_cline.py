@@ -62,11 +62,6 @@ def make_rows(form, bert, texts):
     return model, cline.tokenise_triples(triples, model, args)[0], args
 
 
-def test_messages_number_rows_as_in_the_file():
-    """Row numbers start at 1, and also count rows that were left out."""
-    assert cline.format_row_numbers([(None, 0), (None, 3)], [1, 0]) == "rows 4, 1, ..."
-
-
 @both_forms
 def test_compute_loss(form, bert, monkeypatch):
     """Value and gradients equal those of texts encoded one by one, both with many small length groups and

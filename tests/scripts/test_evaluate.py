@@ -88,11 +88,11 @@ NOTHING = "--evaluate: nothing to evaluate; give .*"
 
 @pytest.mark.parametrize("name, flags, wanted", [
     ("simcse", [], NOTHING), ("tacl", [], NOTHING), ("simclr", [], NOTHING),
-    ("simcse", ["--data", "good.csv"], "--evaluate: nothing to evaluate; name files of scored pairs .*"),
+    ("simcse", ["--data", "good.csv"], "--evaluate: nothing to evaluate; give .*"),
     ("simcse", [*STS, "--model", "scratch"], "--model scratch: a new model is untrained; .*"),
-    ("moco", ["--dev", "good.csv"], "--evaluate: --model resnet-50 has no classifier; .*, by --data"),
+    ("moco", ["--dev", "good.csv"], "--model resnet-50: a new model has learnt nothing; .*"),
     ("moco", ["--data", "x.npy"], "--model resnet-50: a new model has learnt nothing; .*"),
-    ("simclr", ["--data", "x.npy", "--model", "y"], "--evaluate: no labelled test set; .*"),
+    ("simclr", ["--data", "x.npy", "--model", "y"], "--evaluate: expected labelled test images, .*"),
     ("childtuning", ["--dev", "good.csv", "--model", "encoder"], "--model encoder: .* a classifier.*")])
 def test_what_cannot_be_evaluated(name, flags, wanted, cwd, bert, capfd):
     np.save("x.npy", PICTURES["images"][:4])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import simclr
-from kernels.training.cli import UserError
+from kernels.training.errors import UserError
 from kernels.training.extras import simclr_v2
 from kernels.training.extras.simclr_v2 import FinetuneOrDistill
 from kernels.training.images import encoders

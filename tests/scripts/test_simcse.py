@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 import simcse
 from families import DECODERS, ENCODERS, small_model
-from kernels.training.cli import UserError
+from kernels.training.errors import UserError
 from kernels.training.text.encoders import set_dropout
 from running import NLI, ONE_BATCH, SMALL, embed_saved, metrics, rejects, run_text
 

@@ -323,7 +323,7 @@ TEACHER = "--model bert --teacher"
     (None, "", r"data: No such file or directory"), ("\n \n", "", r"data: 0 " + FEW),
     ("A man eats.\nHe likes it.\nA dog runs.\n", "--data good --dev data", r"data: 1 " + FEW),
     ("A.\n\nB.\n\nC.\nD.\n", "", r"data: 1 " + FEW),
-    ("A.\n\xff.\n", "", r"data line 2: not UTF-8; convert it, for example with iconv"),
+    ("A.\n\xff.\n", "", r"data: not UTF-8 before byte 6; convert it, for example with iconv"),
     (GOOD, "--max-length 4", r"--max-length 4: expected at least 5: \[CLS\], two \[SEP\], .*"),
     (GOOD, "--max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
     (GOOD, "--shuffle-buffer 1", r"argument --shuffle-buffer: 1: expected a number of at least 2"),

@@ -145,13 +145,13 @@ def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, m
 
 
 def test_duplicates_are_dropped_and_learning_rates_are_constant(tmp_path):
-    """9 of 12 rows are distinct, so the third batch of an epoch has one sentence. It has no negatives and no
-    neighbours, and loss 0. The head has a learning rate of its own."""
+    """9 of 12 rows are distinct, so the third batch of an epoch would have one sentence, without negatives:
+    it is left out. The head has a learning rate of its own."""
     flags = ["--model", "scratch", "--batch-size", 4, "--neighbours", 3, "--epochs", 2, "--lr", 1e-3]
     result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags, "--head-lr", 1e-2)
     assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
-    assert ["neighbourhood" in step for step in result.steps] == [True, True, False] * 2
-    assert result.losses[2::3] == [0, 0] and {step["lr"] for step in result.steps} == {1e-3}
+    assert ["neighbourhood" in step for step in result.steps] == [True] * 4
+    assert min(result.losses) > 0 and {step["lr"] for step in result.steps} == {1e-3}
     groups = result.run.optimizer.param_groups
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(1e-3, 0), (1e-2, 0)]
     assert equal(groups[1]["params"], list(result.model.projection.parameters()))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from kernels import check_rows, checks
 
-from ..cli import fail
+from ..errors import fail
 
 
 @contextlib.contextmanager

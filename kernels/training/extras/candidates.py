@@ -4,9 +4,8 @@ import re
 import torch
 import torch.nn.functional as F
 
-from ..cli import fail
-from ..columns import RANKING_COLUMNS, join_names, normalise_name
-from ..tables import empty_cell, read_table
+from ..data import RANKING_COLUMNS, empty_cell, join_names, normalise_name, read_table
+from ..errors import fail
 
 # Header names of each column
 ROLES = RANKING_COLUMNS | {"scores": "scores rouge rouges candidatescores".split()}

@@ -3,9 +3,9 @@ minimal edits of them that change the label (Gardner et al. 2020), and texts of 
 ood.py)."""
 import torch
 
-from ..cli import fail, log
-from ..text.classifier import describe_scores, predict
+from ..errors import fail, log
 from . import ood
+from .classifier import describe_scores, predict
 
 
 def load_extra_sets(args, load_data):

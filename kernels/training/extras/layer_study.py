@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ..cli import fail, is_first_rank, log, writing
-from ..output_dir import create_file
+from ..errors import fail, is_first_rank, log
+from ..out import atomic_file
 from ..progress import progress
 from ..run import Run
 from ..text.encoders import build_encoder, describe_model
-from ..text.layers import pool_layers
 from ..text.sts import load_sts, spearman
 from ..text.tokens import tokenise
+from .layers import pool_layers
 
 
 def score_layers(model, encoder, pairs, poolings):
@@ -21,7 +21,9 @@ def score_layers(model, encoder, pairs, poolings):
     truncated to --max-length. Layer 0 is the output of the embedding layer."""
     texts = [pair[side] for side in (0, 1) for pair in pairs]
     distinct = sorted(set(texts), key=lambda text: (len(text), text))
-    prompted = [model.normalise_case(model.default_prompt + x) for x in distinct]
+    prompted = [model.default_prompt + x for x in distinct]
+    if model.lower_case:
+        prompted = [text.lower() for text in prompted]
     rows, _ = tokenise(prompted, model.tokenizer, model.max_length)
     layers, training = range(encoder.config.num_hidden_layers + 1), encoder.training
     encoder.eval()
@@ -51,16 +53,14 @@ def log_tables(encoders, model, pairs, path):
     for layer, rows in enumerate(zip(*tables.values())):
         log("study", f"{layer:5}" + "".join("  " + "".join(f"{x:8.2f}" for x in row) for row in rows))
     if path and is_first_rank():
-        aside = Path(f"{path}.tmp")
-        with writing(path), create_file(aside) as file:
+        with atomic_file(Path(path)) as file:
             file.write(json.dumps(tables | {"poolings": poolings}))
-        os.replace(aside, path)                                # nobody reads a half-written file
 
 
 def evaluate_layers(args, script):
     """Run --evaluate --layer-study: print the scores of every layer of --model."""
     check_layer_study(args)
-    pairs, run = load_sts(args.dev), Run(args, script)
+    pairs, run = load_sts(args.dev, args.dev_columns), Run(args, script)
     model = build_encoder(args, run, columns=len(args.prompt or [""])).to(run.device)
     log("model", describe_model(model, args))
     log_tables({"evaluated": model.encoder}, model, pairs, args.layer_study)

@@ -32,7 +32,20 @@ import re
 import time
 from pathlib import Path
 
-from ..cli import ScriptParser, at_least, check_memory, command, fail, log, parse_early
+import torch
+import torch.nn.functional as F
+
+from kernels import similarity_topk
+from kernels.heuristics import TOPK_SLOTS
+
+from ..data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
+from ..errors import check_memory, command, fail, log
+from ..flags import ScriptParser, at_least
+from ..out import atomic_file
+from ..precision import LOSS_DTYPE
+from ..progress import progress
+from ..run import Run
+from ..text.encoders import build_encoder, describe_model
 
 BLOCK = 4096                                                   # rows searched at a time
 BYTES_PER_CANDIDATE = 64                                       # needed for one candidate of one row, roughly
@@ -65,24 +78,6 @@ def make_parser():
                 "PyTorch; auto: triton on an NVIDIA GPU, else blockwise")
     shared("--precision", group="run")
     return parser
-
-
-if __name__ == "__main__":
-    parse_early(make_parser)  # --help, and errors in flags, do not wait for the import of transformers
-
-import torch
-import torch.nn.functional as F
-
-from kernels import similarity_topk
-from kernels.heuristics import TOPK_SLOTS
-
-from ..columns import SENTENCE_COLUMNS
-from ..output_dir import create_file
-from ..precision import LOSS_DTYPE
-from ..progress import progress
-from ..run import Run
-from ..tables import describe_table, empty_cell, log_first_row, read_table
-from ..text.encoders import build_encoder, describe_model
 
 
 def check_flags(args):
@@ -236,25 +231,19 @@ def search(q, k, min_found, bound, args):
 def write_rows(path, table, negatives, texts):
     """Write the rows of the table, with their mined negatives (R, N) as further columns, to a file. Rows
     without negatives are left out. The file appears only once it is complete."""
-    suffix, aside = path.suffix.lower(), path.with_name(f".{path.name}.tmp")
+    suffix = path.suffix.lower()
     more = len(next(iter(table))[1]) - 2 + negatives.shape[1]
     names = ["negative"] if more == 1 else [f"negative_{i + 1}" for i in range(more)]
     names = ["anchor", "positive", *names]
-    try:
-        with create_file(aside) as file:
-            rows = csv.writer(file)                            # quotes a \r because its lines end in \r\n
-            save = {".csv": rows.writerow, ".tsv": lambda cells: file.write("\t".join(cells) + "\n"),
-                    ".jsonl": lambda cells: file.write(json.dumps(dict(zip(names, cells))) + "\n")}[suffix]
-            if suffix != ".jsonl":
-                save(names)
-            for (_, cells), ids in zip(table, negatives.tolist(), strict=True):
-                if ids[0] >= 0:
-                    save([*cells, *(texts[i] for i in ids)])
-        os.replace(aside, path)
-    except OSError as error:
-        fail(f"--out {path}: {error.strerror}")
-    finally:
-        aside.unlink(missing_ok=True)
+    with atomic_file(path) as file:
+        rows = csv.writer(file)                                # quotes a \r because its lines end in \r\n
+        save = {".csv": rows.writerow, ".tsv": lambda cells: file.write("\t".join(cells) + "\n"),
+                ".jsonl": lambda cells: file.write(json.dumps(dict(zip(names, cells))) + "\n")}[suffix]
+        if suffix != ".jsonl":
+            save(names)
+        for (_, cells), ids in zip(table, negatives.tolist(), strict=True):
+            if ids[0] >= 0:
+                save([*cells, *(texts[i] for i in ids)])
 
 
 @command

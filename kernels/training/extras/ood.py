@@ -3,10 +3,9 @@ are evaluated by how well their scores separate these texts from texts of known 
 import numpy as np
 import torch
 
-from ..cli import fail, log
-from ..tables import empty_cell, join_names, normalise_name
-from ..text.classifier import forward_rows
-from ..text.label_columns import read_table_with_names
+from ..data import empty_cell, join_names, normalise_name
+from ..errors import fail, log
+from .classifier import forward_rows, read_table_with_names
 from .classifier_losses import classify_with_features
 
 NEIGHBOURS = 20                                                # of LOF, as in the released code

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kernels.figures import new_figure, save_figure
 
-from ..cli import command, fail
+from ..errors import command, fail
 
 # Axis labels of dev scores. If args.json names no metric, the first of these that the run has logged is used:
 # the score that selects the best checkpoint, or that the paper is about.

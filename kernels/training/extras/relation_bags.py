@@ -16,12 +16,10 @@ from tokenizers import AddedToken
 
 from kernels import check_rows, checks
 
-from ..cli import fail, log
-from ..files import check_unchanged, file_signature
-from ..pretrained import one_line_errors
+from ..data import RowError, read_jsonl
+from ..errors import fail, log
+from ..pretrained import loading
 from ..progress import progress
-from ..rows import read_jsonl
-from ..tables import invalid_character, summarise
 from ..text.tokens import tokenise
 
 MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # around the head and the tail
@@ -33,15 +31,15 @@ def load_sentences(path):
 
     Fail if a line is wrong, or if there is no relation other than NA."""
     rows, errors = [], []
-    with check_unchanged(path, file_signature(path)):
-        for location, row in read_jsonl(Path(path)):
-            error = row.args[0] if isinstance(row, ValueError) else line_error(row)
-            if error:
-                errors.append(f"{location}: {error}")
-            else:
-                rows.append(row)
+    for place, row in read_jsonl(Path(path)):
+        error = str(row) if isinstance(row, RowError) else line_error(row)
+        if error:
+            errors.append(f"{place}: {error}")
+        else:
+            rows.append(row)
     if errors or not rows:
-        fail(f"{path} {summarise(errors)}" if errors else f"{path}: no lines")
+        more = f" ({len(errors) - 1:,} more lines are wrong)" if len(errors) > 1 else ""
+        fail(f"{path} {errors[0]}{more}" if errors else f"{path}: no lines")
     names = sorted({row["relation"] for row in rows}.difference(UNKNOWN))
     if not names:
         fail(f"{path}: all relations are {' or '.join(UNKNOWN)}; expected at least one other")
@@ -65,8 +63,7 @@ def line_error(row):
     for mark in itertools.chain(*MARKS.values()):
         if mark in text:
             return f"the text contains {mark}, which marks an entity after reading; delete it"
-    error = invalid_character([text, row["relation"], row["h"]["id"], row["t"]["id"]])
-    return error and f"a text contains {error}"
+    return None
 
 
 def add_marks(model):
@@ -80,7 +77,7 @@ def add_marks(model):
 
 def load_heads(heads, file):
     """Load the weights of a module from a file that save_transformer wrote. Fail if they do not fit."""
-    with one_line_errors(str(file)):
+    with loading(str(file)):
         heads.load_state_dict(load_file(file))
 
 

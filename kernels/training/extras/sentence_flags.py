@@ -1,9 +1,7 @@
-"""simcse.py's flags for ConSERT, DeCLUTR and SimCLS, and their recipes.
-
-This module does not import transformers, so that --help is fast.
-"""
-from ..cli import at_least, fail, log
-from ..columns import RANKING_COLUMNS, SENTENCE_COLUMNS
+"""simcse.py's flags for ConSERT, DeCLUTR and SimCLS, and their recipes."""
+from ..data import RANKING_COLUMNS, SENTENCE_COLUMNS
+from ..errors import fail, log
+from ..flags import at_least
 from ..recipes import Recipe, log_recipe
 
 # Views by name, with the default of --view-rates

@@ -5,7 +5,8 @@ from torch import nn
 
 from kernels import check_rows, checks, own_rows
 
-from ..images.encoders import load_classifier, load_head_layers
+from ..errors import fail
+from ..images.encoders import load_classifier, load_head
 
 
 def distillation_loss(logits, teacher_logits, temperature=1.0):
@@ -20,6 +21,16 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
     checks.check_temperature(temperature, logits.device)
     soft_labels = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
     return F.cross_entropy(logits / temperature, soft_labels)
+
+
+def load_head_layers(name, count):
+    """Return (modules, output dimension) of the first `count` linear layers of the head saved in a folder,
+    each with the norm and activation that follow it."""
+    head, _ = load_head(name)
+    linear = [i for i, part in enumerate(head or ()) if isinstance(part, nn.Linear)]
+    if count > len(linear):
+        fail(f"--from-layer {count}: the head of {name} has {len(linear)} layers; expected no higher number")
+    return head[: [*linear, len(head)][count]], head[linear[count - 1]].out_features
 
 
 class FinetuneOrDistill:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from ..cli import fail, log
+from ..errors import fail, log
 from ..progress import progress
 from ..text.tokens import NO_LIMIT, text_batches, tokenise
 from .adversarial import adversarial_noise, find_hook_point, patched_embedding_output, patched_word_embeddings

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import output_dir
-from ..cli import fail, log
+from .. import out
+from ..errors import fail, log
 from ..run import Run
-from ..text.classifier import describe_scores, finish_run, metric_name, write_card
+from .classifier import describe_scores, finish_run, metric_name, write_card
 
 
 class Trial(Run):
@@ -23,7 +23,6 @@ class Trial(Run):
 
     def begin(self, *args, **kwargs):
         begin_parent(self.parent)
-        self.known_checksums = dict(self.parent.inputs)        # inputs are read once, not for every trial
         super().begin(*args, **kwargs)
 
 
@@ -43,7 +42,7 @@ def run_trials(args, modes, script, train):
         if is_finished(folder):
             log("skipped", f"{folder} is finished")
             continue
-        trial.resume = (folder / output_dir.UNFINISHED).is_file()
+        trial.resume = (folder / out.UNFINISHED).is_file()
         run = Trial(trial, script, parent)
         train(trial, run)
         del run.model, run.optimizer                           # free memory: the signal handlers keep `run`
@@ -63,21 +62,19 @@ def trial_args(args, mode, seed):
 
 def is_finished(folder):
     """Return whether the trial in a folder has ended."""
-    return (folder / "args.json").is_file() and not (folder / output_dir.UNFINISHED).is_file()
+    return (folder / "args.json").is_file() and not (folder / out.UNFINISHED).is_file()
 
 
 def begin_parent(run):
     """Write flags and code to OUT, or check that the flags are those of the trials in OUT. Only the first
     call does this."""
-    if hasattr(run, "inputs"):
+    if hasattr(run, "begun"):
         return
-    run.inputs = output_dir.fingerprints(run.args, run.known_checksums)
-    begun = run.args.resume and output_dir.has_run(run.out)
-    if begun:
-        saved = json.loads((run.out / "args.json").read_text(encoding="utf-8"))
-        output_dir.refuse_changes(saved, run.flags(), run.out)
-    if run.rank == 0 and not begun:
-        output_dir.write_code(run.out, run.script, run.flags())
+    run.begun = run.args.resume and (run.out / "args.json").is_file()
+    if run.begun:
+        run.refuse_changes(json.loads((run.out / "args.json").read_text(encoding="utf-8")))
+    elif run.rank == 0:
+        run.start_folder()
 
 
 def summarise(parent, trials, modes):
@@ -133,7 +130,7 @@ def mean_and_spread(runs, labels=()):
 def copy_trial(trial, parent):
     """Copy a trial's model and metrics into OUT, which has flags and code of its own."""
     own_files = {"args.json", "state.pt", parent.script.name}
-    with output_dir.atomic_output(parent) as aside:
+    with out.atomic_output(parent) as aside:
         for file in Path(trial.out).iterdir():
             if file.is_file() and file.name not in own_files:
                 shutil.copyfile(file, aside / file.name)

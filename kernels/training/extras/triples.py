@@ -6,7 +6,6 @@ of its replacement (CODES).
 """
 import csv
 import difflib
-import os
 import random
 import re
 from collections import Counter
@@ -14,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cli import fail, log, writing
-from ..output_dir import create_file
+from ..data import normalise_name
+from ..errors import fail, log
+from ..out import atomic_file
 from ..progress import progress
-from ..tables import normalise_name
 from ..text.tokens import count_characters, text_batches
 from .wordnet import WORD, WordNet, load_tagger, tag_words
 
@@ -109,11 +108,9 @@ def save_triples(triples, run):
 
 def write_triples(triples, path):
     """Write triples to a .csv, whose rows read_triple reads."""
-    aside = Path(f"{path}.saving")
-    with writing(path), create_file(aside) as file:
+    with atomic_file(Path(path)) as file:
         rows = ((*row[:3], *map(format_labels, row[3:])) for row in triples)
         csv.writer(file).writerows([COLUMNS, *rows])
-    os.replace(aside, path)
 
 
 def format_labels(labels):

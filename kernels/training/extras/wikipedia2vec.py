@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..cli import fail
-from ..files import open_file, split_long_lines
+from ..errors import fail
 from ..progress import progress
 
 
@@ -23,8 +22,8 @@ def load_entity_vectors(path, titles):
     vectors, found, line = None, set(), 0
     opener = {".gz": gzip.open, ".bz2": bz2.open}.get(Path(path).suffix, open)
     try:
-        with open_file(path, opener) as file:
-            for line, text in enumerate(progress(split_long_lines(file), "vectors", unit=" lines"), 1):
+        with opener(path, "rb") as file:
+            for line, text in enumerate(progress(file, "vectors", unit=" lines"), 1):
                 if line == 1 and re.fullmatch(rb"\d+ \d+\s*", text):           # header of the word2vec format
                     continue
                 name, _, numbers = text.strip().partition(b"\t" if b"\t" in text else b" ")

@@ -4,8 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ..cli import fail
-from ..files import open_file, split_long_lines
+from ..errors import fail
 
 # Function words that WordNet lists as nouns, verbs, adjectives or adverbs, too ("he" is helium). They are not
 # replaced.
@@ -72,8 +71,8 @@ class WordNet:
             if not name.startswith("data."):
                 return
             fail(f"--wordnet {self.folder}: {name}: No such file or directory; {EXPECTED_FOLDER}")
-        with open_file(path) as file:
-            for i, line in enumerate(split_long_lines(file), 1):
+        with open(path, "rb") as file:
+            for i, line in enumerate(file, 1):
                 try:
                     add(line.decode(), offset, pos)
                 except (ValueError, IndexError, KeyError):

@@ -2,9 +2,7 @@
 
 dataset       the images of --data and --dev with their labels; iterators over training and evaluation views
 formats       reads data sets: .npz and .npy arrays, CIFAR's python batches, folders and tables of image files
-pickles       reads the pickles of CIFAR's python batches without running any code in them
-loading       image arrays and image files as sources of views; decoding and cropping of files
-workers       worker processes for decoding, and how they handle signals
+loading       image arrays and image files as sources of views; worker processes that decode files
 augmentation  random crop boxes, crop and resize, colour jitter, blur
 encoders      ResNets and other image encoders: create, load and save them with their heads
 evaluation    kNN accuracy, linear probe, accuracy of a classifier

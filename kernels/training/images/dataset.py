@@ -5,12 +5,13 @@ import torch.distributed as dist
 
 from kernels import gather_rows, own_rows
 
-from ..cli import check_memory, fail
+from ..errors import check_memory, fail
 from ..loop import batches, steps_per_epoch
 from ..progress import progress
 from . import encoders
-from .augmentation import centre_crop_boxes, flip
+from .augmentation import flip
 from .formats import read_images
+from .loading import Cutter
 
 
 class ImageDataset:
@@ -38,10 +39,12 @@ class ImageDataset:
         needed = 12 * args.batch_size * self.size**2           # bytes: three float32 channels
         check_memory(f"--image-size {self.size}: {args.batch_size} images", needed)
         labelled = test and self.train.labels is not None and test.labels is not None
+        if args.dev and not labelled:
+            missing = args.dev if self.train.labels is not None else self.path
+            fail(f"--dev {args.dev}: {missing} has no labels, but kNN compares those of --dev and --data")
         self.test = test if labelled else None
         self.renumber_labels()
-        if not args.evaluate:
-            self.check_batch_size(args.batch_size)
+        self.check_batch_size(0 if args.evaluate else args.batch_size)
 
     def __len__(self):
         return len(self.train)
@@ -57,9 +60,10 @@ class ImageDataset:
                 names = [split.names.get(label, str(label)) for label in found.tolist()]
                 split.labels = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])[at]
         self.classes = [*numbers]
-        if self.test:
-            check_memory(f"{self.path}: {len(numbers):,} labels for {len(self.test):,} test images",
-                         4 * len(numbers) * len(self.test))
+        if self.test and not torch.isin(self.test.labels, self.train.labels).any():
+            found = ", ".join(self.classes[int(label)] for label in self.test.labels.unique()[:3])
+            fail(f"{self.path}: no class of the test images ({found}, ...) is a class of the training images "
+                 f"({', '.join(self.classes[:3])}, ...)")
 
     def subsample(self, share):
         """Keep a random share of the training images of each class, at least one; the seed decides which."""
@@ -83,10 +87,8 @@ class ImageDataset:
         return f"{len(self):,} images from {self.path}, views of {self.size} px, {evaluated}"
 
     def to_device(self, run):
-        """Move the images to the run's device, and give the run the checksums computed while reading them."""
+        """Move the images to the run's device."""
         self.device = run.device
-        run.known_checksums |= dict(data=self.train.digest, finetune=self.train.digest,
-                                    dev=self.test and self.test.digest)
         for split in (self.train, self.test):
             if split:
                 split.to_device(run.device)
@@ -99,19 +101,10 @@ class ImageDataset:
         crops    Crops: `count` random crops of each image, each flipped with probability 0.5. The first crops
                  of all images come before all second ones. None: the centre crop, not flipped
         """
-        # the generator must not refer to self: stored as self.training_views, it would form a cycle
-        seed, share = self.seed, 1 if self.is_small else encoders.CENTRE_CROP
-
-        def plan():
-            for epoch, rows in order:
-                rows = np.asarray(rows)
-                sizes = split.sizes(rows)
-                if crops:
-                    yield rows, crops.sample_boxes(seed, epoch, rows, sizes, count)
-                else:
-                    yield rows, centre_crop_boxes(sizes, share)
-
-        views = split.load_views(plan(), self.size, self.crops.bicubic, self.device)
+        share = 1 if self.is_small else encoders.CENTRE_CROP
+        cutter = Cutter(crops, self.seed, count, share, self.size, self.crops.bicubic)
+        order = ((epoch, np.asarray(rows)) for epoch, rows in order)
+        views = split.load_views(order, cutter, self.device)
         return map(flip, views) if crops else views
 
     def start_training_views(self, run, total, min_area, count=2):

@@ -1,5 +1,4 @@
 """Image encoders and their heads: create, load, and save them in the format of transformers."""
-import contextlib
 import json
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from transformers import AutoModel, ResNetConfig, ResNetModel
 
 from kernels import embed_in_chunks
 
-from ..cli import fail
-from ..output_dir import atomic_output, model_card
-from ..pretrained import forbid_remote_code, one_line_errors, read_config, read_json
+from ..errors import fail
+from ..out import atomic_output, model_card
+from ..pretrained import loading, read_config, read_json
 
 SMALL_SIZE = 32                                                # pixels: views up to this size count as small
 CENTRE_CROP = 0.875                                            # share of the shorter side, for larger views
@@ -40,10 +39,6 @@ RESNETS = {"resnet-small": BASIC | dict(embedding_size=32, hidden_sizes=[32, 64,
            "resnet-101": BOTTLENECK | dict(hidden_sizes=[256, 512, 1024, 2048], depths=[3, 4, 23, 3]),
            "resnet-152": BOTTLENECK | dict(hidden_sizes=[256, 512, 1024, 2048], depths=[3, 8, 36, 3])}
 
-# auto_map in the config.json of older folders; newer ones have the setting small_stem instead. The file with
-# Python code that auto_map names is never run.
-OLD_CODE = {"AutoModel": "modeling.SmallImageResNet"}
-
 
 def load_image_encoder(name, small=False, flag="--model"):
     """Return an image encoder: a new ResNet for a name in RESNETS, else the one in a folder or on the hub.
@@ -53,41 +48,18 @@ def load_image_encoder(name, small=False, flag="--model"):
     """
     if name in RESNETS:
         return (SmallImageResNet if small else ResNetModel)(ResNetConfig(**RESNETS[name]))
-    local, label = Path(name).is_dir(), f"{flag} {name}"
-    with one_line_errors(label):
-        prepared = read_json(name, "preprocessor_config.json") if local else {}
-        saved = read_json(name, "config.json") if local else {}
-        code = saved.get("auto_map")
-        if prepared.get("auto_map") or code and code != OLD_CODE:
-            fail(f"{label}: needs to run its own Python code, which is never done; expected an architecture "
-                 "of the transformers library")
+    label = f"{flag} {name}"
     config = read_config(label, name, hint=", or use resnet-18")
-    with one_line_errors(label):
-        if not hasattr(config, "hidden_sizes"):
-            fail(f"{label}: {config.model_type} is not an image encoder like ResNet")
-        if (channels := getattr(config, "num_channels", 3)) != 3:
-            fail(f"{label}: its input images have {channels} channels, expected 3")
-        kind = SmallImageResNet if code or getattr(config, "small_stem", False) is True else AutoModel
-        with forbid_remote_code():
-            encoder, info = kind.from_pretrained(
-                name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
-                trust_remote_code=False, output_loading_info=True)
+    if not hasattr(config, "hidden_sizes") or getattr(config, "num_channels", 3) != 3:
+        fail(f"{label}: {config.model_type} is not an image encoder like ResNet, of images with 3 channels")
+    kind = SmallImageResNet if getattr(config, "small_stem", False) is True else AutoModel
+    with loading(label):
+        encoder, info = kind.from_pretrained(
+            name, config=config, dtype=torch.float32, ignore_mismatched_sizes=True,
+            trust_remote_code=False, output_loading_info=True)
     if lost := [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]:
         fail(f"{label}: {len(lost)} weights, such as {min(lost)}, are missing or do not fit its config.json")
-    if bad := next((part for part, x in encoder.state_dict().items() if not x.isfinite().all()), None):
-        fail(f"{label}: {bad} contains NaN or infinity; choose a checkpoint from before training diverged")
-    if config.model_type != "resnet" and pooled_feature_dim(encoder) != config.hidden_sizes[-1]:
-        fail(f"{label}: {config.model_type} is not an image encoder like ResNet")
     return encoder
-
-
-def pooled_feature_dim(encoder):
-    """Return the dimension of the encoder's pooled features; None if it has no pooled output."""
-    try:
-        with torch.no_grad():
-            return encoder(torch.zeros(1, 3, 224, 224)).pooler_output.flatten(1).shape[1]
-    except Exception:                  # Segformer has no pooled output, CLIP needs a text as well as an image
-        return None
 
 
 def read_mean_std(name):
@@ -100,12 +72,8 @@ def read_mean_std(name):
 
 def read_size(name):
     """Return the side in pixels of the input images of the model in a folder; 224 if it is not known."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):     # read_mean_std reports damage
-        prepared = read_json(name, "preprocessor_config.json") if Path(name).is_dir() else {}
-        edge = prepared["size"]["shortest_edge"]
-        if type(edge) is int and edge > 0:
-            return edge
-    return 224
+    prepared = read_json(name, "preprocessor_config.json") if Path(name).is_dir() else {}
+    return prepared.get("size", {}).get("shortest_edge", 224)
 
 
 class ImageEncoder(nn.Module):
@@ -127,8 +95,7 @@ class ImageEncoder(nn.Module):
     def features(self, images):
         """Return the encoder's pooled output (n, H) float32 for images (n, 3, S, S) in [0, 1]."""
         images = ((images - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
-        autocast = torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16)
-        with autocast, explain_batch_norm_error():
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16):
             return self.encoder(images).pooler_output.flatten(1).float()
 
     def forward(self, views):
@@ -136,8 +103,7 @@ class ImageEncoder(nn.Module):
         views are encoded in chunks, and gradients are those of the full batch (GradCache)."""
         chunks = views.split(self.chunk_size or len(views))
         module = self if self.chunk_size else None
-        with explain_batch_norm_error():
-            return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
+        return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
     @torch.no_grad()
     def encode_batches(self, batches, logits=False):
@@ -153,18 +119,6 @@ class ImageEncoder(nn.Module):
         """Load the weights of encoder and head from an output folder."""
         self.encoder.load_state_dict(load_file(folder / "model.safetensors"))
         self.head.load_state_dict(load_file(folder / HEAD))
-
-
-@contextlib.contextmanager
-def explain_batch_norm_error():
-    """Turn PyTorch's error about a single value per channel into a UserError that names flags to change."""
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):  # this ValueError has no type of its own
-            raise
-        fail("a batch norm gets a single value per channel, expected at least two: raise --batch-size or "
-             "--chunk-size, or lower --bn-splits (moco.py)", every_rank=True)
 
 
 # ── heads ──
@@ -187,37 +141,18 @@ def load_head(name, flag="--model"):
     path, layers = Path(name, HEAD), []
     if not path.is_file():
         return None, None
-    try:
+    with loading(f"{flag} {name}: {HEAD}"):
         with safe_open(path, "pt") as file:
             metadata, weights = file.metadata(), load_file(path)
         for i, kind in enumerate(metadata["layers"].split()):
-            if kind == "ReLU":
-                layers.append(nn.ReLU())
-                continue
-            outputs, *inputs = weights[f"{i}.weight"].shape
-            if kind == "Linear" and outputs:
-                layers.append(nn.Linear(*inputs, outputs, bias=f"{i}.bias" in weights))
-            elif kind == "BatchNorm1d" and outputs:
-                layers.append(nn.BatchNorm1d(outputs))
+            if kind == "Linear":
+                outputs, inputs = weights[f"{i}.weight"].shape
+                layers.append(nn.Linear(inputs, outputs, bias=f"{i}.bias" in weights))
             else:
-                raise ValueError("unknown or empty layer")
-        head, classes = nn.Sequential(*layers), json.loads(metadata["classes"])
+                layers.append(nn.ReLU() if kind == "ReLU" else nn.BatchNorm1d(len(weights[f"{i}.weight"])))
+        head = nn.Sequential(*layers)
         head.load_state_dict(weights)
-        if classes is not None and len(classes) != len(layers[-1].weight):
-            raise ValueError("classes and weights differ")
-        return head, classes
-    except Exception as error:                                 # damaged files raise many types of errors
-        fail(f"{flag} {name}: {HEAD} is damaged ({type(error).__name__}); save it again")
-
-
-def load_head_layers(name, count):
-    """Return (modules, output dimension) of the first `count` linear layers of the head saved in a folder,
-    each with the norm and activation that follow it."""
-    head, _ = load_head(name)
-    linear = [i for i, part in enumerate(head or ()) if isinstance(part, nn.Linear)]
-    if count > len(linear):
-        fail(f"--from-layer {count}: the head of {name} has {len(linear)} layers; expected no higher number")
-    return head[: [*linear, len(head)][count]], head[linear[count - 1]].out_features
+        return head, json.loads(metadata["classes"])
 
 
 def load_classifier(name, flag="--model", run=None):

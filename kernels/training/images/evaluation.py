@@ -6,7 +6,7 @@ from torch import nn
 
 from kernels import similarity_topk
 
-from ..cli import fail, log
+from ..errors import fail, log
 from ..loop import batches, set_lr
 from ..progress import progress
 from ..run import Run
@@ -16,13 +16,12 @@ from .encoders import ImageEncoder, load_image_encoder
 
 
 def evaluate_before(model, images, run):
-    """Score the model by kNN before the first step. From the time that this takes, the run's clock estimates
-    the time of the final linear probe."""
+    """Score the model by kNN before the first step."""
     if images.test and not model.classes:
         if run.step == 0:
-            share = len(images.train) / (len(images.train) + len(images.test))
-            with run.clock.exclude(repeats=share * run.args.probe_epochs, evaluation=True):
-                run.log_initial_scores(evaluate(model, images, run.impl))
+            began = run.clock.seconds()
+            run.log_initial_scores(evaluate(model, images, run.impl))
+            run.clock.count_pause(began)
         log("before", f"kNN {run.extra_state['before']['knn']:.2f} %")
 
 
@@ -98,19 +97,16 @@ def evaluate_model(args, script, crops, linear_probe):
     crops           the script's Crops
     linear_probe    the script's function (model, images, run) → percent
     """
-    if not args.data and encoders.load_head(args.model)[1] is None:
-        fail(f"--evaluate: --model {args.model} has no classifier; kNN and the linear probe need labelled "
-             "training images, by --data")
+    head, classes = encoders.load_head(args.model)
     if args.model in encoders.RESNETS:
         fail(f"--model {args.model}: a new model has learnt nothing; give a folder or a hub name")
     images = ImageDataset(args, crops)
     log("data", images.describe())
-    if not images.test:
-        fail("--evaluate: no labelled test set; expected labels for the training images and for test images, "
-             "which are in --data or given by --dev")
+    if not images.test or not (args.data or classes):
+        fail("--evaluate: expected labelled test images, in --data or --dev, and labelled training images in "
+             "--data, or a --model with a classifier")
     run = Run(args, script)
     encoder = load_image_encoder(args.model, images.is_small)
-    head, classes = encoders.load_head(args.model)
     model = ImageEncoder(encoder, head, run, *encoders.read_mean_std(args.model)).to(run.device)
     images.to_device(run)
     scores = []

@@ -6,22 +6,20 @@ the modules after the encoder. Python code in a folder is never run.
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..cli import UserError, fail
-from ..output_dir import atomic_output, model_card, save_tokenizer
-from ..pretrained import find_file, read_json
+from ..out import atomic_output, model_card, save_tokenizer
+from ..pretrained import find_file, loading, read_json
 
 POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}     # sentence-transformers' name: ours
 POOLING_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
                  "pooling_mode_lasttoken": "lasttoken"}                # in config.json of older versions
 ACTIVATIONS = {kind: getattr(torch.nn, kind) for kind in ("Tanh", "Identity", "ReLU", "GELU")}
 AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # index 0 is the word embeddings
-MAX_PROMPT = 10_000                                                    # characters
 
 
 @dataclass
@@ -36,6 +34,7 @@ class SavedSettings:
     lower_case      whether texts are converted to lower case
     prompts         one prompt per column (anchor, positive, ...); a single prompt is used for all columns
     default_prompt  prompt for texts that do not come from --data, such as those of --dev
+    all_prompts     {name: prompt}, with those that no column uses
     """
     subfolder: str = ""
     pooling: str = "avg"
@@ -45,19 +44,15 @@ class SavedSettings:
     lower_case: bool = False
     prompts: tuple = ("",)
     default_prompt: str = ""
+    all_prompts: dict = field(default_factory=dict)
 
 
 def read_saved_settings(name, flag="--model"):
     """Return the SavedSettings of a folder or hub name if it has a modules.json or is one of the released
     supervised SimCSE models, else None."""
-    try:
+    with loading(f"{flag} {name}: its modules.json, or a folder listed in it"):
         if modules := read_json(name, "modules.json"):
             return read_modules(name, modules)
-    except UserError as fault:
-        fail(f"{flag} {name}: {fault}")
-    except Exception as error:                                 # damaged files raise many types of exception
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        fail(f"{flag} {name}: its modules.json, or a folder listed in it, is damaged ({what})")
     if re.search("(?<!un)sup-simcse", Path(name).name):        # these models store their MLP as the pooler
         return SavedSettings(pooling="cls", head="pooler")
     return None
@@ -68,8 +63,6 @@ def read_modules(name, modules):
     saved, layers = SavedSettings(), []
     for module in modules:
         kind, path = module["type"].rpartition(".")[2], module["path"]
-        if Path(path).is_absolute() or ".." in Path(path).parts:
-            fail(f"modules.json: {path} is outside the model folder")
         settings = read_json(name, f"{path}/config.json") if path else {}
         if kind == "Transformer":
             prefix = f"{path}/" if path else ""
@@ -81,36 +74,23 @@ def read_modules(name, modules):
         elif kind == "WeightedLayerPooling":
             saved.pooling = read_layer_pooling(name, path, settings)
         elif kind == "Pooling":
-            pooling = read_pooling(path, settings)
-            if saved.pooling == "avg":
-                saved.pooling = pooling
-            elif pooling != "avg":
-                fail(f"{path}: {pooling} pooling after WeightedLayerPooling, expected mean pooling")
+            if saved.pooling not in AVERAGED_LAYERS:           # which mean pooling follows
+                saved.pooling = read_pooling(path, settings)
         elif kind == "Dense":
             layers += read_dense(name, path, settings)
         elif kind == "Normalize":
             saved.normalise = True
         elif kind != "Dropout":
-            fail(f"modules.json: module {kind}, expected one of Transformer, WeightedLayerPooling, Pooling, "
-                 "Dense, Dropout, Normalize")
+            raise ValueError(f"module {kind}, expected one of Transformer, WeightedLayerPooling, Pooling, "
+                             "Dense, Dropout, Normalize")
     saved.head = torch.nn.Sequential(*layers) if layers else None
     config = read_json(name, "config_sentence_transformers.json")
-    prompts = config.get("prompts") or {}
-    for kind, prompt in prompts.items():
-        check_prompt(f"config_sentence_transformers.json: prompt {kind!r}", prompt)
+    saved.all_prompts = prompts = config.get("prompts") or {}
     saved.default_prompt = prompts.get(config.get("default_prompt_name"), "")
     anchor = prompts.get("query", saved.default_prompt)
     others = next((prompts[kind] for kind in ("document", "passage", "corpus") if kind in prompts), anchor)
     saved.prompts = (anchor,) if others == anchor else (anchor, others)
     return saved
-
-
-def check_prompt(source, prompt):
-    """Raise UserError if a prompt is no string, is too long, or is not valid Unicode text without NUL."""
-    if not isinstance(prompt, str) or len(prompt) > MAX_PROMPT or re.search("[\ud800-\udfff\0]", prompt):
-        length = f" ({len(prompt):,} characters)" if isinstance(prompt, str) else ""
-        fail(f"{source} is {prompt!r:.60}{length}, expected a text of at most {MAX_PROMPT:,} characters, "
-             "without NUL")
 
 
 def read_pooling(path, settings):
@@ -119,8 +99,8 @@ def read_pooling(path, settings):
                                              if flag.startswith("pooling_mode_") and on]
     found = [found] if isinstance(found, str) else found or ["mean"]
     if len(found) > 1 or found[0] not in POOLING_NAMES or not settings.get("include_prompt", True):
-        more = "" if settings.get("include_prompt", True) else " without the prompt's tokens"
-        fail(f"{path}: pooling {' and '.join(found)}{more}, expected one of {', '.join(POOLING_NAMES)}")
+        raise ValueError(f"{path}: pooling {' and '.join(found)}, expected one of "
+                         f"{', '.join(POOLING_NAMES)}, with include_prompt")
     return POOLING_NAMES[found[0]]
 
 
@@ -132,7 +112,7 @@ def read_layer_pooling(name, path, settings):
     for pooling, layers in AVERAGED_LAYERS.items():
         if torch.equal(found, layer_weights(layers, len(found)) * found.max()):
             return pooling
-    fail(f"{path}: unsupported layer_weights, expected those of {' or '.join(AVERAGED_LAYERS)}")
+    raise ValueError(f"{path}: expected the layer_weights of {' or '.join(AVERAGED_LAYERS)}")
 
 
 def layer_weights(layers, count):
@@ -145,21 +125,16 @@ def layer_weights(layers, count):
 def read_dense(name, path, settings):
     """Return [linear layer, activation] of sentence-transformers' Dense module."""
     kind = settings.get("activation_function", "Tanh").rpartition(".")[2]
-    residual = settings.get("use_residual")
-    if kind not in ACTIVATIONS or residual:
-        more = " and a residual connection" if residual else ""
-        fail(f"{path}: activation {kind}{more}, expected one of {', '.join(ACTIVATIONS)} without a residual")
+    if kind not in ACTIVATIONS or settings.get("use_residual"):
+        raise ValueError(f"{path}: activation {kind}, expected one of {', '.join(ACTIVATIONS)} without a "
+                         "residual connection")
     if file := find_file(name, f"{path}/model.safetensors"):
         weights = load_file(file)
     else:
         weights = torch.load(find_file(name, f"{path}/pytorch_model.bin"), "cpu", weights_only=True)
-    with torch.device("meta"):                                 # allocates nothing: the sizes may be false
-        sizes = settings["in_features"], settings["out_features"]
-        linear = torch.nn.Linear(*sizes, bias=settings.get("bias", True))
-    weights = {part.removeprefix("linear."): x.float().contiguous() for part, x in weights.items()}
-    if bad := next((part for part, x in weights.items() if not x.isfinite().all()), None):
-        fail(f"{path}: {bad} holds NaN or infinity")
-    linear.load_state_dict(weights, assign=True)
+    sizes = settings["in_features"], settings["out_features"]
+    linear = torch.nn.Linear(*sizes, bias=settings.get("bias", True))
+    linear.load_state_dict({part.removeprefix("linear."): x.float() for part, x in weights.items()})
     return [linear, ACTIVATIONS[kind]()]
 
 
@@ -176,6 +151,7 @@ def save(model, run):
         weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside, state_dict=weights)
+        model.tokenizer.padding_side = "right"                 # as in SentenceEncoder.batch
         save_tokenizer(model.tokenizer, aside)
         index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
         for i, (kind, settings, tensors) in enumerate(modules_after_encoder(model, head), 1):
@@ -189,7 +165,7 @@ def save(model, run):
         (aside / "modules.json").write_text(json.dumps(index, indent=1))
         settings = {"max_seq_length": model.max_length, "do_lower_case": model.lower_case}
         (aside / "sentence_bert_config.json").write_text(json.dumps(settings))
-        if any(model.prompts):
+        if any(model.prompts) or model.all_prompts:
             settings = dict(similarity_fn_name="cosine", **prompts_to_save(model))
             (aside / "config_sentence_transformers.json").write_text(json.dumps(settings, indent=1))
         size = head[-2].out_features if head else width
@@ -228,11 +204,12 @@ def prompts_to_save(model):
     """Return {"prompts": {name: text}, "default_prompt_name": name or None} for sentence-transformers, whose
     encode() uses the default prompt, as embed_texts does."""
     prompts = dict(query=model.prompts[0], document=model.prompts[min(1, len(model.prompts) - 1)])
+    prompts = model.all_prompts | (prompts if any(model.prompts) else {})
     if len(model.prompts) > 2:
         prompts["negative"] = model.prompts[2]
-    if model.default_prompt not in ("", model.prompts[0]):
+    if model.default_prompt not in ("", *prompts.values()):
         prompts["default"] = model.default_prompt
-    default = next((name for name in ("query", "default") if prompts.get(name) == model.default_prompt), None)
+    default = next((name for name, prompt in prompts.items() if prompt == model.default_prompt != ""), None)
     return dict(prompts=prompts, default_prompt_name=default)
 
 

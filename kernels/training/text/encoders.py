@@ -1,18 +1,21 @@
 """Load sentence encoders (transformer, pooling, head) and embed texts. checkpoint.py has their folders."""
 import contextlib
-import re
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from kernels import embed_in_chunks
 
-from ..cli import fail, log
-from ..pretrained import one_line_errors
+from ..data import iter_texts
+from ..errors import fail, log
+from ..pretrained import loading
 from ..progress import progress
-from ..tables import iter_texts
 from .checkpoint import read_saved_settings
 from .models import has_decoder, load_text_model, longest_input
 from .tokens import group_by_length, pad, restore_order, tokenise
@@ -27,32 +30,21 @@ def init_linear(linear, config):
     return linear
 
 
-def is_causal(encoder, source):
-    """Return whether the first token's state is independent of later tokens, as in a decoder. Messages begin
-    with `source`, the flag and the model's name."""
-    ids, training = torch.tensor([[2, 3], [2, 4]]), encoder.training
-    try:
-        with torch.no_grad():
-            output = encoder.eval()(input_ids=ids, attention_mask=ids > 0)
-        _ = output.hidden_states       # BART has only decoder_hidden_states, of a second text
-        first, second = output.last_hidden_state[:, 0]
-    except Exception:                  # T5 needs two texts, CLIP needs an image
-        fail(f"{source}: {type(encoder).__name__} does not return a state for each token of a text, expected "
-             "a model like BERT or Qwen")
-    encoder.train(training)
-    return bool((first - second).norm() < 1e-5 * first.norm())         # equal up to rounding
+def is_causal(config):
+    """Return whether a token's state is independent of later tokens, as in a decoder."""
+    kind = config.model_type
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 class SentenceEncoder(torch.nn.Module):
     """A transformer, the pooling of its token states, and a head.
 
-    pooling      one of cli.POOLINGS. cls, cls_before_pooler: the first token's state; last: the last token's;
-                 avg, avg_top2, avg_first_last: mean over the tokens of the last layer, the last two layers,
-                 or the first and the last layer
+    pooling      one of flags.POOLINGS, which the flag --pooling explains
     head         module to apply after pooling in training, or None
     keep_head    also apply the head at inference
 
-    For the attributes max_length, normalise, lower_case, prompts and default_prompt see SavedSettings.
+    For the attributes max_length, normalise, lower_case, prompts, default_prompt, all_prompts see
+    SavedSettings.
     """
 
     def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
@@ -69,7 +61,7 @@ class SentenceEncoder(torch.nn.Module):
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # decoders
         self.max_length, self.normalise, self.lower_case = longest_input(encoder, tokenizer), False, False
-        self.prompts, self.default_prompt = ("",), ""
+        self.prompts, self.default_prompt, self.all_prompts = ("",), "", {}
         # None, or a function (mask, *extra) -> context manager that can change the encoder's forward pass
         self.change_pass = None
 
@@ -90,11 +82,8 @@ class SentenceEncoder(torch.nn.Module):
     def add_prompts(self, cells):
         """Return a row's texts, each after the prompt of its column. Further columns use the last prompt."""
         prompts = (self.prompts[min(i, len(self.prompts) - 1)] for i in range(len(cells)))
-        return [self.normalise_case(prompt + cell) for prompt, cell in zip(prompts, cells)]
-
-    def normalise_case(self, text):
-        """Return the text, in lower case if the model's settings say so."""
-        return text.lower() if self.lower_case else text
+        texts = [prompt + cell for prompt, cell in zip(prompts, cells)]
+        return [*map(str.lower, texts)] if self.lower_case else texts
 
     @property
     def width(self):
@@ -138,7 +127,8 @@ class SentenceEncoder(torch.nn.Module):
 
     def embed_texts(self, sentences, size=128):
         """Return (N, H) embeddings of texts, in batches of `size`, without truncation to --max-length."""
-        texts = [self.normalise_case(self.default_prompt + text) for text in sentences]
+        texts = (self.default_prompt + text for text in sentences)
+        texts = [*map(str.lower, texts)] if self.lower_case else [*texts]
         rows, _ = tokenise(texts, self.tokenizer, self.max_length)
         return torch.cat([self(self.batch(rows[i : i + size])) for i in range(0, len(rows), size)])
 
@@ -181,15 +171,16 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
                     pooler: (the pretrained pooler as a head, or None,), a tuple to hide it from parameters().
                     head_origin: "new", "saved", "pooler" or None. saved_settings: SavedSettings or None
     """
-    name, local, evaluating = args.model, Path(args.model).is_dir(), getattr(args, "evaluate", False)
+    name, source, evaluating = args.model, f"{flag} {args.model}", getattr(args, "evaluate", False)
+    local = Path(name).is_dir() and name != "scratch"
     saved = read_saved_settings(name, flag) if local else None
     if texts is None and not evaluating:
         texts = iter_texts(args.data)
     loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
     if not local and name != "scratch":        # after the model: a hub that is down is asked only once
         saved = read_saved_settings(name, flag)
-    with one_line_errors(f"{flag} {name}"):
-        return make_encoder(loaded, tokenizer, saved, args, run, f"{flag} {name}", (pooling, head, columns))
+    with loading(source):
+        return make_encoder(loaded, tokenizer, saved, args, run, source, (pooling, head, columns))
 
 
 def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
@@ -197,8 +188,9 @@ def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
     (pooling, head, columns)."""
     encoder = lm.base_model
     default_pooling, default_head, columns = defaults
-    refuse_classifier(encoder, source)
-    if is_causal(encoder, source):
+    if encoder.config.is_encoder_decoder:
+        fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")
+    if is_causal(encoder.config):
         default_pooling = "last"
     pooling = getattr(args, "pooling", None) or (saved.pooling if saved else default_pooling)
     if default_pooling == "last" and pooling.startswith("cls"):
@@ -210,53 +202,16 @@ def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
     if pooling != "cls" or getattr(args, "evaluate", False):
         default_head = None
     head, origin, use = choose_head(args, saved, pooling, default_head, pooler, encoder.config)
-    check_widths(head, encoder.config.hidden_size, source)
     model = SentenceEncoder(encoder, tokenizer, run, pooling, head, keep_head=use == "keep")
     model.lm = None if lm is encoder else lm
     model.head_origin, model.saved_settings = origin, saved
-    if model.lm is not None and not has_decoder(model.lm):
+    if model.lm is not None and not (has_decoder(model.lm) and tokenizer.mask_token_id is not None):
         fail(f"{source}: {type(model.lm).__name__} is not a masked language model like BERT or DistilBERT")
-    if model.lm is not None and tokenizer.mask_token_id is None:
-        fail(f"{source}: its tokenizer has no mask; expected a masked language model like BERT")
     model.pooler = (pooler,)
     apply_saved_settings(model, saved, args, columns)
     if hasattr(args, "pooling"):
         args.pooling = pooling
-    smoke_test(model, source)
     return model
-
-
-@torch.no_grad()
-def smoke_test(model, source):
-    """Embed two texts of 5 and 3 tokens, so that an unusable model fails before --out is created."""
-    special = model.tokenizer.all_special_ids
-    word = next((i for i in range(len(model.tokenizer)) if i not in special), 0)
-    training, mask = model.training, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    z = model.eval().pool(torch.full_like(mask, word), mask)
-    model.train(training)
-    if z.shape != (2, model.width if model.keep_head else model.encoder.config.hidden_size):
-        fail(f"{source}: embeddings of two texts have shape {tuple(z.shape)}, expected one vector per text")
-    if not z.isfinite().all():
-        fail(f"{source}: the embedding of a text is NaN or infinite, expected a model whose training did not "
-             "diverge")
-
-
-def check_widths(head, width, source):
-    """Raise UserError if the head's linear layers do not fit each other or the hidden size `width`."""
-    for linear in head or ():
-        if isinstance(linear, torch.nn.Linear):
-            if linear.in_features != width:
-                fail(f"{source}: a dense layer of its head has {linear.in_features} input features, expected "
-                     f"{width}; take the dense layers that were saved with this encoder")
-            width = linear.out_features
-
-
-def refuse_classifier(encoder, source):
-    """Raise UserError if the model was fine-tuned as a classifier."""
-    heads = "For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice"
-    if kinds := [kind for kind in encoder.config.architectures or [] if re.search(heads, kind)]:
-        fail(f"{source}: {kinds[0]} is a classifier, expected a sentence encoder, such as the model it was "
-             "fine-tuned from")
 
 
 def choose_head(args, saved, pooling, default_use, pooler, config):
@@ -266,13 +221,11 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
     pooler          the pretrained pooler as a head, or None
     returns         head, origin ("new" | "saved" | "pooler") and use ("keep" | "train-only"), or three None
     """
-    asked = getattr(args, "head", None) or []
-    uses = [word for word in asked if word in ("keep", "train-only")]
-    weights = [word for word in asked if word in ("new", "pooler")]
-    if max(len(uses), len(weights)) > 1:
-        fail(f"--head {' '.join(asked)}: expected one of keep and train-only, and one of new and pooler")
-    use = uses[0] if uses else None
-    weights = weights[0] if weights else None
+    asked = {*(getattr(args, "head", None) or [])}
+    if {"keep", "train-only"} <= asked or {"new", "pooler"} <= asked:
+        fail(f"--head {' '.join(args.head)}: expected one of keep and train-only, and one of new and pooler")
+    use = next(iter(asked & {"keep", "train-only"}), None)
+    weights = next(iter(asked & {"new", "pooler"}), None)
     saved_head = saved.head if saved and saved.pooling == pooling and weights is None else None
     if weights == "pooler" or saved_head == "pooler":
         if pooler is None:
@@ -282,13 +235,8 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
         return saved_head, "saved", use or "keep"
     if getattr(args, "evaluate", False) or not (use or default_use):
         return None, None, None
-    return new_head(config), "new", use or default_use
-
-
-def new_head(config):
-    """Return SimCSE's head: a linear layer, initialised as in BERT, and tanh."""
-    linear = torch.nn.Linear(config.hidden_size, config.hidden_size)
-    return torch.nn.Sequential(init_linear(linear, config), torch.nn.Tanh())
+    linear = init_linear(torch.nn.Linear(config.hidden_size, config.hidden_size), config)     # SimCSE's head
+    return torch.nn.Sequential(linear, torch.nn.Tanh()), "new", use or default_use
 
 
 def apply_saved_settings(model, saved, args, columns):
@@ -301,7 +249,7 @@ def apply_saved_settings(model, saved, args, columns):
     if saved:
         model.normalise, model.max_length = saved.normalise, min(saved.max_length, model.max_length)
         model.prompts, model.default_prompt = saved.prompts, saved.default_prompt
-        model.lower_case = saved.lower_case
+        model.lower_case, model.all_prompts = saved.lower_case, saved.all_prompts
         if model.pooling.removesuffix("_before_pooler") != saved.pooling:
             differs.append(f"{saved.pooling} pooling")
         if saved.head is not None and not (model.keep_head and model.head_origin in ("saved", "pooler")):
@@ -316,11 +264,6 @@ def apply_saved_settings(model, saved, args, columns):
             fail(f"--max-length {args.max_length}: {args.model} reads at most {limit} tokens")
         differs.append(f"a maximum length of {model.max_length} tokens")
         model.max_length = args.max_length
-    length = model.max_length if evaluating else args.max_length
-    for prompt, ids in zip(model.prompts, tokenise(model.prompts, model.tokenizer, length)[0]):
-        if prompt and len(ids) == length:
-            fail(f"the prompt {prompt[:40]!r} ({len(prompt):,} characters) leaves no room for a text: inputs "
-                 f"have at most {length} tokens, see --prompt and --max-length")
     if differs:
         log("note", f"{args.model} was saved with {', '.join(differs)}; the flags override this")
 

@@ -4,64 +4,55 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cli import fail, log
+from ..data import READERS
+from ..errors import fail, log
 from ..run import Run
-from ..tables import FILE_EXTENSIONS
 from .checkpoint import load_hint, save
 from .encoders import build_encoder, describe_model
 from .sts import evaluate, load_sts
 
 
 class Evaluator:
-    """The evaluation data of a run: --dev selects the best checkpoint, and --test, --transfer and --cluster
-    score it at the end. All files are read and checked before the first step."""
+    """The evaluation data of a run: --dev selects the best checkpoint, and --test scores it at the end. All
+    files are read and checked before the first step. extras/evaluation.py adds further kinds of data.
+
+    metric, metric_label   name of the dev score that selects the best checkpoint; its printed name
+    """
+    metric, metric_label, score_format = "spearman", "Spearman", ".2f"
 
     def __init__(self, args):
-        self.args, self.selection_metric, self.metric_label = args, "spearman", "Spearman"
-        self.dev = self.load_dev(args) if args.dev else []
-        self.tests = {path: load_sts(path) for path in expand_folders(args.test, "--test")}
-        self.transfers, self.clusters = {}, {}
-        if args.transfer or args.cluster:
-            from ..extras.probes import load_clusters, load_train_test
-            paths = expand_folders(args.transfer, "--transfer")
-            self.transfers = {path: load_train_test(path) for path in paths}
-            self.clusters = {path: load_clusters(path) for path in expand_folders(args.cluster, "--cluster")}
+        self.args, self.dev = args, self.load_dev(args) if args.dev else []
+        self.tests = {path: load_sts(path, args.dev_columns) for path in expand_folders(args.test, "--test")}
 
     def load_dev(self, args):
-        """Return the rows of --dev: scored pairs or, with --objective ranking, also texts with candidates."""
-        if getattr(args, "objective", None) == "ranking":
-            from ..extras import candidates
-            if not candidates.is_scored_pairs(args.dev):
-                self.selection_metric, self.metric_label, rows = candidates.load_dev(args.dev)
-                return rows
-        return load_sts(args.dev)
+        """Return the rows of --dev."""
+        return load_sts(args.dev, args.dev_columns)
 
     def evaluate_before(self, model, run):
-        """Evaluate on --dev before the first step. Its duration predicts how long the test sets will take."""
+        """Evaluate on --dev before the first step."""
         if self.dev and run.step == 0:
-            tests = sum(map(len, self.tests.values()))
-            with run.clock.exclude(repeats=tests / len(self.dev), evaluation=True):
-                run.log_initial_scores(self.dev_scores(model))
+            began = run.clock.seconds()
+            run.log_initial_scores(self.dev_scores(model))
+            run.clock.count_pause(began)
         if self.dev:
             log("before", f"dev {self.metric_label} {self.format_score(run.extra_state['before'])}")
 
     def dev_scores(self, model):
         """Return {metric: value} of the model on --dev."""
-        if self.selection_metric == "spearman":
-            return evaluate(model, self.dev, self.args.impl)
-        from ..extras.candidates import evaluate_candidates
-        return evaluate_candidates(model, self.dev)
+        return evaluate(model, self.dev, self.args.impl)
 
     def format_score(self, scores):
         """Return the selection metric as text."""
-        digits = ".4g" if self.selection_metric == "chosen" else ".2f"
-        return f"{scores[self.selection_metric]:{digits}}"
+        return f"{scores[self.metric]:{self.score_format}}"
 
     def evaluate_and_save(self, model, run):
         """Evaluate the model on --dev and save it if it is the best so far; without --dev, always save it."""
         scores = self.dev_scores(model) if self.dev else {}
+        if scores.get("uniformity", -1) > -1e-3:               # 0: all embeddings are equal
+            log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
+                        "collapsed; usual causes are a too high --lr or --temperature")
         shown = self.format_score(scores) if scores else ""
-        if run.should_save(scores, by=self.selection_metric, shown=shown):
+        if run.should_save(scores, by=self.metric, shown=shown):
             save(model, run)
 
     def finish(self, model, run):
@@ -70,6 +61,9 @@ class Evaluator:
         self.print_test_scores(model)
         before, best = run.extra_state["before"], run.extra_state["saved"]
         rise = ""
+        if self.dev and best[self.metric] <= before[self.metric]:
+            log("note", f"no checkpoint scored higher on --dev than the model that training began with, "
+                        f"{run.args.model}; a lower --lr or more data may help")
         if self.dev:
             rise = (f"dev {self.metric_label} {self.format_score(before)} → {self.format_score(best)} "
                     f"at step {best['step']}, ")
@@ -77,39 +71,25 @@ class Evaluator:
         log("load", load_hint(model, run))
 
     def print_test_scores(self, model):
-        """Print one line per file of --test, --transfer and --cluster, and a mean per flag. As in papers, the
-        mean is that of the rounded scores."""
-        scorers = {"test": self.score_pairs, "transfer": self.score_transfer, "cluster": self.score_clusters}
-        for label, scorer in scorers.items():
+        """Print one line per file, and a mean per flag. As in papers, it is that of the rounded scores."""
+        for label, found in self.test_scores(model).items():
             scores = []
-            for score, text in scorer(model):
+            for score, text in found:
                 log(label, f"{score:.2f}{text}")
                 scores.append(round(score, 2))
             if scores:
                 log(label, f"{np.mean(scores):.2f}  mean")
 
-    def score_pairs(self, model, files=None):
-        """Yield (Spearman, text to print after it) for each of `files` {path: scored pairs}; None: --test."""
-        for path, pairs in (files or self.tests).items():
+    def test_scores(self, model):
+        """Return {label: iterator over (score, text to print after it)}."""
+        return {"test": self.score_pairs(model, self.tests)}
+
+    def score_pairs(self, model, files):
+        """Yield (Spearman, text to print after it) for each of `files` {path: scored pairs}."""
+        for path, pairs in files.items():
             scores = evaluate(model, pairs, self.args.impl)
             more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
             yield scores["spearman"], f"  {''.join(more)}{path}"
-
-    def score_transfer(self, model):
-        """Yield (accuracy of a logistic regression, text to print after it) for each file of --transfer."""
-        from ..extras.probes import evaluate_transfer
-        for path, parts in self.transfers.items():
-            accuracy, strengths = evaluate_transfer(model, *parts, self.args.seed)
-            yield accuracy, f"  C {' '.join(f'{c:g}' for c in strengths)}  {path}"
-
-    def score_clusters(self, model):
-        """Yield (mean V-measure of k-means, text to print after it) for each file of --cluster."""
-        from ..extras.probes import evaluate_clusters
-        for path, data in self.clusters.items():
-            runs = np.array(evaluate_clusters(model, data, self.args.seed))
-            v_measure, accuracy = runs.mean(0)
-            deviation = runs.std(0, ddof=1)[0]
-            yield v_measure, f" ± {deviation:.2f}  accuracy {accuracy:.2f}  {path}"
 
 
 def expand_folders(paths, flag):
@@ -117,24 +97,21 @@ def expand_folders(paths, flag):
     found = []
     for path in paths:
         inside = [path]
-        if os.path.isdir(path):                # Path.is_dir raises OSError if a name is too long
+        if os.path.isdir(path):
             names = (str(file) for file in sorted(Path(path).iterdir()))
-            inside = [name for name in names if name.lower().removesuffix(".gz").endswith(FILE_EXTENSIONS)]
+            inside = [name for name in names if name.lower().removesuffix(".gz").endswith(tuple(READERS))]
         if not inside:
-            fail(f"{flag} {path}: the folder has no file whose name ends in {', '.join(FILE_EXTENSIONS)}")
+            fail(f"{flag} {path}: the folder has no file whose name ends in {', '.join(READERS)}")
         found += inside
     return found
 
 
-def evaluate_model(args, script, pooling="cls"):
-    """Run --evaluate: score --model on the files of --dev, --test, --transfer and --cluster."""
-    if not (args.dev or args.test or args.transfer or args.cluster):
-        fail("--evaluate: nothing to evaluate; name files of scored pairs by --dev or --test, or files of "
-             "labelled texts by --transfer or --cluster")
-    evaluator, run = Evaluator(args), Run(args, script)
+def evaluate_model(evaluator, script, pooling="cls"):
+    """Run --evaluate: score --model on the evaluator's data."""
+    args, run = evaluator.args, Run(evaluator.args, script)
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     log("model", describe_model(model, args))
-    if args.dev and evaluator.selection_metric != "spearman":
+    if args.dev and evaluator.metric != "spearman":
         found = (f"{name} {value:.4g}" for name, value in evaluator.dev_scores(model).items())
         log("dev", f"{'  '.join(found)}  {args.dev}")
     elif args.dev:

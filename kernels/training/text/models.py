@@ -1,15 +1,14 @@
 """Load transformers and their tokenizers from a folder or the hub, or make small new ones ("scratch")."""
 import math
 from collections import Counter
-from pathlib import Path
 
 import torch
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertTokenizer
 
-from ..cli import fail
-from ..pretrained import forbid_remote_code, one_line_errors, read_config
+from ..errors import fail
+from ..pretrained import loading, read_config
 
 
 def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subfolder="", **config):
@@ -22,49 +21,44 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subf
     config      further settings of the model's configuration
     returns     model.missing has the names of the weights that the checkpoint lacks, which are random
     """
-    local, source = Path(name).is_dir(), f"{flag} {name}"
-    if name == "scratch" and texts is not None:
+    source = f"{flag} {name}"
+    if name == "scratch" and texts is None:
+        fail(f"{source}: a new model is untrained; name a folder or a model of the hub")
+    if name == "scratch":
         tokenizer = scratch_tokenizer(texts)
         shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
         model = auto_class.from_config(BertConfig(vocab_size=len(tokenizer), **shape, **config))
         model.missing = []
         return model, tokenizer
-    if name == "scratch" and not local:
-        fail(f"{source}: a new model is untrained; name a folder or a model of the hub")
     config = read_config(source, name, subfolder, config, ", or take scratch" if texts is not None else "")
     options = dict(subfolder=subfolder, trust_remote_code=False)
-    with one_line_errors(source):
-        with forbid_remote_code():
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
-            model, info = auto_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                                     ignore_mismatched_sizes=True, config=config, **options)
+    with loading(source):
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        model, info = auto_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
+                                                 ignore_mismatched_sizes=True, config=config, **options)
         check_tokenizer(source, tokenizer, model)
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto_class is AutoModel and any("pooler" in part for part in model.missing):
         model.pooler = torch.nn.Identity()     # instead of a pooler with random weights
     lost = [part for part in model.missing if "pooler" not in part
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
-    what = f"{len(lost)} weights, such as {min(lost)}," if lost else "the words of its tokenizer"
-    if lost or len(tokenizer) <= len(tokenizer.all_special_ids):
-        fail(f"{source}: {what} are missing or do not fit its config.json")
+    if lost:
+        fail(f"{source}: {len(lost)} weights, such as {min(lost)}, are missing or do not fit its config.json")
     for part, weight in model.named_parameters():
         if part in model.missing and part.endswith("predictions.bias"):
             torch.nn.init.zeros_(weight)       # transformers does not initialise FNet's
+    if bad := [part for part, weight in model.state_dict().items() if not weight.isfinite().all()]:
+        fail(f"{source}: {bad[0]} contains NaN or infinity; take a model whose training did not diverge")
     return model, tokenizer
 
 
 def check_tokenizer(source, tokenizer, model):
-    """Raise UserError if a tokenizer is slow, its maximum length is no number, or the model lacks embeddings
-    for its ids. If it has no padding token, let another token serve as padding."""
+    """Fail if a tokenizer is slow, or if the model lacks embeddings for its ids. If it has no padding token,
+    let another token serve as padding."""
     if not tokenizer.is_fast:
-        kind = type(tokenizer).__name__
-        fail(f"{source}: {kind} is a slow tokenizer, expected one with a tokenizer.json")
-    length = tokenizer.model_max_length
-    if type(length) not in (int, float) or not length >= 3:
-        fail(f"{source}: its tokenizer's model_max_length is {length!r}, expected a number of at least 3")
+        fail(f"{source}: {type(tokenizer).__name__} is a slow tokenizer, expected one with a tokenizer.json")
     rows = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
-    used = [*tokenizer.get_vocab().values(), *tokenizer("a")["input_ids"], *tokenizer("a", "a")["input_ids"]]
-    largest = max(used)
+    largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= rows:
         token = tokenizer.convert_ids_to_tokens(largest)
         fail(f"{source}: its tokenizer gives {token!r} the id {largest:,}, but it has {rows:,} embeddings; "
@@ -99,13 +93,5 @@ def has_decoder(lm):
 
     MobileBERT's last layer is not: it multiplies by two matrices.
     """
-    decoder, training, ids, calls = lm.get_output_embeddings(), lm.training, torch.tensor([[2, 3]]), []
-    if not isinstance(decoder, torch.nn.Linear):
-        return False
-    try:
-        with torch.no_grad(), decoder.register_forward_pre_hook(lambda *inputs: calls.append(inputs)):
-            lm.eval()(input_ids=ids, attention_mask=ids > 0)
-    except Exception:                          # the model needs more than a text
-        return False
-    lm.train(training)
-    return bool(calls)
+    other = lm.config.is_encoder_decoder or lm.config.model_type == "mobilebert"
+    return isinstance(lm.get_output_embeddings(), torch.nn.Linear) and not other

@@ -1,14 +1,13 @@
 """Tokenise sentences, store their tokens in files, and group them by length into batches."""
 import itertools
 import math
-import os
-import shutil
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..cli import fail, log, writing
+from ..errors import fail, log
+from ..out import writing
 
 # Cost of one more group in a batch, in tokens: its kernel launches, and a pass over all gradients.
 # CPU: measured with 2 layers of width 768; values from 25 to 400 gave the same speed. CUDA: an estimate.
@@ -62,7 +61,7 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
     """Tokenise all sentences of a table for a SentenceEncoder and return them as TokenRows.
 
     Rank 0 writes the tokens into the folder `name` in --out, and all ranks read them from there row by row,
-    so that they need not fit in memory. --resume always writes them again, so damaged files do no harm.
+    so that they need not fit in memory. --resume writes them again.
 
     whole       do not truncate the sentences to --max-length
     """
@@ -87,11 +86,9 @@ def write_tokens(table, model, max_length, folder):
     The folder gets two files. `ids` (int32): the token ids of all sentences, in order. `ends` (int64): 0,
     then for each sentence the position in `ids` where it ends.
     """
-    aside, done, cut = folder.with_suffix(".tmp"), 0, 0
-    rows = (model.add_prompts(cells) for _, cells in table)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    with open(aside / "ids", "wb") as ids, open(aside / "ends", "wb") as ends:
+    done, cut, rows = 0, 0, (model.add_prompts(cells) for _, cells in table)
+    folder.mkdir(exist_ok=True)
+    with open(folder / "ids", "wb") as ids, open(folder / "ends", "wb") as ends:
         ends.write(bytes(8))
         for part in text_batches(rows, count_characters):
             sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, max_length)
@@ -99,8 +96,6 @@ def write_tokens(table, model, max_length, folder):
             ids.write(np.concatenate(sentences).tobytes())
             ends.write(part_ends.tobytes())
             done, cut = part_ends[-1], cut + more
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(aside, folder)
     return cut
 
 
@@ -108,28 +103,17 @@ class TokenRows:
     """The tokens in a folder of write_tokens: rows[i] is a tuple with the int32 ids (L,) of each column."""
 
     def __init__(self, folder, columns):
-        self.folder, self.columns = folder, columns
-        self.ids, self.ends = (open(folder / name, "rb", buffering=0) for name in ("ids", "ends"))
-        self.length = (os.path.getsize(folder / "ends") // 8 - 1) // columns
+        self.columns = columns
+        self.ids = np.memmap(folder / "ids", np.int32, "r")
+        self.ends = np.memmap(folder / "ends", np.int64, "r")
 
     def __len__(self):
-        return self.length
+        return (len(self.ends) - 1) // self.columns
 
     def __getitem__(self, i):
-        sentence = range(len(self))[i] * self.columns          # number of the row's first sentence
-        first, *ends = self.read_array(self.ends, np.int64, sentence, self.columns + 1).tolist()
-        ids = self.read_array(self.ids, np.int32, first, ends[-1] - first)
-        return tuple(ids[start - first : end - first] for start, end in zip((first, *ends), ends))
-
-    def read_array(self, file, dtype, start, count):
-        """Read `count` elements of a file, from element `start` on. It does not use memmap, because reading a
-        mapped file that another process has truncated would kill this process."""
-        found = np.empty(count, dtype)
-        file.seek(start * found.itemsize)
-        if file.readinto(found) != found.nbytes:
-            fail(f"{self.folder}: the file was truncated while it was read; --resume writes it again",
-                 every_rank=True)
-        return found
+        first = range(len(self))[i] * self.columns             # number of the row's first sentence
+        ends = self.ends[first : first + self.columns + 1].tolist()
+        return tuple(np.array(self.ids[start:end]) for start, end in zip(ends, ends[1:]))
 
     def views(self, indices, count):
         """Return the rows' tokens as `count` lists of ids (L,), one list per column. If `count` exceeds the

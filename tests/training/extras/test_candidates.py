@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import simcse
-from kernels.training.cli import UserError
+from kernels.training.errors import UserError
 from kernels.training.extras.candidates import evaluate_candidates, is_scored_pairs, load_candidates
 from running import DATA, NLI, embed_saved, rejects, run
 
@@ -78,7 +78,7 @@ def test_recipe(tmp_path):
     rates = [step["lr"] for step in result.steps]
     assert rates[0] == pytest.approx(20 * 1e-6, rel=1e-6) and rates[-1] == pytest.approx(20 * 12e-6, rel=1e-6)
     scores = [step["dev_chosen"] for step in result.steps if "dev_chosen" in step]
-    assert result.run.extra_state["saved"]["chosen"] == max(scores) and max(scores) <= 0.9
+    assert result.run.extra_state["saved"]["chosen"] == max(scores) and max(scores) < 0.91
     assert "score of the chosen" in result.said["before"] and "score of the chosen" in result.said["done"]
     with contextlib.redirect_stdout(io.StringIO()) as lines:
         model = str(tmp_path / "out")

@@ -1,5 +1,4 @@
 """The WordNet reader: lemmas, replacements of a word, parts of speech of a text, and damaged files."""
-import os
 import re
 import shutil
 import sys
@@ -9,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kernels.training.cli import UserError
+from kernels.training.errors import UserError
 from kernels.training.extras.wordnet import WordNet, inflect, load_tagger, tag_words
 from running import DATA
 
@@ -110,21 +109,6 @@ def test_damaged_database(tmp_path, monkeypatch, name, old, new, expected):
     path.write_bytes(re.sub(old, new, path.read_bytes(), count=1)) if old else path.unlink()
     with pytest.raises(UserError, match=f"^{expected}$"):
         WordNet("w")
-
-
-@pytest.mark.parametrize("name", ["data.noun", "noun.exc"])
-@pytest.mark.parametrize("make, expected", [
-    (os.mkfifo, "a pipe, a socket or a device, which cannot be read twice; expected a file"),
-    (os.mkdir, "Is a directory"), (lambda path: path.symlink_to("/dev/zero"), "a pipe, a socket .*"),
-    (lambda path: path.symlink_to("none"), "No such file or directory")])
-def test_not_a_regular_file(name, make, expected, tmp_path, alarm):
-    """Files of irregular forms may be missing, but if they exist, they must be regular files, too."""
-    shutil.copytree(DATA / "wordnet", tmp_path / "w")
-    path = tmp_path / "w" / name
-    path.unlink()
-    make(path)
-    with pytest.raises(UserError, match=rf"{name}: {expected}$"):
-        WordNet(tmp_path / "w")
 
 
 def test_irregular_forms_may_be_missing(tmp_path):

@@ -15,13 +15,11 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     ConvNextImageProcessor,
-    SegformerConfig,
-    SegformerModel,
 )
 
 import moco
 import simclr
-from kernels.training.cli import UserError
+from kernels.training.errors import UserError
 from kernels.training.images import dataset, encoders, evaluation
 from kernels.training.images.augmentation import Crops
 from running import DATA, equal, free_port, rejects, run
@@ -173,7 +171,7 @@ X, A, B = {"x.npz": dict(images=GOOD)}, {"x/a/0.png": GOOD[0]}, "--queue-size 8 
     ("moco", X, f"{B} --model none/such", r"--model none/such: no such folder, and the hub .* failed; .*"),
     ("moco", X | {"m/a": b""}, f"{B} --model m", r"--model m: no config\.json in this folder; .*"),
     ("moco", X | {"m/config.json": b"{"}, f"{B} --model m", r"--model m: \w+: .*"),
-    ("moco", X, f"{B} --model BERT", r"--model .*: bert is not an image encoder like ResNet")])
+    ("moco", X, f"{B} --model BERT", r"--model .*: bert is not an image encoder like ResNet, .*")])
 def test_bad_data_and_flags_are_rejected(name, files, flags, expected, bert, cwd, capfd):
     for file, content in files.items():
         write(Path(file), content)
@@ -239,21 +237,13 @@ def folder(cwd):
 
 @pytest.mark.parametrize("settings, expected", [
     (dict(depths="many"), r"\w+: .*"),
-    (dict(num_channels=1), "its input images have 1 channels, expected 3"),
+    (dict(num_channels=1), "resnet is not an image encoder like ResNet, of images with 3 channels"),
     (dict(hidden_sizes=[8, 17]), r"\d+ weights, such as .*, are missing or do not fit its config\.json"),
     (dict(small_stem=False), r"1 weights, such as embedder.*, are missing or do not fit its config\.json")])
 def test_a_config_that_does_not_fit_its_weights_is_rejected(settings, expected, folder):
     change(folder, **settings)
     with pytest.raises(UserError, match=f"--model model: {expected}$"):
         encoders.load_image_encoder("model")
-
-
-def test_encoders_without_pooled_features_are_rejected(cwd):
-    names = "depths sr_ratios hidden_sizes strides mlp_ratios patch_sizes num_attention_heads"
-    config = SegformerConfig(num_encoder_blocks=1, **{name: [1] for name in names.split()})
-    SegformerModel(config).save_pretrained("m")
-    with pytest.raises(UserError, match="--model m: segformer is not an image encoder like ResNet"):
-        encoders.load_image_encoder("m")
 
 
 def test_dev_images_may_differ_in_size_from_training_images(data, tmp_path):
@@ -286,15 +276,22 @@ def test_labels_are_numbered_without_gaps(tmp_path):
     assert images.train.labels.tolist() == [0, 1] * 4 and images.test.labels.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("moco", "--bn-splits 12"), ("simclr", "--chunk-size 1"), ("simclr", "--chunk-size 1 --form code")])
-def test_batch_norms_need_more_than_one_value(name, flags, cwd, capfd):
+def test_batch_norms_need_more_than_one_image(cwd, capfd):
     np.save("x.npy", COLOURS[:1, :2, :2].repeat(12, 0))
-    expected = r"a batch norm gets a single value per channel, expected at least two: raise --batch-size .*"
-    own = ["--queue-size", 12] if name == "moco" else []
-    with pytest.raises(SystemExit, match="2"):
-        SCRIPTS[name].main([*map(str, ["--data", "x.npy", *FLAGS, *own, *flags.split(), "--model", "tiny"])])
-    assert re.fullmatch(rf"{name}\.py: {expected}\n", capfd.readouterr().err)
+    expected = "--bn-splits 12: parts of a single image, which batch norm sets to 0; lower it"
+    rejects("moco", capfd, expected, "--data", "x.npy", *FLAGS, "--queue-size", 12, "--bn-splits", 12)
+
+
+@pytest.mark.parametrize("training, test, expected", [
+    ("cat dog", "0 1", "no class of the test images (0, 1, ...) is a class of the training images (cat, dog"),
+    (".", "cat dog", "--dev test: train has no labels, but kNN compares those of --dev and --data"),
+    ("cat dog", ".", "--dev test: test has no labels, but kNN compares those of --dev and --data")])
+def test_labels_of_dev_that_cannot_be_compared(training, test, expected, cwd):
+    for folder, names in ("train", training), ("test", test):
+        for i, name in enumerate(names.split() * 4):
+            write(Path(folder, name, f"{i}.png"), COLOURS[0])
+    with pytest.raises(UserError, match=re.escape(expected)):
+        make_dataset("train", dev="test")
 
 
 def same_views(x, args):

@@ -1,9 +1,5 @@
 """Image files decoded by worker processes: crops equal Pillow's, and views do not depend on the number of
 workers."""
-import os
-import re
-from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,9 +8,8 @@ from PIL import Image
 
 import moco
 import simclr
-from kernels.training.cli import UserError
 from kernels.training.images.formats import read_images
-from kernels.training.images.workers import parallel_map
+from kernels.training.images.loading import Cutter, crop_files, parallel_map
 from running import equal
 
 SCRIPTS = {"simclr": simclr, "moco": moco}
@@ -39,11 +34,18 @@ def write_photos(folder, count=24):
 # ── crops ──
 
 
-def decode_views(source, boxes, size, cubic):
-    """Return the views (views, n, size, size, 3) of all images of ImageFiles."""
-    plan = [(np.arange(len(source)), boxes)]
-    (parts,) = source.decode(plan, size, cubic)
-    return torch.cat(parts, 1).numpy()
+class FixedCutter(Cutter):
+    """A Cutter of given boxes (views, 1, 4)."""
+    fixed = None
+
+    def boxes(self, epoch, rows, sizes):
+        return np.array(self.fixed)
+
+
+def decode_views(source, boxes, size, bicubic):
+    """Return the views (views, size, size, 3) of the only image of ImageFiles."""
+    FixedCutter.fixed = boxes
+    return crop_files(source, FixedCutter(None, 0, 1, 1.0, size, bicubic), 0, np.array([0]))[:, 0].numpy()
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
@@ -58,7 +60,7 @@ def test_crops_equal_pillows(name, mode, script, tmp_path):
     image.save(tmp_path / name, **more)
     bicubic = script.CROPS.bicubic
     boxes = np.array([[[0, 0, 70, 50]], [[3, 5, 40, 31]], [[69, 49, 1, 1]], [[10, 0, 9, 50]]])
-    found = decode_views(read_images(tmp_path, workers=0)[0], boxes, 32, bicubic)[:, 0]
+    found = decode_views(read_images(tmp_path, workers=0)[0], boxes, 32, bicubic)
     method = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
     whole = Image.open(tmp_path / name).convert("RGB")
     for view, (left, top, w, h) in zip(found, boxes[:, 0].tolist()):
@@ -80,7 +82,7 @@ def test_a_jpeg_is_decoded_at_reduced_size_if_boxes_are_large_enough(tmp_path, m
     for boxes, size in (([[0, 0, 803, 601], [201, 99, 402, 501]], (201, 151)),
                         ([[7, 9, 130, 140]], (402, 301)),
                         ([[0, 0, 803, 601], [5, 5, 64, 127]], (803, 601))):
-        found = decode_views(source, np.array(boxes)[:, None], 64, False)[:, 0]
+        found = decode_views(source, np.array(boxes)[:, None], 64, False)
         assert decoded_sizes[-1] == size
         for view, (left, top, w, h) in zip(found, boxes):
             part = whole.crop((left, top, left + w, top + h))
@@ -93,9 +95,8 @@ def test_a_jpeg_is_decoded_at_reduced_size_if_boxes_are_large_enough(tmp_path, m
 
 def run_plan(source, batches, size=8):
     """Return the views of batches (epoch, rows), copied as they arrive."""
-    sample_boxes = simclr.CROPS.sample_boxes
-    plan = ((rows, sample_boxes(5, epoch, rows, source.sizes(rows), 2)) for epoch, rows in batches)
-    return [x.clone() for x in source.load_views(plan, size, True, CPU)]
+    cutter = Cutter(simclr.CROPS, 5, 2, 1.0, size, True)
+    return [x.clone() for x in source.load_views(batches, cutter, CPU)]
 
 
 def test_views_do_not_depend_on_the_number_of_workers(tmp_path):
@@ -115,32 +116,3 @@ def test_results_come_in_order_and_the_global_generator_is_not_used(tmp_path):
         assert [*done] == [i // 7 for i in range(50)]
     run_plan(read_images(write_photos(tmp_path / "x", 4), workers=1)[0], [(0, np.arange(4))])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("change, expected", [
-    (lambda path: photo((30, 20)).save(path), "is 30 x 20 now, was 29 x 54"),
-    (lambda path: path.unlink(), "No such file or directory"),
-    (lambda path: os.truncate(path, 900), r"not readable \(OSError\)"),
-    (lambda path: path.write_text("a text"), r"not readable \(UnidentifiedImageError\)")])
-def test_files_changed_during_training_are_reported(workers, change, expected, tmp_path):
-    source = read_images(write_photos(tmp_path / "x", 8), workers=workers)[0]
-    change(tmp_path / "x" / "03.jpg")
-    message = ""
-    try:                                               # pytest.raises would keep a reference to the workers
-        run_plan(source, [(0, np.arange(8))])
-    except UserError as error:
-        assert error.every_rank
-        message = str(error)
-    assert re.fullmatch(f".*x/03.jpg: {expected}; the file was readable when the run began", message)
-
-
-def test_full_shared_memory_is_reported(cwd, monkeypatch, capfd):
-    """The task itself allocates shared memory. If the queue did, an error there would make the run hang."""
-    write_photos(Path("x"))
-    message = "unable to write to file </torch_1>: No space left on device (28), in shared memory"
-    monkeypatch.setattr(torch.Tensor, "share_memory_", Mock(side_effect=RuntimeError(message)))
-    with pytest.raises(SystemExit, match="2"):
-        simclr.main([*FLAGS, "--steps", "1", "--workers", "1"])
-    expected = r"simclr\.py: a process that decoded images was killed, .*; /dev/shm is full; .*\n"
-    assert re.fullmatch(expected, capfd.readouterr().err)

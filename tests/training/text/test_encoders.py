@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel, CanineTokenizer, XLMConfig
 
-from kernels.training.cli import POOLINGS, UserError
+from kernels.training.errors import UserError
+from kernels.training.flags import POOLINGS
 from kernels.training.text import tokens
 from kernels.training.text.encoders import SentenceEncoder, init_linear
 from kernels.training.text.models import load_text_model

@@ -1,15 +1,14 @@
 """Flags: wrong flags are rejected in one line; a caller in Python gets an exception."""
-import re
-import subprocess
 import sys
 from unittest.mock import Mock
 
 import pytest
 
 import simcse
-from kernels.training.cli import SHARED_FLAGS, ScriptParser, UserError
+from kernels.training.errors import UserError
+from kernels.training.flags import SHARED_FLAGS, ScriptParser
 from kernels.training.progress import progress
-from running import ROOT, SMALL, rejects
+from running import SMALL, rejects
 
 
 @pytest.mark.parametrize("flags, wanted", [
@@ -22,8 +21,8 @@ from running import ROOT, SMALL, rejects
     ("--batch-size 0", r"argument --batch-size: 0: expected a number of at least 1"),
     ("--lr nan", r"argument --lr: nan: expected a number of at least 0"),
     ("--seed 9999999999999999999",
-     r"argument --seed: 9999999999999999999: expected a number of at least 0, and below 2\^63"),
-    ("--lr 1e30", r"argument --lr: 1e30: expected a number of at least 0, and below 2\^63"),
+     r"argument --seed: 9999999999999999999: expected a number of at least 0"),
+    ("--lr 1e30", r"argument --lr: 1e30: expected a number of at least 0"),
     ("--pooling best", r"argument --pooling: invalid choice: 'best' \(choose from .*cls_before_pooler.*\)"),
     ("--frobnicate", r"unrecognized arguments: --frobnicate"),
     ("--model none/such", r"--model none/such: no such folder, and the hub .*; give a local folder, or .*")])
@@ -31,29 +30,8 @@ def test_wrong_flags(cwd, capfd, flags, wanted):
     rejects("simcse", capfd, wanted, *SMALL, *flags.split())
 
 
-def test_help_and_wrong_flags_need_no_transformers():
-    """All commands answer without importing transformers, which takes seconds."""
-    code = """import runpy, sys
-sys.modules["transformers"] = None
-for name in sys.argv[1:]:
-    for flags in (["--help"], ["--frobnicate"]):
-        sys.argv = [name, *flags]
-        sys.stdout.reconfigure(encoding="ascii", errors="strict")
-        try:
-            run = runpy.run_path if name.endswith(".py") else runpy.run_module
-            run(name, run_name="__main__")
-        except SystemExit as end:
-            print(name, end.code)
-"""
-    names = [*(path.name for path in sorted(ROOT.glob("*.py"))), "kernels.training.extras.mine"]
-    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, text=True, capture_output=True)
-    ends = [line for line in done.stdout.splitlines() if re.fullmatch(r"[\w.]+ \d", line)]
-    assert ends == [f"{name} {code}" for name in names for code in (0, 2)], done.stderr
-    assert len(names) == 11 and done.stderr.count("\n") == 11
-
-
 @pytest.mark.parametrize("flags, wanted", [
-    ("", "the following arguments are required: --data"),
+    ("", "the following arguments are required: --data"), ("--resume", "--resume: no run in out/none"),
     ("--tune y --data x", "--tune gives the training data; leave out --data"),
     ("--data x --guide=", "--guide: empty; .*"), ("--data x --dev=", "--dev: empty; .*"),
     ("--evaluate --guide x", "--evaluate: nothing to evaluate; .*"), ("--evaluate --more x", None),
@@ -61,7 +39,7 @@ for name in sys.argv[1:]:
 def test_flags_that_name_inputs(flags, wanted):
     """Training needs --data, or a script's own flag for training data (here --tune). No name may be empty."""
     parser = ScriptParser("a script")
-    parser.add_shared_flags("--data", "--dev", "--evaluate")
+    parser.add_shared_flags("--data", "--dev", "--evaluate", "--resume", out="out/none")
     for name, reads in ("--guide", "model"), ("--tune", "training data"), ("--more", "held-out data"):
         parser.add_argument(name, reads=reads)
     if wanted:
@@ -74,16 +52,10 @@ def test_flags_that_name_inputs(flags, wanted):
 
 
 def test_error_is_an_exception_for_a_caller_in_python():
-    with pytest.raises(UserError, match="no-such-file.csv: No such file or directory"):
+    with pytest.raises(FileNotFoundError, match="no-such-file.csv"):
         simcse.load_data("no-such-file.csv", simcse.make_parser().parse_args(["--data", "no-such-file.csv"]))
     with pytest.raises(UserError, match="unrecognized"):
         simcse.make_parser().parse_args(["--data", "x", "--frobnicate"])
-
-
-def test_resume_rejects_a_flag_that_no_longer_exists(tmp_path):
-    (tmp_path / "args.json").write_text('{"command": ["--data", "x", "--width", "64"]}')
-    with pytest.raises(UserError, match="--resume: .*unrecognized arguments: --width 64; start a new run"):
-        simcse.make_parser().parse_args(["--resume", "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("rank, shown", [("0", True), ("1", False)])

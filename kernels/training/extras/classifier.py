@@ -11,18 +11,53 @@ from transformers import AutoModelForSequenceClassification
 
 from kernels import check_rows, checks
 
-from ..cli import fail, log
-from ..output_dir import atomic_output, model_card, save_tokenizer
-from ..pretrained import one_line_errors
+from ..data import NUMBER, empty_cell, join_names, normalise_name, read_table, show_cells
+from ..errors import fail, log
+from ..out import atomic_output, model_card, save_tokenizer
 from ..progress import progress
 from ..run import Run
-from ..tables import empty_cell
-from .label_columns import find_columns
-from .models import load_text_model, longest_input
-from .sts import spearman
-from .tokens import count_characters, text_batches
+from ..text.models import load_text_model, longest_input
+from ..text.sts import spearman
+from ..text.tokens import count_characters, text_batches
 
-FLOAT_PATTERN, INT_PATTERN = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d\d?)?", r"-?\d{1,18}"
+INTEGER = r"-?\d{1,18}"
+
+
+def find_columns(path, args):
+    """Return (table, indices of the text columns, index of the label column) of a file.
+
+    Without --text-columns and --label-column the columns are found by their names (sentence, sentence1,
+    sentence2; label, score), or else the last one has the labels. The names are stored in args, so that the
+    next file, such as --dev, must have the same columns.
+    """
+    asked = [*(args.text_columns or [])]
+    if args.label_column:
+        asked.append(args.label_column)
+    header, table, _ = read_table_with_names(path, asked)
+    names = [normalise_name(name) for name in header]
+    usual = next((name for name in ("label", "score") if name in names), names[-1])
+    label = normalise_name(args.label_column or usual)
+    others = [name for name in names if name not in (label, "")]
+    texts = [name for name in ("sentence", "sentence1", "sentence2") if name in others] or others
+    texts = [normalise_name(name) for name in args.text_columns or texts]
+    if not {label, *texts} <= set(names) or label in texts or len(texts) not in (1, 2):
+        fail(f"{path}: columns {join_names(header)}; expected one or two of text (now {join_names(texts)}) "
+             f"and one of labels (now {label[:40]}); name them by --text-columns and --label-column")
+    indices = [names.index(name) for name in texts]
+    if not args.text_columns:
+        cells = next(iter(table))[1]
+        places = [*indices, names.index(label)]
+        log("first", show_cells([*["text"] * len(indices), "label"], [cells[i] for i in places]))
+    args.text_columns = [header[i] for i in indices]
+    args.label_column = header[names.index(label)]
+    return table, indices, names.index(label)
+
+
+def read_table_with_names(path, names):
+    """Return (column names, table, whether it has a header) of a file. `names` are names to look for in a
+    header, see data.Table; without a header the columns are called "column 1", "column 2", ..."""
+    header, table = read_table(path, names=names)
+    return header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))], table, bool(header)
 
 
 def read_labelled(path, args):
@@ -42,12 +77,12 @@ def infer_task(labels, args):
     args.labels becomes the sorted classes; [] for regression.
     """
     if args.task is None:
-        numbers = all(re.fullmatch(FLOAT_PATTERN, label) for label in labels)
+        numbers = all(re.fullmatch(NUMBER, label) for label in labels)
         has_point = any("." in label for label in labels)
         args.task = "regression" if numbers and has_point else "classification"
     args.labels = []
     if args.task == "classification":
-        by_value = all(re.fullmatch(INT_PATTERN, label) for label in labels)
+        by_value = all(re.fullmatch(INTEGER, label) for label in labels)
         args.labels = sorted(set(labels), key=(lambda label: (int(label), label)) if by_value else None)
 
 
@@ -56,9 +91,7 @@ def encode_labels(rows, path, args):
     args.labels for classification, its value for regression."""
     counts = Counter(answer for *_, answer in rows)
     if args.task == "regression":
-        values = {text: float(text) for text in counts if re.fullmatch(FLOAT_PATTERN, text)}
-        values = {text: x for text, x in values.items() if abs(x) < 1e18}
-        wanted = "a number below 1e18"
+        values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
     else:
         values = {answer: i for i, answer in enumerate(args.labels)}
         wanted = f"one of the labels of {args.data or args.model}: {', '.join(args.labels)}"[:300]
@@ -122,16 +155,6 @@ def task_loss(logits, labels):
     check_rows(logits=(logits, "N C"), labels=(labels, "N", float if regression else int), **sizes)
     checks.check_index("labels", labels, logits.shape[1], -100)
     return F.mse_loss(logits[:, 0], labels) if regression else F.cross_entropy(logits, labels.long())
-
-
-def smoke_test(name, step):
-    """Call step(), which returns (loss, ...) for the first row. Raise UserError with the model's `name` if it
-    fails or the loss is not finite. Called before --out exists, so that a bad model leaves nothing behind."""
-    with one_line_errors(f"--model {name}"):   # X-MOD, for example, fails without a language
-        loss, _ = step()
-    if not loss.isfinite():
-        fail(f"--model {name}: the loss of the first row is {loss.item()}, expected a model whose training "
-             "did not diverge")
 
 
 def classification_metrics(truth, predicted, labels):
@@ -212,7 +235,7 @@ def evaluate_model(args, script, load_data):
     model.to(run.device)
     data = {"dev": load_data(path, args) if path else [], "train": []}
     if args.contrast_set or args.ood:
-        from ..extras import extra_test_sets
+        from . import extra_test_sets
         data |= extra_test_sets.load_extra_sets(args, load_data)
         if args.ood and args.data:
             data["train"] = load_data(args.data, args)

@@ -1,97 +1,13 @@
-"""The command line of a script: checked flags, printed lines, one-line errors, signals."""
+"""The flags of the scripts: a parser with sections, presets and --resume, and flags that scripts share."""
 import argparse
-import contextlib
 import functools
-import inspect
 import json
 import os
-import re
-import signal
 import sys
-import threading
-import warnings
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from . import ranks
-from .ranks import is_first_rank
-
-# An error of ours is one line on the screen: transformers must not print its own warnings around it.
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
-# Replace standard streams that are closed. Otherwise the next file opened would get their file descriptor.
-for name in ("stdin", "stdout", "stderr"):
-    if getattr(sys, name) is None:
-        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
-
-
-def one_line(text):
-    """Return text with line breaks, terminal controls and other unprintable characters escaped."""
-    kept = "\u200c\u200d\u3000"                                # Persian, emoji and Japanese texts have these
-    return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
-
-
-class UserError(Exception):
-    """A user's mistake, or a failure of the machine. Its message is one line, printed without a traceback.
-
-    every_rank   every rank that raises the error prints it; otherwise only rank 0 does
-    """
-
-    def __init__(self, message, every_rank=False):
-        # shorten words of 300 or more characters, such as long paths, in the middle
-        super().__init__(re.sub(r"(\S{99})\S{102,}(\S{99})", r"\1...\2", one_line(message)))
-        self.every_rank = every_rank
-
-
-def fail(message, every_rank=False):
-    """Raise UserError, which ends the run with this message."""
-    raise UserError(message, every_rank)
-
-
-def check_memory(what, needed):
-    """Fail early if `what` would need more bytes of memory than this machine has."""
-    total = total_memory()
-    if needed > total:
-        fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has "
-             f"{total / 2**30:,.0f} GB")
-
-
-def total_memory():
-    """Return the bytes of this machine's memory, or 2^63 if the system does not report them."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):              # Windows
-        return 2**63
-
-
-def log(label, text):
-    """Print a line, on rank 0 only."""
-    if is_first_rank():
-        log_on_any_rank(label, text)
-
-
-def log_on_any_rank(label, text):
-    """Print a line, whatever the rank of this process."""
-    write(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"))
-
-
-def write(text, end="\n"):
-    """Print text. If standard output is closed (a broken pipe), save and stop the run, as SIGTERM does."""
-    try:
-        with writing("standard output"):
-            print(text, end=end, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"{Path(sys.argv[0]).name}: standard output is closed; stopping", file=sys.stderr)
-        if not in_main_thread():                               # only the main thread runs signal handlers
-            interrupt()
-        signal.raise_signal(signal.SIGTERM)
-
-
-def clear_bar(stream):
-    """Return the characters that clear a terminal's progress bar, so that a message can replace it."""
-    return "\r\x1b[K" if stream.isatty() else ""
+from .data import Table
+from .errors import fail
 
 
 def at_least(least, kind=float, most=None):
@@ -100,8 +16,6 @@ def at_least(least, kind=float, most=None):
         value = kind(text)
         if not least <= value < 2**63 or most is not None and value > most:    # largest seed of PyTorch
             expected = f"of at least {least}" if most is None else f"from {least} to {most}"
-            if value >= 2**63 and most is None:
-                expected += ", and below 2^63"
             raise argparse.ArgumentTypeError(f"{text}: expected a number {expected}")
         return value
     convert.__name__ = kind.__name__                           # argparse: "invalid int value"
@@ -123,6 +37,8 @@ SHARED_FLAGS = {
     "--columns": dict(group="data", nargs="+",
                       help="columns of --data to read, in the order described above: header names, or "
                            "numbers counted from 1"),
+    "--negatives": dict(group="data", type=at_least(1, int),
+                        help="hard negatives per row: lists of them are repeated or cut to this number"),
     "--image-size": dict(group="data", type=at_least(1, int), help="height and width of a view in pixels"),
     "--workers": dict(group="data", type=at_least(0, int),
                       help="processes that decode image files; 0: decode in the main process"),
@@ -176,6 +92,8 @@ SHARED_FLAGS = {
                        help="score --model and exit, without training or writing anything"),
     "--dev": dict(group="evaluation", reads="held-out data",
                   help="held-out data for evaluation during training, in a format described above"),
+    "--dev-columns": dict(group="evaluation", nargs=3, metavar=("TEXT", "TEXT", "SCORE"),
+                          help="columns of --dev and --test, by name or number: two sentences, score"),
     "--test": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
                    help="scored sentence pairs for the final score: files or folders; default none"),
     "--transfer": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
@@ -253,37 +171,37 @@ class ScriptParser(argparse.ArgumentParser):
             settings["default"] = default
         self.add_argument(name, **settings)
 
-    def add_shared_flags(self, *names):
-        """Add flags of SHARED_FLAGS for which this script has no default of its own."""
+    def add_shared_flags(self, *names, **defaults):
+        """Add flags of SHARED_FLAGS: `names` without a default, the others with their default, or with
+        (default, text that --help prints as the default)."""
         for name in names:
             self.add_shared(name)
+        for name, default in defaults.items():
+            default = default if isinstance(default, tuple) else (default,)
+            self.add_shared(f"--{name.replace('_', '-')}", *default)
 
     def parse_args(self, args=None, namespace=None, data=None):
         """Parse the flags. --resume adds the flags of the saved run; a recipe changes the defaults.
 
-        data   the data argument of main, used instead of --data: a path, or rows in memory (see tables.Table)
+        data   the data argument of main, used instead of --data: a path, or rows in memory (see data.Table)
         """
         given = sys.argv[1:] if args is None else [*map(str, args)]
-        path = [f"--data={os.fsdecode(data)}"] if isinstance(data, (str, os.PathLike)) else []
         parsed = super().parse_args(given, namespace)
         if data is not None and parsed.data is not None:
             fail(f"--data {parsed.data}: main got its data argument, too; give only one of the two")
-        given = [*given, *path]
+        if isinstance(data, (str, os.PathLike)):
+            given, data = [*given, f"--data={os.fsdecode(data)}"], None
         args = given
         if getattr(parsed, "resume", False):
             given = [*saved_command(parsed.out), *given]       # of a flag given twice, the last value counts
             args = [*given, "--out", parsed.out]               # the folder may have been moved
-            try:
-                parsed = super().parse_args(args, namespace)
-            except UserError as error:                         # a flag of an earlier version
-                fail(f"--resume: the command of the run in {parsed.out}: {error}; start a new run")
+            parsed = super().parse_args(args, namespace)
         implied = (name for name in self.implied if getattr(parsed, name))
         if name := getattr(parsed, "recipe", None) or next(implied, None):
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
         parsed = super().parse_args(args, namespace)
         parsed.command, parsed.inputs = given, [*self.inputs]
-        if data is not None and not path:
-            from .tables import Table
+        if data is not None:
             parsed.data = Table(data)
         self.check_inputs(parsed)
         return parsed
@@ -297,7 +215,8 @@ class ScriptParser(argparse.ArgumentParser):
                 fail(f"--{name} gives the training data; leave out --data")
             parsed.data = parsed.data or value
         if parsed.data is None and not parsed.evaluate:
-            fail("the following arguments are required: --data")
+            fail(f"--resume: no run in {parsed.out}" if parsed.resume else
+                 "the following arguments are required: --data")
         for name in (*self.inputs, "out"):
             value = getattr(parsed, name, None)
             if value == "" or isinstance(value, list) and "" in value:
@@ -316,59 +235,40 @@ def saved_command(out):
     if not path.is_file():
         return []
     try:
-        command = json.loads(path.read_text(encoding="utf-8")).get("command", [])
-        if not all(type(word) is str for word in command):
-            raise TypeError("a flag is not a string")
-        return command
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return [*map(str, json.loads(path.read_text(encoding="utf-8"))["command"])]
+    except (ValueError, LookupError, TypeError) as error:
         fail(f"--resume: {path} is damaged ({type(error).__name__}); start a new run in another folder")
 
 
-def parse_early(make_parser):
-    """Handle --help and wrong flags before the script imports transformers, which takes seconds.
-
-    From here on a signal ends the process with one line, also during those imports.
-    """
-    def exit_now(*_):
-        log("stopped", NOTHING_SAVED)
-        os._exit(EXIT_STOPPED)                                 # an import could catch an exception
-
-    handle_signals(exit_now)
-    escape_unencodable()
-    try:
-        make_parser().parse_args()
-    except UserError as error:
-        if is_first_rank():
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
+def run_flags(parser, **defaults):
+    """Add the flags that every script has. defaults: as for ScriptParser.add_shared_flags."""
+    parser.add_shared_flags("--data", "--evaluate", "--precision", "--resume", "--keep-state", "--log",
+                            **dict(steps=(None, "from --epochs"), seed=42) | defaults)
 
 
-def escape_unencodable():
-    """Make stdout escape characters that its encoding lacks, instead of raising an error."""
-    if hasattr(sys.stdout, "reconfigure"):                     # the stdout of a notebook has no such method
-        sys.stdout.reconfigure(errors="backslashreplace")
+def text_flags(parser, **defaults):
+    """Add the flags of a script that trains a sentence encoder. defaults: as for add_shared_flags; they may
+    have further shared flags, such as temperature."""
+    usual = dict(columns=(None, "chosen by the header, else all"), max_length=(32, "32 (paper)"),
+                 prompt=(None, "as saved with --model, else none"), temperature=(0.05, "0.05 (paper)"),
+                 impl="auto")
+    run_flags(parser, **usual | defaults)
+    parser.add_shared_flags("--dev", "--dev-columns", "--test", "--transfer", "--cluster", "--chunk-size",
+                            "--chunk-tokens")
 
 
-EXIT_STOPPED = 130                                             # exit code after a signal
-NOTHING_SAVED = "before anything was saved"
+MODELS = "new models: resnet-small, resnet-18, resnet-34, resnet-50, resnet-101, resnet-152"
 
 
-def in_main_thread():
-    """Return whether this is the main thread, the only one in which Python handles signals."""
-    return threading.current_thread() is threading.main_thread()
-
-
-def handle_signals(handler):
-    """Set one handler for Ctrl-C, SIGTERM and SIGHUP (a closed terminal), except those that nohup ignores.
-
-    Python allows this in the main thread only; in other threads nothing changes.
-    """
-    for kind in SIGNALS if in_main_thread() else ():
-        if kind == signal.SIGINT or signal.getsignal(kind) is not signal.SIG_IGN:
-            signal.signal(kind, handler)
-
-
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+def image_flags(parser, model, **defaults):
+    """Add the flags of a script that trains an image encoder. model: the default of --model."""
+    run_flags(parser, model=(model, f"{model}; {MODELS}"), dev=(None, "the test set in --data"),
+              image_size=(None, "for arrays, the shorter side of their images; for image files, the size "
+                                "saved with --model, else 224, but at most the size of the first images"),
+              workers=(None, "the number of CPU cores"), eval_every=1000, impl="auto", **defaults)
+    parser.add_shared_flags("--skip-damaged", "--chunk-size")
+    parser.add_argument("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,
+                        help="epochs of the linear probe at the end; 0: no probe; default 100")
 
 
 def fill_defaults(args, defaults):
@@ -376,139 +276,3 @@ def fill_defaults(args, defaults):
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-
-
-def command(main):
-    """Decorate a script's main as a shell command.
-
-    A UserError or a failure of the machine becomes one line on stderr and exit code 2; a signal becomes one
-    line on stdout and exit code 130. Any other exception is a bug and keeps its traceback.
-    """
-    script = Path(inspect.getfile(main)).name
-
-    @functools.wraps(main)
-    def run(*args, **more):
-        escape_unencodable()
-        handlers = {kind: signal.getsignal(kind) for kind in SIGNALS}
-        handle_signals(interrupt)
-        set_checkpoint_note(False)
-        try:
-            with warnings.catch_warnings():
-                if not sys.warnoptions:
-                    warnings.simplefilter("ignore")
-                if problem := ranks.env_error():
-                    fail(problem, every_rank=True)
-                main(*args, **more)
-        except KeyboardInterrupt:                              # before training: in it, Run handles signals
-            handle_signals(signal.SIG_IGN)
-            log("stopped", NOTHING_SAVED)
-            exit_process(EXIT_STOPPED)
-        except BaseException as error:                         # tokenizers' PanicException is no Exception
-            shown = to_user_error(error, main)
-            if shown is None:
-                raise
-            if shown.every_rank or is_first_rank():
-                print(clear_bar(sys.stderr) + f"{script}: {shown}", file=sys.stderr, flush=True)
-            exit_process(2)
-        finally:
-            if in_main_thread():
-                for kind, handler in handlers.items():
-                    signal.signal(kind, handler)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return run
-
-
-def exit_process(code):
-    """End the process. If other ranks exist, skip Python's cleanup, which hangs if one of them is dead."""
-    if dist.is_initialized() or ranks.is_joining():
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def interrupt(*_):
-    """Signal handler: raise KeyboardInterrupt, as Ctrl-C does."""
-    raise KeyboardInterrupt
-
-
-def write_from_handler(text):
-    """Write bytes to standard output from a signal handler: print is not reentrant."""
-    if sys.stdout.isatty():                                    # the progress bar ends without a newline
-        text = b"\n" + text
-    os.write(1, text)
-
-
-checkpoint_note = ""                                           # appended to messages of errors
-
-
-def set_checkpoint_note(exists):
-    """Set the text that error messages end with: whether --out contains a complete checkpoint."""
-    global checkpoint_note
-    note = "; the checkpoint in --out is complete, and --resume continues from it"
-    checkpoint_note = note if exists else ""
-
-
-@contextlib.contextmanager
-def writing(path):
-    """Context manager: if the block raises, add `path` to the exception, so that to_user_error can name the
-    file that was being written."""
-    try:
-        yield
-    except Exception as error:
-        error.writing = getattr(error, "writing", path)
-        raise
-
-
-# PyTorch, oneDNN and tokenizers have no exception type for these: they can be recognised by their texts only.
-OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a primitive", "threadpoolbuild"
-
-
-def is_out_of_memory(error):
-    """Return whether an exception means that the memory of the machine, or of the GPU, is full."""
-    text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(x in text for x in OUT_OF_MEMORY)
-
-
-def to_user_error(error, main):
-    """Return a UserError that explains an exception to the user, or None if the exception is a bug."""
-    if isinstance(error, UserError):
-        return error
-    message = describe_error(error, main)
-    return UserError(message + checkpoint_note, every_rank=True) if message else None
-
-
-def describe_error(error, main):
-    """Return what failed on this machine or in another process, and what to do about it; None for a bug."""
-    from safetensors import SafetensorError
-
-    text, path = str(error), getattr(error, "writing", None)
-    if is_out_of_memory(error):
-        return describe_out_of_memory(error, main)
-    # torch.save raises a RuntimeError with the OSError as context; tokenizers and safetensors raise their own
-    disk = error if isinstance(error, OSError) else error.__context__
-    if isinstance(disk, OSError) and isinstance(error, (OSError, RuntimeError)):
-        path = disk.filename2 or disk.filename or path         # filename2: the target of a rename
-        text = disk.strerror or str(disk)
-        return f"{path}: {text}" if path else text
-    if isinstance(error, SafetensorError) or "(os error " in text:
-        return f"{path}: {text}" if path else text
-    if not isinstance(error, RuntimeError):
-        return None
-    if "DataLoader worker (pid" in text or "shared memory" in text:
-        full = "; /dev/shm is full" if "shared memory" in text else ""
-        return ("a process that decoded images was killed, perhaps by lack of memory"
-                f"{full}; try fewer --workers")
-    if dist.is_initialized() and (isinstance(error, dist.DistError) or "gloo" in text):
-        return f"another process of this run has died or hangs ({text.splitlines()[0][:80]})"
-    return None
-
-
-def describe_out_of_memory(error, main):
-    """Return which memory is full, and which flags of the script to lower."""
-    known = main.__globals__["make_parser"]()._option_string_actions
-    flags = "--chunk-size", "--chunk-tokens", "--batch-size", "--max-length"
-    lower = [flag for flag in flags if flag in known]
-    advice = f"lower {' or '.join(lower)}" if lower else "close other programs, or use a larger machine"
-    whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
-    return f"the {whose} memory is full; {advice}"

@@ -1,7 +1,7 @@
 """Pool the hidden states of every layer of an encoder over tokens."""
 import torch
 
-from .tokens import restore_order
+from ..text.tokens import restore_order
 
 
 def pool_tokens(hidden, mask, pooling):

@@ -7,31 +7,30 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cli import fail, total_memory
-from ..files import check_unchanged, decoded_lines, file_signature, open_file
-from .tokens import tokenise
+from ..errors import fail
+from ..text.tokens import tokenise
 
 
 def read_documents(path, offset=0):
     """Yield ([sentence, ...], byte after the document) for each document, starting at byte `offset`."""
     if Path(path).suffix.lower() == ".gz":     # --resume would have to unpack everything before its position
         fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
-    sentences, start, max_bytes = [], offset, total_memory() // 8
-    with open_file(path) as file:
+    sentences = []
+    with open(path, "rb") as file:
         file.seek(offset)
-        for line, size in decoded_lines(file, path):
-            offset += size
-            # Concatenated files may have a byte order mark in the middle.
-            if sentence := line.removeprefix("\ufeff").strip():
+        for line in file:
+            offset += len(line)
+            try:                               # concatenated files may have a byte order mark in the middle
+                sentence = line.decode().removeprefix("\ufeff").strip()
+            except UnicodeDecodeError:
+                fail(f"{path}: not UTF-8 before byte {offset:,}; convert it, for example with iconv")
+            if sentence:
                 sentences.append(sentence)
             elif sentences:
                 yield sentences, offset
-                sentences, start = [], offset
-            if offset - start > max_bytes and sentences:
-                limit = f"{max_bytes / 2**30:.1f} GB"
-                fail(f"{path}: a document of over {limit}; put blank lines between documents")
-        if sentences:
-            yield sentences, offset
+                sentences = []
+    if sentences:
+        yield sentences, offset
 
 
 def cycle_documents(path, offset):
@@ -46,15 +45,13 @@ def cycle_documents(path, offset):
             fail(f"{path}: no documents of two or more sentences")
 
 
-def next_documents(path, offset, count, model, signature=None):
+def next_documents(path, offset, count, model):
     """Tokenise the next `count` documents of two or more sentences. At the file's end, continue at its start.
 
     offset     the byte to start from
-    signature  files.file_signature of the file when it was checked; None: the current one
     returns    [[token ids of a sentence, ...] per document] without special tokens, and the byte after them
     """
-    with check_unchanged(path, signature or file_signature(path)):
-        found, ends = zip(*itertools.islice(cycle_documents(path, offset), count))
+    found, ends = zip(*itertools.islice(cycle_documents(path, offset), count))
     rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
     ids = (row[1:-1] for row in rows)          # drops [CLS] and [SEP]; 512 tokens at most (released code)
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
@@ -141,7 +138,7 @@ def mask_pair(ids, model, args, rng):
     return masked, chosen
 
 
-def stream_pairs(count, position, model, args, signature=None):
+def stream_pairs(count, position, model, args):
     """Yield (pair, position after it) endlessly, starting at a position.
 
     Documents are read in file order, over and over, in buffers of --shuffle-buffer documents. The pairs of
@@ -150,13 +147,10 @@ def stream_pairs(count, position, model, args, signature=None):
 
     count      number of documents in the file
     position   [first byte of the buffer, number of the buffer, how many of its pairs were used]
-    signature  files.file_signature of the file, which must not change; None: that at the start of the stream
     """
-    signature = signature or file_signature(args.data)
-
     def make_buffer(byte, number):
         size = min(count, args.shuffle_buffer)
-        documents, end = next_documents(args.data, byte, size, model, signature)
+        documents, end = next_documents(args.data, byte, size, model)
         return sentence_pairs(documents, model, args, random.Random(f"{args.seed} pairs {number}")), end
 
     byte, number, used = position

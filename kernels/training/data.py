@@ -1,0 +1,472 @@
+"""Tables of texts: data files (.txt .csv .tsv .json .jsonl .parquet, also .gz) or rows in memory.
+
+A table is checked once, then read row by row, so that a file does not have to fit in memory. Errors name the
+file and the row, what was found, and what is expected.
+
+Columns have roles, such as anchor, positive and negative. They are chosen by --columns, else by a header of
+common names, else by their order. Nothing is guessed from what cells look like: the first row is printed with
+its roles instead.
+"""
+import csv
+import functools
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import fail, log
+from .progress import progress
+
+# {role: its usual column names}, as normalise_name returns them. For REPEATABLE_ROLES a number may follow.
+SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
+                    "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
+                    "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
+RANKING_COLUMNS = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
+                   "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
+                   "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
+REPEATABLE_ROLES = "negative", "candidate"
+OTHER_COLUMNS = """hypothesis score similarity label goldlabel id idx index genre subset
+                   entity positiveentity negativeentity entitytype page article originentity
+                   original synonym antonym synonymwords antonymwords""".split()
+FIRST_ROWS = 20                                                # rows that tell the separator and the columns
+NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # Python's float() also takes 1_0, nan and inf
+SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
+csv.field_size_limit(2**24)                                    # Python's limit is 131,072 characters
+
+
+# ── file formats: they yield (place, row), where a row is a list of cells or a dict {column: cell} ──────────
+
+
+class RowError(Exception):
+    """What is wrong with a row, and what is expected."""
+
+
+def read_lines(path):
+    """Yield the lines of a UTF-8 text file, which may be compressed by gzip (.gz), and show progress."""
+    compressed = path.suffix.lower() == ".gz"
+    size = None if compressed else path.stat().st_size
+    number = 0
+    with ((gzip.open if compressed else open)(path, "rb") as file,
+          progress(None, f"reading {path.name}", total=size, unit="B", unit_scale=True) as bar):
+        try:
+            for number, line in enumerate(file, 1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if "\0" in text:                               # UTF-16 has NUL in each Latin letter
+                    raise UnicodeError
+                bar.update(len(line))
+                yield text
+        except UnicodeError:
+            fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            fail(f"{path}: {error}; copy it or compress it again")
+
+
+def read_txt(path):
+    """Yield one text per line."""
+    for number, line in enumerate(read_lines(path), 1):
+        yield f"line {number}", [line.rstrip("\r\n")]
+
+
+def read_csv(path, separator, **options):
+    """Yield the cells of rows. options: further arguments of csv.reader."""
+    check_separator(path, [*itertools.islice(read_lines(path), FIRST_ROWS)], separator)
+    reader, line = csv.reader(read_lines(path), delimiter=separator, **options), 1
+    try:
+        for cells in reader:
+            yield f"line {line}", cells
+            line = reader.line_num + 1                         # a quoted cell may contain newlines
+    except csv.Error as error:
+        yield f"line {line}", RowError(f'{error}; close every ", and write "" for a " inside a cell')
+
+
+def check_separator(path, lines, separator):
+    """Fail if the first lines of a file seem to have another separator than its name says: a header with
+    usual names, or equally many separators in all lines."""
+    counts = {other: {line.count(other) for line in lines} for other in SEPARATORS}
+    for other in SEPARATORS.keys() - {separator}:
+        equally_many = len(counts[other]) == 1 and 0 not in counts[other] and len(lines) > 2
+        has_header = lines and other in lines[0] and has_known_names(lines[0].split(other))
+        if (equally_many or has_header) and not (len(counts[separator]) == 1 and 0 not in counts[separator]):
+            how = {"\t": "name the file .tsv", ",": "name the file .csv"}.get(other, "write it with commas")
+            fail(f"{path}: its lines seem to be separated by {SEPARATORS[other]}, expected "
+                 f"{SEPARATORS[separator]}; {how}")
+
+
+def read_jsonl(path):
+    """Yield one JSON value per line."""
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            yield f"line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error) if line.strip() else "the line is empty"
+            yield f"line {number}", RowError(f"not JSON: {reason}")
+
+
+def read_json(path):
+    """Yield the items of one JSON list."""
+    try:
+        content, number, reason = json.loads("".join(read_lines(path))), 1, "expected a JSON list of rows"
+    except (ValueError, RecursionError) as error:
+        content, number = None, getattr(error, "lineno", 1)
+        reason = f"not JSON: {getattr(error, 'msg', error)}"
+    if not isinstance(content, list):
+        fail(f"{path} line {number}: {reason}; for one row per line, name the file .jsonl")
+    yield from ((f"item {number}", row) for number, row in enumerate(content, 1))
+
+
+def read_parquet(path):
+    """Yield dicts."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        fail(f"{path}: a .parquet file needs the package pyarrow; pip install pyarrow, or write it as .jsonl")
+    with open(path, "rb") as file:
+        try:
+            rows = (row for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000)
+                    for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
+        except pyarrow.ArrowException as error:
+            fail(f"{path}: {error}; write the file again, or write it as .jsonl")
+
+
+READERS = {".txt": read_txt, ".csv": functools.partial(read_csv, separator=",", strict=True),
+           ".tsv": functools.partial(read_csv, separator="\t", quoting=csv.QUOTE_NONE),
+           ".json": read_json, ".jsonl": read_jsonl, ".parquet": read_parquet}
+
+
+def rows_in_memory(data):
+    """Return the rows of a list of texts or rows, a dict of columns, a DataFrame, a Dataset or an array.
+
+    pandas, polars and datasets are not imported: their tables have the attributes columns or column_names.
+    """
+    kind = type(data)
+    if hasattr(kind, "columns") or hasattr(kind, "column_names"):
+        names = getattr(data, "column_names", None) or data.columns
+        data = {str(name): data[name] for name in names}
+    if isinstance(data, Mapping):
+        columns = {name: column if isinstance(column, str) else [*map(to_python, to_python(column))]
+                   for name, column in data.items()}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len({*lengths.values()}) > 1 or any(isinstance(column, str) for column in columns.values()):
+            fail(f"data of type {kind.__name__}: columns of lengths {lengths}, expected lists of one length")
+        return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
+    rows = to_python(data)
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):          # also a Dataset of PyTorch
+        return [to_row(to_python(rows[i])) for i in range(len(rows))]
+    fail(f"data of type {kind.__name__}: expected texts or rows in a list or array, a dict of columns, a "
+         "DataFrame, or a path")
+
+
+def to_row(row):
+    """Return a row of a list as a list or dict of cells; what is no row is returned unchanged."""
+    if isinstance(row, str):
+        return [row]
+    if hasattr(row, "_asdict"):                                # a namedtuple
+        return row._asdict()
+    return [*map(to_python, row)] if isinstance(row, (list, tuple)) else row
+
+
+def to_python(value):
+    """Return an array or column as a list, and a number of NumPy as Python's."""
+    for method in ("to_list", "tolist", "to_pylist"):          # of polars and pandas, NumPy, pyarrow
+        if hasattr(value, method):
+            return getattr(value, method)()
+    return value
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Table:
+    """The rows of a data file, or rows in memory. Iterating yields (place, cells) for each row.
+
+    data        a path, another Table, or rows in memory (see rows_in_memory)
+    roles       {role: usual column names}: read the columns in the order of the roles; None: all columns
+    columns     names or numbers of the columns to read instead, in the order of the roles
+    names       column names: the first row of a .csv or .tsv is a header if it has all of them
+    join        join a list of texts in a cell by |; otherwise a list has one entry per positive or negative
+    negatives   repeat or cut the negatives of each row to this number; None: all rows must have equally many
+
+    place       name of a row in messages, such as "line 7"
+    header      names of the columns that are read, with their roles if any; None: the columns have no names
+    """
+
+    def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=None):
+        self.path = self.rows = self.keys = self.header = self.indices = None
+        self.roles, self.columns, self.join, self.negatives = roles, columns, join, negatives
+        self.has_header, self.changed = False, Counter()
+        if isinstance(data, Table):
+            self.path, self.rows = data.path, data.rows
+        elif isinstance(data, (str, os.PathLike)):
+            self.path = Path(os.fsdecode(data))
+        else:
+            self.rows = rows_in_memory(data)
+        self.count = None if self.path else len(self.rows)
+        self.kind = self.path and Path(self.path.name.lower().removesuffix(".gz")).suffix
+        if self.path and self.kind not in READERS:
+            fail(f"{data}: expected a name that ends in {', '.join(READERS)}; .gz may follow")
+        self.find_columns(names)
+
+    def __str__(self):
+        if self.path:
+            return str(self.path)
+        digest = hashlib.sha1(repr(self.rows).encode("utf-8", "surrogatepass")).hexdigest()
+        return f"{len(self.rows):,} rows in memory, sha1 {digest[:12]}"
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        for place, row in self.raw_rows():
+            try:
+                rows = self.convert(row)
+            except RowError as error:                          # the file has changed since read_table
+                fail(f"{self} {place}: {error}")
+            yield from ((place, cells) for cells in rows)
+
+    def raw_rows(self):
+        """Yield (place, row) without the header; a row is a list, a dict, or a RowError."""
+        if self.path:
+            rows = READERS[self.kind](self.path)
+        else:
+            rows = ((f"row {i}", row) for i, row in enumerate(self.rows, 1))
+        return itertools.islice(rows, int(self.has_header), None)
+
+    def find_columns(self, names):
+        """Find header, keys (of dicts) and indices from the first rows. Fail if they do not fit the roles."""
+        first = [row for _, row in itertools.islice(self.raw_rows(), FIRST_ROWS)]
+        first = [row for row in first if isinstance(row, (list, dict)) and row]
+        if not first:
+            return
+        self.width, found = len(first[0]), []
+        if isinstance(first[0], dict):
+            self.keys = found = [*first[0]]
+        elif self.kind in (".csv", ".tsv"):
+            wanted = {normalise_name(name) for name in self.columns or names if not name.isdecimal()}
+            has_all = wanted and {*map(normalise_name, first[0])} >= wanted
+            self.has_header = bool(has_all or has_known_names(first[0], self.roles or SENTENCE_COLUMNS))
+            found = [name.strip() for name in first[0]] if self.has_header else []
+        if self.columns:
+            self.select_columns(found)
+        elif self.roles and found:
+            self.order_by_role(found)
+        else:
+            self.header = found or None
+            same = [name for name, times in Counter(map(normalise_name, found)).items() if times > 1]
+            if same:
+                fail(f"{self}: two columns are called {same[0]!r}, in {join_names(found)}")
+
+    def select_columns(self, found):
+        """Set header and indices from --columns. found: the column names, if there are any."""
+        names = [normalise_name(name) for name in found]
+        index_of = {str(i + 1): i for i in range(self.width)}
+        index_of |= {name: i for i, name in enumerate(names) if names.count(name) == 1}
+        for column in self.columns:
+            if normalise_name(column) not in index_of:
+                expected = f"one of {join_names(found)}, or " if found else ""
+                fail(f"{self}: --columns {column[:40]}: expected {expected}a number from 1 to {self.width}")
+        self.indices = [index_of[normalise_name(column)] for column in self.columns]
+        shown = [(found or [f"column {i + 1}" for i in range(self.width)])[i] for i in self.indices]
+        if self.roles:
+            shown = [f"{role_by_position(i, self.roles)} {name}" for i, name in enumerate(shown)]
+        self.header = shown
+
+    def order_by_role(self, names):
+        """Set header and indices so that columns are in the order of their roles. Fail if one has none."""
+        order, found = list(self.roles), [role_of(name, self.roles) for name in names]
+        unknown = [name or "(no name)" for name, role in zip(names, found) if role is None]
+        doubled = [role for role in order if role not in REPEATABLE_ROLES and found.count(role) > 1]
+        missing = [role for role in order[: len(set(found))] if role not in found]
+        error = None
+        if unknown:
+            error = f"columns not known as {', '.join(order[:-1])} or {order[-1]}: {join_names(unknown)}"
+        elif doubled:
+            same = [name for name, role in zip(names, found) if role == doubled[0]]
+            error = f"{len(same)} columns are {doubled[0]}: {join_names(same)}"
+        elif missing:
+            error = f"no {missing[0]} among columns {join_names(names)}"
+        if error:
+            fail(f"{self}: {error}; choose columns by --columns, by name or number, in the order "
+                 f"{', '.join(order)}")
+        self.indices = sorted(range(len(names)), key=lambda i: order.index(found[i]))
+        self.header = [f"{found[i]} {names[i]}" for i in self.indices]
+
+    def convert(self, row):
+        """Return the rows of texts that one row of the file gives: one for each positive in a list. Raises
+        RowError if it is wrong."""
+        if isinstance(row, RowError):
+            raise row
+        if isinstance(row, dict) and self.keys:
+            if unknown := row.keys() - {*self.keys}:
+                raise RowError(f"column {min(unknown)!r:.40} is not in the first row")
+            row = [row.get(name, "") for name in self.keys]
+        if not isinstance(row, list):
+            raise RowError(f"expected a row of texts, found {str(row)[:60]!r}")
+        if len(row) != self.width:
+            raise RowError(f"{len(row)} columns, expected {self.width}")
+        row = row if self.indices is None else [row[i] for i in self.indices]
+        if self.join:
+            row = ["|".join(map(str, cell)) if isinstance(cell, list) else cell for cell in row]
+        rows = [row] if not self.roles else self.spread(row)
+        return [[to_text(cell, self.kind) for cell in cells] for cells in rows]
+
+    def spread(self, row):
+        """Return one row per positive, with one cell per negative, of a row whose cells may be lists."""
+        roles = [self.header[i].split()[0] if self.header else role_by_position(i, self.roles)
+                 for i in range(len(row))]
+        cells = {"before": [], "positives": [[]], "negatives": [], "after": []}
+        for role, cell in zip(roles, row):
+            if role in REPEATABLE_ROLES:
+                cells["negatives"] += cell if isinstance(cell, list) else [cell]
+            elif isinstance(cell, list) and role == [*self.roles][1]:
+                cells["positives"] = [[positive] for positive in cell]
+            else:
+                cells["after" if cells["negatives"] or cells["positives"] != [[]] else "before"].append(cell)
+        negatives = cells["negatives"]
+        if not cells["positives"] or not negatives and {*roles} & {*REPEATABLE_ROLES}:
+            raise RowError("an empty list; fill it or delete the row")
+        if negatives and self.negatives:
+            if len(negatives) != self.negatives:
+                self.changed["cut" if len(negatives) > self.negatives else "repeated"] += 1
+            negatives = [*itertools.islice(itertools.cycle(negatives), self.negatives)]
+        rows = [cells["before"] + positive + negatives + cells["after"] for positive in cells["positives"]]
+        self.cells = getattr(self, "cells", len(rows[0]))
+        if len(rows[0]) != self.cells:
+            raise RowError(f"{len(rows[0])} texts, expected {self.cells} as in the first row; --negatives N "
+                           "repeats or cuts the negatives of each row")
+        return rows
+
+
+def to_text(cell, kind):
+    """Return a cell as text. Raises RowError if it is no text or number."""
+    if isinstance(cell, str):
+        if kind == ".tsv" and '""' in cell and cell[0] == cell[-1] == '"':
+            raise RowError("a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or "
+                           "without quotes")
+        if not cell.isascii() and re.search("[\ud800-\udfff]", cell):
+            raise RowError("an incomplete character, which JSON can hold; correct it, or delete the row")
+        return cell
+    if isinstance(cell, (int, float)) and re.fullmatch(NUMBER, str(cell)):
+        return str(cell)
+    raise RowError(f"expected only texts, found {str(cell)[:60]!r}; fill the cell or delete the row")
+
+
+def read_table(path, check=None, **options):
+    """Check all rows of a data file or Table, and return (header, Table). Fail on wrong rows.
+
+    check     function of a row's cells: returns an error message, or None
+    options   of Table
+    """
+    table, count, errors = Table(path, **options), 0, []
+    for place, row in table.raw_rows():
+        try:
+            rows = table.convert(row)
+            for error in filter(None, map(check, rows) if check else ()):
+                raise RowError(error)
+            count += len(rows)
+        except RowError as error:
+            errors.append(f"{place}: {error}"[:300])
+    if errors:
+        more = f" ({len(errors) - 1:,} more rows are wrong)" if len(errors) > 1 else ""
+        fail(f"{path} {errors[0]}{more}")
+    if not count:
+        fail(f"{path}: no rows")
+    if table.changed:
+        found = ", ".join(f"{how} in {rows:,} rows" for how, rows in table.changed.items())
+        log("note", f"--negatives {table.negatives}: negatives {found}")
+    table.count = count
+    return table.header, table
+
+
+# ── names of columns ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def normalise_name(name):
+    """Return the name in lower case, without spaces, dashes and underscores."""
+    return re.sub(r"[\s_-]+", "", name.casefold())
+
+
+def role_of(name, roles):
+    """Return the role of a column with this name, or None."""
+    name = normalise_name(name)
+    return next((role for role, names in roles.items()
+                 if name in names or role in REPEATABLE_ROLES and name.rstrip("0123456789") in names), None)
+
+
+def role_by_position(index, roles):
+    """Return the role of a column without a name. Columns after the last role have that role, too."""
+    return list(roles)[min(index, len(roles) - 1)]
+
+
+def has_known_names(row, roles=SENTENCE_COLUMNS):
+    """Return whether at least two cells of a row, or its only cell, are usual column names. An empty first
+    cell does not count: pandas writes it as the name of its index."""
+    row = row[1:] if row and not row[0].strip() else row
+    known = sum(normalise_name(cell) in OTHER_COLUMNS or role_of(cell, roles) is not None for cell in row)
+    return known >= min(2, len(row)) > 0
+
+
+def join_names(names):
+    """Return the names joined by commas, shortened to about 200 characters."""
+    text = ", ".join(names)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+# ── what scripts print and check ────────────────────────────────────────────────────────────────────────────
+
+
+def describe_table(table, header):
+    """Return a text such as "600 rows (anchor sent0, positive sent1, negative hard_neg) from nli.csv"."""
+    if header:
+        return f"{len(table):,} rows ({', '.join(header)}) from {table}"
+    count = len(next(iter(table))[1])
+    columns = "one column" if count == 1 else f"{count} columns"
+    return f"{len(table):,} rows of {columns} (no header) from {table}"
+
+
+def log_first_row(table, header, roles):
+    """Print the first row with the role of each cell, so that a user sees what is trained."""
+    cells = next(iter(table))[1]
+    names = [name.split()[0] for name in header or [role_by_position(i, roles) for i in range(len(cells))]]
+    names += names[-1:] * (len(cells) - len(names))            # a list of hard negatives has one name
+    log("first", show_cells(names, cells))
+
+
+def show_cells(names, cells):
+    """Return a text such as 'anchor "A man eats."  positive "He eats."'; long cells are shortened."""
+    shown = (cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in cells)
+    return "  ".join(f'{name} "{text}"' for name, text in zip(names, shown))
+
+
+def empty_cell(cells):
+    """Return an error message if a cell is empty, else None: a `check` of read_table."""
+    return None if all(map(str.strip, cells)) else "an empty cell; fill it or delete the row"
+
+
+def read_numbers(path, columns):
+    """Return the numbers in these columns of a data file or Table, one list per row. Fail on other cells."""
+    def not_a_number(cells):
+        if not all(re.fullmatch(NUMBER, cell) for cell in cells):
+            return f"found {', '.join(cells)[:60]}, expected numbers"
+
+    _, table = read_table(path, not_a_number, columns=columns)
+    return [[float(cell) for cell in cells] for _, cells in table]
+
+
+def iter_texts(path, max_rows=100_000):
+    """Yield one text, its cells joined by newlines, for each of at most `max_rows` rows.
+
+    --model scratch builds its vocabulary from these texts. Wrong rows are included, because columns that the
+    script does not read may contain anything.
+    """
+    for _, row in itertools.islice(Table(path).raw_rows(), max_rows):
+        if isinstance(row, (dict, list)):
+            cells = row.values() if isinstance(row, dict) else row
+            texts = ("|".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in cells)
+            yield "\n".join(texts).encode("utf-8", "replace").decode()

@@ -1,0 +1,162 @@
+"""Errors of the user, printed lines, and @command, which prints one line instead of a traceback."""
+import contextlib
+import functools
+import inspect
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# An error of ours is one line on the screen: transformers must not print its own warnings around it.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+
+EXIT_STOPPED = 130                                             # exit code after a signal
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+# PyTorch, oneDNN and tokenizers have no exception type for these: they can be recognised by their texts only.
+OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a primitive", "threadpoolbuild"
+
+
+class UserError(Exception):
+    """A user's mistake, or a failure of the machine. Its message is one line, printed without a traceback.
+
+    every_rank   every rank that raises the error prints it; otherwise only rank 0 does
+    """
+
+    def __init__(self, message, every_rank=False):
+        super().__init__(one_line(message))
+        self.every_rank = every_rank
+
+
+def fail(message, every_rank=False):
+    """Raise UserError, which ends the run with this message."""
+    raise UserError(message, every_rank)
+
+
+def one_line(text):
+    """Return text with line breaks, terminal controls and other unprintable characters escaped."""
+    kept = "\u200c\u200d\u3000"                                # Persian, emoji and Japanese texts have these
+    return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
+
+
+def check_memory(what, needed):
+    """Fail early if `what` would need more bytes of memory than this machine has."""
+    if needed > total_memory():
+        fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has "
+             f"{total_memory() / 2**30:,.0f} GB")
+
+
+def total_memory():
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# ── printed lines ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_first_rank():
+    """Return whether this process prints messages and writes files: rank 0, or a process without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def log(label, text, every_rank=False):
+    """Print a line, on rank 0 only unless every_rank is true."""
+    if every_rank or is_first_rank():
+        print(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"), flush=True)
+
+
+def clear_bar(stream):
+    """Return the characters that clear a terminal's progress bar, so that a message can replace it."""
+    return "\r\x1b[K" if stream.isatty() else ""
+
+
+# ── the end of a command ────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def signals_handled_by(handler):
+    """Context manager: handle Ctrl-C, SIGTERM and SIGHUP (a closed terminal) by `handler`, except those that
+    nohup ignores. Python allows this in the main thread only; in other threads nothing changes."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {kind: signal.getsignal(kind) for kind in SIGNALS if in_main_thread}
+    before = {kind: old for kind, old in before.items() if old not in (signal.SIG_IGN, None)}
+    for kind in before:
+        signal.signal(kind, handler)
+    try:
+        yield
+    finally:
+        for kind, old in before.items():
+            signal.signal(kind, old)
+
+
+def interrupt(*_):
+    """Signal handler: raise KeyboardInterrupt, as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def command(main):
+    """Decorate a script's main as a shell command.
+
+    A UserError or a failure of the machine becomes one line on stderr and exit code 2; a signal becomes one
+    line on stdout and exit code 130. Any other exception is a bug and keeps its traceback.
+    """
+    script = Path(inspect.getfile(main)).name
+
+    @functools.wraps(main)
+    def run(*args, **more):
+        if hasattr(sys.stdout, "reconfigure"):                 # the stdout of a notebook has no such method
+            sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
+        try:
+            with signals_handled_by(interrupt), warnings.catch_warnings():
+                if not sys.warnoptions:
+                    warnings.simplefilter("ignore")
+                main(*args, **more)
+        except KeyboardInterrupt:                              # in the training loop, Run handles signals
+            log("stopped", "by a signal; what was saved before is complete")
+            exit_process(EXIT_STOPPED)
+        except Exception as error:
+            message = describe(error)
+            if message is None:
+                raise
+            if is_first_rank() or getattr(error, "every_rank", True):
+                print(f"{clear_bar(sys.stderr)}{script}: {message}", file=sys.stderr, flush=True)
+            exit_process(2)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return run
+
+
+def exit_process(code):
+    """End the process. If other ranks exist, skip Python's cleanup, which hangs if one of them is dead."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def is_out_of_memory(error):
+    """Return whether an exception means that the memory of the machine, or of the GPU, is full."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(x in text for x in OUT_OF_MEMORY)
+
+
+def describe(error):
+    """Return what a user needs to know about an exception, in one line; None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    text = str(error)
+    if is_out_of_memory(error):
+        whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
+        return f"the {whose} memory is full; lower --batch-size, or encode in parts by --chunk-size"
+    if isinstance(error, OSError) and error.strerror:
+        path = error.filename2 or error.filename               # filename2: the target of a rename
+        return one_line(f"{path}: {error.strerror}" if path else f"{error.strerror} (a file without a name)")
+    if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:
+        return "a process that decoded images was killed, perhaps by lack of memory; try fewer --workers"
+    if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in text:
+        return one_line(f"another process of this run has died or hangs ({text.splitlines()[0][:80]})")
+    return None

@@ -1,0 +1,213 @@
+"""The output folder of a run: checks of --out, atomic writes, model cards, and checksums of inputs."""
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers.utils import cached_file
+
+from kernels import __version__
+
+from .errors import fail
+
+UNFINISHED = ".running"                                        # this file is in --out until the run ends
+HASHED_BYTES = 2**20                                           # of a file of data, from its start
+
+
+def check_out(args):
+    """Fail if --out cannot be written, is inside an input, or has contents that must not be overwritten."""
+    out, path = args.out, Path(args.out).absolute()
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        fail(f"--out {out}: {existing} is not a writable folder")
+    for flag, values in input_values(args):
+        for folder in (value for value in values if os.path.isdir(value)):
+            if path.resolve().is_relative_to(Path(folder).resolve()):
+                fail(f"--out {out}: inside --{flag} {folder}; choose another folder")
+    if existing != path or not any(path.iterdir()):
+        return
+    started = next((name for name in ("state.pt", UNFINISHED) if (path / name).is_file()), None)
+    if not started and (path / "args.json").is_file():
+        other = "" if args.resume else "choose another folder, or "
+        fail(f"--out {out} contains a finished run; {other}to train its model further, start a new run with "
+             f"--model {out} --out NEW")
+    if args.resume and not started:
+        fail(f"--out {out}: no state.pt to resume from")
+    if args.resume:
+        return
+    content = {"state.pt": "another run; continue it with --resume",
+               UNFINISHED: "a run without a checkpoint; start it again with --resume",
+               None: "files but no checkpoint; empty it"}[started]
+    fail(f"--out {out} contains {content}, or choose another folder")
+
+
+def kernels_version():
+    """Return the version of the package kernels, with its commit if it is in a git repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError):
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode == 0:
+            return f"{__version__}, commit {found.stdout.strip()}"
+    return __version__
+
+
+# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Context manager: if writing fails in the block, for example because the disk is full, name the path."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch.save raises a RuntimeError with the OSError as context; safetensors has an error of its own
+        disk = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(disk, OSError) and not isinstance(error, SafetensorError):
+            raise
+        fail(f"{path}: {getattr(disk, 'strerror', None) or error}", every_rank=True)
+
+
+@contextlib.contextmanager
+def atomic_file(path, mode="w"):
+    """Context manager: open a temporary file, which replaces `path` when the block ends. Even after a kill, a
+    reader finds the old content or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        with open(temporary, mode, **({} if "b" in mode else dict(encoding="utf-8", newline=""))) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def atomic_output(run):
+    """Context manager: yield a temporary folder, whose files are renamed into --out when the block ends."""
+    temporary = run.out / ".saving"
+    shutil.rmtree(temporary, ignore_errors=True)
+    with writing(run.out):
+        temporary.mkdir()
+        yield temporary
+        for path in sorted(temporary.rglob("*")):              # a folder comes before the files in it
+            target = run.out / path.relative_to(temporary)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+                continue
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(path, target)
+        shutil.rmtree(temporary)
+
+
+# ── saved models ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_tokenizer(tokenizer, folder):
+    """Save a tokenizer, without the truncation that text.tokens.tokenise has set."""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.save_pretrained(folder)
+
+
+def model_card(run, kind, tags, description, load_code):
+    """Return the text of README.md for a saved model.
+
+    kind          pipeline_tag of the Hugging Face hub
+    tags          names of libraries that can load the folder; the first one is the card's library_name
+    description   description of the model
+    load_code     line of Python that loads it
+    """
+    best = run.extra_state["saved"].items()
+    scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
+    card = f"""---
+library_name: {tags[0]}
+pipeline_tag: {kind}
+tags: [{", ".join(tags)}]
+---
+# {run.out.name}
+
+{description}
+Trained by {run.script.name} from {run.args.model} on {Path(str(run.args.data)).name}: {scores}.
+All settings are in args.json, the training metrics in metrics.jsonl. The copy of {run.script.name} needs the
+package kernels, version {kernels_version()}.
+
+    {load_code}
+"""
+    return card.encode("utf-8", "backslashreplace").decode()   # names of files may not be UTF-8
+
+
+def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
+    """Write a model and its tokenizer into --out in transformers' format, with a model card; on rank 0 only.
+
+    kind, text, load_code   as for model_card; text is its description
+    more                    {file name: {name: tensor}} to write beside the model
+    """
+    if run.rank:
+        return
+    card = model_card(run, kind, ["transformers"], text, load_code)
+    with atomic_output(run) as aside:
+        model.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
+        for name, tensors in (more or {}).items():
+            save_file({part: tensor.cpu() for part, tensor in tensors.items()}, aside / name)
+        (aside / "README.md").write_text(card, encoding="utf-8")
+
+
+# ── inputs ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def input_values(args):
+    """Return [(flag, its values as strings)] of the flags that name an input and were given."""
+    found = []
+    for name in args.inputs:
+        values = getattr(args, name)
+        values = values if isinstance(values, list) else [values]
+        if values := [str(value) for value in values if value]:
+            found.append((name, values))
+    return found
+
+
+def fingerprints(args):
+    """Return {flag: checksum} of the inputs of the run: it changes if an input changes."""
+    return {name: " ".join(map(fingerprint, values)) for name, values in input_values(args)}
+
+
+def fingerprint(value):
+    """Return the checksum of an input.
+
+    For a file: of its size and its first megabyte. For a folder: of the names and sizes of all files, and of
+    config.json. For a hub name: the commit. For rows in memory: their description, which has a checksum.
+    """
+    digest = hashlib.sha1()
+    for name in [value] if os.path.exists(value) else value.split(","):        # TRAIN.tsv,TEST.tsv
+        path = Path(name)
+        if path.is_file():
+            hash_file(digest, path, HASHED_BYTES)
+        elif path.is_dir():
+            for folder, folders, files in os.walk(path, followlinks=True):
+                folders.sort()
+                for file in filter(Path.exists, map(Path(folder).joinpath, sorted(files))):
+                    digest.update(os.fsencode(file.relative_to(path)))
+                    hash_file(digest, file, HASHED_BYTES if file.name == "config.json" else 0)
+        else:
+            return hub_commit(value)
+    return digest.hexdigest()
+
+
+def hash_file(digest, path, count):
+    """Add the size and the first `count` bytes of a file to the digest."""
+    digest.update(f" {path.stat().st_size} ".encode())
+    if count:
+        with open(path, "rb") as file:
+            digest.update(file.read(count))
+
+
+def hub_commit(name):
+    """Return the commit of a hub model, which is the name of its folder in the cache; otherwise `name`."""
+    try:
+        return Path(cached_file(name, "config.json", local_files_only=True)).parent.name
+    except (OSError, ValueError):                              # scratch, resnet-18, rows in memory
+        return name
