@@ -52,14 +52,8 @@ from transformers import AutoModelForMaskedLM
 from kernels import check_rows, checks, own_rows
 from kernels.training.data import describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.extras.triples import (
-    ROLES,
-    load_wordnet,
-    make_triples,
-    read_triple,
-    save_triples,
-    tokenise_triples,
-)
+from kernels.training.extras import triples as triple_files
+from kernels.training.extras.triples import ROLES, make_triples, read_triple, tokenise_triples
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.progress import progress
@@ -124,7 +118,7 @@ def load_data(path, args):
     log("cline", f"{args.form}: {describe_table(table, header)}")
     log_first_row(table, header, ROLES)
     if len(cells) == 1:
-        return [cells[0] for _, cells in table], load_wordnet(path, args)
+        return [cells[0] for _, cells in table], triple_files.load_wordnet(path, args)
     if args.save_triples:
         fail(f"--save-triples {args.save_triples}: {path} already holds triples; leave the flag out")
     return [read_triple(cells, f"{path} {place}") for place, cells in table], None
@@ -370,7 +364,7 @@ def main(argv=None):
     warmup = total // args.warmup_part if args.warmup_steps is None else args.warmup_steps
     optimizer = make_optimizer(model, args)
     run.begin(model, optimizer, total, warmup)
-    save_triples(triples, run)
+    triple_files.save_triples(triples, run)
     if held_out and run.step == 0:
         run.log_initial_scores(evaluate_triples(model, held_out, args))
     if held_out:

@@ -56,7 +56,7 @@ import kernels
 from kernels import check_rows, gather_rows, nt_xent, own_rows
 from kernels.training.errors import check_memory, command, fail, log
 from kernels.training.extras.lars import LARS, make_optimizer  # noqa: F401
-from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss  # noqa: F401
+from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import encoders as nets
 from kernels.training.images import evaluation
@@ -169,7 +169,7 @@ def load_data(path, args):
         fail(f"--{mode} needs labels, but {path} has none; expected sub-folders, a .tsv of files and labels, "
              "or labels in the .npz")
     if args.finetune:
-        images.subsample(args.label_fraction)
+        subsample(images, args.label_fraction)
         images.check_batch_size(args.batch_size)
     log("simclr", f"{mode}: {images.describe()}")
     return images

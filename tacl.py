@@ -48,13 +48,7 @@ from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
 from kernels.training.errors import command, fail, log
-from kernels.training.extras.documents import (
-    mask_pair,
-    next_documents,
-    read_documents,
-    sentence_pairs,
-    stream_pairs,
-)
+from kernels.training.extras import documents as corpus
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, warmup_linear
 from kernels.training.out import save_transformer
@@ -109,7 +103,7 @@ def load_data(path, args):
     fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.max_length < 5:
         fail(f"--max-length {args.max_length}: expected at least 5: [CLS], two [SEP], a token per sentence")
-    bar = progress(read_documents(path), path)
+    bar = progress(corpus.read_documents(path), path)
     try:
         sizes = Counter(min(len(sentences), 2) for sentences, _ in bar)
     except OSError as error:
@@ -193,7 +187,7 @@ def load_teacher(model, args):
 
 def load_pretraining_model(flag, name, args):
     """Return (model with a masked-LM head, tokenizer, head layers that the checkpoint lacks)."""
-    texts = None if args.evaluate else ("\n".join(lines) for lines, _ in read_documents(args.data))
+    texts = None if args.evaluate else ("\n".join(lines) for lines, _ in corpus.read_documents(args.data))
     model, tokenizer = load_text_model(name, texts, AutoModelForPreTraining, flag)
     like_bert = hasattr(model.base_model, "embeddings") and has_decoder(model)
     special = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
@@ -322,14 +316,14 @@ def load_dev(path, documents, model, args):
     is_masked marks all tokens except [CLS] and [SEP]. documents: their number in the file."""
     rng = random.Random(f"{args.seed} dev")
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
-    documents, _ = next_documents(path, 0, min(documents, args.dev_pairs), model)
-    pairs = sentence_pairs(documents, model, args, rng)[: args.dev_pairs]
+    documents, _ = corpus.next_documents(path, 0, min(documents, args.dev_pairs), model)
+    pairs = corpus.sentence_pairs(documents, model, args, rng)[: args.dev_pairs]
     texts = [text[: args.max_length - 2] for document in documents for text in document][: args.dev_pairs]
     sentences = []
     for ids in sorted((np.concatenate([cls, text, sep]) for text in texts), key=len):
         is_inner = ~np.isin(np.arange(len(ids)), [0, len(ids) - 1])
         sentences.append((ids, np.zeros(len(ids), bool), 0, ids, is_inner))
-    return [(*pair, *mask_pair(pair[0], model, args, rng)) for pair in pairs], sentences
+    return [(*pair, *corpus.mask_pair(pair[0], model, args, rng)) for pair in pairs], sentences
 
 
 def token_similarity(hidden, mask):
@@ -419,13 +413,13 @@ def main(argv=None):
     if dev:
         log("before", format_scores(run.extra_state["before"]))
     model.train()
-    stream = stream_pairs(documents, run.extra_state["place"], model, args)
+    stream = corpus.stream_pairs(documents, run.extra_state["place"], model, args)
     for step, _ in run.steps(args.steps):
         set_lr(optimizer, warmup_linear(step - 1, args.steps, args.steps // 10, args.lr))
         batch, places = zip(*itertools.islice(stream, args.batch_size))
         run.extra_state["place"] = places[-1]
         rng = random.Random(f"{args.seed} masks {step}")
-        rows = [(*pair, *mask_pair(pair[0], model, args, rng)) for pair in batch]
+        rows = [(*pair, *corpus.mask_pair(pair[0], model, args, rng)) for pair in batch]
         weights, values = mean_weights(rows), Counter()
         optimizer.zero_grad()
         for micro_batch in make_batch(rows[own_rows(len(rows))], model, args):

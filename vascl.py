@@ -55,7 +55,7 @@ from kernels.training.errors import command, fail, log
 from kernels.training.extras.evaluation import Evaluator, evaluate_model
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, steps_per_epoch
-from kernels.training.precision import gather_views, loss_autocast
+from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
@@ -241,7 +241,9 @@ def compute_loss(model, batch, rows, args):
     e1, e2 = model(batch).chunk(2)
     own, head = own_rows(rows), model.projection
     unit1, unit2 = project(head, e1), project(head, e2)
-    gathered = gather_views(unit1, unit2, rows, args)
+    gathered = None                                            # this rank has all rows
+    if len(unit1) < rows:
+        gathered = gather_keys(torch.stack([unit1, unit2], 1), rows, args).unbind(1)
     with loss_autocast(e1, args):
         terms = {"instance": nt_xent(unit1, unit2, args.temperature, gathered=gathered, offset=own.start,
                                      impl=args.impl)}

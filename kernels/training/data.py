@@ -423,11 +423,9 @@ def join_names(names):
 
 def describe_table(table, header):
     """Return a text such as "600 rows (anchor sent0, positive sent1, negative hard_neg) from nli.csv"."""
-    if header:
-        return f"{len(table):,} rows ({', '.join(header)}) from {table}"
     count = len(next(iter(table))[1])
-    columns = "one column" if count == 1 else f"{count} columns"
-    return f"{len(table):,} rows of {columns} (no header) from {table}"
+    columns = f"({', '.join(header)})" if header else f"of {count} column{'s' * (count > 1)} (no header)"
+    return f"{len(table):,} rows {columns} from {table}"
 
 
 def log_first_row(table, header, roles):

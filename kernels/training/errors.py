@@ -93,11 +93,6 @@ def signals_handled_by(handler):
             signal.signal(kind, old)
 
 
-def interrupt(*_):
-    """Signal handler: raise KeyboardInterrupt, as Ctrl-C does."""
-    raise KeyboardInterrupt
-
-
 def command(main):
     """Decorate a script's main as a shell command.
 
@@ -111,7 +106,7 @@ def command(main):
         if hasattr(sys.stdout, "reconfigure"):                 # the stdout of a notebook has no such method
             sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
         try:
-            with signals_handled_by(interrupt), warnings.catch_warnings():
+            with signals_handled_by(signal.default_int_handler), warnings.catch_warnings():
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 main(*args, **more)
@@ -154,7 +149,7 @@ def describe(error):
         return f"the {whose} memory is full; lower --batch-size, or encode in parts by --chunk-size"
     if isinstance(error, OSError) and error.strerror:
         path = error.filename2 or error.filename               # filename2: the target of a rename
-        return one_line(f"{path}: {error.strerror}" if path else f"{error.strerror} (a file without a name)")
+        return one_line(f"{path}: {error.strerror}" if path else error.strerror)
     if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:
         return "a process that decoded images was killed, perhaps by lack of memory; try fewer --workers"
     if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in text:

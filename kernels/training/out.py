@@ -3,12 +3,10 @@ import contextlib
 import hashlib
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers.utils import cached_file
 
 from kernels import __version__
 
@@ -43,16 +41,6 @@ def check_out(args):
                UNFINISHED: "a run without a checkpoint; start it again with --resume",
                None: "files but no checkpoint; empty it"}[started]
     fail(f"--out {out} contains {content}, or choose another folder")
-
-
-def kernels_version():
-    """Return the version of the package kernels, with its commit if it is in a git repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    with contextlib.suppress(OSError):
-        found = subprocess.run(command, capture_output=True, text=True)
-        if found.returncode == 0:
-            return f"{__version__}, commit {found.stdout.strip()}"
-    return __version__
 
 
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +120,7 @@ tags: [{", ".join(tags)}]
 {description}
 Trained by {run.script.name} from {run.args.model} on {Path(str(run.args.data)).name}: {scores}.
 All settings are in args.json, the training metrics in metrics.jsonl. The copy of {run.script.name} needs the
-package kernels, version {kernels_version()}.
+package kernels {__version__}.
 
     {load_code}
 """
@@ -179,7 +167,7 @@ def fingerprint(value):
     """Return the checksum of an input.
 
     For a file: of its size and its first megabyte. For a folder: of the names and sizes of all files, and of
-    config.json. For a hub name: the commit. For rows in memory: their description, which has a checksum.
+    config.json. For a hub name or rows in memory, whose description has a checksum: the value itself.
     """
     digest = hashlib.sha1()
     for name in [value] if os.path.exists(value) else value.split(","):        # TRAIN.tsv,TEST.tsv
@@ -192,8 +180,8 @@ def fingerprint(value):
                 for file in filter(Path.exists, map(Path(folder).joinpath, sorted(files))):
                     digest.update(os.fsencode(file.relative_to(path)))
                     hash_file(digest, file, HASHED_BYTES if file.name == "config.json" else 0)
-        else:
-            return hub_commit(value)
+        else:                                                  # a hub name, scratch, rows in memory
+            return value
     return digest.hexdigest()
 
 
@@ -203,11 +191,3 @@ def hash_file(digest, path, count):
     if count:
         with open(path, "rb") as file:
             digest.update(file.read(count))
-
-
-def hub_commit(name):
-    """Return the commit of a hub model, which is the name of its folder in the cache; otherwise `name`."""
-    try:
-        return Path(cached_file(name, "config.json", local_files_only=True)).parent.name
-    except (OSError, ValueError):                              # scratch, resnet-18, rows in memory
-        return name

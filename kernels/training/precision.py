@@ -30,10 +30,3 @@ def gather_keys(z, rows, args):
     if args.precision != "bf16" or len(z) == rows:
         return gather_rows(z, rows)
     return gather_rows(unit_rows(z), rows, dtype=LOSS_DTYPE)
-
-
-def gather_views(z1, z2, rows, args):
-    """Return (z1, z2) of all ranks as gather_keys does, or None if this rank has all rows."""
-    if len(z1) == rows:
-        return None
-    return gather_keys(torch.stack([z1, z2], 1), rows, args).unbind(1)

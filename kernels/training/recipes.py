@@ -21,12 +21,9 @@ def log_recipe(args, recipes):
     source, flags = recipes[args.recipe]
     words = []
     for name, value in flags.items():
-        actual = getattr(args, name)
-        changed = "" if actual == value else f" (not {format_value(value)})"
-        words.append(f"--{name.replace('_', '-')} {format_value(actual)}{changed}")
+        # a list as it is typed in a shell
+        actual, preset = (" ".join(map(str, x)) if isinstance(x, list) else str(x)
+                          for x in (getattr(args, name), value))
+        changed = "" if actual == preset else f" (not {preset})"
+        words.append(f"--{name.replace('_', '-')} {actual}{changed}")
     log("recipe", f"{args.recipe}, {source}: {', '.join(words)}")
-
-
-def format_value(value):
-    """Return a flag's value as it is typed in a shell."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from kernels import choose_impl, similarity_lse
+from kernels import __version__, choose_impl, similarity_lse
 
 from . import out, ranks
 from .errors import EXIT_STOPPED, UserError, clear_bar, fail, log, signals_handled_by
@@ -122,7 +122,7 @@ class Run:
             if self.script.is_file():                          # not `python - < simcse.py`
                 (self.out / self.script.name).write_bytes(self.script.read_bytes())
         with out.atomic_file(self.out / "args.json") as file:
-            more = dict(command=self.args.command, kernels=out.kernels_version())
+            more = dict(command=self.args.command, kernels=__version__)
             json.dump(self.settings() | more, file, indent=1)
 
     # ── the loop ──

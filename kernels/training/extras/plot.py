@@ -194,4 +194,5 @@ def main(argv=None):
     args = parser.parse_args(argv)
     short = [Path(folder).resolve().name for folder in args.out]
     names = short if len(set(short)) == len(short) else args.out
+    names = [name.replace("$", r"\$") for name in names]       # Matplotlib would draw it as mathematics
     draw([run for folder, name in zip(args.out, names) for run in read_runs(folder, name)], args.save)

@@ -1,5 +1,6 @@
 """The second and third stage of SimCLR v2 (--finetune, --distill): the projection head is replaced by a
 classifier, and each image has one view."""
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -21,6 +22,16 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
     checks.check_temperature(temperature, logits.device)
     soft_labels = (teacher_logits.detach() / temperature).softmax(1).to(logits.dtype)
     return F.cross_entropy(logits / temperature, soft_labels)
+
+
+def subsample(images, share):
+    """Keep a random share of the training images of each class, at least one; the seed decides which."""
+    generator, labels = torch.Generator().manual_seed(images.seed), images.train.labels
+    kept = []
+    for rows in ((labels == label).nonzero()[:, 0] for label in labels.unique()):
+        order = torch.randperm(len(rows), generator=generator)
+        kept.append(rows[order[: max(1, round(share * len(rows)))]])
+    images.train.keep_only(torch.cat(kept).sort().values.numpy())
 
 
 def load_head_layers(name, count):

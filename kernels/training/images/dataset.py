@@ -65,17 +65,8 @@ class ImageDataset:
             fail(f"{self.path}: no class of the test images ({found}, ...) is a class of the training images "
                  f"({', '.join(self.classes[:3])}, ...)")
 
-    def subsample(self, share):
-        """Keep a random share of the training images of each class, at least one; the seed decides which."""
-        generator, labels = torch.Generator().manual_seed(self.seed), self.train.labels
-        kept = []
-        for rows in ((labels == label).nonzero()[:, 0] for label in labels.unique()):
-            order = torch.randperm(len(rows), generator=generator)
-            kept.append(rows[order[: max(1, round(share * len(rows)))]])
-        self.train.keep_only(torch.cat(kept).sort().values.numpy())
-
     def check_batch_size(self, batch):
-        """Raise UserError if there are fewer training images than a batch needs."""
+        """Fail if there are fewer training images than a batch needs."""
         if batch > len(self):
             fail(f"{self.path}: {len(self):,} images, expected at least --batch-size, which is {batch}")
 

@@ -35,11 +35,8 @@ def evaluate_and_save(model, images, run):
 
 
 def finish(model, images, run, linear_probe):
-    """End a run: load the saved checkpoint, train a linear probe on it, and print the scores and how to load
-    the model.
-
-    linear_probe    the script's function (model, images, run) → percent; not called with --probe-epochs 0
-    """
+    """End a run: load the saved checkpoint, train a linear probe on it by the script's function linear_probe,
+    and print the scores and how to load the model."""
     model.restore(run.out)
     scores, best = "", run.extra_state["saved"]
     if images.test and model.classes:
@@ -90,13 +87,8 @@ def accuracy(model, images):
 
 
 def evaluate_model(args, script, crops, linear_probe):
-    """Run --evaluate of an image script: print the kNN accuracy and linear probe of --model with the training
-    images of --data, and the accuracy of its classifier, if it has one. A classifier does not need --data.
-
-    script          path of the script
-    crops           the script's Crops
-    linear_probe    the script's function (model, images, run) → percent
-    """
+    """Run --evaluate: print the kNN accuracy and linear probe of --model with the training images of --data,
+    and the accuracy of its classifier, if it has one. A classifier does not need --data."""
     head, classes = encoders.load_head(args.model)
     if args.model in encoders.RESNETS:
         fail(f"--model {args.model}: a new model has learnt nothing; give a folder or a hub name")
@@ -109,15 +101,16 @@ def evaluate_model(args, script, crops, linear_probe):
     encoder = load_image_encoder(args.model, images.is_small)
     model = ImageEncoder(encoder, head, run, *encoders.read_mean_std(args.model)).to(run.device)
     images.to_device(run)
-    scores = []
+    scores = {}
     if args.data:
-        scores.append(f"kNN {evaluate(model, images, run.impl)['knn']:.2f} %")
+        scores["kNN"] = evaluate(model, images, run.impl)["knn"]
     if args.data and args.probe_epochs:
-        scores.append(f"linear {linear_probe(model, images, run):.2f} %")
+        scores["linear"] = linear_probe(model, images, run)
     if classes:
         model.classes = classes
-        scores.append(f"classifier {accuracy(model, images):.2f} %")
-    log("test", f"{', '.join(scores)}  {args.model}")
+        scores["classifier"] = accuracy(model, images)
+    shown = ", ".join(f"{name} {score:.2f} %" for name, score in scores.items())
+    log("test", f"{shown}  {args.model}")
 
 
 def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nesterov=False, weight_decay=0.0):

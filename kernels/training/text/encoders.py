@@ -30,12 +30,6 @@ def init_linear(linear, config):
     return linear
 
 
-def is_causal(config):
-    """Return whether a token's state is independent of later tokens, as in a decoder."""
-    kind = config.model_type
-    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-
 class SentenceEncoder(torch.nn.Module):
     """A transformer, the pooling of its token states, and a head.
 
@@ -190,8 +184,9 @@ def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
     default_pooling, default_head, columns = defaults
     if encoder.config.is_encoder_decoder:
         fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")
-    if is_causal(encoder.config):
-        default_pooling = "last"
+    kind = encoder.config.model_type
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        default_pooling = "last"                               # a decoder
     pooling = getattr(args, "pooling", None) or (saved.pooling if saved else default_pooling)
     if default_pooling == "last" and pooling.startswith("cls"):
         fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see the others; "

@@ -95,11 +95,10 @@ class Evaluator:
 def expand_folders(paths, flag):
     """Return the paths, with each folder replaced by the data files in it."""
     found = []
-    for path in paths:
-        inside = [path]
-        if os.path.isdir(path):
-            names = (str(file) for file in sorted(Path(path).iterdir()))
-            inside = [name for name in names if name.lower().removesuffix(".gz").endswith(tuple(READERS))]
+    for path in map(str, paths):
+        names = map(str, sorted(Path(path).iterdir())) if os.path.isdir(path) else [path]
+        inside = [name for name in names if name == path
+                  or name.lower().removesuffix(".gz").endswith(tuple(READERS))]
         if not inside:
             fail(f"{flag} {path}: the folder has no file whose name ends in {', '.join(READERS)}")
         found += inside

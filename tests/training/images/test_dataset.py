@@ -142,7 +142,7 @@ def test_subsample_keeps_a_share_of_each_class(tmp_path):
     data, kept = write(tmp_path / "x.npz", dict(images=arrays, labels=labels)), {}
     for seed, share in ((1, 0.1), (1, 0.1), (2, 0.1), (1, 1)):
         images = make_dataset(data, seed=seed)
-        images.subsample(share)
+        simclr.subsample(images, share)
         rows = centre_crops(images, images.train)[:, 0, 0, 0].round().int().tolist()
         assert images.train.labels.tolist() == [[4, 7, 9].index(labels[row]) for row in rows]
         assert images.train.labels.bincount().tolist() == ([10, 3, 1] if share < 1 else [100, 30, 2])

@@ -15,12 +15,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, FNetConfig
+from transformers import AutoModel, AutoTokenizer
 
 import simcse
-from families import DECODERS, ENCODERS, SHAPE, VOCABULARY, small_tokenizer
+from families import DECODERS, ENCODERS, SHAPE
 from kernels.training.text.encoders import build_encoder
-from kernels.training.text.models import load_text_model
 from kernels.training.text.sts import load_sts, spearman
 from kernels.training.text.tokens import TokenRows
 from running import DATA, SMALL, embed_unbatched, few_pairs, rejects
@@ -141,13 +140,3 @@ def test_masked_language_models(folder_of, cwd, monkeypatch, capfd):
     capfd.readouterr()
     wanted = ".*MobileBert.*: MobileBertForMaskedLM is not a masked language model like BERT or DistilBERT"
     rejects("simcse", capfd, wanted, *flags, "--model", folder_of("MobileBert"))
-
-
-def test_new_decoder_bias_of_fnet_is_zero(tmp_path):
-    """transformers leaves the bias of FNet's new masked-LM head uninitialised."""
-    sizes = dict(hidden_size=16, num_hidden_layers=1, intermediate_size=16, max_position_embeddings=64)
-    torch.manual_seed(0)
-    AutoModel.from_config(FNetConfig(vocab_size=len(VOCABULARY), **sizes)).save_pretrained(tmp_path)
-    small_tokenizer().save_pretrained(tmp_path)
-    model, _ = load_text_model(str(tmp_path), auto_class=AutoModelForMaskedLM)
-    assert model.get_parameter("cls.predictions.bias").eq(0).all()
