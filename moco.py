@@ -51,7 +51,7 @@ from torch import nn
 from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
 from kernels.training.errors import check_memory, command, fail, log
 from kernels.training.extras.memory_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, image_flags, ratio
+from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
 from kernels.training.images.dataset import ImageDataset
@@ -59,7 +59,6 @@ from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
 from kernels.training.precision import LOSS_DTYPE, loss_autocast, unit_rows
-from kernels.training.recipes import Recipe, log_recipe
 from kernels.training.run import Run
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +124,6 @@ CROPS = Crops(min_area=0.08, attempts=10, sample_aspect=lambda u: 3 / 4 * (16 / 
 
 def load_data(path, args):
     """Load the images, and set the flags whose defaults depend on the size of images or on --v1."""
-    log_recipe(args, RECIPES | FLAG_RECIPES)
     if args.memory_bank and args.symmetric:
         fail("--symmetric: a memory bank uses one view per image; leave one of the flags out")
     images = ImageDataset(args, CROPS)

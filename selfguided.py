@@ -46,7 +46,7 @@ import torch.nn.functional as F
 
 from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.data import normalise_name, read_table, show_cells
-from kernels.training.errors import check_memory, command, fail, log
+from kernels.training.errors import command, fail, log
 from kernels.training.extras.evaluation import Evaluator, evaluate_model
 from kernels.training.extras.layer_study import check_layer_study, compare_layers, evaluate_layers
 from kernels.training.extras.layers import pool_layers
@@ -131,7 +131,6 @@ def build_model(args, run):
         fail(f"--layers {max(model.layers)}: {args.model} has layers 0, the word embeddings, "
              f"to {config.num_hidden_layers}")
     size = args.projection_dim
-    check_memory(f"--projection-dim {size}", 16 * (model.width + size) * size)    # AdamW: 16 bytes per weight
     linears = [torch.nn.Linear(model.width, size), torch.nn.Linear(size, size)]
     for linear in linears:
         init_linear(linear, config)

@@ -54,10 +54,10 @@ from torch import nn
 
 import kernels
 from kernels import check_rows, gather_rows, nt_xent, own_rows
-from kernels.training.errors import check_memory, command, fail, log
+from kernels.training.errors import command, fail, log
 from kernels.training.extras.lars import LARS, make_optimizer  # noqa: F401
 from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, image_flags, ratio
+from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import encoders as nets
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
@@ -66,7 +66,6 @@ from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
 from kernels.training.precision import gather_keys, loss_autocast
-from kernels.training.recipes import Recipe, log_recipe
 from kernels.training.run import Run
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -145,7 +144,6 @@ CROPS = Crops(min_area=0.08, attempts=100, sample_aspect=lambda u: 3 / 4 + (4 / 
 
 def check_flags(args):
     """Raise UserError if flags contradict each other; print the recipe."""
-    log_recipe(args, RECIPES | FLAG_RECIPES)
     modes = [f"--{name}" for name in ("supervised", "finetune", "distill") if getattr(args, name)]
     if len(modes) > 1:
         fail(f"{' and '.join(modes)}: expected only one of them")
@@ -214,8 +212,6 @@ def projection_head(width, args):
     """Return the head: linear layers with ReLU between them. With --form code a batch norm follows each
     linear layer, and the bias of the last norm is not trained."""
     use_norms = args.form == "code" if args.head_norm is None else args.head_norm
-    needed = 16 * width * args.projection_dim                  # bytes: weights, gradients, optimizer state
-    check_memory(f"--projection-dim {args.projection_dim}", needed)
     layers = []
     for i in range(args.head_layers):
         is_last = i == args.head_layers - 1

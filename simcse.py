@@ -76,7 +76,7 @@ def make_parser():
         help="mask negatives that have the same text as the anchor's positive; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
         help="weight of the masked-LM loss; 0: off; default 0 (paper; 0.1 in its variant with this loss)")
-    add("--dropout", type=at_least(0), group="model",
+    add("--dropout", type=at_least(0, most=0.999), group="model",
         help="dropout probability of the encoder in training; default the model's own, 0.1 for BERT (paper)")
     sentence_flags.add_flags(parser)                           # ConSERT, DeCLUTR, SimCLS
     return parser

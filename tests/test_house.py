@@ -14,10 +14,10 @@ ELEVENTH = ROOT / "docs" / "eleventh" / "cil.py"                # the example of
 CODE = [*SCRIPTS, ELEVENTH, *sorted((ROOT / "kernels").rglob("*.py"))]
 BANNERS = ["flags", "data and model", "the paper", "evaluation", "main"]       # "evaluation" is optional
 # {part of the house: (limit: its lines today, rounded up; goal)}. A limit may only fall.
-# On 2026-11-27 four files of one paper each moved from training to extras, whose limit rose by their lines.
-LINES = {"simcse.py": (230, 215), "the longest script": (474, 440), "the ten scripts": (3_565, 3_400),
+# On 2026-11-27 code of single papers moved from training to extras, whose limit rose by its lines.
+LINES = {"simcse.py": (230, 215), "the longest script": (470, 440), "the ten scripts": (3_548, 3_400),
          "kernels": (4_491, 3_600), "benchmark and figures": (539, 350),
-         "training without extras": (4_166, 3_900), "extras": (3_900, 1_300), "tests": (15_820, 9_000)}
+         "training without extras": (3_984, 3_900), "extras": (3_941, 1_300), "tests": (15_820, 9_000)}
 FUNCTION, MAIN = 50, 60                                        # MAIN also limits make_parser
 
 

@@ -5,8 +5,7 @@ This folder is the core, which every run needs. A module imports only from modul
 errors      errors of the user, printed lines, @command
 progress    progress bars, remaining time
 data        tables of texts, from files or memory; columns and their roles
-flags       the command line: shared flags, presets, --resume
-recipes     presets of several flags
+flags       the command line: shared flags, presets of several flags, --resume
 ranks       processes of a run: torchrun's variables, joining the process group
 out         the folder --out: atomic writes, model cards; checksums of inputs
 trackers    --log: TensorBoard and Weights & Biases

@@ -193,7 +193,6 @@ class Table:
     join        join a list of texts in a cell by |; otherwise a list has one entry per positive or negative
     negatives   repeat or cut the negatives of each row to this number; None: all rows must have equally many
 
-    place       name of a row in messages, such as "line 7"
     header      names of the columns that are read, with their roles if any; None: the columns have no names
     """
 
@@ -445,16 +444,6 @@ def show_cells(names, cells):
 def empty_cell(cells):
     """Return an error message if a cell is empty, else None: a `check` of read_table."""
     return None if all(map(str.strip, cells)) else "an empty cell; fill it or delete the row"
-
-
-def read_numbers(path, columns):
-    """Return the numbers in these columns of a data file or Table, one list per row. Fail on other cells."""
-    def not_a_number(cells):
-        if not all(re.fullmatch(NUMBER, cell) for cell in cells):
-            return f"found {', '.join(cells)[:60]}, expected numbers"
-
-    _, table = read_table(path, not_a_number, columns=columns)
-    return [[float(cell) for cell in cells] for _, cells in table]
 
 
 def iter_texts(path, max_rows=100_000):

@@ -55,9 +55,6 @@ def total_memory():
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-# ── printed lines ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 def is_first_rank():
     """Return whether this process prints messages and writes files: rank 0, or a process without torchrun."""
     return os.environ.get("RANK", "0") == "0"
@@ -72,9 +69,6 @@ def log(label, text, every_rank=False):
 def clear_bar(stream):
     """Return the characters that clear a terminal's progress bar, so that a message can replace it."""
     return "\r\x1b[K" if stream.isatty() else ""
-
-
-# ── the end of a command ────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
@@ -105,6 +99,7 @@ def command(main):
     def run(*args, **more):
         if hasattr(sys.stdout, "reconfigure"):                 # the stdout of a notebook has no such method
             sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
+        code = 0
         try:
             with signals_handled_by(signal.default_int_handler), warnings.catch_warnings():
                 if not sys.warnoptions:
@@ -112,25 +107,21 @@ def command(main):
                 main(*args, **more)
         except KeyboardInterrupt:                              # in the training loop, Run handles signals
             log("stopped", "by a signal; what was saved before is complete")
-            exit_process(EXIT_STOPPED)
+            code = EXIT_STOPPED
         except Exception as error:
             message = describe(error)
             if message is None:
                 raise
             if is_first_rank() or getattr(error, "every_rank", True):
                 print(f"{clear_bar(sys.stderr)}{script}: {message}", file=sys.stderr, flush=True)
-            exit_process(2)
-        if dist.is_initialized():
+            code = 2
+        if dist.is_initialized() and not code:
             dist.destroy_process_group()
+        elif dist.is_initialized():                            # Python's cleanup hangs if a rank is dead
+            os._exit(code)
+        if code:
+            sys.exit(code)
     return run
-
-
-def exit_process(code):
-    """End the process. If other ranks exist, skip Python's cleanup, which hangs if one of them is dead."""
-    if dist.is_initialized():
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 def is_out_of_memory(error):

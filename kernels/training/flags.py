@@ -5,9 +5,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from .data import Table
-from .errors import fail
+from .errors import fail, log
 
 
 def at_least(least, kind=float, most=None):
@@ -73,8 +74,7 @@ SHARED_FLAGS = {
                               "those of the full batch; default the whole batch"),
     "--chunk-tokens": dict(group="training", type=at_least(1, int),
                            help="encode at most this many tokens at a time, counted with padding, as "
-                                "--chunk-size does with rows; a longer text is encoded alone; default no "
-                                "limit"),
+                                "--chunk-size does with rows; default no limit"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
     "--steps": dict(group="training", type=at_least(1, int), help="number of training steps"),
     "--lr": dict(group="training", type=at_least(0), help="learning rate"),
@@ -97,13 +97,11 @@ SHARED_FLAGS = {
     "--test": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
                    help="scored sentence pairs for the final score: files or folders; default none"),
     "--transfer": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
-                       help="labelled texts (sentence, label; or sentence1, sentence2, label), to measure "
-                            "the accuracy of a logistic regression on frozen embeddings. One file: "
-                            "cross-validation; two files joined by a comma (TRAIN,TEST): train on the first, "
-                            "test on the second; default none"),
+                       help="labelled texts (sentence, label; or sentence1, sentence2, label), for the "
+                            "accuracy of logistic regression on frozen embeddings: FILE, by "
+                            "cross-validation, or TRAIN,TEST; default none"),
     "--cluster": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
-                      help="labelled texts whose embeddings are clustered by k-means, to measure V-measure "
-                           "and accuracy (under the best matching of clusters to labels); default none"),
+                      help="labelled texts, for V-measure and accuracy of k-means; default none"),
     "--eval-every": dict(group="evaluation", type=at_least(1, int), help="steps between two evaluations"),
     "--out": dict(group="run", metavar="PATH", help="output folder"),
     "--resume": dict(group="run", action="store_true",
@@ -116,6 +114,16 @@ SHARED_FLAGS = {
                   help="also send the metrics to this tracker, whose package must be installed"),
 }
 METAVARS = {"int": "N", "float": "X"}                          # {type of a flag's value: its name in --help}
+
+
+class Recipe(NamedTuple):
+    """Preset values of flags.
+
+    source   the paper or released code that the values come from
+    flags    {name of a flag: value}
+    """
+    source: str
+    flags: dict
 
 
 class ScriptParser(argparse.ArgumentParser):
@@ -204,7 +212,21 @@ class ScriptParser(argparse.ArgumentParser):
         if data is not None:
             parsed.data = Table(data)
         self.check_inputs(parsed)
+        if name:
+            self.log_recipe(parsed, name)
         return parsed
+
+    def log_recipe(self, parsed, name):
+        """Print the flags of a recipe with their values in this run, and which of them the user changed."""
+        source, flags = self.recipes[name]
+        words = []
+        for flag, value in flags.items():
+            # a list as it is typed in a shell
+            actual, preset = (" ".join(map(str, x)) if isinstance(x, list) else str(x)
+                              for x in (getattr(parsed, flag), value))
+            changed = "" if actual == preset else f" (not {preset})"
+            words.append(f"--{flag.replace('_', '-')} {actual}{changed}")
+        log("recipe", f"{name}, {source}: {', '.join(words)}")
 
     def check_inputs(self, parsed):
         """Fail if data are missing, given twice or given as an empty string. Set --data from a flag that

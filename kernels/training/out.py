@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from kernels import __version__
+from kernels import VERSION
 
 from .errors import fail
 
@@ -41,9 +40,6 @@ def check_out(args):
                UNFINISHED: "a run without a checkpoint; start it again with --resume",
                None: "files but no checkpoint; empty it"}[started]
     fail(f"--out {out} contains {content}, or choose another folder")
-
-
-# ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
@@ -91,17 +87,14 @@ def atomic_output(run):
         shutil.rmtree(temporary)
 
 
-# ── saved models ────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def save_tokenizer(tokenizer, folder):
     """Save a tokenizer, without the truncation that text.tokens.tokenise has set."""
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.save_pretrained(folder)
 
 
-def model_card(run, kind, tags, description, load_code):
-    """Return the text of README.md for a saved model.
+def write_card(folder, run, kind, tags, description, load_code):
+    """Write the model card of a saved model, README.md.
 
     kind          pipeline_tag of the Hugging Face hub
     tags          names of libraries that can load the folder; the first one is the card's library_name
@@ -120,31 +113,12 @@ tags: [{", ".join(tags)}]
 {description}
 Trained by {run.script.name} from {run.args.model} on {Path(str(run.args.data)).name}: {scores}.
 All settings are in args.json, the training metrics in metrics.jsonl. The copy of {run.script.name} needs the
-package kernels {__version__}.
+package kernels {VERSION}.
 
     {load_code}
 """
-    return card.encode("utf-8", "backslashreplace").decode()   # names of files may not be UTF-8
-
-
-def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
-    """Write a model and its tokenizer into --out in transformers' format, with a model card; on rank 0 only.
-
-    kind, text, load_code   as for model_card; text is its description
-    more                    {file name: {name: tensor}} to write beside the model
-    """
-    if run.rank:
-        return
-    card = model_card(run, kind, ["transformers"], text, load_code)
-    with atomic_output(run) as aside:
-        model.save_pretrained(aside)
-        save_tokenizer(tokenizer, aside)
-        for name, tensors in (more or {}).items():
-            save_file({part: tensor.cpu() for part, tensor in tensors.items()}, aside / name)
-        (aside / "README.md").write_text(card, encoding="utf-8")
-
-
-# ── inputs ──────────────────────────────────────────────────────────────────────────────────────────────────
+    with open(folder / "README.md", "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(card)
 
 
 def input_values(args):

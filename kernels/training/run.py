@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from kernels import __version__, choose_impl, similarity_lse
+from kernels import VERSION, choose_impl, similarity_lse
 
 from . import out, ranks
 from .errors import EXIT_STOPPED, UserError, clear_bar, fail, log, signals_handled_by
@@ -122,10 +122,8 @@ class Run:
             if self.script.is_file():                          # not `python - < simcse.py`
                 (self.out / self.script.name).write_bytes(self.script.read_bytes())
         with out.atomic_file(self.out / "args.json") as file:
-            more = dict(command=self.args.command, kernels=__version__)
+            more = dict(command=self.args.command, kernels=VERSION)
             json.dump(self.settings() | more, file, indent=1)
-
-    # ── the loop ──
 
     def steps(self, total, rows=None, min_rows=2, order=None):
         """Yield (step, row indices of the global batch) for each remaining step.
@@ -272,8 +270,6 @@ class Run:
         if self.tracker:
             numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
             self.tracker.log(numbers, numbers.pop("step"))
-
-    # ── state.pt ──
 
     def save_state(self):
         """Write everything that the next step depends on, with the random states of all ranks."""

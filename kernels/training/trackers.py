@@ -5,8 +5,7 @@ from .errors import fail
 
 
 class TensorBoard:
-    """Write event files to OUT/tensorboard. Rank 0 calls begin once, where `progress` is Run.extra_state, and
-    then log for each row of metrics.jsonl."""
+    """Write event files to OUT/tensorboard. Rank 0 calls begin with Run.extra_state, then log per row."""
 
     def __init__(self):
         from torch.utils.tensorboard import SummaryWriter

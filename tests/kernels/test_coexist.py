@@ -52,7 +52,7 @@ def test_names_and_modules_of_both_are_found(installed):
         from kernels import benchmark, figures
         assert not hasattr(sys, "loads")                       # nothing has asked for the other package
         from kernels import Layer, RULE, device
-        import kernels.late, kernels.training.recipes
+        import kernels.late, kernels.training.ranks
         assert sys.loads == 1 and RULE == "other package" and kernels.late.Layer is Layer
         assert kernels.layer.Layer is Layer and kernels.Benchmark and issubclass(Layer, device.Device)
         assert all(sys.modules[name] is module for name, module in before.items())

@@ -138,7 +138,7 @@ def test_control_characters_are_escaped(cwd, capfd):
 
 
 @pytest.mark.parametrize("name, flag, more", [
-    ("simclr", "--projection-dim", []), ("moco", "--queue-size", []),
+    ("moco", "--queue-size", []),
     ("moco", "--projection-dim", ["--queue-size", 96])])
 def test_flag_that_needs_too_much_memory(name, flag, more, cwd, capfd):
     flags = ["--data", DATA / "shapes.npz", "--model", "resnet-small", "--batch-size", 96]

@@ -4,6 +4,7 @@ import re
 import torch
 import torch.nn.functional as F
 
+from .. import data
 from ..data import RANKING_COLUMNS, empty_cell, join_names, normalise_name, read_table
 from ..errors import fail
 
@@ -69,3 +70,13 @@ def evaluate_candidates(model, rows):
         best = sum(max(scores) for *_, scores in rows)
         found = {"chosen": total / len(rows), "best": best / len(rows)} | found
     return found
+
+
+def read_numbers(path, columns):
+    """Return the numbers in these columns of a data file or Table, one list per row. Fail on other cells."""
+    def not_a_number(cells):
+        if not all(re.fullmatch(data.NUMBER, cell.strip()) for cell in cells):
+            return f"found {', '.join(cells)[:60]}, expected numbers"
+
+    _, table = read_table(path, not_a_number, columns=columns)
+    return [[float(cell) for cell in cells] for _, cells in table]

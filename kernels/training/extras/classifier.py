@@ -11,9 +11,10 @@ from transformers import AutoModelForSequenceClassification
 
 from kernels import check_rows, checks
 
+from .. import out
 from ..data import NUMBER, empty_cell, join_names, normalise_name, read_table, show_cells
 from ..errors import fail, log
-from ..out import atomic_output, model_card, save_tokenizer
+from ..out import atomic_output, save_tokenizer
 from ..progress import progress
 from ..run import Run
 from ..text.models import load_text_model, longest_input
@@ -263,8 +264,7 @@ def write_card(folder, args, run):
     """Write a classifier's README.md into `folder`; its example loads the model from the run's --out."""
     text = f"{args.task.capitalize()} of text, mode {args.mode}. "
     text += 'A pair is {"text": ..., "text_pair": ...}.'
-    card = model_card(run, "text-classification", ["transformers"], text, load_hint(run))
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    out.write_card(folder, run, "text-classification", ["transformers"], text, load_hint(run))
 
 
 def finish_run(run, args, scores, skipped):

@@ -34,6 +34,13 @@ class Evaluator(evaluation.Evaluator):
             return super().dev_scores(model)
         return candidates.evaluate_candidates(model, self.dev)
 
+    def describe_dev_scores(self, model):
+        """Return the scores of the model on --dev as text."""
+        if self.metric == "spearman":
+            return super().describe_dev_scores(model)
+        found = (f"{name} {value:.4g}" for name, value in self.dev_scores(model).items())
+        return f"{'  '.join(found)}  {self.args.dev}"
+
     def test_scores(self, model):
         """Return {label: iterator over (score, text to print after it)}."""
         return super().test_scores(model) | {"transfer": self.score_transfer(model),

@@ -1,8 +1,7 @@
 """simcse.py's flags for ConSERT, DeCLUTR and SimCLS, and their recipes."""
 from ..data import RANKING_COLUMNS, SENTENCE_COLUMNS
 from ..errors import fail, log
-from ..flags import at_least
-from ..recipes import Recipe, log_recipe
+from ..flags import Recipe, at_least
 
 # Views by name, with the default of --view-rates
 WORD_VIEWS = dict(crop=0.1, delete=0.1, synonym=0.1)
@@ -82,7 +81,6 @@ def check_flags(args, path, columns):
     args.others = (names != plain or args.adversarial > 0 or args.objective != "infonce"
                    or args.optimizer_recipe != "simcse")
     check_objective(args, path, columns)
-    log_recipe(args, RECIPES)
     if args.recipe and args.model == "scratch" and args.lr == RECIPES[args.recipe].flags["lr"]:
         log("note", f"--recipe {args.recipe} sets the learning rate for a pretrained encoder, {args.lr:g}: "
                     "--model scratch hardly learns with it; add --optimizer-recipe simcse --lr 2e-3")

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-# ── boxes ──
-
 
 def random_uniform(seed, epoch, keys, first, count):
     """Return (count, n) float64 uniform random numbers in [0, 1) for n images. They depend on seed, epoch and
@@ -124,9 +122,6 @@ def bilinear_matrix(first, length, width, size, like):
     inside = (at >= first[:, None]) & (at < (first + length)[:, None])
     weight = (1 - (at - centre).abs() / scale.clamp(min=1)).clamp(min=0) * inside[:, None]
     return weight / weight.sum(2, keepdim=True)
-
-
-# ── colours ──
 
 
 def to_float(images):

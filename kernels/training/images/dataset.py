@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from kernels import gather_rows, own_rows
 
-from ..errors import check_memory, fail
+from ..errors import fail
 from ..loop import batches, steps_per_epoch
 from ..progress import progress
 from . import encoders
@@ -36,8 +36,6 @@ class ImageDataset:
             test, _ = read_images(args.dev, args.workers, args.skip_damaged)
         self.size = args.image_size or self.train.default_view_size(encoders.read_size(args.model))
         self.is_small = self.size <= encoders.SMALL_SIZE
-        needed = 12 * args.batch_size * self.size**2           # bytes: three float32 channels
-        check_memory(f"--image-size {self.size}: {args.batch_size} images", needed)
         labelled = test and self.train.labels is not None and test.labels is not None
         if args.dev and not labelled:
             missing = args.dev if self.train.labels is not None else self.path

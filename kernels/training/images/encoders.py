@@ -11,7 +11,7 @@ from transformers import AutoModel, ResNetConfig, ResNetModel
 from kernels import embed_in_chunks
 
 from ..errors import fail
-from ..out import atomic_output, model_card
+from ..out import atomic_output, write_card
 from ..pretrained import loading, read_config, read_json
 
 SMALL_SIZE = 32                                                # pixels: views up to this size count as small
@@ -64,9 +64,7 @@ def load_image_encoder(name, small=False, flag="--model"):
 
 def read_mean_std(name):
     """Return (mean, standard deviation) of each channel, with which a model's input images are normalised."""
-    if name in RESNETS:
-        return (0, 0, 0), (1, 1, 1)
-    prepared = read_json(name, "preprocessor_config.json")
+    prepared = {} if name in RESNETS else read_json(name, "preprocessor_config.json")
     return prepared.get("image_mean", [0] * 3), prepared.get("image_std", [1] * 3)
 
 
@@ -120,9 +118,6 @@ class ImageEncoder(nn.Module):
         self.encoder.load_state_dict(load_file(folder / "model.safetensors"))
         self.head.load_state_dict(load_file(folder / HEAD))
 
-
-# ── heads ──
-
 HEAD = "head.safetensors"                                      # in the folder of the encoder's weights
 
 
@@ -165,15 +160,9 @@ def load_classifier(name, flag="--model", run=None):
     return ImageEncoder(encoder, head, run, *read_mean_std(name), classes).eval()
 
 
-# ── saving ──
-
-
 def save_encoder(model, run, size):
     """Save an ImageEncoder to --out, on rank 0: the encoder in the format of transformers, the head, the
-    settings of the image processor, and a model card.
-
-    size    side of a view in pixels
-    """
+    settings of the image processor for views of `size` pixels, and a model card."""
     if run.rank:
         return
     encoder = model.encoder
@@ -191,17 +180,12 @@ def save_encoder(model, run, size):
         if isinstance(encoder, SmallImageResNet):
             text += "\nIts first layer is made for small images; transformers' AutoModel cannot load it."
         tags = ["transformers", "image-feature-extraction"]
-        card = model_card(run, "image-feature-extraction", tags, text, load_hint(model, run))
-        (aside / "README.md").write_text(card, encoding="utf-8")
-
-
-LOAD = "from kernels.training.images.encoders import load_{0}; load_{0}"
+        write_card(aside, run, "image-feature-extraction", tags, text, load_hint(model, run))
 
 
 def load_hint(model, run):
     """Return the Python expression that loads the saved folder."""
-    if model.classes:
-        return f'{LOAD.format("classifier")}("{run.args.out}")'
-    if isinstance(model.encoder, SmallImageResNet):
-        return f'{LOAD.format("image_encoder")}("{run.args.out}")'
-    return f'AutoModel.from_pretrained("{run.args.out}")'
+    if not model.classes and not isinstance(model.encoder, SmallImageResNet):
+        return f'AutoModel.from_pretrained("{run.args.out}")'
+    function = "load_classifier" if model.classes else "load_image_encoder"
+    return f'from kernels.training.images.encoders import {function}; {function}("{run.args.out}")'

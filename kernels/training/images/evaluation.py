@@ -121,8 +121,6 @@ def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nestero
     batch           images in a batch
     lr_schedule     function: (step from 0, number of steps) → learning rate
     init_std        standard deviation of the layer's initial weights; 0: they start at zero
-    nesterov        use Nesterov momentum; the momentum is 0.9
-    weight_decay    weight decay of the layer
     """
     model.eval()
     torch.manual_seed(run.args.seed)                           # so --evaluate repeats the probe of training

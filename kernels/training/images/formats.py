@@ -19,11 +19,8 @@ SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
 
 
 def read_images(path, workers=None, skip=False):
-    """Return (images, test images or None): ImageArrays or ImageFiles of the data set at a path.
-
-    workers   processes that decode image files; None: one for each core, divided by the ranks on this machine
-    skip      skip and count damaged image files; False: fail when one is met
-    """
+    """Return (images, test images or None): ImageArrays or ImageFiles of the data set at a path. workers and
+    skip: as for ImageFiles; workers=None: one for each core, divided by the ranks on this machine."""
     path = Path(path)
     if workers is None:
         workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -61,9 +58,6 @@ def one_line_errors(path):
             raise
         what = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
         fail(f"{getattr(error, 'filename', None) or path}: {what}")
-
-
-# ── arrays and CIFAR ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read_arrays(path, arrays):
@@ -130,9 +124,6 @@ class BatchUnpickler(pickle.Unpickler):
         if f"{module}.{name}" not in known:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
         return known[f"{module}.{name}"]
-
-
-# ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def list_folder(path):

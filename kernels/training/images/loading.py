@@ -161,9 +161,6 @@ class ImageFiles(ImageSource):
         return np.array_split(rows, min(len(rows), max(1, self.workers)))
 
 
-# ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Tasks(Dataset):
     """A data set whose "indices" are the arguments of a function."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..out import atomic_output, model_card, save_tokenizer
+from ..out import atomic_output, save_tokenizer, write_card
 from ..pretrained import find_file, loading, read_json
 
 POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}     # sentence-transformers' name: ours
@@ -171,8 +171,7 @@ def save(model, run):
         size = head[-2].out_features if head else width
         text = f"Sentence embeddings with {size} dimensions and {model.pooling} pooling, compared by cosine."
         tags = ["sentence-transformers", "sentence-similarity", "feature-extraction"]
-        card = model_card(run, "sentence-similarity", tags, text, load_hint(model, run))
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        write_card(aside, run, "sentence-similarity", tags, text, load_hint(model, run))
 
 
 def modules_after_encoder(model, head):

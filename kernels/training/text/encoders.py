@@ -37,8 +37,7 @@ class SentenceEncoder(torch.nn.Module):
     head         module to apply after pooling in training, or None
     keep_head    also apply the head at inference
 
-    For the attributes max_length, normalise, lower_case, prompts, default_prompt, all_prompts see
-    SavedSettings.
+    SavedSettings explains the other attributes.
     """
 
     def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
@@ -273,8 +272,6 @@ def dropout_attributes(encoder):
 def set_dropout(encoder, p, name):
     """Set all dropout probabilities of the encoder to p, but not those in its config, which is saved. If it
     has none, and p is not 0, raise UserError with the model's `name`."""
-    if p >= 1:
-        fail(f"--dropout {p}: expected a probability from 0 to less than 1")
     for part in list(encoder.modules()):
         for child_name, child in list(part.named_children()):  # ModernBERT has Identity where p was 0
             if "drop" in child_name and type(child) is torch.nn.Identity:

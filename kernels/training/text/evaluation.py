@@ -70,6 +70,11 @@ class Evaluator:
         run.finish(rise)
         log("load", load_hint(model, run))
 
+    def describe_dev_scores(self, model):
+        """Return the scores of the model on --dev as text."""
+        (score, text), = self.score_pairs(model, {self.args.dev: self.dev})
+        return f"{score:.2f}{text}"
+
     def print_test_scores(self, model):
         """Print one line per file, and a mean per flag. As in papers, it is that of the rounded scores."""
         for label, found in self.test_scores(model).items():
@@ -110,10 +115,6 @@ def evaluate_model(evaluator, script, pooling="cls"):
     args, run = evaluator.args, Run(evaluator.args, script)
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     log("model", describe_model(model, args))
-    if args.dev and evaluator.metric != "spearman":
-        found = (f"{name} {value:.4g}" for name, value in evaluator.dev_scores(model).items())
-        log("dev", f"{'  '.join(found)}  {args.dev}")
-    elif args.dev:
-        for score, text in evaluator.score_pairs(model, {args.dev: evaluator.dev}):
-            log("dev", f"{score:.2f}{text}")
+    if args.dev:
+        log("dev", evaluator.describe_dev_scores(model))
     evaluator.print_test_scores(model)
