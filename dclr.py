@@ -17,8 +17,8 @@ with a temperature τ_u of its own.
     torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
 
 Data: a .txt file with one sentence per line, or one column of a .csv .tsv .json .jsonl or .parquet file.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
-must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
+the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published result of the released code (the third command with --form code): BERT-base reaches 77.22 Spearman
 as the mean of seven STS test sets, SimCSE 76.25. None is published for --form paper.

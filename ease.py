@@ -29,8 +29,8 @@ Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns 
     entity_type                      used without negative_entity: types of the entity, separated by |. The
                                      candidates have one of these, drawn at random, and are not on the page
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
-must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
+the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published results of the released code (second command, --form code), mean Spearman of seven STS test sets:
 BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). None is published for --form paper.

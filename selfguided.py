@@ -22,8 +22,8 @@ Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parqu
 cell. Its columns are those of --columns, else sentence1 and sentence2, else all columns that are not numeric.
 A file of scored pairs can be used, too; the scores are ignored. The authors train on all of STS-B, including
 its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
-must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
+the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published result for the first command: BERT-base reaches 77.23 Spearman on STS-B test, and 74.62 as the mean
 of seven STS test sets.

@@ -21,8 +21,9 @@ their order. The number of columns decides the kind of training:
     2 columns  anchor, positive         I ate an apple.,Someone ate fruit.
     3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.
     4 or more  and several of these     I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
-must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+A JSON row may have lists: {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]} is one row per positive.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
+the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published results of BERT-base (Spearman × 100), for the second and the third command:
     unsupervised    82.5 on STS-B dev    76.25 as the mean of seven STS test sets
@@ -98,8 +99,7 @@ def load_data(path, args):
     roles = sentence_flags.roles_of(args)
     header, table = read_table(path, empty_cell, roles=roles, columns=args.columns,
                                negatives=args.negatives)
-    _, first_row = next(iter(table))
-    columns = len(first_row)
+    columns = len(next(iter(table))[1])
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
     fill_defaults(args, DEFAULTS_BY_COLUMNS[min(columns, 3)] | scratch)
     if len(table) < 2 or args.batch_size > len(table):

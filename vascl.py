@@ -22,8 +22,8 @@ Data: a .txt file has one sentence per line; .csv .tsv .json .jsonl .parquet fil
 --columns, else by a header of common names (sentence1 sentence2, query positive ...), else by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score (0 to 5). Without a header, the score
-must be first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
+the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published results, mean Spearman of seven STS test sets, for the second command:
     RoBERTa-base     76.96 (SimCSE 76.57)

@@ -2,6 +2,7 @@
 tests/kernels/test_losses.py, the masked LM in test_mlm.py."""
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import simcse
 from families import DECODERS, ENCODERS, small_model
 from kernels.training.errors import UserError
 from kernels.training.text.encoders import set_dropout
-from running import NLI, ONE_BATCH, SMALL, embed_saved, metrics, rejects, run_text
+from running import DATA, NLI, ONE_BATCH, SMALL, embed_saved, metrics, rejects, run_text
 
 # number of columns: mode, texts per row, batch size, learning rate, epochs
 DEFAULTS = {1: ("unsupervised", 2, 64, 3e-5, 1), 2: ("pairs", 2, 512, 5e-5, 3),
@@ -80,6 +81,19 @@ def test_rows_in_memory(tmp_path):
     assert "12 rows in memory, sha1" in (tmp_path / "list" / "README.md").read_text()
     with pytest.raises(SystemExit):
         simcse.main(flags, data=["A man eats.", ["He eats.", "Nobody."]])
+
+
+def test_training_that_went_nowhere_is_reported(cwd, capsys):
+    """A rate of 0 improves nothing; a huge rate gives all sentences one embedding. A folder called scratch is
+    not the new model of this name."""
+    Path("scratch").mkdir()
+    flags = [*map(str, [*SMALL, "--dev", DATA / "sts.tsv", "--steps", 2]), "--lr"]
+    simcse.main([*flags, "0", "--out", "a"])
+    said = capsys.readouterr().out
+    assert "note     no checkpoint scored higher on --dev than the model that training began with" in said
+    assert "collapsed" not in said
+    simcse.main([*flags, "100", "--out", "b"])
+    assert "all sentences have nearly the same embedding, so the model has" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])

@@ -8,6 +8,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from kernels import check_rows, gather_rows, info_nce, own_rows, sigmoid_loss, similarity_lse
 from kernels.training import loop
+from kernels.training.errors import UserError
 from kernels.training.loop import all_reduce_gradients, batches, steps_per_epoch, warmup_cosine, warmup_linear
 from running import free_port
 
@@ -26,6 +27,15 @@ def test_batches():
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0] != order(6, seed=4)
     assert all(order(5, skip) == run[skip : skip + 5] for skip in range(13))
     assert order(18, rows=[*range(100, 123)]) == [[100 + i for i in batch] for batch in run]
+
+
+def test_steps_do_not_depend_on_the_number_of_ranks():
+    """67 rows in batches of 33: two steps on any number of ranks, none with a single row."""
+    for ranks in (1, 2, 3):
+        found = [*itertools.islice(batches(67, 33, 5, ranks=ranks), 3)]
+        assert [len(batch) for batch in found] == [33, 33, 33] and steps_per_epoch(67, 33) == 2
+    with pytest.raises(UserError, match="the last batch of an epoch has 2 of 68 rows, fewer than the 3 .*"):
+        next(batches(68, 33, 5, ranks=3))
 
 
 @pytest.mark.parametrize("rows", [24, 25, 23])

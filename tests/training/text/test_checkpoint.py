@@ -69,7 +69,7 @@ def test_saved_settings_are_saved_again(bert, tmp_path):
     """After a step with --lr 0, embeddings, prompts and normalisation are as before. Only the maximum length
     is that of --max-length."""
     dense = [("Dense", HEAD, {"linear.weight": torch.randn(8, 32)}), ("Normalize", {}, {})]
-    prompts = dict(prompts=dict(query="q ", document="p "), default_prompt_name=None)
+    prompts = dict(prompts=dict(query="q ", document="p ", topic="t "), default_prompt_name=None)
     folder = write_st_folder(bert, tmp_path / "a", dict(pooling_mode="mean"), *dense, prompts=prompts)
     flags = ["--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 1, "--lr", 0]
     result = run("simcse", tmp_path / "out", "--model", folder, *flags)
@@ -77,6 +77,8 @@ def test_saved_settings_are_saved_again(bert, tmp_path):
     assert result.said["note"] == f"{folder} was saved with {differs}; the flags override this"
     old, new = load(folder), load(tmp_path / "out")
     assert (new.prompts, new.default_prompt, new.normalise, new.max_length) == (("q ", "p "), "", True, 32)
+    saved = json.loads((tmp_path / "out" / "config_sentence_transformers.json").read_text())
+    assert saved["prompts"] == prompts["prompts"]              # also the prompt that no column uses
     short = [text[:16] for text in TEXTS]
     torch.testing.assert_close(new.embed_texts(short), old.embed_texts(short), atol=1e-6, rtol=0)
     assert [module["path"] for module in json.loads((tmp_path / "out" / "modules.json").read_text())] == [

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import itertools
+import json
 import logging
 import os
 import re
@@ -49,6 +50,7 @@ def test_saved_model_has_the_printed_score(family, pooling, head, folder_of, tmp
     data = ["--data", rows, "--dev", sts, "--steps", 3, "--lr", 1e-3]
     main("--model", folder_of(family), *flags, *data, "--out", tmp_path / "out")
     best = re.search(r"→ (-?[\d.]+) at step", capsys.readouterr().out)[1]
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["padding_side"] == "right"
     before = sorted(path.name for path in tmp_path.rglob("*"))
     main("--evaluate", "--model", tmp_path / "out", "--test", sts)
     model, test, mean = capsys.readouterr().out.splitlines()
