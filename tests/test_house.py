@@ -17,7 +17,7 @@ BANNERS = ["flags", "data and model", "the paper", "evaluation", "main"]       #
 # On 2026-11-27 code of single papers moved from training to extras, whose limit rose by its lines.
 LINES = {"simcse.py": (230, 215), "the longest script": (470, 440), "the ten scripts": (3_548, 3_400),
          "kernels": (4_491, 3_600), "benchmark and figures": (539, 350),
-         "training without extras": (3_984, 3_900), "extras": (3_941, 1_300), "tests": (15_835, 9_000)}
+         "training without extras": (3_986, 3_900), "extras": (3_941, 1_300), "tests": (15_835, 9_000)}
 FUNCTION, MAIN = 50, 60                                        # MAIN also limits make_parser
 
 

@@ -417,9 +417,6 @@ def join_names(names):
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
-# ── what scripts print and check ────────────────────────────────────────────────────────────────────────────
-
-
 def describe_table(table, header):
     """Return a text such as "600 rows (anchor sent0, positive sent1, negative hard_neg) from nli.csv"."""
     count = len(next(iter(table))[1])

@@ -13,6 +13,7 @@ Each rank computes its share of the global loss, so that gradients and logged nu
 ranks evaluate; only rank 0 prints and writes files. Without torchrun there is one process and no
 torch.distributed.
 """
+import functools
 import itertools
 import json
 import logging
@@ -104,11 +105,15 @@ class Run:
             if self.tracker:
                 self.tracker.begin(self.out, self.settings(), self.extra_state)
 
+    @functools.cached_property
+    def inputs(self):
+        """The checksums of all inputs."""
+        return out.fingerprints(self.args)
+
     def settings(self):
         """Return the flags and the checksums of all inputs, which must not change on --resume."""
         fixed = {name: value for name, value in vars(self.args).items() if name not in MAY_CHANGE}
-        return fixed | dict(data=str(self.args.data), world=self.world_size,
-                            inputs=out.fingerprints(self.args))
+        return fixed | dict(data=str(self.args.data), world=self.world_size, inputs=self.inputs)
 
     def start_folder(self):
         """Mark the run in --out as unfinished, and write args.json and a copy of the script.
