@@ -116,7 +116,7 @@ def load_data(path, args):
         fail(f"{path} {place}: {len(cells)} columns, expected {expected}")
     fill_defaults(args, FORMS[args.form] | (SCRATCH if args.model == "scratch" else {}))
     log("cline", f"{args.form}: {describe_table(table, header)}")
-    log_first_row(table, header, ROLES)
+    log_first_row(table)
     if len(cells) == 1:
         return [cells[0] for _, cells in table], triple_files.load_wordnet(path, args)
     if args.save_triples:

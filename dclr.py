@@ -114,7 +114,7 @@ def load_data(path, args):
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
     log("dclr", f"unsupervised: {describe_table(table, header)}")
-    log_first_row(table, header, SENTENCE_COLUMNS)
+    log_first_row(table)
     return table
 
 

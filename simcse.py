@@ -106,7 +106,7 @@ def load_data(path, args):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
     sentence_flags.check_flags(args, path, columns)            # sets args.count, the number of texts per row
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
-    log_first_row(table, header, roles)
+    log_first_row(table)
     return table
 
 

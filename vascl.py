@@ -120,7 +120,7 @@ def load_data(path, args):
         fail(f"--neighbours {args.neighbours}: expected fewer than --batch-size, which is {args.batch_size}")
     args.mode = "unsupervised" if columns == 1 else "pairs"
     log("vascl", f"{args.mode}: {describe_table(table, header)}, {len(rows):,} of them distinct")
-    log_first_row(table, header, SENTENCE_COLUMNS)
+    log_first_row(table)
     return rows
 
 

@@ -31,7 +31,7 @@ RANKING_COLUMNS = {"text": SENTENCE_COLUMNS["anchor"] + "document source article
                    "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
                    "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
 REPEATABLE_ROLES = "negative", "candidate"
-OTHER_COLUMNS = """hypothesis score similarity label goldlabel id idx index genre subset
+OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
                    entity positiveentity negativeentity entitytype page article originentity
                    original synonym antonym synonymwords antonymwords""".split()
 FIRST_ROWS = 20                                                # rows that tell the separator and the columns
@@ -51,7 +51,6 @@ def read_lines(path):
     """Yield the lines of a UTF-8 text file, which may be compressed by gzip (.gz), and show progress."""
     compressed = path.suffix.lower() == ".gz"
     size = None if compressed else path.stat().st_size
-    number = 0
     with ((gzip.open if compressed else open)(path, "rb") as file,
           progress(None, f"reading {path.name}", total=size, unit="B", unit_scale=True) as bar):
         try:
@@ -194,6 +193,7 @@ class Table:
     negatives   repeat or cut the negatives of each row to this number; None: all rows must have equally many
 
     header      names of the columns that are read, with their roles if any; None: the columns have no names
+    cell_roles  role of each column that is read, if there are roles
     """
 
     def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=None):
@@ -213,21 +213,19 @@ class Table:
         self.find_columns(names)
 
     def __str__(self):
-        if self.path:
-            return str(self.path)
-        digest = hashlib.sha1(repr(self.rows).encode("utf-8", "surrogatepass")).hexdigest()
-        return f"{len(self.rows):,} rows in memory, sha1 {digest[:12]}"
+        return str(self.path) if self.path else f"{len(self.rows):,} rows in memory, sha1 {self.digest[:12]}"
+
+    @functools.cached_property
+    def digest(self):
+        """The checksum of rows in memory, which --resume compares."""
+        return hashlib.sha1(repr(self.rows).encode("utf-8", "surrogatepass")).hexdigest()
 
     def __len__(self):
         return self.count
 
     def __iter__(self):
         for place, row in self.raw_rows():
-            try:
-                rows = self.convert(row)
-            except RowError as error:                          # the file has changed since read_table
-                fail(f"{self} {place}: {error}")
-            yield from ((place, cells) for cells in rows)
+            yield from ((place, cells) for cells in self.convert(row))
 
     def raw_rows(self):
         """Yield (place, row) without the header; a row is a list, a dict, or a RowError."""
@@ -255,11 +253,14 @@ class Table:
             self.select_columns(found)
         elif self.roles and found:
             self.order_by_role(found)
-        else:
+        elif not self.roles:
             self.header = found or None
             same = [name for name, times in Counter(map(normalise_name, found)).items() if times > 1]
             if same:
                 fail(f"{self}: two columns are called {same[0]!r}, in {join_names(found)}")
+        if self.roles:
+            names = self.header or [role_by_position(i, self.roles) for i in range(self.width)]
+            self.cell_roles = [name.split()[0] for name in names]
 
     def select_columns(self, found):
         """Set header and indices from --columns. found: the column names, if there are any."""
@@ -269,12 +270,12 @@ class Table:
         for column in self.columns:
             if normalise_name(column) not in index_of:
                 expected = f"one of {join_names(found)}, or " if found else ""
-                fail(f"{self}: --columns {column[:40]}: expected {expected}a number from 1 to {self.width}")
+                fail(f"{self}: no column {column[:40]}; expected {expected}a number from 1 to {self.width} "
+                     "in --columns or --dev-columns")
         self.indices = [index_of[normalise_name(column)] for column in self.columns]
-        shown = [(found or [f"column {i + 1}" for i in range(self.width)])[i] for i in self.indices]
+        self.header = [found[i] if found else f"column {i + 1}" for i in self.indices]
         if self.roles:
-            shown = [f"{role_by_position(i, self.roles)} {name}" for i, name in enumerate(shown)]
-        self.header = shown
+            self.header = [f"{role_by_position(i, self.roles)} {name}" for i, name in enumerate(self.header)]
 
     def order_by_role(self, names):
         """Set header and indices so that columns are in the order of their roles. Fail if one has none."""
@@ -317,10 +318,8 @@ class Table:
 
     def spread(self, row):
         """Return one row per positive, with one cell per negative, of a row whose cells may be lists."""
-        roles = [self.header[i].split()[0] if self.header else role_by_position(i, self.roles)
-                 for i in range(len(row))]
         cells = {"before": [], "positives": [[]], "negatives": [], "after": []}
-        for role, cell in zip(roles, row):
+        for role, cell in zip(self.cell_roles, row):
             if role in REPEATABLE_ROLES:
                 cells["negatives"] += cell if isinstance(cell, list) else [cell]
             elif isinstance(cell, list) and role == [*self.roles][1]:
@@ -328,7 +327,7 @@ class Table:
             else:
                 cells["after" if cells["negatives"] or cells["positives"] != [[]] else "before"].append(cell)
         negatives = cells["negatives"]
-        if not cells["positives"] or not negatives and {*roles} & {*REPEATABLE_ROLES}:
+        if not cells["positives"] or not negatives and {*self.cell_roles} & {*REPEATABLE_ROLES}:
             raise RowError("an empty list; fill it or delete the row")
         if negatives and self.negatives:
             if len(negatives) != self.negatives:
@@ -419,17 +418,18 @@ def join_names(names):
 
 def describe_table(table, header):
     """Return a text such as "600 rows (anchor sent0, positive sent1, negative hard_neg) from nli.csv"."""
+    if header:
+        return f"{len(table):,} rows ({', '.join(header)}) from {table}"
     count = len(next(iter(table))[1])
-    columns = f"({', '.join(header)})" if header else f"of {count} column{'s' * (count > 1)} (no header)"
-    return f"{len(table):,} rows {columns} from {table}"
+    columns = "one column" if count == 1 else f"{count} columns"
+    return f"{len(table):,} rows of {columns} (no header) from {table}"
 
 
-def log_first_row(table, header, roles):
+def log_first_row(table):
     """Print the first row with the role of each cell, so that a user sees what is trained."""
-    cells = next(iter(table))[1]
-    names = [name.split()[0] for name in header or [role_by_position(i, roles) for i in range(len(cells))]]
-    names += names[-1:] * (len(cells) - len(names))            # a list of hard negatives has one name
-    log("first", show_cells(names, cells))
+    cells, names = next(iter(table))[1], table.cell_roles
+    more = names[-1:] * (len(cells) - len(names))              # a list of hard negatives has one name
+    log("first", show_cells(names + more, cells))
 
 
 def show_cells(names, cells):

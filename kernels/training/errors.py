@@ -137,7 +137,7 @@ def describe(error):
     text = str(error)
     if is_out_of_memory(error):
         whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
-        return f"the {whose} memory is full; lower --batch-size, or encode in parts by --chunk-size"
+        return f"the {whose} memory is full; lower --batch-size, or --chunk-size where there is one"
     if isinstance(error, OSError) and error.strerror:
         path = error.filename2 or error.filename               # filename2: the target of a rename
         return one_line(f"{path}: {error.strerror}" if path else error.strerror)

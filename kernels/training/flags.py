@@ -221,7 +221,6 @@ class ScriptParser(argparse.ArgumentParser):
         source, flags = self.recipes[name]
         words = []
         for flag, value in flags.items():
-            # a list as it is typed in a shell
             actual, preset = (" ".join(map(str, x)) if isinstance(x, list) else str(x)
                               for x in (getattr(parsed, flag), value))
             changed = "" if actual == preset else f" (not {preset})"
@@ -269,8 +268,7 @@ def run_flags(parser, **defaults):
 
 
 def text_flags(parser, **defaults):
-    """Add the flags of a script that trains a sentence encoder. defaults: as for add_shared_flags; they may
-    have further shared flags, such as temperature."""
+    """Add the flags of a script that trains a sentence encoder. defaults: as for add_shared_flags."""
     usual = dict(columns=(None, "chosen by the header, else all"), max_length=(32, "32 (paper)"),
                  prompt=(None, "as saved with --model, else none"), temperature=(0.05, "0.05 (paper)"),
                  impl="auto")

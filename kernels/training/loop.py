@@ -5,24 +5,21 @@ import torch
 import torch.distributed as dist
 
 from .errors import fail
+from .ranks import world_size
 
 
-def batches(rows, size, seed, step=0, min_rows=2, ranks=1):
+def batches(rows, size, seed, step=0, min_rows=2):
     """Yield the row indices of the global batch of each step after `step`, without end.
 
     The order depends on the seed and the epoch only, and not on the number of ranks.
 
     rows       number of rows, or their indices
     min_rows   an epoch's last batch may be short; it is skipped if it has fewer rows than this
-    ranks      number of ranks: fail if the last batch has fewer rows
     """
     rows = range(rows) if isinstance(rows, int) else rows
-    steps, short = steps_per_epoch(len(rows), size, min_rows), len(rows) % size
+    steps = steps_per_epoch(len(rows), size, min_rows)
     if not steps:
         fail(f"{len(rows):,} rows, expected at least a batch of {size}")
-    if min_rows <= short < ranks:
-        fail(f"the last batch of an epoch has {short} of {len(rows):,} rows, fewer than the {ranks} "
-             "processes; choose another --batch-size")
     epoch, done = divmod(step, steps)
     while True:
         generator = torch.Generator().manual_seed(seed + 1_000_003 * epoch)
@@ -33,7 +30,11 @@ def batches(rows, size, seed, step=0, min_rows=2, ranks=1):
 
 
 def steps_per_epoch(rows, size, min_rows=2):
-    """Return the number of steps of an epoch; the arguments are those of batches."""
+    """Return the number of steps of an epoch; the arguments are those of batches. Fail if the last batch has
+    fewer rows than there are processes."""
+    if min_rows <= rows % size < world_size():
+        fail(f"the last batch of an epoch has {rows % size} of {rows:,} rows, fewer than the {world_size()} "
+             "processes; choose another --batch-size")
     return rows // size + (rows % size >= min_rows)
 
 

@@ -145,7 +145,7 @@ class Run:
         def random_order(step):
             if rows is None:
                 return itertools.repeat(None)
-            return batches(rows, args.batch_size, args.seed, step, min_rows, self.world_size)
+            return batches(rows, args.batch_size, args.seed, step, min_rows)
 
         self.signals = []
         self.clock.start(self.step)

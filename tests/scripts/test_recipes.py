@@ -131,7 +131,7 @@ def test_bad_scores(copies, tmp_path, capfd, monkeypatch):
     flags = ["--data", "scored.csv", "--model", "scratch", "--batch-size", 4]
     for wanted, columns in ((r".*\.csv line 6: found high, 1, expected numbers \(1 more .*\)", COLUMNS),
                             ("--columns: expected the names .*", COLUMNS[:3]),
-                            (".*: --columns query_score: expected one of query, .*", [*COLUMNS, "query"])):
+                            (".*: no column query_score; expected one of query, .*", [*COLUMNS, "query"])):
         rejects("teacher", capfd, wanted, *flags, *columns)
 
 

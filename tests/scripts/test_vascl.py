@@ -149,7 +149,7 @@ def test_duplicates_are_dropped_and_learning_rates_are_constant(tmp_path):
     it is left out. The head has a learning rate of its own."""
     flags = ["--model", "scratch", "--batch-size", 4, "--neighbours", 3, "--epochs", 2, "--lr", 1e-3]
     result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags, "--head-lr", 1e-2)
-    assert "12 rows of 1 column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
+    assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
     assert ["neighbourhood" in step for step in result.steps] == [True] * 4
     assert min(result.losses) > 0 and {step["lr"] for step in result.steps} == {1e-3}
     groups = result.run.optimizer.param_groups

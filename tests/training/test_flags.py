@@ -13,13 +13,10 @@ from running import SMALL, rejects
 
 @pytest.mark.parametrize("flags, wanted", [
     ("--batch-size 4", r"good\.csv: 3 rows, expected at least 2 and at least --batch-size \(4\)"),
-    ("--temperature 0", r"argument --temperature: 0: expected a number of at least 0\.0001"),
     ("--temperature nan", r"argument --temperature: nan: expected a number of at least 0\.0001"),
     ("--temperature warm", r"argument --temperature: invalid float value: 'warm'"),
     ("--max-length 2", r"argument --max-length: 2: expected a number of at least 3"),
     ("--max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
-    ("--batch-size 0", r"argument --batch-size: 0: expected a number of at least 1"),
-    ("--lr nan", r"argument --lr: nan: expected a number of at least 0"),
     ("--seed 9999999999999999999",
      r"argument --seed: 9999999999999999999: expected a number of at least 0"),
     ("--lr 1e30", r"argument --lr: 1e30: expected a number of at least 0"),

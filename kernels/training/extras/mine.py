@@ -106,7 +106,7 @@ def load_data(args):
     if len(cells) < 2:
         fail(f"{args.data} {place}: 1 column, expected anchor, positive and any hard negatives")
     log("data", describe_table(table, header))
-    log_first_row(table, header, SENTENCE_COLUMNS)
+    log_first_row(table)
     return table
 
 

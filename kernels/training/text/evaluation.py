@@ -18,7 +18,7 @@ class Evaluator:
 
     metric, metric_label   name of the dev score that selects the best checkpoint; its printed name
     """
-    metric, metric_label, score_format = "spearman", "Spearman", ".2f"
+    metric, metric_label, score_format, collapsed = "spearman", "Spearman", ".2f", False
 
     def __init__(self, args):
         self.args, self.dev = args, self.load_dev(args) if args.dev else []
@@ -48,7 +48,8 @@ class Evaluator:
     def evaluate_and_save(self, model, run):
         """Evaluate the model on --dev and save it if it is the best so far; without --dev, always save it."""
         scores = self.dev_scores(model) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3:               # 0: all embeddings are equal
+        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0: all embeddings are equal
+            self.collapsed = True                              # say so once
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
         shown = self.format_score(scores) if scores else ""
