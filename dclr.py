@@ -69,7 +69,7 @@ def make_parser():
     add = parser.add_argument
     text_flags(
         parser, model="bert-base-uncased", out="out/dclr", form="paper",
-        eval_every=(125, "125 (released scripts)"),
+        columns=(None, "chosen by the header, else all"), eval_every=(125, "125 (released scripts)"),
         pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
         head=(None, "as saved with --model, else train-only with cls pooling (paper), else none"),
         batch_size=(None, "128 (paper), 32 with --model scratch"),

@@ -67,7 +67,8 @@ def make_parser():
     add = parser.add_argument
     text_flags(
         parser, model="bert-base-uncased", out="out/simcse", hard_negative_weight=(0.0, "0 (paper)"),
-        eval_every=(125, "125 (released scripts; the paper has 250)"), negatives=(None, "those of each row"),
+        columns=(None, "chosen by the header, else all"), negatives=(None, "those of each row"),
+        eval_every=(125, "125 (released scripts; the paper has 250)"),
         pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
         head=(None, "as saved with --model, else for cls keep (train-only if unsupervised), else none"),
         batch_size=(None, "512, or 64 if unsupervised (paper), 32 with --model scratch"),
@@ -96,8 +97,7 @@ SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       #
 
 def load_data(path, args):
     """Return the Table of --data, and set the defaults that depend on its number of columns."""
-    roles = sentence_flags.roles_of(args)
-    header, table = read_table(path, empty_cell, roles=roles, columns=args.columns,
+    header, table = read_table(path, empty_cell, roles=sentence_flags.roles_of(args), columns=args.columns,
                                negatives=args.negatives)
     columns = len(next(iter(table))[1])
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}

@@ -69,7 +69,7 @@ def make_parser():
     add = parser.add_argument
     text_flags(
         parser, model="roberta-base", out="out/vascl", form="code", seed=0,
-        eval_every=(500, "500 (released script)"),
+        columns=(None, "chosen by the header, else all"), eval_every=(500, "500 (released script)"),
         pooling=(None, "as saved with --model, else avg (paper), last for a decoder"),
         batch_size=(None, "1024 (paper), 32 with --model scratch"),
         epochs=(None, "5 (paper), 4 with --model scratch"),

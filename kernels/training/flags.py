@@ -269,9 +269,8 @@ def run_flags(parser, **defaults):
 
 def text_flags(parser, **defaults):
     """Add the flags of a script that trains a sentence encoder. defaults: as for add_shared_flags."""
-    usual = dict(columns=(None, "chosen by the header, else all"), max_length=(32, "32 (paper)"),
-                 prompt=(None, "as saved with --model, else none"), temperature=(0.05, "0.05 (paper)"),
-                 impl="auto")
+    usual = dict(max_length=(32, "32 (paper)"), temperature=(0.05, "0.05 (paper)"), impl="auto",
+                 prompt=(None, "as saved with --model, else none"))
     run_flags(parser, **usual | defaults)
     parser.add_shared_flags("--dev", "--dev-columns", "--test", "--transfer", "--cluster", "--chunk-size",
                             "--chunk-tokens")

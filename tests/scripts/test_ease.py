@@ -164,6 +164,7 @@ A, V, SUN = "--data a.csv", "--entity-vectors v", FILE + "ENTITY/Sun\t1 2 "
     (V + ".gz", gzip.compress(FILE.encode(), mtime=0)[:-9], "v.gz: Compressed file ended before .*"),
     (V + ".bz2", FILE, "v.bz2: Invalid data .*"), ("--entity-vectors none", None, "none: No such file .*"),
     (f"{V} --entity-map none", FILE, "--entity-map none: v has .* 3 .*, but embeddings have 128; .*"),
+    ("--columns 1 2", None, "unrecognized arguments: --columns 1 2"),      # its columns have names only
     ("--entity-temperature 0", None, "argument .* 0: expected a number of at least 0.0001"),
     ("--hard-negative-weight -6", None, "argument .* at least -5"),
     ("--negative-group-size 0", None, ".* at least 1")])
