@@ -47,15 +47,16 @@ from transformers import AutoModelForSequenceClassification
 from kernels import own_rows
 from kernels.training.data import iter_texts
 from kernels.training.errors import command, fail, log
-from kernels.training.extras import classifier, classifier_losses, extra_test_sets
-from kernels.training.extras.classifier import classify, evaluate, make_batch, task_loss
+from kernels.training.extras import classifier_losses, extra_test_sets
 from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa
-from kernels.training.extras.masked_adamw import MaskedAdamW, apply_masks, draw_masks, params_with_grad
 from kernels.training.extras.trials import run_trials
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.papers.childtuning_adamw import MaskedAdamW, apply_masks, draw_masks, params_with_grad
 from kernels.training.progress import progress
 from kernels.training.run import Run
+from kernels.training.text import classifier
+from kernels.training.text.classifier import classify, evaluate, make_batch, task_loss
 from kernels.training.text.models import load_text_model, longest_input
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────

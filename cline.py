@@ -52,10 +52,10 @@ from transformers import AutoModelForMaskedLM
 from kernels import check_rows, checks, own_rows
 from kernels.training.data import describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.extras import triples as triple_files
-from kernels.training.extras.triples import ROLES, make_triples, read_triple, tokenise_triples
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.papers import cline_triples as triple_files
+from kernels.training.papers.cline_triples import ROLES, make_triples, read_triple, tokenise_triples
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.checkpoint import load_hint, save

@@ -51,14 +51,13 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.data import normalise_name, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.extras.evaluation import Evaluator, evaluate_model
-from kernels.training.extras.lazy_embedding import LazyEmbedding
-from kernels.training.extras.wikipedia2vec import load_entity_vectors
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vectors
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
+from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 

@@ -50,7 +50,6 @@ from torch import nn
 
 from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
 from kernels.training.errors import check_memory, command, fail, log
-from kernels.training.extras.memory_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
 from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
@@ -58,6 +57,7 @@ from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.papers.moco_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
 from kernels.training.precision import LOSS_DTYPE, loss_autocast, unit_rows
 from kernels.training.run import Run
 

@@ -47,14 +47,18 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.data import normalise_name, read_table, show_cells
 from kernels.training.errors import command, fail, log
-from kernels.training.extras.evaluation import Evaluator, evaluate_model
-from kernels.training.extras.layer_study import check_layer_study, compare_layers, evaluate_layers
-from kernels.training.extras.layers import pool_layers
 from kernels.training.flags import ScriptParser, at_least, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.papers.selfguided_layers import (
+    check_layer_study,
+    compare_layers,
+    evaluate_layers,
+    pool_layers,
+)
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
+from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────

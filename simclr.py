@@ -55,8 +55,6 @@ from torch import nn
 import kernels
 from kernels import check_rows, gather_rows, nt_xent, own_rows
 from kernels.training.errors import command, fail, log
-from kernels.training.extras.lars import LARS, make_optimizer  # noqa: F401
-from kernels.training.extras.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
 from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import encoders as nets
 from kernels.training.images import evaluation
@@ -65,6 +63,8 @@ from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
+from kernels.training.papers.simclr_lars import LARS, make_optimizer  # noqa: F401
+from kernels.training.papers.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 

@@ -45,9 +45,9 @@ from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.data import describe_table, empty_cell, log_first_row, read_table
+from kernels.training.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
 from kernels.training.errors import command, fail, log
 from kernels.training.extras import sentence_flags
-from kernels.training.extras.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
 from kernels.training.extras.evaluation import Evaluator, evaluate_model
 from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - re-exported
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags

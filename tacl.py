@@ -48,13 +48,13 @@ from transformers import AutoModelForPreTraining
 
 from kernels import check_rows, checks, own_rows, similarity_lse, similarity_topk
 from kernels.training.errors import command, fail, log
-from kernels.training.extras import documents as corpus
-from kernels.training.extras.saving import save_transformer
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, warmup_linear
+from kernels.training.papers import tacl_documents as corpus
 from kernels.training.precision import loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
+from kernels.training.text.checkpoint import save_transformer
 from kernels.training.text.mlm import decoder_loss
 from kernels.training.text.models import has_decoder, load_text_model, longest_input
 from kernels.training.text.tokens import pad

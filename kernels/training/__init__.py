@@ -16,5 +16,7 @@ pretrained  opens model folders and hub names without running their code
 
 text/       sentences: tokens, encoders, checkpoints, masked LM, evaluation
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
-extras/     what belongs to one paper or to a tool: views and losses of other papers, probes, mining, plots
+papers/     parts of single papers; each file is named after the script that reads it
+
+Tools: mine (hard negatives), probes (--transfer, --cluster), plot (runs), equal_texts (--ignore-equal)
 """

@@ -1,7 +1,278 @@
-"""python -m kernels.training.mine: mine hard negatives for pairs of texts. The code is in extras/mine.py."""
-if __name__ == "__main__":
-    import runpy
+"""Mine hard negatives for pairs of texts: texts that a trained encoder takes for an anchor's positive.
 
-    runpy.run_module("kernels.training.extras.mine", run_name="__main__", alter_sys=True)
-else:
-    from .extras.mine import main, mine  # noqa: F401
+    python -m kernels.training.mine --model out/first --data pairs.csv --out triples.csv
+    python simcse.py --model out/first --data triples.csv --out out/second
+
+Each row of --data has an anchor, a positive and, optionally, hard negatives. The output has the same columns,
+and then the mined negatives. Columns are found by --columns, else by their header names, else by their order.
+
+The candidates for a row are the distinct positives of all rows. The anchor itself and the texts of all
+rows with the same anchor are not candidates; texts that differ only in white space count as equal. With p the
+cosine of anchor and positive, the cosine s of anchor and candidate must satisfy
+
+    s ≤ p · (1 − r)    --relative-margin r: a candidate that scores close to the positive is often a positive
+                       that is not labelled as one
+    s ≤ p − m          --margin m
+    min ≤ s ≤ max      --min-score and --max-score
+
+The remaining candidates are ranked, the hardest first. --negatives N takes ranks 1 to N. --ranks FIRST LAST
+samples N of the ranks FIRST to LAST: FIRST > 1 skips the top ranks, which have the most false negatives. A
+row with fewer than N candidates is left out and counted. With the default r = 0.05 a negative has at most 95
+% of its positive's score (TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831).
+
+The search compares R rows with M distinct positives of dimension D in 2·R·M·D operations. It takes a block of
+rows at a time and needs little memory beside the embeddings. If too few of a row's nearest candidates satisfy
+the bounds, a second search of this row skips all scores above its upper bound. With --precision bf16 the
+encoder runs in bfloat16, and the similarities are computed in float16 (error below 1e-3).
+"""
+import csv
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from kernels import similarity_topk
+from kernels.heuristics import TOPK_SLOTS
+
+from .data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
+from .errors import check_memory, command, fail, log
+from .flags import ScriptParser, at_least
+from .out import atomic_file
+from .precision import LOSS_DTYPE
+from .progress import progress
+from .run import Run
+from .text.encoders import build_encoder, describe_model
+
+BLOCK = 4096                                                   # rows searched at a time
+BYTES_PER_CANDIDATE = 64                                       # needed for one candidate of one row, roughly
+SUFFIXES = (".csv", ".tsv", ".jsonl")
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add, shared = parser.add_argument, parser.add_shared
+    parser.set_defaults(evaluate=True)                         # the model is only evaluated, not trained
+    add("--data", reads="training data", group="data", required=True,
+        help="anchors and positives, in the format described above")
+    shared("--columns", shown="by the header, else all")
+    add("--model", group="model", required=True, help="trained encoder: a hub name or a local folder")
+    add("--out", group="run", required=True, type=Path, help=f"file to write: {', '.join(SUFFIXES)}")
+    add("--negatives", type=at_least(1, int), default=1,
+        help="number of hard negatives N to mine for each row; default 1")
+    add("--ranks", type=at_least(1, int), nargs=2, metavar=("FIRST", "LAST"),
+        help="range of ranks from which the N negatives are sampled, 1 being the hardest; default 1 N")
+    add("--relative-margin", type=at_least(-100), default=0.05,
+        help="r: a negative's score is at most (1 - r) times that of the positive; with r below 0, negatives "
+             "may score higher than the positive; default 0.05")
+    add("--margin", type=at_least(-2),
+        help="m: a negative's score is at most that of the positive minus m; default: no bound of this kind")
+    add("--min-score", type=at_least(0), default=0.0, help="lowest score of a negative; default 0")
+    add("--max-score", type=at_least(0), default=1.0, help="highest score of a negative; default 1")
+    add("--seed", type=at_least(0, int), default=42, help="random seed for sampling from --ranks; default 42")
+    shared("--impl", "auto", group="run",
+           help="implementation of the search: Triton kernels, PyTorch block by block, or plain "
+                "PyTorch; auto: triton on an NVIDIA GPU, else blockwise")
+    shared("--precision", group="run")
+    return parser
+
+
+def check_flags(args):
+    """Fill the default of --ranks, and raise UserError now for what would fail only after the search."""
+    args.ranks = args.ranks or [1, args.negatives]
+    first, last = args.ranks
+    if last - first + 1 < args.negatives:
+        fail(f"--ranks {first} {last}: expected FIRST LAST, with at least --negatives {args.negatives} ranks")
+    if args.out.suffix.lower() not in SUFFIXES:
+        fail(f"--out {args.out}: expected a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if args.out.exists():
+        fail(f"--out {args.out}: this file exists; delete it or name another")
+    if not os.access(args.out.parent, os.W_OK):
+        fail(f"--out {args.out}: {args.out.parent} is not a writable folder")
+
+
+def load_data(args):
+    """Return the Table of --data, with rows (anchor, positive, hard negatives)."""
+    def check(cells):
+        if args.out.suffix.lower() == ".tsv" and re.search(r"[\t\r\n]", "".join(cells)):
+            return "a tab or a line break, which a .tsv cannot hold; expected --out with .csv or .jsonl"
+        return empty_cell(cells)
+
+    header, table = read_table(args.data, check, roles=SENTENCE_COLUMNS, columns=args.columns)
+    place, cells = next(iter(table))
+    if len(cells) < 2:
+        fail(f"{args.data} {place}: 1 column, expected anchor, positive and any hard negatives")
+    log("data", describe_table(table, header))
+    log_first_row(table)
+    return table
+
+
+def load_model(args):
+    """Return the SentenceEncoder of --model in eval mode."""
+    run = Run(args, __file__)
+    model = build_encoder(args, run, columns=2).to(run.device)
+    log("model", describe_model(model, args))
+    return model.eval()
+
+
+def assign_text_ids(table):
+    """Return (rows (R, columns) of text ids, the texts with these ids). Only the texts of anchors and
+    positives have an id of their own. All others share the next one."""
+    def key(text):
+        return " ".join(text.split())
+
+    ids, texts = {}, []
+    for _, cells in table:
+        for text in cells[:2]:
+            if ids.setdefault(key(text), len(texts)) == len(texts):
+                texts.append(text)
+    return torch.tensor([[ids.get(key(text), len(texts)) for text in cells] for _, cells in table]), texts
+
+
+def embed_anchors_and_positives(model, texts, anchors, positives):
+    """Return unit embeddings (q (A, D), k (M, D)) of the texts with the ids `anchors` and `positives`.
+    Anchors get the model's first prompt, positives its second. If both are equal, embed each text once."""
+    first, second = model.prompts[0], model.prompts[:2][-1]
+    if first == second:
+        z = embed_side(model, texts, first)
+        return z[anchors], z[positives]
+    return tuple(embed_side(model, [texts[i] for i in ids.tolist()], prompt)
+                 for ids, prompt in ((anchors, first), (positives, second)))
+
+
+@torch.no_grad()
+def embed_side(model, texts, prompt):
+    """Return (T, D) unit embeddings on the model's device: float32, or LOSS_DTYPE with --precision bf16."""
+    z, dtype = None, LOSS_DTYPE if model.bf16 else torch.float32
+    model.default_prompt = prompt
+    # texts of similar length go together; the longest come first, so that a lack of memory shows at once
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    with progress(None, "embedding", total=len(texts), unit=" texts") as bar:
+        for start in range(0, len(texts), BLOCK):
+            places = order[start : start + BLOCK]
+            part = F.normalize(model.embed_texts([texts[i] for i in places]), dim=1, eps=1e-8)
+            if z is None:
+                z = part.new_empty(len(texts), part.shape[1], dtype=dtype)
+            z[places] = part.to(dtype)
+            bar.update(len(places))
+    return z
+
+
+@torch.no_grad()
+def mine(rows, q, k, args):
+    """Return (text ids of the negatives (R, N), their scores (R, N), the scores of the positives (R,)).
+
+    The ids of a row with fewer than N candidates are all −1.
+
+    rows     (R, columns) text ids: anchor, positive, hard negatives
+    q, k     (A, D), (M, D) unit embeddings of the distinct anchors and positives, by ascending id
+    args     negatives N, ranks, relative_margin, margin, min_score, max_score, seed, impl
+    memory   O(R·N) besides q and k. In addition, for each row of the current block, LAST (of --ranks) + E
+             candidates, where E is the largest number of texts that are excluded for one anchor
+    """
+    first, last = args.ranks
+    generator, found = torch.Generator().manual_seed(args.seed), []
+    rows, stride = rows.to(q.device), rows.max().item() + 1
+    _, anchors = rows[:, 0].unique(return_inverse=True)
+    pool, positives = rows[:, 1].unique(return_inverse=True)
+    # Pairs of an anchor and a text of one of its rows, each pair as one number, sorted
+    excluded = (anchors[:, None] * stride + rows).unique()
+    excluded_counts = (excluded // stride).bincount()          # of each anchor
+    most = min(len(k), last + excluded_counts.max().item())
+    check_memory(f"--ranks {first} {last}: {most:,} candidates of {min(BLOCK, len(rows)):,} rows at a time",
+                 BYTES_PER_CANDIDATE * most * min(BLOCK, len(rows)))
+    with progress(None, "searching", total=len(rows), unit=" rows") as bar:
+        for anchor, own in zip(anchors.split(BLOCK), positives.split(BLOCK)):
+            positive = (q[anchor].float() * k[own].float()).sum(1)
+            bound = upper_bound(positive, args)
+            s, columns = search(q[anchor], k, last + excluded_counts[anchor], bound, args)
+            text = pool[columns]
+            pair = anchor[:, None] * stride + text
+            known = excluded[torch.searchsorted(excluded, pair).clamp(max=len(excluded) - 1)] == pair
+            kept = ~known & (s >= args.min_score) & (s <= bound[:, None])
+            rank = kept.cumsum(1)
+            kept &= (first <= rank) & (rank <= last)
+            # a random number for each rank of the range; the N largest are the sample
+            chance = torch.rand(len(anchor), last - first + 1, generator=generator).to(q.device)
+            chance = chance.gather(1, (rank - first).clamp(0, last - first)).masked_fill(~kept, -1)
+            at = chance.topk(args.negatives, 1).indices.sort(1).values         # the hardest first
+            too_few = kept.sum(1) < args.negatives
+            found.append((text.gather(1, at).masked_fill(too_few[:, None], -1), s.gather(1, at), positive))
+            bar.update(len(anchor))
+    return tuple(torch.cat(part).cpu() for part in zip(*found))
+
+
+def upper_bound(positive, args):
+    """Return the highest scores (R,) that negatives may have, plus a tolerance for rounding."""
+    most = (positive * (1 - args.relative_margin)).clamp(max=args.max_score)
+    if args.margin is not None:
+        most = most.minimum(positive - args.margin)
+    return most + 1e-6
+
+
+def search(q, k, min_found, bound, args):
+    """Return (scores, columns) of the nearest columns of k for each row of q. If fewer than min_found (R,) of
+    these score at most `bound` (R,), the row is searched again, among only those columns that score less than
+    its bound."""
+    n = min(len(k), max(TOPK_SLOTS, min_found.max().item()))
+    s, columns = similarity_topk(q, k, n, impl=args.impl)
+    short = ((s <= bound[:, None]).sum(1) < min_found.clamp(max=len(k))) & (bound >= args.min_score)
+    if short.any() and n < len(k):
+        q = q[short]
+        bound = bound[short, None].clamp(min=1e-4)             # so that q / bound fits into float16
+        below = ((q / bound).to(q.dtype), k, 1.0)              # leave out columns with q·k / bound ≥ 1
+        s[short], columns[short] = similarity_topk(q, k, n, similar=below, impl=args.impl)
+    return s, columns
+
+
+def write_rows(path, table, negatives, texts):
+    """Write the rows of the table, with their mined negatives (R, N) as further columns, to a file. Rows
+    without negatives are left out. The file appears only once it is complete."""
+    suffix = path.suffix.lower()
+    more = len(next(iter(table))[1]) - 2 + negatives.shape[1]
+    names = ["negative"] if more == 1 else [f"negative_{i + 1}" for i in range(more)]
+    names = ["anchor", "positive", *names]
+    with atomic_file(path) as file:
+        rows = csv.writer(file)                                # quotes a \r because its lines end in \r\n
+        save = {".csv": rows.writerow, ".tsv": lambda cells: file.write("\t".join(cells) + "\n"),
+                ".jsonl": lambda cells: file.write(json.dumps(dict(zip(names, cells))) + "\n")}[suffix]
+        if suffix != ".jsonl":
+            save(names)
+        for (_, cells), ids in zip(table, negatives.tolist(), strict=True):
+            if ids[0] >= 0:
+                save([*cells, *(texts[i] for i in ids)])
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    check_flags(args)
+    table = load_data(args)
+    rows, texts = assign_text_ids(table)
+    anchors, pool = rows[:, 0].unique(), rows[:, 1].unique()
+    if len(pool) <= args.negatives:
+        fail(f"{args.data}: {len(pool)} distinct positives, expected more than --negatives {args.negatives}")
+    if len(pool) <= args.ranks[1]:
+        fail(f"{args.data}: {len(pool)} distinct positives, expected more than LAST of --ranks "
+             f"{' '.join(map(str, args.ranks))}")
+    model = load_model(args)
+    start = time.monotonic()
+    q, k = embed_anchors_and_positives(model, texts, anchors, pool)
+    middle = time.monotonic()
+    log("embed", f"{len(texts):,} texts in {middle - start:.1f} s")
+    negatives, s, p = mine(rows, q, k, args)
+    log("search", f"{len(rows):,} rows among {len(pool):,} positives in {time.monotonic() - middle:.1f} s")
+    full = negatives[:, 0] >= 0
+    too_few = f"fewer than {args.negatives} candidates within --ranks, the margins and the score bounds"
+    if not full.any():
+        fail(f"{args.data}: nothing to write, all rows have {too_few}")
+    write_rows(args.out, table, negatives, texts)
+    log("score", f"mean cosine to the anchor: positives {p[full].mean():.3f}, negatives {s[full].mean():.3f}")
+    log("mined", f"{full.sum():,} rows written to {args.out}, {(~full).sum():,} left out: {too_few}")
+
+
+if __name__ == "__main__":
+    main()

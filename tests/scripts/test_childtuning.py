@@ -21,7 +21,7 @@ from transformers import pipeline
 
 import childtuning
 from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, warmup_steps
-from kernels.training.extras import masked_adamw
+from kernels.training.papers import childtuning_adamw as masked_adamw
 from running import DATA, equal, fork_context, free_port, metrics, rejects, run, start
 
 tune = functools.partial(run, "childtuning")

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 import simclr
 from kernels.training.errors import UserError
-from kernels.training.extras import simclr_v2
-from kernels.training.extras.simclr_v2 import FinetuneOrDistill
 from kernels.training.images import encoders
 from kernels.training.images.encoders import ImageEncoder, load_classifier, load_image_encoder
+from kernels.training.papers import simclr_v2
+from kernels.training.papers.simclr_v2 import FinetuneOrDistill
 from running import DATA, equal, run
 
 randn = partial(torch.randn, dtype=torch.float64)

@@ -22,7 +22,7 @@ import simcse
 import vascl
 from kernels.training.data import RANKING_COLUMNS, SENTENCE_COLUMNS, Table, empty_cell, iter_texts, read_table
 from kernels.training.errors import UserError
-from kernels.training.extras.classifier import find_columns
+from kernels.training.text.classifier import find_columns
 from kernels.training.text.sts import load_sts
 from running import DATA, GOOD, NLI, ONE_BATCH, SMALL, embed_saved, rejects, run_text
 

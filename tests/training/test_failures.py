@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import simcse
+from kernels.training import plot
 from kernels.training.errors import UserError, command, fail, one_line
-from kernels.training.extras import layer_study, plot, triples
 from kernels.training.out import check_out
+from kernels.training.papers import cline_triples as triples
+from kernels.training.papers import selfguided_layers as layer_study
 from running import DATA, KEPT, SMALL, metrics, rejects
 
 FLAGS = [*KEPT, "--steps", "3", "--eval-every", "2"]

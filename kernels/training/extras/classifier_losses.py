@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, gather_rows, own_rows, sup_con_loss
 
 from ..errors import fail
+from ..text.classifier import classify, task_loss
 from .adversarial import adversarial_views
-from .classifier import classify, task_loss
 
 
 def regularised_loss(model, inputs, labels, rows, args):

@@ -4,8 +4,8 @@ ood.py)."""
 import torch
 
 from ..errors import fail, log
+from ..text.classifier import describe_scores, predict
 from . import ood
-from .classifier import describe_scores, predict
 
 
 def load_extra_sets(args, load_data):

@@ -5,7 +5,7 @@ import torch
 
 from ..data import empty_cell, join_names, normalise_name
 from ..errors import fail, log
-from .classifier import forward_rows, read_table_with_names
+from ..text.classifier import forward_rows, read_table_with_names
 from .classifier_losses import classify_with_features
 
 NEIGHBOURS = 20                                                # of LOF, as in the released code

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 
 from kernels import embed_in_chunks, nt_xent, own_rows
 
+from ..equal_texts import log_equal_texts, text_ids
 from ..loop import all_reduce_gradients, set_lr, steps_per_epoch
 from ..precision import gather_keys, loss_autocast
 from ..text.mlm import embed_masked, masked_lm_loss, share_of_mean
 from ..text.tokens import restore_order, tokenise_table
-from .equal_texts import log_equal_texts, text_ids
 from .optimizers import clip_gradient, learning_rate, make_optimizer
 from .ranking import ranking_loss
 from .text_views import TextViews, drop_anchors, select_anchors

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from ..errors import fail, log
+from ..papers.cline_wordnet import WordNet, tag_words
 from ..progress import progress
 from ..text.tokens import NO_LIMIT, text_batches, tokenise
 from .adversarial import adversarial_noise, find_hook_point, patched_embedding_output, patched_word_embeddings
 from .sentence_flags import CUTOFF_VIEWS, EMBEDDING_VIEWS, WORD_VIEWS
-from .wordnet import WordNet, tag_words
 
 MIN_SPAN = 32                                                  # tokens of a span (DeCLUTR)
 

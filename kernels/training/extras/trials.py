@@ -11,7 +11,7 @@ import numpy as np
 from .. import out
 from ..errors import fail, log
 from ..run import Run
-from .classifier import describe_scores, finish_run, metric_name, write_card
+from ..text.classifier import describe_scores, finish_run, metric_name, write_card
 
 
 class Trial(Run):

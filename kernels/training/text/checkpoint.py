@@ -238,3 +238,19 @@ def head_fits_pooler(model):
 def load_hint(model, run):
     """Return the Python expressions that load the saved folder in the two libraries."""
     return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}")'
+
+
+def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
+    """Write a model and its tokenizer into --out in transformers' format, with a model card; on rank 0 only.
+
+    kind, text, load_code   as for write_card; text is the description
+    more                    {file name: {name: tensor}} to write beside the model
+    """
+    if run.rank:
+        return
+    with atomic_output(run) as aside:
+        model.save_pretrained(aside)
+        save_tokenizer(tokenizer, aside)
+        for name, tensors in (more or {}).items():
+            save_file({part: tensor.cpu() for part, tensor in tensors.items()}, aside / name)
+        write_card(aside, run, kind, ["transformers"], text, load_code)

@@ -14,7 +14,7 @@ from .sts import evaluate, load_sts
 
 class Evaluator:
     """The evaluation data of a run: --dev selects the best checkpoint, and --test scores it at the end. All
-    files are read and checked before the first step. extras/evaluation.py adds further kinds of data.
+    files are read and checked before the first step.
 
     metric, metric_label   name of the dev score that selects the best checkpoint; its printed name
     """
@@ -23,6 +23,15 @@ class Evaluator:
     def __init__(self, args):
         self.args, self.dev = args, self.load_dev(args) if args.dev else []
         self.tests = {path: load_sts(path, args.dev_columns) for path in expand_folders(args.test, "--test")}
+        self.transfers, self.clusters = {}, {}
+        if args.transfer or args.cluster:
+            from .. import probes
+            paths = expand_folders(args.transfer, "--transfer")
+            self.transfers = {path: probes.load_train_test(path) for path in paths}
+            paths = expand_folders(args.cluster, "--cluster")
+            self.clusters = {path: probes.load_clusters(path) for path in paths}
+        if args.evaluate and not (self.dev or self.tests or self.transfers or self.clusters):
+            fail("--evaluate: nothing to evaluate; give --dev, --test, --transfer or --cluster")
 
     def load_dev(self, args):
         """Return the rows of --dev."""
@@ -88,7 +97,8 @@ class Evaluator:
 
     def test_scores(self, model):
         """Return {label: iterator over (score, text to print after it)}."""
-        return {"test": self.score_pairs(model, self.tests)}
+        return {"test": self.score_pairs(model, self.tests), "transfer": self.score_transfer(model),
+                "cluster": self.score_clusters(model)}
 
     def score_pairs(self, model, files):
         """Yield (Spearman, text to print after it) for each of `files` {path: scored pairs}."""
@@ -96,6 +106,22 @@ class Evaluator:
             scores = evaluate(model, pairs, self.args.impl)
             more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
             yield scores["spearman"], f"  {''.join(more)}{path}"
+
+    def score_transfer(self, model):
+        """Yield (accuracy of a logistic regression, text to print after it) for each file of --transfer."""
+        from ..probes import evaluate_transfer
+        for path, parts in self.transfers.items():
+            accuracy, strengths = evaluate_transfer(model, *parts, self.args.seed)
+            yield accuracy, f"  C {' '.join(f'{c:g}' for c in strengths)}  {path}"
+
+    def score_clusters(self, model):
+        """Yield (mean V-measure of k-means, text to print after it) for each file of --cluster."""
+        from ..probes import evaluate_clusters
+        for path, data in self.clusters.items():
+            runs = np.array(evaluate_clusters(model, data, self.args.seed))
+            v_measure, accuracy = runs.mean(0)
+            deviation = runs.std(0, ddof=1)[0]
+            yield v_measure, f" ± {deviation:.2f}  accuracy {accuracy:.2f}  {path}"
 
 
 def expand_folders(paths, flag):

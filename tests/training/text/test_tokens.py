@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import cline
-from kernels.training.extras.classifier import tokenise_texts
 from kernels.training.text import tokens
+from kernels.training.text.classifier import tokenise_texts
 from kernels.training.text.tokens import (
     count_characters,
     group_by_length,

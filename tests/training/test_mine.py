@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import simcse
 from kernels.training import errors as cli
+from kernels.training import mine
 from kernels.training.data import read_table
 from kernels.training.errors import UserError
-from kernels.training.extras import mine
 from running import SMALL, metrics, rejects
 
 NEEDED = "--data good.csv --model bert --out out.csv".split()

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from kernels import benchmark
-from kernels.training.extras import plot
+from kernels.training import plot
 from running import ROOT, rejects
 
 

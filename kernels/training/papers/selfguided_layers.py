@@ -1,4 +1,4 @@
-"""--layer-study: score every layer of an encoder on scored pairs, with several poolings over tokens."""
+"""selfguided.py: the pooled states of every layer, and --layer-study, which scores them on scored pairs."""
 import json
 import os
 from pathlib import Path
@@ -12,8 +12,43 @@ from ..progress import progress
 from ..run import Run
 from ..text.encoders import build_encoder, describe_model
 from ..text.sts import load_sts, spearman
-from ..text.tokens import tokenise
-from .layers import pool_layers
+from ..text.tokens import restore_order, tokenise
+
+
+def pool_tokens(hidden, mask, pooling):
+    """Pool hidden states (n, L, H) over tokens. Return (n, H).
+
+    mask      (n, L): 1 for tokens, including special ones; 0 for padding, which is on the right and ignored.
+              A row that is all padding gives finite numbers, not NaN
+    pooling   "cls" (the first token) | "last" | "max" | "mean" | "sum"
+    """
+    if pooling == "cls":
+        return hidden[:, 0]
+    if pooling == "last":
+        ends = (mask.sum(1) - 1).clamp(min=0)
+        return hidden[torch.arange(len(mask), device=mask.device), ends]
+    if pooling == "max":
+        return hidden.masked_fill(mask[:, :, None] == 0, -1e9).amax(1)
+    count = mask.sum(1, keepdim=True).clamp(min=1) if pooling == "mean" else 1
+    return (hidden * mask[:, :, None]).sum(1) / count
+
+
+@torch.no_grad()
+def pool_layers(model, encoder, batch, layers, poolings):
+    """Return the pooled states of an encoder as (rows, layers, poolings, H) float32, in row order.
+
+    model     the SentenceEncoder that made the batch
+    encoder   a transformer with the same tokenizer
+    layers    indices of layers; 0 is the word embeddings
+    """
+    pieces = []
+    for _, ids, mask in batch:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+            output = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, **model.no_cache)
+        states = (output.hidden_states[layer].float() for layer in layers)
+        pooled = [torch.stack([pool_tokens(x, mask, pooling) for pooling in poolings], 1) for x in states]
+        pieces.append(torch.stack(pooled, 1))
+    return restore_order(torch.cat(pieces), batch)
 
 
 def score_layers(model, encoder, pairs, poolings):

@@ -8,7 +8,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import selfguided
 from formulas import POOL
-from kernels.training.extras.layers import pool_tokens
+from kernels.training.papers.selfguided_layers import pool_tokens
 from kernels.training.text.sts import load_sts, spearman
 from running import DATA, SMALL, few_pairs, rejects, run
 

@@ -18,7 +18,7 @@ from ..errors import fail, log
 from ..out import atomic_file
 from ..progress import progress
 from ..text.tokens import count_characters, text_batches
-from .wordnet import WORD, WordNet, load_tagger, tag_words
+from .cline_wordnet import WORD, WordNet, load_tagger, tag_words
 
 COLUMNS = "original", "synonym", "antonym", "synonym_words", "antonym_words"   # of a .csv of triples
 ROLES = {name: [normalise_name(name)] for name in COLUMNS} | {"original": ["original", "text", "sentence"]}

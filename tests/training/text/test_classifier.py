@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
 from kernels.training.errors import UserError
-from kernels.training.extras.classifier import (
+from kernels.training.extras.classifier_losses import classify_with_features
+from kernels.training.text.classifier import (
     classification_metrics,
     classify,
     describe_scores,
@@ -16,7 +17,6 @@ from kernels.training.extras.classifier import (
     make_batch,
     tokenise_texts,
 )
-from kernels.training.extras.classifier_losses import classify_with_features
 from running import DATA, run
 
 PAIRS = "sentence1\tsentence2\tlabel\trelatedness\n"

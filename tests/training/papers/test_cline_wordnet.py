@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from kernels.training.errors import UserError
-from kernels.training.extras.wordnet import WordNet, inflect, load_tagger, tag_words
+from kernels.training.papers.cline_wordnet import WordNet, inflect, load_tagger, tag_words
 from running import DATA
 
 

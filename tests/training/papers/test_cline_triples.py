@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from kernels.training.extras.triples import (
+from kernels.training.papers.cline_triples import (
     CODES,
     COLUMNS,
     KINDS,
@@ -22,7 +22,7 @@ from kernels.training.extras.triples import (
     tokenise_triples,
     write_triples,
 )
-from kernels.training.extras.wordnet import WordNet, tag_words
+from kernels.training.papers.cline_wordnet import WordNet, tag_words
 from running import DATA, SENTENCES
 
 LATE, WORDNET = "The old dog chased two hounds, late.", WordNet(DATA / "wordnet")

@@ -49,13 +49,13 @@ from kernels.training.errors import command, fail, log
 from kernels.training.extras import relation_bags
 from kernels.training.extras.optimizers import OptimizerSettings, adamw
 from kernels.training.extras.relation_bags import format_scores, precision_recall
-from kernels.training.extras.saving import save_transformer
 from kernels.training.extras.tfidf import WordEditor
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
+from kernels.training.text.checkpoint import save_transformer
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear, set_dropout
 from kernels.training.text.mlm import masked_lm_loss
 from kernels.training.text.tokens import restore_order

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from kernels.training.errors import UserError
-from kernels.training.extras import documents as module
-from kernels.training.extras.documents import (
+from kernels.training.papers import tacl_documents as module
+from kernels.training.papers.tacl_documents import (
     mask_pair,
     next_documents,
     read_documents,

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from kernels import similarity_lse
 
-from ..errors import is_first_rank, log
+from .errors import is_first_rank, log
 
 
 def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl):

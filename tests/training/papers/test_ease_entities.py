@@ -2,8 +2,8 @@
 import pytest
 import torch
 
-from kernels.training.extras.lazy_embedding import LazyEmbedding
 from kernels.training.loop import warmup_linear
+from kernels.training.papers.ease_entities import LazyEmbedding
 
 
 @pytest.mark.parametrize("size", [1e-7, 1.0])                  # with small gradients eps matters

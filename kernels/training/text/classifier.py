@@ -17,9 +17,9 @@ from ..errors import fail, log
 from ..out import atomic_output, save_tokenizer
 from ..progress import progress
 from ..run import Run
-from ..text.models import load_text_model, longest_input
-from ..text.sts import spearman
-from ..text.tokens import count_characters, text_batches
+from .models import load_text_model, longest_input
+from .sts import spearman
+from .tokens import count_characters, text_batches
 
 INTEGER = r"-?\d{1,18}"
 
@@ -236,7 +236,7 @@ def evaluate_model(args, script, load_data):
     model.to(run.device)
     data = {"dev": load_data(path, args) if path else [], "train": []}
     if args.contrast_set or args.ood:
-        from . import extra_test_sets
+        from ..extras import extra_test_sets
         data |= extra_test_sets.load_extra_sets(args, load_data)
         if args.ood and args.data:
             data["train"] = load_data(args.data, args)

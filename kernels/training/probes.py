@@ -7,10 +7,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..data import empty_cell
-from ..errors import fail
-from ..progress import progress
-from .classifier import find_columns
+from .data import empty_cell
+from .errors import fail
+from .progress import progress
+from .text.classifier import find_columns
 
 FOLDS = 10                                                     # of the cross-validation
 STARTS = 5                                                     # of k-means, with different seeds

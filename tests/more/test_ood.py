@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertFor
 import childtuning
 from childtuning import ood_contrastive_loss
 from kernels.training.errors import UserError
-from kernels.training.extras import classifier, classifier_losses, ood, trials
+from kernels.training.extras import classifier_losses, ood, trials
 from kernels.training.extras.adversarial import adversarial_noise, adversarial_views, patched_word_embeddings
 from kernels.training.extras.classifier_losses import classify_with_features
+from kernels.training.text import classifier
 from running import DATA, equal, metrics, rejects, run, run_distributed
 
 tune = functools.partial(run, "childtuning")

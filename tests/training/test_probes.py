@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import simcse
-from kernels.training.extras.probes import (
+from kernels.training.probes import (
     C_GRID,
     best_c,
     best_matching,
@@ -230,7 +230,7 @@ def test_features_equal_single_embeddings(topics, finished, monkeypatch):
         seen.append((train, features(model, train[0])))
         return 1, []
 
-    monkeypatch.setattr("kernels.training.extras.probes.evaluate_transfer", evaluate_transfer)
+    monkeypatch.setattr("kernels.training.probes.evaluate_transfer", evaluate_transfer)
     simcse.main(["--evaluate", "--model", str(finished), "--transfer", "topics.tsv", "--pooling", "avg"])
     data, x = seen[0]
     rows, y, names = data
