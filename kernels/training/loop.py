@@ -1,4 +1,4 @@
-"""Building blocks of a training loop: batch order, learning-rate schedules, gradient all-reduce."""
+"""Building blocks of a training loop: batch order, learning rates, an optimizer, gradient all-reduce."""
 import math
 
 import torch
@@ -54,6 +54,48 @@ def set_lr(optimizer, lr):
     """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def decay_groups(model, weight_decay):
+    """Return parameter groups for an optimizer: matrices with weight decay; biases and norms without.
+
+    Frozen weights are in neither group.
+    """
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return [dict(params=[weight for weight in weights if weight.dim() > 1], weight_decay=weight_decay),
+            dict(params=[weight for weight in weights if weight.dim() <= 1], weight_decay=0.0)]
+
+
+class UncorrectedAdamW(torch.optim.Optimizer):
+    """AdamW with β 0.9 and 0.999 and without bias correction, as in the original code of BERT.
+
+    Bias correction divides the averages by 1 − β^step. Weight decay comes before the step, as in
+    torch.optim.AdamW.
+    """
+
+    def __init__(self, params, lr, eps=1e-8, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            for weight in weights:
+                if not self.state[weight]:
+                    self.state[weight] = dict(exp_avg=torch.zeros_like(weight),
+                                              exp_avg_sq=torch.zeros_like(weight))
+            gradients = [weight.grad for weight in weights]
+            averages = [self.state[weight]["exp_avg"] for weight in weights]
+            squares = [self.state[weight]["exp_avg_sq"] for weight in weights]
+            torch._foreach_lerp_(averages, gradients, 0.1)
+            torch._foreach_mul_(squares, 0.999)
+            torch._foreach_addcmul_(squares, gradients, gradients, 0.001)
+            roots = torch._foreach_sqrt(squares)
+            torch._foreach_add_(roots, group["eps"])
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_addcdiv_(weights, averages, roots, -group["lr"])
 
 
 BUCKET_BYTES = 32 * 2**20                                      # gradients that one all-reduce sums

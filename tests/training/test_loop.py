@@ -1,4 +1,5 @@
-"""Batch order, learning-rate schedules and gradient all-reduce, compared with simple implementations."""
+"""Batch order, learning rates, an optimizer and gradient all-reduce, compared with simple implementations."""
+import copy
 import itertools
 
 import pytest
@@ -10,7 +11,7 @@ from kernels import check_rows, gather_rows, info_nce, own_rows, sigmoid_loss, s
 from kernels.training import loop
 from kernels.training.errors import UserError
 from kernels.training.loop import all_reduce_gradients, batches, steps_per_epoch, warmup_cosine, warmup_linear
-from running import free_port
+from running import equal, free_port
 
 
 def order(steps, skip=0, rows=23, seed=3, least=1):
@@ -64,6 +65,54 @@ def test_schedules_equal_those_of_transformers(ours, theirs, total, warmup):
         assert ours(step, total, warmup, 2.0) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
         optimizer.step()
         schedule.step()
+
+
+def small_model():
+    """Return a model in float64 with matrices, biases, a norm, and a frozen last layer."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(5, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3), torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(*layers).double()
+    model[3].requires_grad_(False)
+    return model
+
+
+def set_gradients(model, step):
+    """Give random gradients, which depend on the step, to the first four weights; the next two have none."""
+    generator = torch.Generator().manual_seed(step)
+    for weight in [*model.parameters()][:4]:
+        weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype)
+
+
+def test_uncorrected_adamw_matches_the_formula():
+    model, lr, eps, decay = small_model(), 0.01, 1e-6, 0.1
+    optimizer = loop.UncorrectedAdamW(loop.decay_groups(model, decay), lr, eps)
+    expected = [weight.detach().clone() for weight in model.parameters()]
+    m, v = ([torch.zeros_like(weight) for weight in expected] for _ in range(2))
+    for step in range(4):
+        set_gradients(model, step)
+        optimizer.step()
+        for i, weight in enumerate([*model.parameters()][:4]):
+            m[i] = 0.9 * m[i] + 0.1 * weight.grad
+            v[i] = 0.999 * v[i] + 0.001 * weight.grad**2
+            kept = 1 - lr * decay if weight.dim() > 1 else 1
+            expected[i] = kept * expected[i] - lr * m[i] / (v[i].sqrt() + eps)
+    found = [weight.detach() for weight in model.parameters()]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]        # not the frozen ones
+
+
+def test_uncorrected_adamw_resumes():
+    """Two steps, load_state_dict in another optimizer, and two steps give the bits of four steps."""
+    straight, resumed = small_model().float(), small_model().float()
+    whole, first = (loop.UncorrectedAdamW(loop.decay_groups(x, 0.1), 0.01) for x in (straight, resumed))
+    second = loop.UncorrectedAdamW(loop.decay_groups(resumed, 0.0), 1.0)       # other values are replaced
+    for step in range(4):
+        if step == 2:
+            second.load_state_dict(copy.deepcopy(first.state_dict()))
+        for model, optimizer in ((straight, whole), (resumed, first if step < 2 else second)):
+            set_gradients(model, step)
+            optimizer.step()
+    assert equal(straight.state_dict(), resumed.state_dict())
 
 
 def rank_main(rank, world_size, port, bucket_bytes, out):
