@@ -37,26 +37,23 @@ Departures from the released code:
   - The released code reads an empty cell as one space; this script reports an error.
   - With several GPUs, the released code divides the gradient by the number of GPUs; this script does not.
 
-docs/others.md explains the flags for other papers; docs/fidelity.md says what --form code changes in them.
+docs/others.md has more papers that build on this one: ConSERT, DeCLUTR, SimCLS, and recipes for a copy.
 """
 import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, own_rows, similarity_lse
-from kernels.training.data import describe_table, empty_cell, log_first_row, read_table
+from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
 from kernels.training.errors import command, fail, log
-from kernels.training.extras import sentence_flags
-from kernels.training.extras.evaluation import Evaluator, evaluate_model
-from kernels.training.extras.ranking import ranking_loss  # noqa: F401 - re-exported
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
+from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.mlm import masked_lm_loss, untie_decoder
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,12 +72,12 @@ def make_parser():
         epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
         lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--ignore-equal", action="store_true",
-        help="mask negatives that have the same text as the anchor's positive; default off (paper)")
+        help="leave out negatives whose text is the anchor, its positive, or a positive of another row with "
+             "the same anchor; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
         help="weight of the masked-LM loss; 0: off; default 0 (paper; 0.1 in its variant with this loss)")
     add("--dropout", type=at_least(0, most=0.999), group="model",
         help="dropout probability of the encoder in training; default the model's own, 0.1 for BERT (paper)")
-    sentence_flags.add_flags(parser)                           # ConSERT, DeCLUTR, SimCLS
     return parser
 
 
@@ -97,14 +94,14 @@ SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       #
 
 def load_data(path, args):
     """Return the Table of --data, and set the defaults that depend on its number of columns."""
-    header, table = read_table(path, empty_cell, roles=sentence_flags.roles_of(args), columns=args.columns,
+    header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns,
                                negatives=args.negatives)
     columns = len(next(iter(table))[1])
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
     fill_defaults(args, DEFAULTS_BY_COLUMNS[min(columns, 3)] | scratch)
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
-    sentence_flags.check_flags(args, path, columns)            # sets args.count, the number of texts per row
+    args.count = max(columns, 2)                               # texts per row; unsupervised: the text twice
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
     log_first_row(table)
     return table
@@ -118,7 +115,7 @@ def build_model(args, run):
     model = build_encoder(args, run, "cls", head, auto, columns=columns)
     if args.dropout is not None:
         set_dropout(model.encoder, args.dropout, args.model)
-    if model.lm is not None and not args.masked:
+    if model.lm is not None:
         untie_decoder(model.lm)
     log("model", describe_model(model, args))
     return model.to(run.device)
@@ -128,7 +125,7 @@ def build_model(args, run):
 
 
 def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
-                impl="auto"):
+                anchor_ids=None, impl="auto"):
     """Return the mean loss of N anchors. Embeddings of any length and float type are normalised here.
 
     z1                    (N, D) anchors; a zero vector has cosine 0 with all others
@@ -138,16 +135,19 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     offset                this rank's first row in z2, z3 and ids, which are gathered from all ranks
     ids                   (M, 1 + n) integers, ids of the texts in z2 and z3: an anchor has no negatives with
                           the id of its positive; None: no negative is left out
+    anchor_ids            (M,) integers, with ids: nor with the id of the anchor, or of a positive of another
+                          row with the same anchor
     returns               scalar float32, float64 for float64; an anchor without negatives has loss 0
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
-    check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids)
+    check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids)
     hard = []                                                  # one (M, D) tensor per hard negative of a row
     if z3 is not None:
         hard = [z3] if z3.ndim == 2 else z3.unbind(1)
     z1, z2, *hard = [unit_rows(z) for z in (z1, z2, *hard)]
     if ids is not None:
-        return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl)
+        return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
+                                        anchor_ids)
     local = slice(offset, offset + len(z1))                    # the keys' rows that belong to these anchors
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
@@ -158,25 +158,29 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
 
 
-def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids):
+def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids):
     """Raise ValueError if the arguments of simcse_loss do not fit together."""
     checks.check_dense("z3", z3)
     several = getattr(z3, "ndim", 2) == 3
     n = z3.shape[1] if several else int(z3 is not None)        # hard negatives per row
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D" if several else "M D", None),
-               ids=(ids, "M t", int, None), t=1 + n)
+               ids=(ids, "M t", int, None), anchor_ids=(anchor_ids, "M", int, None), t=1 + n)
     checks.check_same_dtype(z1=z1, z2=z2, z3=z3)
     checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
 
 
-def compute_loss(model, batch, rows, args, ids=None):
+def compute_loss(model, batch, rows, args, ids=None, anchor_ids=None):
     """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
-    ids: text ids of the keys of all ranks, with --ignore-equal."""
+
+    batch              groups of SentenceEncoder.batch, with this rank's anchors, positives and hard negatives
+    ids, anchor_ids    as for simcse_loss, with --ignore-equal
+    """
     z1, *keys = model(batch).chunk(args.count)                 # anchors; positives and any hard negatives
     z2, *hard = [gather_keys(z, rows, args) for z in keys]
     with loss_autocast(z1, args):
         loss = simcse_loss(z1, z2, torch.stack(hard, 1) if hard else None, args.temperature,
-                           args.hard_negative_weight, offset=own_rows(rows).start, ids=ids, impl=args.impl)
+                           args.hard_negative_weight, offset=own_rows(rows).start, ids=ids,
+                           anchor_ids=anchor_ids, impl=args.impl)
     loss = loss * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
@@ -199,22 +203,18 @@ def main(argv=None, data=None):
     evaluator = Evaluator(args)
     run = Run(args, __file__)
     model = build_model(args, run)
-    if args.others:                                            # views, losses or schedules of other papers
-        from kernels.training.extras.sentence_papers import train
-        return train(args, run, model, table, evaluator, simcse_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
-    if args.ignore_equal:
-        log_equal_texts(tokens)
+    log_equal_texts(tokens, args.ignore_equal)
     evaluator.evaluate_before(model, run)
     model.train()
-    for step, rows in run.steps(total, len(tokens)):
+    for step, picked in run.steps(total, len(tokens)):         # picked: row numbers of the global batch
         set_lr(optimizer, warmup_linear(step - 1, total, 0, args.lr))
-        batch = model.batch(*tokens.views(rows[own_rows(len(rows))], args.count))
-        ids = text_ids(tokens, rows).to(run.device) if args.ignore_equal else None
-        loss, values = compute_loss(model, batch, len(rows), args, ids)
+        batch = model.batch(*tokens.views(picked[own_rows(len(picked))], args.count))
+        ids = text_ids(tokens, picked, run.device) if args.ignore_equal else ()
+        loss, values = compute_loss(model, batch, len(picked), args, *ids)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

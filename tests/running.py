@@ -85,8 +85,6 @@ def run(name, out, *flags):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as lines:
         patch.setattr(script, "Run", make_run)
         patch.setattr(script, "all_reduce_gradients", all_reduce_and_measure)
-        # simcse.py calls this module for flags such as --views
-        patch.setattr("kernels.training.extras.sentence_papers.all_reduce_gradients", all_reduce_and_measure)
         script.main([*map(str, flags), "--out", str(out), *keep])
     said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
     steps, state = metrics(out), torch.load(out / "state.pt", weights_only=True)

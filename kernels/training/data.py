@@ -27,9 +27,6 @@ from .progress import progress
 SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
                     "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
                     "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
-RANKING_COLUMNS = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
-                   "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
-                   "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
 REPEATABLE_ROLES = "negative", "candidate"
 OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
                    entity positiveentity negativeentity entitytype page article originentity
@@ -380,6 +377,17 @@ def read_table(path, check=None, **options):
         log("note", f"--negatives {table.negatives}: negatives {found}")
     table.count = count
     return table.header, table
+
+
+def read_numbers(path, columns):
+    """Return the numbers in these columns of a data file or Table, one list per row. Fail on other cells, and
+    on numbers that float32 cannot hold."""
+    def error(cells):
+        if not all(re.fullmatch(NUMBER, cell.strip()) and abs(float(cell)) < 3e38 for cell in cells):
+            return f"found {', '.join(cells)[:60]}, expected numbers"
+
+    _, table = read_table(path, error, columns=columns)
+    return [[float(cell) for cell in cells] for _, cells in table]
 
 
 # ── names of columns ────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,13 @@
-"""--ignore-equal: SimCSE's loss, in which texts equal to an anchor's own positive are not its negatives."""
+"""--ignore-equal: in SimCSE's loss, an anchor and its positives are not negatives of this anchor.
+
+With the rows (A, B1), (A, B2) and (B1, C) in a batch, the anchor A has no negative with the text A, B1 or B2,
+wherever these texts stand. The anchor B1 has no negative with the text B1 or C.
+
+sentence-transformers' sampler NO_DUPLICATES instead moves a row to a later batch if one of its texts is
+already in the batch. So equal texts never meet, but the batches depend on the data's duplicates, and are
+short or missing at the end of an epoch. Masking keeps the paper's batches, and leaves out only wrong
+negatives.
+"""
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -8,45 +17,97 @@ from kernels import similarity_lse
 from .errors import is_first_rank, log
 
 
-def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl):
-    """Return SimCSE's loss without the negatives whose text id is that of the anchor's own positive.
+def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
+                             anchor_ids=None):
+    """Return SimCSE's loss without negatives that have an excluded text.
 
     z1, z2, hard    (N, D) anchors, (M, D) positives, and a list of (M, D) hard negatives; unit rows
     ids             (M, 1 + n) integers: text ids of the positives and of the n hard negatives
     offset          row of z2 that is the positive of this rank's first anchor
+    anchor_ids      (M,) integers, text ids of the anchors. A negative is excluded if its text is the anchor's
+                    or a positive's of a row with the same anchor; None: if it is the row's own positive's
     """
     own = slice(offset, offset + len(z1))
+    rules = [(ids[:, 0], ids, torch.zeros_like(ids))]
+    if anchor_ids is not None:
+        rules = exclusion_rules(anchor_ids, ids)
 
     def negatives_lse(keys, column):
-        """Return log Σ exp s over the keys of other rows whose text is not that of the anchor's positive."""
-        exclude = "diagonal", ids[own, 0], ids[:, column]
-        return similarity_lse(z1, keys, temperature, exclude=exclude, offset=offset, impl=impl)
+        """Return log Σ exp s over the keys of other rows that no rule excludes."""
+        found = None
+        for row_ids, column_ids, other in rules:               # each sums over the columns that it covers
+            covered = None if len(rules) == 1 else (torch.zeros_like(row_ids[own]), other[:, column])
+            part = similarity_lse(z1, keys, temperature, exclude=("diagonal", row_ids[own],
+                                  column_ids[:, column]), within=covered, offset=offset, impl=impl)
+            part = part.clamp(min=torch.finfo(part.dtype).min)  # logaddexp of two -inf has no gradient
+            found = part if found is None else torch.logaddexp(found, part)
+        return found
 
     negatives = negatives_lse(z2, 0)
     positive = (z1 * z2[own]).sum(1) / temperature
     for column, z in enumerate(hard, 1):
+        excluded = sum((column_ids[own, column] == row_ids[own]) & (other[own, column] == 0)
+                       for row_ids, column_ids, other in rules) > 0
         weighted = hard_negative_weight + (z1 * z[own]).sum(1) / temperature
-        weighted = weighted.masked_fill(ids[own, column] == ids[own, 0], torch.finfo(weighted.dtype).min)
+        weighted = weighted.masked_fill(excluded, torch.finfo(weighted.dtype).min)
         negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), negatives_lse(z, column))
     return -F.logsigmoid(positive - negatives).mean()
 
 
-def text_ids(tokens, row_indices):
-    """Return (n, columns - 1) int64 ids of the texts in all columns but the anchors', for these
-    rows. Two ids are equal if the texts have equal tokens. With a single column: (n, 1), ids of its texts."""
+def exclusion_rules(anchor_ids, ids):
+    """Return rules [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))] that together exclude the texts.
+
+    Text t is excluded for its owners: the anchor t itself, and the anchors of rows with the positive t.
+    A rule excludes by equal ids, so it covers texts whose sets of owners are pairwise equal or disjoint: the
+    id is the number of the set. `other` is 1 for texts that another rule covers. Usually one rule is enough.
+    """
+    anchors, keys = anchor_ids.tolist(), ids.tolist()
+    owners = {anchor: {anchor} for anchor in anchors}
+    for anchor, (positive, *_) in zip(anchors, keys):
+        owners.setdefault(positive, set()).add(anchor)
+    number_of, taken = {}, [{}]                # {set of owners: (rule, id)}, and for each rule {owner: id}
+    for found in map(frozenset, owners.values()):
+        if found not in number_of:
+            rule = 0
+            while rule < len(taken) and found & taken[rule].keys():
+                rule += 1
+            if rule == len(taken):
+                taken.append({})
+            number_of[found] = rule, len(number_of)
+            taken[rule].update(dict.fromkeys(found, number_of[found][1]))
+    place_of = {text: number_of[frozenset(found)] for text, found in owners.items()}
+    places = torch.tensor([[place_of.get(text, (0, -1)) for text in row] for row in keys])
+    rules = []
+    for rule, id_of in enumerate(taken):
+        row_ids = torch.tensor([id_of.get(anchor, -2) for anchor in anchors])
+        rules.append((row_ids, places[:, :, 1].contiguous(), (places[:, :, 0] != rule).long()))
+    return [tuple(x.to(ids.device) for x in rule) for rule in rules]
+
+
+def text_ids(tokens, row_indices, device):
+    """Return the text ids of these rows: (n, columns - 1) of positives and hard negatives, (n,) of anchors.
+    Texts with equal tokens have equal ids. In data with a single column the anchor is the positive."""
     numbers = {}
-    rows = ([ids.tobytes() for ids in tokens[i][1:] or tokens[i]] for i in row_indices)
-    return torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
+    rows = ([ids.tobytes() for ids in tokens[i]] for i in row_indices)
+    found = torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
+    return found[:, min(1, tokens.columns - 1) :].to(device), found[:, 0].to(device)
 
 
-def log_equal_texts(tokens):
-    """Print how many rows have a positive that occurs again: --ignore-equal may remove negatives of these."""
+def log_equal_texts(tokens, ignored):
+    """Print how many anchors and positives occur more than once, if these are more than 1 % of the rows.
+
+    ignored    whether --ignore-equal is given
+    """
     if not is_first_rank():
         return
-    rows = (tokens[i][1:] or tokens[i] for i in range(len(tokens)))
-    texts = np.array([[hash(ids.tobytes()) for ids in row] for row in rows])   # 8 bytes per text
-    _, which, counts = np.unique(texts, return_inverse=True, return_counts=True)
-    repeated = (counts[which.reshape(texts.shape)[:, 0]] > 1).sum()
-    text = "positive" if tokens.columns > 1 else "sentence"
-    log("equal", f"{repeated:,} of {len(tokens):,} rows have a {text} that is also the positive of another "
-                 "row or a hard negative")
+    hashes = np.array([[hash(ids.tobytes()) for ids in tokens[i][:2]] for i in range(len(tokens))])
+    shares = []
+    for name, column in zip(("anchors", "positives"), hashes.T):
+        _, which, counts = np.unique(column, return_inverse=True, return_counts=True)
+        shares.append((100 * (counts[which] > 1).mean(), name))
+    share, name = max(shares)
+    text = f"{share:.0f} % of the {name} occur more than once; "
+    if ignored:
+        log("equal", text + "their other positives are left out of the negatives")
+    elif share > 1:
+        log("equal", text + "--ignore-equal leaves their other positives out of the negatives")

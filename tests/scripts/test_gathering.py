@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dclr
+import declutr
 import ease
 import kernels
 import selfguided
@@ -19,7 +20,7 @@ import simclr
 import simcse
 import vascl
 from kernels import gather, own_rows
-from kernels.training.extras import classifier_losses, sentence_papers
+from kernels.training.extras import classifier_losses
 from running import fork_context, free_port, multiplications
 
 ROWS, WIDTH, RANKS = 64, 48, 3                                 # 21, 21 and 22 rows per rank
@@ -69,8 +70,8 @@ def simclr_case(impl, **changed):
 
 def simcse_case(impl, equal_texts):
     z = embeddings(3, seed=2)
-    ids = IDS[:, :2] if equal_texts else None
-    return simcse.compute_loss(stand_in(z), None, ROWS, args(impl), ids)[0], [z]
+    ids = (IDS[:, :2], IDS[:, 2]) if equal_texts else ()
+    return simcse.compute_loss(stand_in(z), None, ROWS, args(impl), *ids)[0], [z]
 
 
 def bf16_case(impl):
@@ -85,12 +86,11 @@ def bf16_case(impl):
         return simcse.compute_loss(stand_in(z), None, ROWS, args(impl, precision="bf16"))[0], [z]
 
 
-def nt_xent_case(impl):
+def declutr_case(impl):
     z, own = embeddings(2, seed=3), own_rows(ROWS // 2)        # documents with two anchors each
     views = z.unflatten(0, (-1, 2))[own].flatten(0, 1).unbind(1)
-    settings = args(impl, objective="nt-xent")
-    loss = sentence_papers.contrastive_loss(views[0], views[1:], ROWS // 2, settings, None)
-    return loss * len(views[0]) / ROWS, [z]
+    settings = args(impl, spans=[2, 1])
+    return declutr.compute_loss(lambda view: views[view], (0, 1), ROWS // 2, settings)[0], [z]
 
 
 def vascl_case(impl, form):
@@ -137,7 +137,7 @@ CASES = {
     "simcse": functools.partial(simcse_case, equal_texts=False),
     "simcse --ignore-equal": functools.partial(simcse_case, equal_texts=True),
     "simcse --precision bf16": bf16_case,
-    "simcse --objective nt-xent": nt_xent_case,
+    "declutr": declutr_case,
     "vascl": functools.partial(vascl_case, form="code"),
     "vascl --form paper": functools.partial(vascl_case, form="paper"),
     "dclr": functools.partial(dclr_case, form="paper"),

@@ -50,23 +50,6 @@ def test_first_loss_matches_the_formula(columns, flag, value, tmp_path, bert):
     assert ("mlm" in step) == (flag == "--mlm-weight" and value > 0)
 
 
-@pytest.mark.parametrize("ignore", [False, True])
-def test_several_hard_negatives(ignore, tmp_path, bert):
-    """Every hard negative is a negative of every anchor. --ignore-equal masks those that equal the anchor's
-    positive: here the second hard negative of each row is the positive of the next row."""
-    rows = [[*row, following[1]] for row, following in zip(NLI[:12], NLI[1:13])]
-    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH]
-    if ignore:
-        flags.append("--ignore-equal")
-    result = run_text("simcse", tmp_path, rows, *flags)
-    z1, z2, z3, z4 = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
-    logits = torch.cat([z1 @ z.T / 0.05 for z in (z2, z3, z4)], 1)
-    if ignore:
-        logits[1:, 24:35].fill_diagonal_(-torch.inf)
-        assert result.said["equal"].startswith("11 of 12 rows")
-    assert result.losses == pytest.approx([F.cross_entropy(logits, torch.arange(12)).item()], abs=1e-4)
-
-
 def test_rows_in_memory(tmp_path):
     """Training on a list of rows gives the losses of training on the file. --resume recognises the rows by
     their content, and rejects others."""

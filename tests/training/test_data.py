@@ -20,7 +20,7 @@ import ease
 import selfguided
 import simcse
 import vascl
-from kernels.training.data import RANKING_COLUMNS, SENTENCE_COLUMNS, Table, empty_cell, iter_texts, read_table
+from kernels.training.data import SENTENCE_COLUMNS, Table, empty_cell, iter_texts, read_table
 from kernels.training.errors import UserError
 from kernels.training.text.classifier import find_columns
 from kernels.training.text.sts import load_sts
@@ -273,13 +273,6 @@ def test_lists_of_positives_and_negatives(tmp_path, capsys):
             read_roles(write_jsonl(tmp_path, row), negatives=2)
 
 
-def test_columns_of_rankings(tmp_path):
-    row = {"candidates": ["c", "d"], "text": "a", "reference": "b"}
-    header, table = read_table(write_jsonl(tmp_path, row, row), empty_cell, roles=RANKING_COLUMNS)
-    assert header == ["text text", "reference reference", "candidate candidates"]
-    assert [cells for _, cells in table] == [["a", "b", "c", "d"]] * 2
-
-
 def test_lists_in_cells_are_joined(tmp_path):
     path = write_jsonl(tmp_path, {"text": "A", "others": ["b", "c d"]}, {"text": "B", "others": []})
     header, table = read_table(path, join=True)
@@ -367,26 +360,32 @@ def test_texts_in_memory_are_trained(cwd, capsys):
 # ── what is trained ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("columns, equal", [(4, False), (4, True), (5, True), (1, True), (2, True)])
-def test_hard_negatives_and_equal_texts(columns, equal, tmp_path, bert):
-    """Every anchor is compared with the hard negatives of all rows. With --ignore-equal, those that have the
-    text of its positive are left out."""
+@pytest.mark.parametrize("columns, ignore", [
+    (4, False), (4, True), (5, True), (1, True), (2, True), (2, False)])
+def test_hard_negatives_and_equal_texts(columns, ignore, tmp_path, bert):
+    """Every anchor is compared with the positives and hard negatives of all rows. With --ignore-equal, those
+    are left out whose text is the anchor, or a positive of a row with the same anchor."""
     rows = [[*NLI[i], *NLI[i + 12][:2]][:columns] for i in range(12)]
     for i, j, column in (0, 3, 1), (0, 5, 2), (7, 7, -1), (2, 9, 1):
         rows[j][column % columns] = rows[i][1 % columns]
-    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *(["--ignore-equal"] if equal else [])]
+    rows[4][0] = rows[6][0]                                    # (A, B1), (A, B2) and (B1, C)
+    rows[10][0] = rows[4][1 % columns]
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *(["--ignore-equal"] if ignore else [])]
     result = run_text("simcse", tmp_path, rows, *flags)
     z1, *keys = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
-    texts = [list(column) for column in zip(*rows)][1:] or [[row[0] for row in rows]]
-    keys, positives = torch.cat(keys or [z1]), texts[0]
-    same = torch.tensor([[text == positive for column in texts for text in column] for positive in positives])
-    same[range(12), range(12)] = False
-    logits = (z1 @ keys.T / 0.05).masked_fill(same & equal, -torch.inf)
+    anchors, *others = zip(*rows)
+    others = others or [anchors]
+    positives = {(anchor, positive) for anchor, positive in zip(anchors, others[0])}
+    keys_texts = [text for column in others for text in column]
+    wrong = torch.tensor([[text == anchor or (anchor, text) in positives for text in keys_texts]
+                          for anchor in anchors])
+    wrong[range(12), range(12)] = False
+    logits = (z1 @ torch.cat(keys or [z1]).T / 0.05).masked_fill(wrong & ignore, -torch.inf)
     wanted = F.cross_entropy(logits, torch.arange(12)).item()
-    assert result.losses == [pytest.approx(wanted, abs=1e-4)]
-    if equal:
-        assert result.said["equal"].startswith(f"{int(same.any(1).sum())} of 12 rows have a ")
-    assert result.args.count == max(columns, 2) and ("equal" in result.said) == equal
+    assert result.losses == [pytest.approx(wanted, abs=1e-4)] and result.args.count == max(columns, 2)
+    share = 100 * max(sum(column.count(text) > 1 for text in column) for column in (anchors, others[0])) / 12
+    effect = "their other positives are left out" if ignore else "--ignore-equal leaves their other positives"
+    assert result.said["equal"].startswith(f"{share:.0f} % of the ") and effect in result.said["equal"]
 
 
 def test_make_py_writes_the_shipped_data(tmp_path):

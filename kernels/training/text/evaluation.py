@@ -15,13 +15,11 @@ from .sts import evaluate, load_sts
 class Evaluator:
     """The evaluation data of a run: --dev selects the best checkpoint, and --test scores it at the end. All
     files are read and checked before the first step.
-
-    metric, metric_label   name of the dev score that selects the best checkpoint; its printed name
     """
-    metric, metric_label, score_format, collapsed = "spearman", "Spearman", ".2f", False
 
     def __init__(self, args):
-        self.args, self.dev = args, self.load_dev(args) if args.dev else []
+        self.args, self.collapsed = args, False
+        self.dev = load_sts(args.dev, args.dev_columns) if args.dev else []
         self.tests = {path: load_sts(path, args.dev_columns) for path in expand_folders(args.test, "--test")}
         self.transfers, self.clusters = {}, {}
         if args.transfer or args.cluster:
@@ -33,36 +31,24 @@ class Evaluator:
         if args.evaluate and not (self.dev or self.tests or self.transfers or self.clusters):
             fail("--evaluate: nothing to evaluate; give --dev, --test, --transfer or --cluster")
 
-    def load_dev(self, args):
-        """Return the rows of --dev."""
-        return load_sts(args.dev, args.dev_columns)
-
     def evaluate_before(self, model, run):
         """Evaluate on --dev before the first step."""
         if self.dev and run.step == 0:
             began = run.clock.seconds()
-            run.log_initial_scores(self.dev_scores(model))
+            run.log_initial_scores(evaluate(model, self.dev, self.args.impl))
             run.clock.count_pause(began)
         if self.dev:
-            log("before", f"dev {self.metric_label} {self.format_score(run.extra_state['before'])}")
-
-    def dev_scores(self, model):
-        """Return {metric: value} of the model on --dev."""
-        return evaluate(model, self.dev, self.args.impl)
-
-    def format_score(self, scores):
-        """Return the selection metric as text."""
-        return f"{scores[self.metric]:{self.score_format}}"
+            log("before", f"dev Spearman {run.extra_state['before']['spearman']:.2f}")
 
     def evaluate_and_save(self, model, run):
         """Evaluate the model on --dev and save it if it is the best so far; without --dev, always save it."""
-        scores = self.dev_scores(model) if self.dev else {}
+        scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
         if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0: all embeddings are equal
             self.collapsed = True                              # say so once
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
-        shown = self.format_score(scores) if scores else ""
-        if run.should_save(scores, by=self.metric, shown=shown):
+        shown = f"{scores['spearman']:.2f}" if scores else ""
+        if run.should_save(scores, by="spearman", shown=shown):
             save(model, run)
 
     def finish(self, model, run):
@@ -71,19 +57,13 @@ class Evaluator:
         self.print_test_scores(model)
         before, best = run.extra_state["before"], run.extra_state["saved"]
         rise = ""
-        if self.dev and best[self.metric] <= before[self.metric]:
+        if self.dev and best["spearman"] <= before["spearman"]:
             log("note", f"no checkpoint scored higher on --dev than the model that training began with, "
                         f"{run.args.model}; a lower --lr or more data may help")
         if self.dev:
-            rise = (f"dev {self.metric_label} {self.format_score(before)} → {self.format_score(best)} "
-                    f"at step {best['step']}, ")
+            rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "
         run.finish(rise)
         log("load", load_hint(model, run))
-
-    def describe_dev_scores(self, model):
-        """Return the scores of the model on --dev as text."""
-        (score, text), = self.score_pairs(model, {self.args.dev: self.dev})
-        return f"{score:.2f}{text}"
 
     def print_test_scores(self, model):
         """Print one line per file, and a mean per flag. As in papers, it is that of the rounded scores."""
@@ -143,5 +123,6 @@ def evaluate_model(evaluator, script, pooling="cls"):
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     log("model", describe_model(model, args))
     if args.dev:
-        log("dev", evaluator.describe_dev_scores(model))
+        (score, text), = evaluator.score_pairs(model, {args.dev: evaluator.dev})
+        log("dev", f"{score:.2f}{text}")
     evaluator.print_test_scores(model)

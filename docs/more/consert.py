@@ -1,0 +1,373 @@
+"""ConSERT: A Contrastive Framework for Self-Supervised Sentence Representation Transfer. Yan et al., ACL
+2021, arXiv 2105.11741.
+
+The encoder reads each sentence twice, and its input is changed in another way each time. The two embeddings
+of a sentence are pulled together and pushed away from those of all other sentences. For N sentences with
+embeddings z_1 ... z_2N, of which i and i' belong to one sentence, and s(i, j) = cos(z_i, z_j) / τ:
+
+    L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
+
+    python docs/more/consert.py --model scratch --data tests/data/sentences.txt --dev tests/data/sts.tsv
+    python docs/more/consert.py --data sts.txt --dev stsb-dev.tsv --out out/consert
+    python docs/more/consert.py --recipe simcse --views crop crop --data wiki1m.txt --dev stsb-dev.tsv
+
+--views names the change of each view:
+    dropout              no change besides the encoder's dropout (--dropout)
+    feature_cutoff       zeros in a fraction of the features, the same for all tokens of a text
+    token_cutoff         zeros in all features of a fraction of the tokens
+    embedding_dropout    zeros in a fraction of all entries
+    shuffle              other positions for the tokens
+    crop, delete         without a fraction of the words: at both ends, or anywhere (at least one word)
+    synonym              a fraction of the words, at least one, becomes WordNet synonyms (--wordnet)
+Cutoffs change the input of the encoder's first layer and do not rescale. --adversarial adds noise there along
+the gradient of the loss, to the first view of data with positives.
+
+Data: a .txt file has one sentence per line; other files have a column of sentences, or anchors and positives.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
+
+Published result of BERT-base with the second command, where sts.txt has the sentences of the seven STS test
+sets without labels: 72.74 (mean Spearman × 100 of these sets with --evaluate --pooling avg_top2), from 53.86
+before training. --recipe simcse has SimCSE's loss and optimizer, with which its paper compares crop, delete
+and synonym.
+
+Departures from the released code:
+- The released loss is the sum of both directions times 0.15; this script's loss is the mean (paper).
+- The released code stops after 10 evaluations without a better one; this script does not.
+"""
+import contextlib
+import math
+import os
+import random
+import sys
+
+import torch
+import torch.nn.functional as F
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+from kernels import embed_in_chunks, info_nce, nt_xent, own_rows
+from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
+from kernels.training.errors import command, fail, log
+from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, text_flags
+from kernels.training.loop import (
+    UncorrectedAdamW,
+    all_reduce_gradients,
+    decay_groups,
+    set_lr,
+    steps_per_epoch,
+    warmup_linear,
+)
+from kernels.training.papers.cline_wordnet import WordNet, tag_words
+from kernels.training.precision import gather_keys, loss_autocast
+from kernels.training.run import Run
+from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
+from kernels.training.text.evaluation import Evaluator, evaluate_model
+from kernels.training.text.tokens import restore_order, tokenise, tokenise_table
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Views with the default of --view-rates
+WORD_VIEWS = dict(crop=0.1, delete=0.1, synonym=0.1)
+CUTOFFS = dict(feature_cutoff=0.2, token_cutoff=0.15, embedding_dropout=0.2)
+VIEWS = dict(dropout=0.0, shuffle=0.0) | CUTOFFS | WORD_VIEWS
+RECIPES = {"simcse": Recipe("Gao et al. 2021, unsupervised BERT-base", dict(
+    objective="infonce", optimizer_recipe="simcse", temperature=0.05, pooling="cls",
+    dropout=0.1, batch_size=64, lr=3e-5, max_length=32, epochs=1, eval_every=125))}
+RELEASED = dict(batch_size=96, lr=5e-7, epochs=10)
+SCRATCH = dict(batch_size=32, lr=2e-3, epochs=4)               # with --model scratch
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    text_flags(
+        parser, model="bert-base-uncased", out="out/consert", columns=(None, "by the header, else all"),
+        eval_every=(200, "200 (released script)"), max_length=(64, "64 (released script)"),
+        temperature=(0.1, "0.1 (paper)"), pooling=("avg", "avg (paper)"),
+        head=(None, "as saved with --model, else none"),
+        batch_size=(None, "96 (paper), 32 with --model scratch"),
+        epochs=(None, "10 (released script), 4 with --model scratch"),
+        lr=(None, "5e-7 (paper), 2e-3 with --model scratch; warm-up over a tenth of the steps, then linear "
+                  "decay to 0"))
+    add("--views", nargs=2, choices=[*VIEWS], default=["feature_cutoff", "shuffle"], metavar="VIEW",
+        help="changes of the two views (see above); default feature_cutoff shuffle (paper)")
+    add("--view-rates", nargs=2, type=at_least(0, most=0.999), metavar="RATE",
+        help="fraction of features, tokens, entries or words that each view changes; default 0.2 for "
+             "feature_cutoff (paper) and embedding_dropout, 0.15 for token_cutoff, 0.1 for words")
+    parser.add_shared("--adversarial", 0.0, "0 (off); requires data with positives")
+    add("--objective", choices=("nt-xent", "infonce"), default="nt-xent",
+        help="nt-xent: all 2N embeddings are anchors; infonce: SimCSE's loss, in which the first views are "
+             "the anchors, and the second views are the candidates; default nt-xent (paper)")
+    add("--optimizer-recipe", choices=("consert", "simcse"), default="consert",
+        help="consert: AdamW without bias correction, weight decay 0.01, warm-up (released code). simcse: "
+             "AdamW without weight decay and warm-up; default consert")
+    add("--dropout", type=at_least(0, most=0.999), group="model", default=0.0,
+        help="dropout probability of the encoder in training; default 0 (released script for BERT-base)")
+    add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
+    parser.add_recipes(RECIPES)
+    return parser
+
+
+# ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(path, args):
+    """Return the Table of --data, with one or two columns, and check the flags of the views."""
+    header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
+    columns = len(next(iter(table))[1])
+    fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
+    fill_defaults(args, dict(view_rates=[VIEWS[name] for name in args.views]))
+    if columns > 2:
+        fail(f"{path}: {columns} columns, expected sentences, or anchors and positives; see --columns")
+    if len(table) < args.batch_size:
+        fail(f"{path}: {len(table)} rows, expected at least --batch-size, which is {args.batch_size}")
+    if args.adversarial and columns == 1:
+        fail(f"--adversarial: {path} has 1 column, expected an anchor and a positive; see --columns")
+    if ("synonym" in args.views) != bool(args.wordnet):
+        fail("--views synonym and --wordnet, the folder of a WordNet database such as /usr/share/wordnet of "
+             "Debian's package wordnet-base, need each other")
+    if args.prompt and {*args.views} & {*WORD_VIEWS}:
+        fail(f"--prompt: --views {' '.join(args.views)} would change the words of the prompt, too")
+    log("consert", describe_table(table, header))
+    log_first_row(table)
+    return table
+
+
+def build_model(args, run):
+    """Return the encoder. The views change the output of its module `embeddings`."""
+    head = "train-only" if args.objective == "infonce" else None               # for cls pooling
+    model = build_encoder(args, run, "avg", head)
+    set_dropout(model.encoder, args.dropout, args.model)
+    if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
+        if not isinstance(getattr(model.encoder, "embeddings", None), torch.nn.Module):
+            fail(f"--model {args.model}: {type(model.encoder).__name__} has no module `embeddings` like BERT "
+                 "for --views and --adversarial to change; use the views dropout, crop, delete or synonym")
+    log("model", describe_model(model, args))
+    return model.to(run.device)
+
+
+class ViewMaker:
+    """Makes the batches: lists of groups [row indices, ids, mask, view numbers], or with noise at the end.
+
+    Row index v · n + i is view v of text i. Random numbers come from the rank's PyTorch generator, so that
+    --resume and --chunk-size reproduce them.
+    """
+
+    def __init__(self, args, model):
+        self.args, self.model = args, model
+        self.wordnet = WordNet(args.wordnet) if args.wordnet else None
+
+    def make_batch(self, tokens, picked):
+        """Return the batch of the rows with these numbers."""
+        views = tokens.views(picked, 2)
+        if {*self.args.views} & {*WORD_VIEWS}:
+            rng = random.Random(int(torch.randint(2**62, ())))
+            rates = zip(views, self.args.views, self.args.view_rates)
+            views = [self.change_words(view, name, rate, rng) if name in WORD_VIEWS else view
+                     for view, name, rate in rates]
+        return [[*group, group[0] // len(picked)] for group in self.model.batch(*views)]
+
+    def change_words(self, rows, name, rate, rng):
+        """Return the tokens of the texts after crop, delete or synonym."""
+        texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        if name == "synonym":
+            tagged = tag_words(texts, None, self.wordnet)
+            texts = [replace_by_synonyms(text, words, rate, self.wordnet, rng)
+                     for text, words in zip(texts, tagged)]
+        else:
+            texts = [" ".join(remove_words(text.split(), name, rate, rng)) for text in texts]
+        return tokenise(texts, self.model.tokenizer, min(self.args.max_length, self.model.max_length))[0]
+
+
+def number_to_change(words, rate):
+    """Return how many of the words a view changes, at least one."""
+    return max(1, int(len(words) * rate))
+
+
+def remove_words(words, name, rate, rng):
+    """Remove a fraction of the words: crop removes them at the ends, delete anywhere. At least one stays."""
+    kept = len(words) - number_to_change(words, rate)
+    if kept < 1:
+        return words
+    if name == "crop":
+        start = rng.randint(0, len(words) - kept)
+        return words[start : start + kept]
+    return [words[i] for i in sorted(rng.sample(range(len(words)), kept))]
+
+
+def replace_by_synonyms(text, words, rate, wordnet, rng):
+    """Replace a fraction of the words (of tag_words), chosen at random among those that have synonyms."""
+    left, new = number_to_change(words, rate), {}
+    for start, end, pos in rng.sample(words, len(words)):
+        options = []
+        if pos and left:
+            options = wordnet.replacements("synonym", text[start:end].lower(), pos)
+        if options:
+            new[start, end], left = rng.choice(options), left - 1
+    for start, end in sorted(new, reverse=True):
+        text = text[:start] + new[start, end] + text[end:]
+    return text
+
+
+# ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cutoff(x, mask, name, rate):
+    """Set a fixed fraction, rounded down, of each text's features, tokens or entries to 0 (released code).
+
+    x       (n, L, D) input of the first layer
+    mask    (n, L) bool, False for padding, which counts only for feature_cutoff
+    """
+    eligible = mask[:, :, None]
+    if name == "feature_cutoff":
+        eligible = torch.ones_like(x[:, :1], dtype=torch.bool)
+    elif name == "embedding_dropout":
+        eligible = eligible.expand_as(x)
+    zeros = random_subset(eligible.flatten(1), rate).view(eligible.shape)
+    return x.masked_fill(zeros, 0)
+
+
+def random_subset(eligible, rate):
+    """Return a mask like `eligible` (n, C), with a random fraction, rounded down, of the True in each row."""
+    keys = random_keys(eligible)
+    counts = (eligible.sum(1, keepdim=True).double() * rate).long()
+    return keys < keys.sort(1).values.gather(1, counts)
+
+
+def random_keys(eligible):
+    """Return uniform random numbers where the mask is True, and 2 elsewhere, so that those sort last."""
+    return torch.rand(eligible.shape, device=eligible.device, dtype=torch.float64).masked_fill_(~eligible, 2)
+
+
+def reorder(x, order):
+    """Reorder the tokens of each row of x (n, L, D) by its order (n, L)."""
+    return x.gather(1, order[:, :, None].expand_as(x))
+
+
+@contextlib.contextmanager
+def changed_embeddings(encoder, args, mask, view, noise=None):
+    """Within this context the encoder changes its embeddings as the views of the texts say.
+
+    shuffle permutes the word embeddings, and permutes the output of the last layer back: so the words have
+    other positions, in any model. Then the noise is added, and cutoffs set zeros.
+
+    mask     (n, L) attention mask of the texts
+    view     (n,) number of each text's view
+    noise    (n, L, D), or None
+    """
+    real, hooks = mask.bool(), []
+    shuffled = torch.tensor([name == "shuffle" for name in args.views], device=mask.device)[view]
+    if shuffled.any():
+        order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
+        order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
+        noise = None if noise is None else reorder(noise, order)               # moves with its token
+
+        def shuffle(_, __, words):
+            return reorder(words, order)
+
+        def undo_shuffle(_, __, output):                       # pooling may need the first or last token
+            output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
+            return output
+
+        hooks += [encoder.get_input_embeddings().register_forward_hook(shuffle),
+                  encoder.register_forward_hook(undo_shuffle)]
+
+    def change(_, __, x):
+        x = x if noise is None else x + noise
+        for number, (name, rate) in enumerate(zip(args.views, args.view_rates)):
+            rows = (view == number).nonzero()[:, 0]
+            if name in CUTOFFS and len(rows):
+                x = x.index_put((rows,), cutoff(x[rows], real[rows], name, rate))
+        return x
+
+    if noise is not None or {*args.views} & {*CUTOFFS}:
+        hooks.append(encoder.embeddings.register_forward_hook(change))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def encode(model, batch, args):
+    """Return (2n, H) embeddings of a batch of ViewMaker, in row order: the first views, then the second."""
+    def embed(group):
+        _, ids, mask, *more = group
+        with changed_embeddings(model.encoder, args, mask, *more):
+            return model.pool(ids, mask)
+
+    return restore_order(embed_in_chunks(embed, batch, model if model.in_chunks else None), batch)
+
+
+def add_adversarial_noise(model, batch, rows, args):
+    """Return the batch with noise on its first view: for each token a step of length --adversarial along the
+    gradient of the loss in its embedding."""
+    width = model.encoder.config.hidden_size
+    noise = [torch.zeros(*ids.shape, width, device=ids.device, requires_grad=True) for _, ids, *_ in batch]
+    loss, _ = compute_loss(model, [[*group, step] for group, step in zip(batch, noise)], rows, args)
+    loss.backward()
+    changed = []
+    for group, step in zip(batch, noise):
+        _, _, mask, view = group
+        direction = F.normalize(step.grad, dim=2) * (mask * (view == 0)[:, None])[:, :, None]
+        changed.append([*group, args.adversarial * direction])
+    return changed
+
+
+def compute_loss(model, batch, rows, args):
+    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
+    batch: of ViewMaker, with this rank's rows."""
+    z1, z2 = encode(model, batch, args).chunk(2)
+    common = dict(offset=own_rows(rows).start, normalize=True, impl=args.impl)
+    gathered = None if len(z1) == rows else [gather_keys(z, rows, args) for z in (z1, z2)]
+    with loss_autocast(z1, args):
+        if args.objective == "nt-xent":
+            loss = nt_xent(z1, z2, args.temperature, gathered=gathered, **common)
+        else:
+            keys = z2 if gathered is None else gathered[1]
+            loss = info_nce(z1, keys, args.temperature, **common)
+    loss = loss * (len(z1) / rows)
+    return loss, {"loss": loss.detach()}
+
+
+# ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return evaluate_model(Evaluator(args), __file__, "avg")
+    table = load_data(args.data, args)
+    evaluator = Evaluator(args)
+    run = Run(args, __file__)
+    model = build_model(args, run)
+    total, warmup = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size), 0
+    if args.optimizer_recipe == "consert":
+        optimizer = UncorrectedAdamW(decay_groups(model, 0.01), args.lr, eps=1e-6)
+        warmup = math.ceil(total / 10)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
+    maker = ViewMaker(args, model)
+    run.begin(model, optimizer, total, warmup)
+    tokens = tokenise_table(table, model, run)
+    evaluator.evaluate_before(model, run)
+    model.train()
+    for step, picked in run.steps(total, len(tokens)):
+        set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
+        batch = maker.make_batch(tokens, picked[own_rows(len(picked))])
+        if args.adversarial:
+            batch = add_adversarial_noise(model, batch, len(picked), args)
+        loss, values = compute_loss(model, batch, len(picked), args)
+        optimizer.zero_grad()
+        loss.backward()
+        all_reduce_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due:
+            evaluator.evaluate_and_save(model, run)
+    evaluator.finish(model, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""DeCLUTR: Deep Contrastive Learning for Unsupervised Textual Representations. Giorgi et al., ACL 2021, arXiv
+2006.03659.
+
+Each document gives A anchors, which are spans of its text. P positives per anchor are spans that overlap or
+touch it. An anchor is pulled to the mean embedding of its positives, and pushed away from all other anchors
+and means, also those of the same document. The encoder also learns to guess masked tokens of the anchors.
+For N documents with embeddings z_1 ... z_2AN of anchors and means, of which i and i' belong together, and
+s(i, j) = cos(z_i, z_j) / τ:
+
+    L = 1/2AN Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ] + L_MLM
+
+    python docs/more/declutr.py --data documents.jsonl --dev stsb-dev.tsv --form code --out out/declutr
+    python docs/more/declutr.py --model roberta-base --data documents.jsonl --dev stsb-dev.tsv
+    torchrun --nproc-per-node 4 docs/more/declutr.py --data documents.jsonl --out out/declutr-4
+
+Data: one document per row: a .txt file has one per line, other files have a column of them. A document needs
+2 · A · --max-length tokens; shorter ones are left out and counted.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
+
+Published result of DistilRoBERTa with the first command, on documents of OpenWebText with at least 2,048
+tokens: 77.50 on the downstream tasks of SentEval (mean without SNLI), from 72.58 before training. --transfer
+evaluates such tasks.
+
+Both forms sample spans as the released code does: a document is divided into cells of --max-length tokens,
+and an anchor lies in a cell. --form code also follows it in this point:
+    MLM    the masked anchors are also the contrastive anchors; the decoder shares the word embeddings
+Departures from the released code:
+- With several GPUs the released code divides contrastive gradients by their number; this script does not.
+- The released code drops a last batch that is not full; this script uses it.
+"""
+import os
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForMaskedLM
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+from kernels import embed_in_chunks, nt_xent, own_rows
+from kernels.training.data import empty_cell, read_table
+from kernels.training.errors import command, fail, log
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
+from kernels.training.loop import (
+    UncorrectedAdamW,
+    all_reduce_gradients,
+    decay_groups,
+    set_lr,
+    steps_per_epoch,
+    warmup_linear,
+)
+from kernels.training.precision import gather_keys, loss_autocast
+from kernels.training.progress import progress
+from kernels.training.run import Run
+from kernels.training.text.encoders import build_encoder, describe_model
+from kernels.training.text.evaluation import Evaluator, evaluate_model
+from kernels.training.text.mlm import embed_masked, masked_lm_loss, share_of_mean, untie_decoder
+from kernels.training.text.tokens import NO_LIMIT, restore_order, text_batches, tokenise, tokenise_table
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    text_flags(
+        parser, model="distilroberta-base", out="out/declutr", form="paper", columns=(None, "the only one"),
+        eval_every=(125, "125 (ours)"), max_length=(512, "512 (paper); also the longest span"),
+        pooling=("avg", "avg (paper)"), head=(None, "as saved with --model, else none"),
+        batch_size=(None, "16 documents (paper), 8 with --model scratch"),
+        epochs=(None, "1 (paper), 10 with --model scratch"),
+        lr=(None, "5e-5 (paper), 1e-3 with --model scratch; it rises from 1/32 of this value during a tenth "
+                  "of the steps, and falls to 1/32"))
+    add("--spans", nargs=2, type=at_least(1, int), default=[2, 2], metavar=("A", "P"),
+        help="number of anchors per document and of positives per anchor; default 2 2 (paper)")
+    add("--mlm-weight", type=at_least(0), default=1.0,
+        help="weight of the masked-LM loss; 0: off; default 1 (paper)")
+    return parser
+
+
+PAPER = dict(batch_size=16, epochs=1, lr=5e-5)
+SCRATCH = dict(batch_size=8, epochs=10, lr=1e-3)               # with --model scratch
+MIN_SPAN = 32                                                  # tokens of a span (paper)
+
+
+# ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(path, args):
+    """Return the Table of --data, with a document per row."""
+    _, table = read_table(path, empty_cell, columns=args.columns)
+    if len(next(iter(table))[1]) > 1:
+        fail(f"{path}: several columns, expected one of documents; choose it by --columns")
+    fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
+    log("declutr", f"{args.form}: {len(table):,} documents from {table}")
+    return table
+
+
+def build_model(args, run):
+    """Return the encoder with its masked-LM head."""
+    model = build_encoder(args, run, "avg", None, AutoModelForMaskedLM)
+    if args.form == "paper":
+        untie_decoder(model.lm)
+    log("model", describe_model(model, args))
+    return model.to(run.device)
+
+
+def special_tokens(tokenizer):
+    """Return how many special tokens the tokenizer puts before and after a text."""
+    tokenizer.backend_tokenizer.no_padding()                   # the tokenizer's file may turn padding on
+    special = tokenizer.backend_tokenizer.encode("a").special_tokens_mask
+    return special.index(0), special[::-1].index(0)
+
+
+def long_documents(table, model, args):
+    """Return the numbers of the documents with at least 2 · A · --max-length tokens."""
+    need, special, lengths = 2 * args.spans[0] * args.max_length, sum(special_tokens(model.tokenizer)), []
+    texts = (model.add_prompts(cells)[0] for _, cells in progress(table, "documents"))
+    for part in text_batches(texts, rows=1000):
+        lengths += [len(ids) - special for ids in tokenise(part, model.tokenizer, NO_LIMIT)[0]]
+    long = [i for i, length in enumerate(lengths) if length >= need]
+    found = (f"{len(long):,} of {len(table):,} documents have at least {need:,} tokens, 2 · {args.spans[0]} "
+             f"anchors · --max-length {args.max_length}")
+    if len(long) < args.batch_size:
+        fail(f"{table}: {found}; expected at least {args.batch_size}, which is --batch-size")
+    log("spans", f"{found}; the others are left out")
+    return long
+
+
+def make_batch(tokens, picked, model, args):
+    """Return (batch of the anchors, batch of the positives) of the documents with these numbers. All anchors
+    of a document follow each other, and so do the positives, first of all P positives per anchor."""
+    rng = random.Random(int(torch.randint(2**62, ())))         # the rank's generator: --resume repeats it
+    anchors, *positives = sample_spans([tokens[i][0] for i in picked], model, args, rng)
+    return model.batch(anchors), model.batch(*positives)
+
+
+# ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sample_spans(documents, model, args, rng):
+    """Return the views [anchors, positives, positives, ...] of documents, as lists of token ids. Anchors and
+    positives are sampled one after the other, as in the released code."""
+    (count, positives), size = args.spans, args.max_length
+    n_start, n_end = special_tokens(model.tokenizer)
+    views = [[] for _ in range(1 + positives)]
+    for ids in documents:
+        start_ids, end_ids = ids[:n_start], ids[len(ids) - n_end :]
+        ids = ids[n_start : len(ids) - n_end]
+        cells = [*range(len(ids) // size)]
+        for left in range(count, 0, -1):
+            length = span_length(4, 2, size, rng)
+            start = sample_cell(cells, left, rng) * size + rng.randint(0, size - length)
+            spans = [(start, length)]
+            for _ in range(positives):
+                more = span_length(2, 4, size, rng)
+                least, most = max(0, start - more), min(start + length, len(ids) - more)
+                spans.append((rng.randint(least, most), more))
+            for view, (at, length) in zip(views, spans):
+                room = size - n_start - n_end                  # in the encoder's input
+                view.append(np.concatenate([start_ids, ids[at : at + length][:room], end_ids]))
+    return views
+
+
+def span_length(a, b, longest, rng):
+    """Sample a length from MIN_SPAN to `longest` tokens, by a Beta(a, b) distribution."""
+    least = min(MIN_SPAN, longest // 2)
+    return int(rng.betavariate(a, b) * (longest - least) + least)
+
+
+def sample_cell(cells, left, rng):
+    """Sample a cell for the next anchor, and remove it and its neighbours from the list of free cells.
+
+    If a cell from the middle could leave too few free cells for the remaining anchors, take the first or the
+    last free cell.
+
+    left    number of anchors that still need a cell, including this one
+    """
+    enough = len(cells) // left >= left
+    at = rng.randrange(len(cells)) if enough else rng.choice([0, len(cells) - 1])
+    cell = cells[at]
+    del cells[max(0, at - 1) : at + 2]
+    return cell
+
+
+def masked_embeddings(model, batch, impl="auto"):
+    """Mask tokens of a batch, and return (its embeddings (n, H), this rank's part of the mean cross entropy
+    of the masked tokens). One forward pass gives both (released code)."""
+    def embed_group(group):
+        """Return (n, H + 2): the embeddings, and two columns with the masked LM's sums in their first row."""
+        z, sums = embed_masked(model, group, impl)
+        return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
+
+    found = embed_in_chunks(embed_group, batch, model.lm if model.in_chunks else None)
+    z, sums = found.split([found.shape[1] - 2, 2], 1)
+    return restore_order(z, batch), share_of_mean(sums)
+
+
+def compute_loss(model, batch, rows, args):
+    """Return this rank's part of the loss of `rows` documents over all ranks, and the values to log.
+    batch: of make_batch, with this rank's documents."""
+    anchors, positives = batch
+    mlm, count = None, args.spans[0]
+    if args.mlm_weight and args.form == "code":
+        z1, mlm = masked_embeddings(model, anchors, args.impl)
+    else:
+        z1 = model(anchors)
+        if args.mlm_weight:
+            mlm = masked_lm_loss(model, anchors, args.impl)
+    z2 = torch.stack(model(positives).chunk(args.spans[1])).mean(0)
+    gathered = None
+    if len(z1) < rows * count:                                 # the anchors of a document stay together
+        gathered = [gather_keys(z.unflatten(0, (-1, count)), rows, args).flatten(0, 1) for z in (z1, z2)]
+    with loss_autocast(z1, args):
+        loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start * count,
+                       normalize=True, impl=args.impl)
+    loss = loss * (len(z1) / (rows * count))
+    values = {"loss": loss.detach()}
+    if mlm is not None:
+        loss = loss + args.mlm_weight * mlm
+        values["mlm"] = mlm.detach()
+    return loss, values
+
+
+# ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    if args.evaluate:
+        return evaluate_model(Evaluator(args), __file__, "avg")
+    table = load_data(args.data, args)
+    evaluator = Evaluator(args)
+    run = Run(args, __file__)
+    model = build_model(args, run)
+    documents = long_documents(table, model, args)
+    optimizer = UncorrectedAdamW(decay_groups(model, 0.1), args.lr, eps=1e-6)
+    total = args.steps or args.epochs * steps_per_epoch(len(documents), args.batch_size)
+    run.begin(model, optimizer, total)
+    tokens = tokenise_table(table, model, run, whole=True)
+    evaluator.evaluate_before(model, run)
+    model.train()
+    for step, picked in run.steps(total, documents):           # picked: document numbers of the global batch
+        rate = warmup_linear(step - 1, total, total // 10, args.lr)
+        set_lr(optimizer, (args.lr + 31 * rate) / 32)          # AllenNLP's slanted triangular schedule
+        batch = make_batch(tokens, picked[own_rows(len(picked))], model, args)
+        loss, values = compute_loss(model, batch, len(picked), args)
+        optimizer.zero_grad()
+        loss.backward()
+        all_reduce_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due:
+            evaluator.evaluate_and_save(model, run)
+    evaluator.finish(model, run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""SimCLS: A Simple Framework for Contrastive Learning of Abstractive Summarization. Liu, Liu, ACL 2021, arXiv
+2106.01890.
+
+A summariser writes several candidates for each text. The encoder learns to choose the best one: the cosine of
+a text and a candidate should be higher, the better the candidate is. In the data the candidates of a text
+have an order, for example by ROUGE. With the text's embedding z, its reference's r, its candidates'
+c_1 ... c_C from best to worst, s(x) = cos(z, x) and a margin λ:
+
+    L = mean over texts of  Σ_i max(0, s(c_i) − s(r)) + Σ_{i<j} max(0, s(c_j) − s(c_i) + (j − i) λ)
+
+    python docs/more/simcls.py --data train.tsv --dev val.tsv --form code --out out/simcls
+    python docs/more/simcls.py --data train.tsv --dev val.tsv --form code --candidate-length 80 --out out/xsum
+    python docs/more/simcls.py --evaluate --model out/simcls --dev test.tsv
+
+Data: columns text, reference, and the candidates from best to worst, chosen by --columns, by a header (text
+reference candidate_1 candidate_2 ...) or by their order. A JSON row may have a list of candidates.
+--dev has the same columns, and perhaps a last column `scores`: a number for each candidate, separated by
+spaces, such as ROUGE. The checkpoint whose chosen candidates have the highest mean score is kept; without
+scores, the one that chooses the first candidate most often.
+
+Published results: ROUGE-1, 2, L of 46.67, 22.15, 43.54 for the chosen one of 16 summaries on CNN/DailyMail
+with the first command, and 47.61, 24.57, 39.44 on XSum with the second. This script does not compute ROUGE.
+
+--form code follows the released code in this point:
+    L    the first sum is a mean; the second is a mean for each distance j − i, and these means are added
+"""
+import os
+import re
+import sys
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+from kernels import check_rows, checks, own_rows
+from kernels.training.data import (
+    NUMBER,
+    SENTENCE_COLUMNS,
+    describe_table,
+    empty_cell,
+    log_first_row,
+    read_table,
+)
+from kernels.training.errors import command, fail, log
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, run_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.run import Run
+from kernels.training.text.checkpoint import load_hint, save
+from kernels.training.text.encoders import build_encoder, describe_model
+from kernels.training.text.tokens import tokenise_table
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    run_flags(
+        parser, model="roberta-base", dev=None, out="out/simcls", form="paper",
+        columns=(None, "chosen by the header, else all"), eval_every=(1000, "1000 (released code)"),
+        max_length=(512, "512 (released code)"),
+        pooling=("cls_before_pooler", "cls_before_pooler (paper)"),
+        batch_size=(None, "12 (released code)"), epochs=(None, "5 (released code), 20 with --model scratch"),
+        lr=(None, "2e-3 (released code), 1 with --model scratch; step t has this value times "
+                  "min(t^-½, t · 10,000^-1½)"))
+    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
+    add("--candidate-length", type=at_least(3, int), default=120,
+        help="truncate candidates to this many tokens in training; default 120 (released code; XSum 80)")
+    add("--margin", type=at_least(0), default=0.01,
+        help="λ, margin between consecutive candidates; default 0.01 (paper)")
+    return parser
+
+
+# {role: usual names of its column}; candidates may have a number
+ROLES = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
+         "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
+         "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
+SCORES = {"scores": "scores rouge rouges candidatescores".split()}             # in --dev
+
+
+# ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(path, args):
+    """Return the Table of --data: text, reference, candidates. Set args.count, the number of columns."""
+    header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
+    args.count = len(next(iter(table))[1])
+    fill_defaults(args, dict(epochs=20, lr=1.0) if args.model == "scratch" else dict(epochs=5, lr=2e-3))
+    fill_defaults(args, dict(batch_size=12))
+    if args.count < 3:
+        fail(f"{path}: {args.count} columns, expected text, reference and candidates; see --columns")
+    if len(table) < args.batch_size:
+        fail(f"{path}: {len(table)} rows, expected at least --batch-size, which is {args.batch_size}")
+    log("simcls", f"{args.form}: {describe_table(table, header)}")
+    log_first_row(table)
+    return table
+
+
+def load_dev(path):
+    """Return [(text, [candidate], [score] or None)] of a file of --dev. Its references are not used."""
+    header, table = read_table(path, empty_cell, roles=ROLES | SCORES)
+    scored, rows = bool(header) and header[-1].split()[0] == "scores", []
+    for place, (text, _, *candidates) in table:
+        scores = candidates.pop().split() if scored else None
+        if not candidates:
+            fail(f"{path} {place}: no candidates; expected text, reference, candidates")
+        if scored and (len(scores) != len(candidates) or not all(re.fullmatch(NUMBER, x) for x in scores)):
+            fail(f"{path} {place}: scores {' '.join(scores)[:60]!r}; expected a number for each of the "
+                 f"{len(candidates)} candidates, separated by spaces")
+        rows.append((text, candidates, scores and [*map(float, scores)]))
+    return rows
+
+
+def build_model(args, run):
+    """Return the encoder, whose embedding is the first token's state, without a head."""
+    model = build_encoder(args, run, "cls_before_pooler")
+    log("model", describe_model(model, args))
+    return model.to(run.device)
+
+
+def make_batch(tokens, picked, model, args):
+    """Return the batch of the rows with these numbers. Cut candidates keep their last token, [SEP]."""
+    most = args.candidate_length
+
+    def cut(ids):
+        return ids if len(ids) <= most else np.append(ids[: most - 1], ids[-1])
+
+    text, reference, *candidates = tokens.views(picked, args.count)
+    return model.batch(text, reference, *([*map(cut, view)] for view in candidates))
+
+
+# ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ranking_loss(scores, reference, margin=0.01, form="paper"):
+    """Return the loss that asks the candidates of a text to score in their order, and below the reference.
+
+    scores      (B, C) scores of the C candidates of B texts, from best to worst, any float type
+    reference   (B,) score of each text's reference, the same type
+    margin      λ, margin between consecutive candidates
+    form        "paper" | "code": see the docstring of this file. With "code", pairs with a larger distance,
+                of which there are fewer, weigh more
+    returns     scalar
+    source      Liu and Liu 2021, arXiv 2106.01890
+    """
+    check_rows(scores=(scores, "B C"), reference=(reference, "B"))
+    checks.check_number("margin", margin)
+    checks.check_choice("form", form, "paper", "code")
+    hinges = [F.relu(scores - reference[:, None])]
+    for distance in range(1, scores.shape[1]):
+        hinges.append(F.relu(scores[:, distance:] - scores[:, :-distance] + distance * margin))
+    return sum(hinge.sum(1).mean() if form == "paper" else hinge.mean() for hinge in hinges)
+
+
+def compute_loss(model, batch, rows, args):
+    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
+    batch: of make_batch, with this rank's rows."""
+    z, *others = model(batch).chunk(args.count)
+    reference, *scores = [F.cosine_similarity(z, other, dim=1) for other in others]
+    loss = ranking_loss(torch.stack(scores, 1), reference, args.margin, args.form) * (len(z) / rows)
+    return loss, {"loss": loss.detach()}
+
+
+# ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def evaluate(model, rows):
+    """Choose the candidate with the highest cosine to its text, and return the scores of this choice.
+
+    rows      of load_dev; texts are not truncated to --max-length
+    returns   {"chosen": mean score of the chosen candidates, "best": mean score of each text's best
+              candidate, "first": percentage of texts whose first candidate is chosen}; without scores only
+              "first"
+    """
+    z, places = model.embed([text for row in rows for text in (row[0], *row[1])])
+    z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)[places].double()
+    start, chosen = 0, []
+    for _, candidates, _ in rows:
+        end = start + 1 + len(candidates)
+        chosen.append(int((z[start + 1 : end] @ z[start]).argmax()))
+        start = end
+    found = {"first": 100 * chosen.count(0) / len(rows)}
+    if rows[0][2]:
+        scores = [row[2] for row in rows]
+        found = {"chosen": sum(x[i] for i, x in zip(chosen, scores)) / len(rows),
+                 "best": sum(map(max, scores)) / len(rows)} | found
+    return found
+
+
+def describe(scores):
+    """Return the scores of evaluate as text."""
+    return "  ".join(f"{name} {scores[name]:.4g}" for name in ("chosen", "best", "first") if name in scores)
+
+
+# ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    if args.evaluate:
+        rows = load_dev(args.dev or args.data)
+        model = build_model(args, Run(args, __file__))
+        return log("dev", f"{describe(evaluate(model, rows))}  {args.dev or args.data}")
+    table, dev = load_data(args.data, args), load_dev(args.dev) if args.dev else []
+    run = Run(args, __file__)
+    model = build_model(args, run)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
+    run.begin(model, optimizer, total)
+    tokens = tokenise_table(table, model, run)
+    if dev and run.step == 0:
+        run.log_initial_scores(evaluate(model, dev))
+    if dev:
+        log("before", describe(run.extra_state["before"]))
+    model.train()
+    for step, picked in run.steps(total, len(tokens)):         # picked: row numbers of the global batch
+        set_lr(optimizer, args.lr * min(step ** -0.5, step * 10_000 ** -1.5))
+        batch = make_batch(tokens, picked[own_rows(len(picked))], model, args)
+        loss, values = compute_loss(model, batch, len(picked), args)
+        optimizer.zero_grad()
+        loss.backward()
+        all_reduce_gradients(model)                            # not clipped (released code)
+        optimizer.step()
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
+        if run.eval_due:
+            scores = evaluate(model, dev) if dev else {}
+            by = next((name for name in ("chosen", "first") if name in scores), None)
+            if run.should_save(scores, by, f"{scores[by]:.4g}" if by else ""):
+                save(model, run)
+    run.finish(f"{describe(run.extra_state['saved'])}, " if dev else "")
+    log("load", load_hint(model, run))
+
+
+if __name__ == "__main__":
+    main()
