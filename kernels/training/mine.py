@@ -6,9 +6,9 @@
 Each row of --data has an anchor, a positive and, optionally, hard negatives. The output has the same columns,
 and then the mined negatives. Columns are found by --columns, else by their header names, else by their order.
 
-The candidates for a row are the distinct positives of all rows. The anchor itself and the texts of all
-rows with the same anchor are not candidates; texts that differ only in white space count as equal. With p the
-cosine of anchor and positive, the cosine s of anchor and candidate must satisfy
+The candidates for a row are the distinct positives of all rows, except the anchor itself and the texts of all
+rows with the same anchor. Texts that differ only in white space count as equal. With p the cosine of anchor
+and positive, the cosine s of anchor and candidate must satisfy
 
     s ≤ p · (1 − r)    --relative-margin r: a candidate that scores close to the positive is often a positive
                        that is not labelled as one
@@ -19,13 +19,10 @@ The remaining candidates are ranked, the hardest first. --negatives N takes rank
 samples N of the ranks FIRST to LAST: FIRST > 1 skips the top ranks, which have the most false negatives. A
 row with fewer than N candidates is left out and counted. With the default r = 0.05 a negative has at most 95
 % of its positive's score (TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831).
-
-The search compares R rows with M distinct positives of dimension D in 2·R·M·D operations. It takes a block of
-rows at a time and needs little memory beside the embeddings. If too few of a row's nearest candidates satisfy
-the bounds, a second search of this row skips all scores above its upper bound. With --precision bf16 the
-encoder runs in bfloat16, and the similarities are computed in float16 (error below 1e-3).
+With --precision bf16 the similarities are computed in float16 (error below 1e-3).
 """
 import csv
+import itertools
 import json
 import os
 import re
@@ -39,7 +36,7 @@ from kernels import similarity_topk
 from kernels.heuristics import TOPK_SLOTS
 
 from .data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
-from .errors import check_memory, command, fail, log
+from .errors import command, fail, log
 from .flags import ScriptParser, at_least
 from .out import atomic_file
 from .precision import LOSS_DTYPE
@@ -48,8 +45,7 @@ from .run import Run
 from .text.encoders import build_encoder, describe_model
 
 BLOCK = 4096                                                   # rows searched at a time
-BYTES_PER_CANDIDATE = 64                                       # needed for one candidate of one row, roughly
-SUFFIXES = (".csv", ".tsv", ".jsonl")
+SUFFIXES = ".csv", ".tsv", ".jsonl"
 
 
 def make_parser():
@@ -68,8 +64,9 @@ def make_parser():
     add("--relative-margin", type=at_least(-100), default=0.05,
         help="r: a negative's score is at most (1 - r) times that of the positive; with r below 0, negatives "
              "may score higher than the positive; default 0.05")
-    add("--margin", type=at_least(-2),
-        help="m: a negative's score is at most that of the positive minus m; default: no bound of this kind")
+    add("--margin", type=at_least(-2), default=-2.0,
+        help="m: a negative's score is at most that of the positive minus m; default -2: no bound of this "
+             "kind")
     add("--min-score", type=at_least(0), default=0.0, help="lowest score of a negative; default 0")
     add("--max-score", type=at_least(0), default=1.0, help="highest score of a negative; default 1")
     add("--seed", type=at_least(0, int), default=42, help="random seed for sampling from --ranks; default 42")
@@ -87,7 +84,7 @@ def check_flags(args):
     if last - first + 1 < args.negatives:
         fail(f"--ranks {first} {last}: expected FIRST LAST, with at least --negatives {args.negatives} ranks")
     if args.out.suffix.lower() not in SUFFIXES:
-        fail(f"--out {args.out}: expected a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+        fail(f"--out {args.out}: expected a name that ends in {', '.join(SUFFIXES)}")
     if args.out.exists():
         fail(f"--out {args.out}: this file exists; delete it or name another")
     if not os.access(args.out.parent, os.W_OK):
@@ -111,11 +108,11 @@ def load_data(args):
 
 
 def load_model(args):
-    """Return the SentenceEncoder of --model in eval mode."""
+    """Return the SentenceEncoder of --model."""
     run = Run(args, __file__)
     model = build_encoder(args, run, columns=2).to(run.device)
     log("model", describe_model(model, args))
-    return model.eval()
+    return model
 
 
 def assign_text_ids(table):
@@ -143,22 +140,12 @@ def embed_anchors_and_positives(model, texts, anchors, positives):
                  for ids, prompt in ((anchors, first), (positives, second)))
 
 
-@torch.no_grad()
 def embed_side(model, texts, prompt):
     """Return (T, D) unit embeddings on the model's device: float32, or LOSS_DTYPE with --precision bf16."""
-    z, dtype = None, LOSS_DTYPE if model.bf16 else torch.float32
     model.default_prompt = prompt
-    # texts of similar length go together; the longest come first, so that a lack of memory shows at once
-    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    with progress(None, "embedding", total=len(texts), unit=" texts") as bar:
-        for start in range(0, len(texts), BLOCK):
-            places = order[start : start + BLOCK]
-            part = F.normalize(model.embed_texts([texts[i] for i in places]), dim=1, eps=1e-8)
-            if z is None:
-                z = part.new_empty(len(texts), part.shape[1], dtype=dtype)
-            z[places] = part.to(dtype)
-            bar.update(len(places))
-    return z
+    z, places = model.embed(texts)
+    z = F.normalize(z, dim=1, eps=1e-8).to(LOSS_DTYPE if model.bf16 else torch.float32)
+    return z[places]
 
 
 @torch.no_grad()
@@ -170,47 +157,35 @@ def mine(rows, q, k, args):
     rows     (R, columns) text ids: anchor, positive, hard negatives
     q, k     (A, D), (M, D) unit embeddings of the distinct anchors and positives, by ascending id
     args     negatives N, ranks, relative_margin, margin, min_score, max_score, seed, impl
-    memory   O(R·N) besides q and k. In addition, for each row of the current block, LAST (of --ranks) + E
-             candidates, where E is the largest number of texts that are excluded for one anchor
+    memory   O(R·N) besides q and k, and for each row of the current block LAST (of --ranks) candidates and
+             as many more as texts are excluded for one anchor
     """
     first, last = args.ranks
     generator, found = torch.Generator().manual_seed(args.seed), []
     rows, stride = rows.to(q.device), rows.max().item() + 1
     _, anchors = rows[:, 0].unique(return_inverse=True)
     pool, positives = rows[:, 1].unique(return_inverse=True)
-    # Pairs of an anchor and a text of one of its rows, each pair as one number, sorted
+    # Pairs of an anchor and a text of one of its rows, each pair as one number
     excluded = (anchors[:, None] * stride + rows).unique()
     excluded_counts = (excluded // stride).bincount()          # of each anchor
-    most = min(len(k), last + excluded_counts.max().item())
-    check_memory(f"--ranks {first} {last}: {most:,} candidates of {min(BLOCK, len(rows)):,} rows at a time",
-                 BYTES_PER_CANDIDATE * most * min(BLOCK, len(rows)))
-    with progress(None, "searching", total=len(rows), unit=" rows") as bar:
-        for anchor, own in zip(anchors.split(BLOCK), positives.split(BLOCK)):
-            positive = (q[anchor].float() * k[own].float()).sum(1)
-            bound = upper_bound(positive, args)
-            s, columns = search(q[anchor], k, last + excluded_counts[anchor], bound, args)
-            text = pool[columns]
-            pair = anchor[:, None] * stride + text
-            known = excluded[torch.searchsorted(excluded, pair).clamp(max=len(excluded) - 1)] == pair
-            kept = ~known & (s >= args.min_score) & (s <= bound[:, None])
-            rank = kept.cumsum(1)
-            kept &= (first <= rank) & (rank <= last)
-            # a random number for each rank of the range; the N largest are the sample
-            chance = torch.rand(len(anchor), last - first + 1, generator=generator).to(q.device)
-            chance = chance.gather(1, (rank - first).clamp(0, last - first)).masked_fill(~kept, -1)
-            at = chance.topk(args.negatives, 1).indices.sort(1).values         # the hardest first
-            too_few = kept.sum(1) < args.negatives
-            found.append((text.gather(1, at).masked_fill(too_few[:, None], -1), s.gather(1, at), positive))
-            bar.update(len(anchor))
+    blocks = [*zip(anchors.split(BLOCK), positives.split(BLOCK))]
+    for anchor, own in progress(blocks, "searching", f" blocks of {BLOCK:,} rows"):
+        positive = (q[anchor].float() * k[own].float()).sum(1)
+        bound = (positive * (1 - args.relative_margin)).minimum(positive - args.margin)
+        bound = bound.clamp(max=args.max_score) + 1e-6         # a tolerance for rounding
+        s, columns = search(q[anchor], k, last + excluded_counts[anchor], bound, args)
+        text = pool[columns]
+        pair = anchor[:, None] * stride + text
+        kept = ~torch.isin(pair, excluded) & (s >= args.min_score) & (s <= bound[:, None])
+        rank = kept.cumsum(1)
+        kept &= (first <= rank) & (rank <= last)
+        # a random number for each rank of the range; the N largest are the sample
+        chance = torch.rand(len(anchor), last - first + 1, generator=generator).to(q.device)
+        chance = chance.gather(1, (rank - first).clamp(0, last - first)).masked_fill(~kept, -1)
+        at = chance.topk(args.negatives, 1).indices.sort(1).values         # the hardest first
+        too_few = kept.sum(1) < args.negatives
+        found.append((text.gather(1, at).masked_fill(too_few[:, None], -1), s.gather(1, at), positive))
     return tuple(torch.cat(part).cpu() for part in zip(*found))
-
-
-def upper_bound(positive, args):
-    """Return the highest scores (R,) that negatives may have, plus a tolerance for rounding."""
-    most = (positive * (1 - args.relative_margin)).clamp(max=args.max_score)
-    if args.margin is not None:
-        most = most.minimum(positive - args.margin)
-    return most + 1e-6
 
 
 def search(q, k, min_found, bound, args):
@@ -231,19 +206,18 @@ def search(q, k, min_found, bound, args):
 def write_rows(path, table, negatives, texts):
     """Write the rows of the table, with their mined negatives (R, N) as further columns, to a file. Rows
     without negatives are left out. The file appears only once it is complete."""
-    suffix = path.suffix.lower()
-    more = len(next(iter(table))[1]) - 2 + negatives.shape[1]
-    names = ["negative"] if more == 1 else [f"negative_{i + 1}" for i in range(more)]
+    count = len(next(iter(table))[1]) - 2 + negatives.shape[1]
+    names = ["negative"] if count == 1 else [f"negative_{i + 1}" for i in range(count)]
     names = ["anchor", "positive", *names]
+    rows = ([*cells, *(texts[i] for i in ids)] for (_, cells), ids in zip(table, negatives.tolist())
+            if ids[0] >= 0)
     with atomic_file(path) as file:
-        rows = csv.writer(file)                                # quotes a \r because its lines end in \r\n
-        save = {".csv": rows.writerow, ".tsv": lambda cells: file.write("\t".join(cells) + "\n"),
-                ".jsonl": lambda cells: file.write(json.dumps(dict(zip(names, cells))) + "\n")}[suffix]
-        if suffix != ".jsonl":
-            save(names)
-        for (_, cells), ids in zip(table, negatives.tolist(), strict=True):
-            if ids[0] >= 0:
-                save([*cells, *(texts[i] for i in ids)])
+        if path.suffix.lower() == ".jsonl":
+            file.writelines(json.dumps(dict(zip(names, row))) + "\n" for row in rows)
+        elif path.suffix.lower() == ".tsv":
+            file.writelines("\t".join(row) + "\n" for row in itertools.chain([names], rows))
+        else:
+            csv.writer(file).writerows(itertools.chain([names], rows))
 
 
 @command
@@ -253,11 +227,9 @@ def main(argv=None):
     table = load_data(args)
     rows, texts = assign_text_ids(table)
     anchors, pool = rows[:, 0].unique(), rows[:, 1].unique()
-    if len(pool) <= args.negatives:
-        fail(f"{args.data}: {len(pool)} distinct positives, expected more than --negatives {args.negatives}")
     if len(pool) <= args.ranks[1]:
-        fail(f"{args.data}: {len(pool)} distinct positives, expected more than LAST of --ranks "
-             f"{' '.join(map(str, args.ranks))}")
+        fail(f"{args.data}: {len(pool)} distinct positives, expected more than {args.ranks[1]}, the last "
+             "rank (--negatives, --ranks)")
     model = load_model(args)
     start = time.monotonic()
     q, k = embed_anchors_and_positives(model, texts, anchors, pool)

@@ -9,16 +9,17 @@ Further panels:
 
     alignment and uniformity (Wang and Isola)    runs of simcse, selfguided, ease, vascl and dclr with --dev
     similarity of a sentence's tokens, by layer  runs of tacl
-    precision against recall, best checkpoint    runs of docs/eleventh/cil.py
+    precision against recall, best checkpoint    runs of docs/more/cil.py
     score of each layer and pooling              runs of selfguided with --layer-study; RUN may also be a
                                                  FILE.json that --layer-study wrote
 
-childtuning writes several trials into one folder: each is a line, and those of one --mode have one colour.
+Each run is a line. Runs whose folder names differ only in a number at the end, such as out/D-42 and out/D-43,
+have one colour and one entry in the legend, D.
 This command needs matplotlib. python -m kernels.benchmark --plot plots the time and memory of the kernels.
 """
 import argparse
-import functools
 import json
+import re
 from pathlib import Path
 
 from kernels.figures import new_figure, save_figure
@@ -33,43 +34,23 @@ METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1":
                  "auc": "dev AUC · 100"}
 
 
-def read_runs(folder, name):
-    """Return [(label, metric, rows)] of a folder: one run, or one for each of its trials.
+def read_run(folder):
+    """Return (metric, rows) of a run, or of the FILE.json of a layer study.
 
     metric   the metric that args.json names, or None
-    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss
+    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss. The last
+             row gets the layer study, if there is one
     """
     if folder.endswith(".json"):
-        return [(name, None, [{"study": read_study(Path(folder))}])]
-    started = (path for path in Path(folder).glob("*-*/metrics.jsonl") if path.stat().st_size)
-    trials = sorted(path.parent for path in started)
-    if not trials:
-        return [(name, *read_run(Path(folder)))]
-    return [(f"{name} {trial.name.rpartition('-')[0]}", *read_run(trial)) for trial in trials]
-
-
-def read_run(folder):
-    """Return (metric, rows) of one run; the last row gets its layer study, if there is one."""
-    path = folder / "metrics.jsonl"
+        return None, [{"study": read_study(Path(folder))}]
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        metric = json.loads((folder / "args.json").read_text(encoding="utf-8")).get("metric")
+        lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        metric = json.loads(Path(folder, "args.json").read_text(encoding="utf-8")).get("metric")
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}; expected the --out folder of a run")
-    except (ValueError, AttributeError):                       # also if a file is not UTF-8
-        fail(f"{folder}: metrics.jsonl is not text, or args.json is damaged")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-            # raises TypeError unless both are numbers
-            rows[-1]["step"] - (rows[-1]["loss"] if rows[-1]["step"] else 0)
-        except (ValueError, KeyError, TypeError):
-            expected = "expected a JSON object with step and loss"
-            fail(f"{path} line {number}: damaged; found {line[:40]!r}, {expected}")
-    if not rows:
-        fail(f"{path}: empty; the run has reported no step yet")
-    study = folder / "study.json"
+    if not lines:
+        fail(f"{folder}/metrics.jsonl: empty; the run has reported no step yet")
+    rows, study = [json.loads(line) for line in lines], Path(folder, "study.json")
     if study.is_file():
         rows[-1]["study"] = read_study(study)
     return metric, rows
@@ -77,14 +58,20 @@ def read_run(folder):
 
 def read_study(path):
     """Return {name of the encoder: {pooling: scores of its layers}} of a file that --layer-study wrote."""
-    try:
-        study = json.loads(path.read_text(encoding="utf-8"))
-        poolings, strict_zip = study.pop("poolings"), functools.partial(zip, strict=True)
-        return {name: dict(strict_zip(poolings, strict_zip(*layers))) for name, layers in study.items()}
-    except OSError as error:
-        fail(f"{path}: {error.strerror}; expected a file that selfguided.py --layer-study wrote")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        fail(f"{path}: damaged; expected a file that selfguided.py --layer-study wrote")
+    study = json.loads(path.read_text(encoding="utf-8"))
+    poolings = study.pop("poolings")
+    return {name: dict(zip(poolings, zip(*layers))) for name, layers in study.items()}
+
+
+def label_runs(folders):
+    """Return the label of each run in the legend: the name of its folder, without a number at the end if
+    several runs then have the same name. The whole path, if two folders in different places have one name."""
+    names = [Path(folder).resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = folders
+    shared = [re.sub(r"-\d+$", "", name) for name in names]
+    names = [short if shared.count(short) > 1 else name for short, name in zip(shared, names)]
+    return [name.replace("$", r"\$") for name in names]       # Matplotlib would draw it as mathematics
 
 
 def values_of(rows, *keys):
@@ -185,14 +172,15 @@ def draw(runs, path):
 
 @command
 def main(argv=None):
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail                                        # one line, without argparse's usage text
     parser.add_argument("out", nargs="+", metavar="RUN", help="output folders (--out) of the runs to plot")
     parser.add_argument("--save", required=True, metavar="FILE",
                         help="image file to write: .png, .svg or .pdf")
     args = parser.parse_args(argv)
-    short = [Path(folder).resolve().name for folder in args.out]
-    names = short if len(set(short)) == len(short) else args.out
-    names = [name.replace("$", r"\$") for name in names]       # Matplotlib would draw it as mathematics
-    draw([run for folder, name in zip(args.out, names) for run in read_runs(folder, name)], args.save)
+    draw([(label, *read_run(folder)) for label, folder in zip(label_runs(args.out), args.out)], args.save)
+
+
+if __name__ == "__main__":
+    main()

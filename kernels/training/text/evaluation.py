@@ -24,6 +24,7 @@ class Evaluator:
         self.transfers, self.clusters = {}, {}
         if args.transfer or args.cluster:
             from .. import probes
+            probes.require_scikit_learn()
             paths = expand_folders(args.transfer, "--transfer")
             self.transfers = {path: probes.load_train_test(path) for path in paths}
             paths = expand_folders(args.cluster, "--cluster")
