@@ -73,7 +73,7 @@ RECIPES = {"simcse": Recipe("Gao et al. 2021, unsupervised BERT-base", dict(
     objective="infonce", optimizer_recipe="simcse", temperature=0.05, pooling="cls",
     dropout=0.1, batch_size=64, lr=3e-5, max_length=32, epochs=1, eval_every=125))}
 RELEASED = dict(batch_size=96, lr=5e-7, epochs=10)
-SCRATCH = dict(batch_size=32, lr=2e-3, epochs=4)               # with --model scratch
+SCRATCH = dict(batch_size=32, lr=2e-4, epochs=4)               # with --model scratch
 
 
 def make_parser():
@@ -86,7 +86,7 @@ def make_parser():
         head=(None, "as saved with --model, else none"),
         batch_size=(None, "96 (paper), 32 with --model scratch"),
         epochs=(None, "10 (released script), 4 with --model scratch"),
-        lr=(None, "5e-7 (paper), 2e-3 with --model scratch; warm-up over a tenth of the steps, then linear "
+        lr=(None, "5e-7 (paper), 2e-4 with --model scratch; warm-up over a tenth of the steps, then linear "
                   "decay to 0"))
     add("--views", nargs=2, choices=[*VIEWS], default=["feature_cutoff", "shuffle"], metavar="VIEW",
         help="changes of the two views (see above); default feature_cutoff shuffle (paper)")

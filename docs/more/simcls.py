@@ -60,9 +60,9 @@ def make_parser():
         parser, model="roberta-base", dev=None, out="out/simcls", form="paper",
         columns=(None, "chosen by the header, else all"), eval_every=(1000, "1000 (released code)"),
         max_length=(512, "512 (released code)"),
-        pooling=("cls_before_pooler", "cls_before_pooler (paper)"),
+        pooling=(None, "as saved with --model, else cls_before_pooler (paper), avg for scratch"),
         batch_size=(None, "12 (released code)"), epochs=(None, "5 (released code), 20 with --model scratch"),
-        lr=(None, "2e-3 (released code), 1 with --model scratch; step t has this value times "
+        lr=(None, "2e-3 (released code), 20 with --model scratch; step t has this value times "
                   "min(t^-½, t · 10,000^-1½)"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--candidate-length", type=at_least(3, int), default=120,
@@ -71,6 +71,9 @@ def make_parser():
         help="λ, margin between consecutive candidates; default 0.01 (paper)")
     return parser
 
+
+RELEASED = dict(batch_size=12, epochs=5, lr=2e-3)
+SCRATCH = dict(batch_size=12, epochs=20, lr=20.0, pooling="avg")               # with --model scratch
 
 # {role: usual names of its column}; candidates may have a number
 ROLES = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
@@ -86,8 +89,7 @@ def load_data(path, args):
     """Return the Table of --data: text, reference, candidates. Set args.count, the number of columns."""
     header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
     args.count = len(next(iter(table))[1])
-    fill_defaults(args, dict(epochs=20, lr=1.0) if args.model == "scratch" else dict(epochs=5, lr=2e-3))
-    fill_defaults(args, dict(batch_size=12))
+    fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     if args.count < 3:
         fail(f"{path}: {args.count} columns, expected text, reference and candidates; see --columns")
     if len(table) < args.batch_size:
@@ -230,7 +232,9 @@ def main(argv=None):
             by = next((name for name in ("chosen", "first") if name in scores), None)
             if run.should_save(scores, by, f"{scores[by]:.4g}" if by else ""):
                 save(model, run)
-    run.finish(f"{describe(run.extra_state['saved'])}, " if dev else "")
+    before, after, names = run.extra_state["before"], run.extra_state["saved"], ("chosen", "first")
+    rises = [f"{name} {before[name]:.4g} → {after[name]:.4g}, " for name in names if dev and name in before]
+    run.finish("".join(rises))
     log("load", load_hint(model, run))
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 SCRIPTS = "simclr moco simcse selfguided cline tacl ease vascl dclr childtuning".split()
+MORE = [f"docs/more/{name}" for name in ("consert", "declutr", "simcls", "cil", "finetune")]
 multiprocessing.set_forkserver_preload([*SCRIPTS, "transformers.models.bert.modeling_bert"])
 
 
@@ -32,7 +33,7 @@ def start(words, folder, setup=None, data=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
         multiprocessing.forkserver.ensure_running()
-    name, *flags = map(str, words)
+    name, *flags = map(str, words)                             # of a further paper: docs/more/NAME
     process = multiprocessing.get_context("forkserver").Process(
         target=run_here, args=(name, flags, str(folder), setup, data))
     process.start()
@@ -49,6 +50,7 @@ def run_here(name, flags, folder, setup, data):
     if setup:
         setup()
     sys.argv = [f"{name}.py", *flags]
+    sys.path.insert(0, str(ROOT / Path(name).parent))          # as `python docs/more/NAME.py` does
     if data is None:
         runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
     else:

@@ -1,5 +1,6 @@
-"""Whole runs of the ten scripts: they learn, resume exactly, score again what they saved, run as copies, and
+"""Whole runs of the scripts: they learn, resume exactly, score again what they saved, run as copies, and
 give the same gradients in several processes."""
+import csv
 import functools
 import os
 import re
@@ -39,18 +40,37 @@ RUNS = {
     "vascl": ([*SENTENCES, "--neighbours", 4, "--radius", 0.2], 30, STS, r"(\S+) → (\S+) at", 4),
     "dclr": ([*SENTENCES, "--guide", "trained", "--phi", 0.994], 30, STS, r"(\S+) → (\S+) at", 8),
     "childtuning": (["--model", "scratch", "--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv",
-                     "--mode", "F"], 120, ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30)}
+                     "--mode", "F"], 120, ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30),
+    "docs/more/consert": (SENTENCES, 40, STS, r"(\S+) → (\S+) at", 4),
+    "docs/more/declutr": (["--model", "scratch", "--data", "articles.txt", *STS, "--max-length", 16], 40, STS,
+                          r"(\S+) → (\S+) at", 1),
+    "docs/more/simcls": (["--model", "scratch", "--data", "candidates.csv", "--dev", "candidates.csv"], 40,
+                         ["--dev", "candidates.csv"], r"first (\S+) → (\S+),", 10),
+    "docs/more/cil": (["--model", "scratch", "--data", DATA / "relations.jsonl",
+                       "--dev", DATA / "relations_dev.jsonl"], 60, ["--data", DATA / "relations_dev.jsonl"],
+                      r"auc (\S+) → (\S+),", 10),
+    "docs/more/finetune": (["--model", "scratch", "--data", DATA / "topics.tsv",
+                            "--dev", DATA / "topics_dev.tsv", "--supcon-weight", 0.3], 120,
+                           ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30)}
+
 # flags that --form code needs beside those of RUNS; moco.py and simcse.py have no --form
 FORMS = {name: [] for name in SCRIPTS if name not in ("moco", "simcse")} | {
     "childtuning": ["--mode", "D"], "selfguided": ["--temperature", 0.05]}
-every_script = pytest.mark.parametrize("name", SCRIPTS)
 
 
 @pytest.fixture
-def places(bert, trained, spoiled, documents):
+def places(bert, trained, spoiled, documents, tmp_path):
     """Return {word in RUNS: path}."""
+    lines = (DATA / "sentences.txt").read_text("utf-8").splitlines()
+    articles, candidates = tmp_path / "articles.txt", tmp_path / "candidates.csv"
+    starts = range(0, len(lines) - 19, 20)
+    articles.write_text("\n".join(" ".join(lines[i : i + 20]) for i in starts), "utf-8")
+    rows = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:41]
+    with open(candidates, "w", newline="", encoding="utf-8") as file:
+        # a text, its reference, and candidates from best to worst: entailed, contradicting, unrelated
+        csv.writer(file).writerows([*a[:2], a[1], a[2], b[1]] for a, b in zip(rows, rows[1:]))
     return dict(zip(("bert", "trained", "spoiled", "train.txt", "held-out.txt"),
-                    (bert, trained, spoiled, *documents)))
+                    (bert, trained, spoiled, *documents))) | {x.name: x for x in (articles, candidates)}
 
 
 def learn(name, out, places, *more):
@@ -79,7 +99,7 @@ def die_after(steps):
     register_optimizer_step_post_hook(count)
 
 
-@every_script
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_learns_and_resumes_after_a_kill(name, tmp_path, places):
     """The killed and resumed run has the metrics and the saved weights of the uninterrupted run, bit by bit.
     --evaluate prints the score of the saved model again."""
