@@ -70,7 +70,7 @@ WORD_VIEWS = dict(crop=0.1, delete=0.1, synonym=0.1)
 CUTOFFS = dict(feature_cutoff=0.2, token_cutoff=0.15, embedding_dropout=0.2)
 VIEWS = dict(dropout=0.0, shuffle=0.0) | CUTOFFS | WORD_VIEWS
 RECIPES = {"simcse": Recipe("Gao et al. 2021, unsupervised BERT-base", dict(
-    objective="infonce", optimizer_recipe="simcse", temperature=0.05, pooling="cls",
+    loss="infonce", optimizer_recipe="simcse", temperature=0.05, pooling="cls",
     dropout=0.1, batch_size=64, lr=3e-5, max_length=32, epochs=1, eval_every=125))}
 RELEASED = dict(batch_size=96, lr=5e-7, epochs=10)
 SCRATCH = dict(batch_size=32, lr=2e-4, epochs=4)               # with --model scratch
@@ -94,7 +94,7 @@ def make_parser():
         help="fraction of features, tokens, entries or words that each view changes; default 0.2 for "
              "feature_cutoff (paper) and embedding_dropout, 0.15 for token_cutoff, 0.1 for words")
     parser.add_shared("--adversarial", 0.0, "0 (off); requires data with positives")
-    add("--objective", choices=("nt-xent", "infonce"), default="nt-xent",
+    add("--loss", choices=("nt-xent", "infonce"), default="nt-xent",
         help="nt-xent: all 2N embeddings are anchors; infonce: SimCSE's loss, in which the first views are "
              "the anchors, and the second views are the candidates; default nt-xent (paper)")
     add("--optimizer-recipe", choices=("consert", "simcse"), default="consert",
@@ -134,7 +134,7 @@ def load_data(path, args):
 
 def build_model(args, run):
     """Return the encoder. The views change the output of its module `embeddings`."""
-    head = "train-only" if args.objective == "infonce" else None               # for cls pooling
+    head = "train-only" if args.loss == "infonce" else None               # for cls pooling
     model = build_encoder(args, run, "avg", head)
     set_dropout(model.encoder, args.dropout, args.model)
     if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
@@ -320,7 +320,7 @@ def compute_loss(model, batch, rows, args):
     common = dict(offset=own_rows(rows).start, normalize=True, impl=args.impl)
     gathered = None if len(z1) == rows else [gather_keys(z, rows, args) for z in (z1, z2)]
     with loss_autocast(z1, args):
-        if args.objective == "nt-xent":
+        if args.loss == "nt-xent":
             loss = nt_xent(z1, z2, args.temperature, gathered=gathered, **common)
         else:
             keys = z2 if gathered is None else gathered[1]

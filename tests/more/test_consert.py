@@ -56,7 +56,7 @@ def make(folder, views, pooling="avg", **more):
     """Return (ViewMaker, its model, flags) for a model in a folder."""
     args = SimpleNamespace(model=folder, data=SENTENCES, pooling=pooling, max_length=64, chunk_size=None,
                            views=views, view_rates=[0.2] * 2, wordnet=None, adversarial=0.0,
-                           objective="infonce", temperature=1.0, impl="auto", precision="fp32")
+                           loss="infonce", temperature=1.0, impl="auto", precision="fp32")
     vars(args).update(more)
     model = build_encoder(args, SimpleNamespace(device=torch.device("cpu"), bf16=False, args=args))
     return ViewMaker(args, model), model, args
@@ -133,7 +133,7 @@ def test_synonyms():
 @pytest.mark.parametrize("columns, objective", [(1, "nt-xent"), (2, "nt-xent"), (2, "infonce")])
 def test_first_loss_matches_the_formula(columns, objective, tmp_path, bert):
     rows = [row[:columns] for row in NLI[:12]]
-    flags = ["--model", bert, *ONE_BATCH, "--objective", objective, "--views", "dropout", "dropout"]
+    flags = ["--model", bert, *ONE_BATCH, "--loss", objective, "--views", "dropout", "dropout"]
     step, = run_text("consert", tmp_path, rows, *flags).steps
     views = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     z1, z2 = views[0], views[-1]
@@ -174,7 +174,7 @@ def test_chunks_equal_the_full_batch(flags, tmp_path, monkeypatch):
     assert chunked.norms == pytest.approx(whole.norms, rel=1e-5)
 
 
-@pytest.mark.parametrize("flags", ["", "--adversarial 0.5 --objective infonce"])
+@pytest.mark.parametrize("flags", ["", "--adversarial 0.5 --loss infonce"])
 def test_several_processes_equal_one(flags, tmp_path, bert):
     (tmp_path / "pairs.csv").write_text("".join(f'"{a}","{b}"\n' for a, b, _ in NLI[:20]))
     flags = ["--data", tmp_path / "pairs.csv", "--model", bert, "--steps", 3, "--lr", 1e-3, "--batch-size", 8,
