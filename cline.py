@@ -216,11 +216,12 @@ def replaced_token_loss(logits, labels, form="paper"):
     return total / max(1, len(labels))
 
 
-def total_loss(losses, log_variances):
+def total_loss(losses, log_variances, share=1.0):
     """Return Σ_i exp(−s_i) L_i + max(s_i, 0): losses with learned weights. The best s_i is ln max(L_i, 1).
 
     losses          L_i: a sequence or tensor of T scalars (in this script MLM, RTD, CTS)
     log_variances   s_i: T scalar tensors, or (T,). At 0 the derivative of max(s, 0) is 1 (released code)
+    share           this rank's share of max(s_i, 0), if L_i are this rank's parts of losses over all ranks
     returns         scalar, differentiable in both
     source          kandorm/CLINE
     """
@@ -229,7 +230,7 @@ def total_loss(losses, log_variances):
     if len(losses) != len(log_variances):
         raise ValueError(f"log_variances: found {len(log_variances)}, expected {len(losses)}, one per loss")
     floored = [s.where(s >= 0, 0) for s in log_variances]      # clamp's derivative at 0 is 0 since torch 2.15
-    return sum(torch.exp(-s) * loss + f for loss, s, f in zip(losses, log_variances, floored))
+    return sum(torch.exp(-s) * loss + share * f for loss, s, f in zip(losses, log_variances, floored))
 
 
 def compute_loss(model, batch, rows, args):
@@ -241,9 +242,7 @@ def compute_loss(model, batch, rows, args):
     rtd = replaced_token_loss(logits, labels, args.form)
     cts = contrastive_loss(*vectors.chunk(3), args.form)
     mlm, rtd, cts = scale_to_global_means((mlm, rtd, cts), (len(targets), len(labels), own))
-    share = own / rows
-    # max(s, 0) is not a mean over rows: multiplied by share, it counts once over all ranks
-    loss = share * total_loss([part / share for part in (mlm, rtd, cts)], model.log_variances)
+    loss = total_loss((mlm, rtd, cts), model.log_variances, share=own / rows)
     return loss, {"loss": loss.detach(), "mlm": mlm.detach(), "rtd": rtd.detach(), "cts": cts.detach()}
 
 
@@ -370,10 +369,10 @@ def main(argv=None):
     if held_out:
         log("before", "hits {hits:.2f} %, margin {margin:.3f}".format(**run.extra_state["before"]))
     model.train()
-    for step, rows in run.steps(total, len(tokens)):
+    for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
-        batch = make_batch([tokens[i] for i in rows[own_rows(len(rows))]], model)
-        loss, values = compute_loss(model, batch, len(rows), args)
+        batch = make_batch([tokens[i] for i in picked[own_rows(len(picked))]], model)
+        loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

@@ -179,22 +179,6 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     return (negatives - positive).where(negatives != -torch.inf, 0).mean()
 
 
-def instance_weights(f1, f2, phi, *, offset=0):
-    """Return the weights w (N, M): 0 where cos(f1_i, f2_j) ≥ phi and j is not i + offset, else 1.
-
-    f1, f2   (N, E) and (M, E) raw embeddings from the guide
-    offset   this rank's first row in f2, which is gathered from all ranks
-    source   Zhou et al. 2022, instance weighting
-    """
-    check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
-    checks.check_same_dtype(f1=f1, f2=f2)
-    checks.check_number("phi", phi, -torch.inf, torch.inf)
-    weights = (unit_rows(f1) @ unit_rows(f2).T < phi).to(f1.dtype)
-    weights.diagonal(offset).fill_(1)
-    return weights
-
-
-@torch.no_grad()
 def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *,
                     all_reduce=None, impl="auto"):
     """Return the noise (K, D) after `steps` steps of gradient ascent that make it harder for all anchors.
@@ -254,6 +238,22 @@ def compute_loss(model, batch, rows, args):
     return loss, values
 
 
+def instance_weights(f1, f2, phi, *, offset=0):
+    """Return the weights w (N, M): 0 where cos(f1_i, f2_j) ≥ phi and j is not i + offset, else 1.
+
+    f1, f2   (N, E) and (M, E) raw embeddings from the guide
+    offset   this rank's first row in f2, which is gathered from all ranks
+    source   Zhou et al. 2022, instance weighting
+    """
+    check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
+    checks.check_same_dtype(f1=f1, f2=f2)
+    checks.check_number("phi", phi, -torch.inf, torch.inf)
+    weights = (unit_rows(f1) @ unit_rows(f2).T < phi).to(f1.dtype)
+    weights.diagonal(offset).fill_(1)
+    return weights
+
+
+@torch.no_grad()
 def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
     """Return the released code's loss: the mean over N anchors and M keys of −log q_ii and −log(1 − q_ij).
 
@@ -276,8 +276,8 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
     z1, keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys)]
     if isinstance(temperature, torch.Tensor):                  # so that it gets its gradient through z1
         z1, temperature = z1 / temperature, 1.0
-    if len(keys) == 1:                                         # no negatives: loss 0, with gradient 0
-        return 0 * (z1 * keys).sum()
+    if len(keys) == 1:                                         # no negatives: a softmax over one key
+        return F.cross_entropy(z1 @ keys.T, torch.zeros(1, dtype=torch.int64, device=keys.device))
     return BlockwiseSum.apply(block, z1, keys, max(1, 2**22 // len(keys))) / (len(z1) * len(keys))
 
 
@@ -329,12 +329,12 @@ def main(argv=None):
     guide_tokens = tokenise_table(table, guide, run, "guide-tokens")
     evaluator.evaluate_before(model, run)
     model.train()
-    for step, rows in run.steps(total, len(tokens)):
+    for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, args.lr * (total - step + 1) / total)  # linear decay; step 1 has the full rate
-        own = rows[own_rows(len(rows))]
+        own = picked[own_rows(len(picked))]
         with torch.no_grad():
             f1 = guide(guide.batch(*guide_tokens.views(own, 1)))
-        loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), f1), len(rows), args)
+        loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), f1), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

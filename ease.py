@@ -58,7 +58,6 @@ from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
 from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,12 +329,12 @@ def main(argv=None):
     tokens = tokenise_table(sentences, model, run)
     evaluator.evaluate_before(model, run)
     model.train()
-    for step, rows in run.steps(total, len(tokens)):
+    for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, rates[step - 1])
-        own = rows[own_rows(len(rows))]
+        own = picked[own_rows(len(picked))]
         epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # released code: one sample
         ids = sample_entities([records[i] for i in own], epoch, args).to(run.device)
-        loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), ids), len(rows), args)
+        loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), ids), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

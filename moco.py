@@ -55,9 +55,9 @@ from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
 from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
-from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images.evaluation import train_probe
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
-from kernels.training.papers.moco_bank import compute_bank_loss, update_bank  # noqa: F401 - for importers
+from kernels.training.papers.moco_bank import compute_bank_loss
 from kernels.training.precision import LOSS_DTYPE, loss_autocast, unit_rows
 from kernels.training.run import Run
 
@@ -338,16 +338,16 @@ def main(argv=None):
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1 if args.memory_bank else 2)
     model.train()
-    for step, rows in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
+    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
         set_lr(optimizer, lr * lr_factor((step - 1) // epoch, total / epoch, args))
         if args.memory_bank:
-            loss, values = compute_bank_loss(model, augment(next(images.training_views), args), rows, args)
+            loss, values = compute_bank_loss(model, augment(next(images.training_views), args), picked, args)
         else:
             query_views, key_views = make_batch(images, args)
             update_key_encoder(model.key.encoder, model.encoder, args.momentum)
             update_key_encoder(model.key.head, model.head, args.momentum)
-            keys = [encode_keys(model, x, len(rows)) for x in key_views]
-            loss, values = compute_loss(model, (query_views, keys), len(rows), args)
+            keys = [encode_keys(model, x, len(picked)) for x in key_views]
+            loss, values = compute_loss(model, (query_views, keys), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

@@ -251,15 +251,15 @@ def main(argv=None):
     tokens = tokenise_table(sentences, model, run)
     evaluator.evaluate_before(model, run)
     model.train()
-    for step, rows in run.steps(total, len(tokens)):
+    for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, warmup_linear(step - 1, total, math.ceil(total / 10), args.lr))
-        own = rows[own_rows(len(rows))]
-        loss, values = compute_loss(model, model.batch(*tokens.views(own, 1)), len(rows), args)
+        own = picked[own_rows(len(picked))]
+        loss, values = compute_loss(model, model.batch(*tokens.views(own, 1)), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
         # every rank adds the whole gradient, and logs its share of the distance
-        values["distance"] = add_regulariser_gradient(model, args) * (len(own) / len(rows))
+        values["distance"] = add_regulariser_gradient(model, args) * (len(own) / len(picked))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])

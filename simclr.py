@@ -49,7 +49,6 @@ import contextlib
 from argparse import BooleanOptionalAction
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import kernels
@@ -61,9 +60,9 @@ from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
 from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
-from kernels.training.images.evaluation import knn_accuracy, train_probe  # noqa: F401
+from kernels.training.images.evaluation import train_probe
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
-from kernels.training.papers.simclr_lars import LARS, make_optimizer  # noqa: F401
+from kernels.training.papers.simclr_lars import make_optimizer
 from kernels.training.papers.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
@@ -325,12 +324,12 @@ def main(argv=None):
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1 if model.classes else 2)
     model.train()
-    for step, rows in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
+    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, lr))
         if tuning:
-            loss, values = tuning.compute_loss(model, rows)
+            loss, values = tuning.compute_loss(model, picked)
         else:
-            loss, values = compute_loss(model, make_batch(rows, images, args), len(rows), args)
+            loss, values = compute_loss(model, make_batch(picked, images, args), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

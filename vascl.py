@@ -58,7 +58,6 @@ from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.sts import load_sts, spearman  # noqa: F401 - re-exported
 from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,9 +307,9 @@ def main(argv=None):
     tokens = tokenise_table(table, model, run)
     evaluator.evaluate_before(model, run)
     model.train()
-    for _, rows in run.steps(total, len(tokens)):              # constant learning rate (paper)
-        batch = model.batch(*tokens.views(rows[own_rows(len(rows))], 2))
-        loss, values = compute_loss(model, batch, len(rows), args)
+    for _, picked in run.steps(total, len(tokens)):              # constant learning rate (paper)
+        batch = model.batch(*tokens.views(picked[own_rows(len(picked))], 2))
+        loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

@@ -18,5 +18,5 @@ text/       sentences: tokens, encoders, checkpoints, masked LM, evaluation
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
 papers/     parts of single papers; each file is named after the script that reads it
 
-Tools: mine (hard negatives), probes (--transfer, --cluster: needs scikit-learn), plot (runs), equal_texts (--ignore-equal)
+Tools: mine (hard negatives), plot (runs), probes (--transfer, --cluster), equal_texts (--ignore-equal)
 """

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import moco
+from kernels.training.papers import moco_bank
 
 randn = partial(torch.randn, dtype=torch.float64)
 
@@ -35,7 +36,7 @@ def test_a_step_with_a_memory_bank(monkeypatch):
     model = Mock(return_value=q, queue=bank.clone())
     monkeypatch.setattr(torch, "randint", lambda *size, device: sampled)
     args = SimpleNamespace(queue_size=4, temperature=0.07, momentum=0.5, impl="eager", precision="fp32")
-    loss, _ = moco.compute_bank_loss(model, q, rows, args)
+    loss, _ = moco_bank.compute_bank_loss(model, q, rows, args)
     unit, wanted = F.normalize(q, dim=1), 0
     for x, row in zip(unit, rows):
         logits = torch.stack([bank[row], *bank[sampled]]) @ x / 0.07
@@ -49,7 +50,7 @@ def test_a_step_with_a_memory_bank(monkeypatch):
     torch.testing.assert_close(model.queue, expected, rtol=1e-6, atol=1e-6)       # updates are in float32
     for momentum, expected in ((1, bank), (0, bank.index_copy(0, torch.tensor(rows), unit.detach()))):
         updated = bank.float()
-        moco.update_bank(updated, torch.tensor(rows), unit.detach(), momentum)
+        moco_bank.update_bank(updated, torch.tensor(rows), unit.detach(), momentum)
         torch.testing.assert_close(updated, expected.float())
 
 

@@ -15,7 +15,7 @@ import simclr
 from kernels.training.errors import UserError
 from kernels.training.images import encoders
 from kernels.training.images.encoders import ImageEncoder, load_classifier, load_image_encoder
-from kernels.training.papers import simclr_v2
+from kernels.training.papers import simclr_lars, simclr_v2
 from kernels.training.papers.simclr_v2 import FinetuneOrDistill
 from running import DATA, equal, run
 
@@ -25,7 +25,7 @@ randn = partial(torch.randn, dtype=torch.float64)
 def test_lars_steps():
     weights = [randn(3, 4), randn(3), torch.zeros(2, 2, dtype=torch.float64)]
     tensors, momenta = [torch.nn.Parameter(w.clone()) for w in weights], [0, 0, 0]
-    optimizer = simclr.LARS(tensors, lr=0.5, weight_decay=0.01)
+    optimizer = simclr_lars.LARS(tensors, lr=0.5, weight_decay=0.01)
     for lr in (0.5, 0.2, 0.1):
         optimizer.param_groups[0]["lr"] = lr
         for i, w in enumerate(weights):
@@ -51,7 +51,7 @@ def test_parameter_groups(optimizer, decay):
     for w in model.head.parameters():
         torch.nn.init.zeros_(w)
     args = flags("--optimizer", optimizer, "--weight-decay", "0.1")
-    made = simclr.make_optimizer(model, 0.16, args)            # 0.005 · √1024
+    made = simclr_lars.make_optimizer(model, 0.16, args)            # 0.005 · √1024
     norm = next(group for group in made.param_groups if any(w is encoder[1].weight for w in group["params"]))
     assert norm["weight_decay"] == decay or optimizer == "lars"
     assert made.param_groups[0]["weight_decay"] == 0.1
@@ -88,14 +88,14 @@ def test_distillation_loss():
     student, teacher = randn(4, 3, requires_grad=True), randn(4, 3, requires_grad=True)
     p, q = ((x / 0.5).exp() / (x / 0.5).exp().sum(1, keepdim=True) for x in (teacher, student))
     wanted = -(p.detach() * q.log()).sum(1).mean()
-    found = simclr.distillation_loss(student, teacher, 0.5)
+    found = simclr_v2.distillation_loss(student, teacher, 0.5)
     both = ([loss, *torch.autograd.grad(loss, student)] for loss in (found, wanted))
     torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
-    loss = simclr.distillation_loss(student, teacher)
+    loss = simclr_v2.distillation_loss(student, teacher)
     assert torch.autograd.grad(loss, teacher, allow_unused=True) == (None,)
     for others, wrong in (([teacher[:2]], "teacher_logits"), ([teacher, 0], "temperature")):
         with pytest.raises(ValueError, match=wrong):
-            simclr.distillation_loss(student, *others)
+            simclr_v2.distillation_loss(student, *others)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
@@ -221,7 +221,7 @@ def test_classifier_loss(given, monkeypatch):
     loss, _ = tuning.compute_loss(lambda x: logits * torch.equal(x, views), [*range(8)])
     wanted = F.cross_entropy(logits, labels[4:8])
     if tuning.teacher:
-        wanted = simclr.distillation_loss(logits, teacher.eval()(views), 0.3)
+        wanted = simclr_v2.distillation_loss(logits, teacher.eval()(views), 0.3)
     torch.testing.assert_close(loss, wanted / 2)
 
 
