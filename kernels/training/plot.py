@@ -9,7 +9,7 @@ Further panels:
 
     alignment and uniformity (Wang and Isola)    runs of simcse, selfguided, ease, vascl and dclr with --dev
     similarity of a sentence's tokens, by layer  runs of tacl
-    precision against recall, best checkpoint    runs of docs/eleventh/cil.py
+    precision against recall, best checkpoint    runs of docs/more/cil.py
     score of each layer and pooling              runs of selfguided with --layer-study; RUN may also be a
                                                  FILE.json that --layer-study wrote
 
