@@ -10,8 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(ROOT.glob("*.py"))
-MORE = sorted((ROOT / "docs" / "more").glob("*.py"))           # further papers
-CODE = [*SCRIPTS, *MORE, *sorted((ROOT / "kernels").rglob("*.py"))]
+MORE = [file for file in sorted((ROOT / "docs" / "more").glob("*.py"))         # further papers
+        if "def make_parser" in file.read_text("utf-8")]
+CODE = [*SCRIPTS, *sorted((ROOT / "docs" / "more").glob("*.py")), *sorted((ROOT / "kernels").rglob("*.py"))]
 BANNERS = ["flags", "data and model", "the paper", "evaluation", "main"]       # "evaluation" is optional
 # {part of the house: (limit: its lines today, rounded up; goal)}. A limit may only fall.
 # On 2026-11-27 code of several papers (text classification, saving) moved to training, whose limit rose.

@@ -28,7 +28,7 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 FIDELITY, OTHERS = ROOT / "docs/fidelity.md", ROOT / "docs/others.md"
 DOCUMENTS = [README, CONTRIBUTING, *sorted(ROOT.glob("docs/*.md"))]
 PYTHON = r"(?:\S*python3? (?:-m )?|torchrun (?:--\S+ \d+ )*)"
-PROGRAM = re.compile(PYTHON + r"(kernels[\w.]+|\w+(?=\.py ))(?:\.py)? (.*)")
+PROGRAM = re.compile(PYTHON + r"(?:docs/more/)?(kernels[\w.]+|\w+(?=\.py ))(?:\.py)? (.*)")
 
 
 def read(path):

@@ -9,10 +9,10 @@ of other bags. With the bag b(i) of sentence i, s(u, v) = cos(u, v) / τ, step t
     L_C = mean over i of −log( exp s(x_i, a_i) / ( exp s(x_i, a_i) + Σ_{b ≠ b(i)} exp s(x_i, B_b) ) )
     L   = L_bag + 10 · tanh(t / 2w) · L_C + 0.1 · L_MLM
 
-    cp docs/eleventh/cil.py .
-    python cil.py --model scratch --data tests/data/relations.jsonl --dev tests/data/relations_dev.jsonl
-    torchrun --nproc-per-node 2 cil.py --data nyt10d_train.txt --dev nyt10d_val.txt --out out/cil
-    python cil.py --evaluate --model out/cil --data nyt10d_test.txt
+    python docs/more/cil.py --model scratch --data tests/data/relations.jsonl \\
+        --dev tests/data/relations_dev.jsonl
+    torchrun --nproc-per-node 2 docs/more/cil.py --data nyt10d_train.txt --dev nyt10d_val.txt --out out/cil
+    python docs/more/cil.py --evaluate --model out/cil --data nyt10d_test.txt
 
 Data: OpenNRE's JSON lines, one sentence each; pos is [start, end) of an entity in characters of the text:
     {"text": "Ada was born in Ulm.", "relation": "born_in",
@@ -24,7 +24,7 @@ Expected: the scores on --dev rise. They rank all pairs of a bag and a relation:
 curve of precision and recall, f1 the best F1, p@100 the precision of the first 100, all in percent. A curve
 in the authors' code has the label 50.8 (auc on NYT10-D); the nearest is --form code with our defaults.
 
-Both forms follow the released code where the paper is silent. --form code also follows it in these points:
+Both forms follow the released code (antct/cil) where the paper is silent. --form code also follows it here:
     L_C       the k-th sentence of a bag has as negatives the k-th sentences of others, compared with B_b(i)
     copies    words are substituted, punctuation and one-letter words are lost; the paper also inserts words
     MLM       the words of the entities may be masked, but no start mark (in the code: of any row)
@@ -33,23 +33,24 @@ Departures from the released code, in both forms:
 - Negatives are the bags of all GPUs. The learning rate falls to 0; in the code, on 2 GPUs, to half its peak.
 - The own bag is masked. The code subtracts its term from the sum, which is wrong in float32.
 - The four marks are new tokens. Sentences are left out if --max-length cuts off a start mark.
-- --dev uses all sentences of a bag, as the final test; the code draws at most 10.
 """
 import math
+import os
 import random
+import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM
 
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+import cil_bags
 from kernels import check_rows, checks, embed_in_chunks, own_rows, similarity_lse
 from kernels.losses import upcast
+from kernels.training import loop
 from kernels.training.errors import command, fail, log
-from kernels.training.extras import relation_bags
-from kernels.training.extras.optimizers import OptimizerSettings, adamw
-from kernels.training.extras.relation_bags import format_scores, precision_recall
-from kernels.training.extras.tfidf import WordEditor
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
@@ -96,28 +97,28 @@ SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20
 def load_data(path, args):
     """Return (lines of --data, names of its relations, NA first); set flags that were not given."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
-    rows, names = relation_bags.load_sentences(path)
+    rows, names = cil_bags.load_sentences(path)
     log("cil", f"{args.form}: {len(rows):,} sentences, {len(names) - 1} relations besides NA, from {path}")
     return rows, names
 
 
 def build_model(args, run, relations, texts=None):
     """Return the encoder with its masked-LM head, the layer W of sentence vectors, and the classifier."""
-    model = build_encoder(args, run, "cls", None, AutoModelForMaskedLM, texts=texts)
-    relation_bags.add_marks(model)
-    set_dropout(model.encoder, 0.0, args.model)                # released scripts
-    config, heads = model.encoder.config, Path(args.model, "heads.safetensors")
-    saved = [*config.id2label.values()] if heads.is_file() else None
-    if args.evaluate and saved is None:
+    heads = Path(args.model, "heads.safetensors")
+    if args.evaluate and not heads.is_file():
         fail(f"--model {args.model}: no heads.safetensors, expected a model that this script has trained")
+    model = build_encoder(args, run, "cls", None, AutoModelForMaskedLM, texts=texts)
+    cil_bags.add_marks(model)
+    set_dropout(model.encoder, 0.0, args.model)                # released scripts
+    config, width = model.encoder.config, 2 * model.encoder.config.hidden_size
+    saved = [*config.id2label.values()] if heads.is_file() else None
     relations = saved if args.evaluate else relations
     config.id2label, config.label2id = dict(enumerate(relations)), {x: i for i, x in enumerate(relations)}
-    width = 2 * config.hidden_size
     layers = torch.nn.Linear(width, width), torch.nn.Linear(width, len(relations))
     model.heads = torch.nn.ModuleList(init_linear(layer, config) for layer in layers)
     model.sentence, model.classifier = model.heads
     if saved == relations:
-        relation_bags.load_heads(model.heads, heads)
+        model.heads.load_state_dict(load_file(heads))
     log("model", f"{describe_model(model, args)}, {len(relations)} relations with NA")
     return model.to(run.device)
 
@@ -137,35 +138,40 @@ def make_batch(bags, tokens, step, model, args):
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, impl="auto"):
+def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, all_bag_of=None, impl="auto"):
     """Return L_C, the mean over N sentences. Vectors of any length and float type are normalised here.
 
-    x, a      (N, D) sentences and their edited copies; a zero vector has cosine 0 with all others
-    bags      (B, D) vectors of all bags of the batch
-    bag_of    (N,) integers from 0 to B − 1: the bag of each sentence
-    form      "paper" | "code", where all bags have the same number of sentences, one bag after the other
-    all_x     (L, D) with form="code" on several ranks: the sentences of all bags, in order; None: x
-    returns   scalar float32, float64 for float64; 0 if there is one bag
-    source    Chen et al. 2021, L_C; code: antct/cil, whose pair matrix is transposed
+    x, a         (N, D) sentences and their edited copies; a zero vector has cosine 0 with all others
+    bags         (B, D) vectors of all bags of the batch
+    bag_of       (N,) integers from 0 to B − 1: the bag of each sentence
+    form         "paper" | "code", where all bags have the same number of sentences
+    all_x        (L, D) sentences of all ranks, for form="code"; a bag is on one rank. None: x
+    all_bag_of   (L,) the bag of each sentence in all_x; None: bag_of
+    returns      scalar float32, float64 for float64; 0 if there is one bag
     """
     checks.check_choice("form", form, "paper", "code")
     all_x = x if all_x is None else all_x
+    all_bag_of = bag_of if all_bag_of is None else all_bag_of
     check_rows(x=(x, "N D"), a=(a, "N D"), bags=(bags, "B D"), bag_of=(bag_of, "N", int),
-               all_x=(all_x, "L D"))
+               all_x=(all_x, "L D"), all_bag_of=(all_bag_of, "L", int))
     checks.check_index("bag_of", bag_of, len(bags))
-    bag_of = bag_of.long()
+    bag_of, all_bag_of = bag_of.long(), all_bag_of.long()
     x, a, bags, all_x = (F.normalize(z, dim=1, eps=1e-8) for z in upcast(x, a, bags, all_x))
     queries, keys, ids, places = x, bags, torch.arange(len(bags), device=x.device), None
     if form == "code":
-        size, rest = divmod(len(all_x), len(bags))             # sentences per bag
-        if rest or len(x) % max(1, size):
-            raise ValueError("bag_of: expected the same number of sentences in each bag")
-        place = torch.arange(len(all_x), device=x.device) % size
-        queries, keys, ids = bags[bag_of], all_x, ids.repeat_interleave(size)
-        places = place[: len(x)], place
+        queries, keys, ids = bags[bag_of], all_x, all_bag_of
+        places = [places_in_bags(rows, len(all_x) // len(bags)) for rows in (bag_of, all_bag_of)]
     negatives = similarity_lse(queries, keys, temperature, exclude=(bag_of, ids), within=places, impl=impl)
     positive = (x * a).sum(1) / temperature
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
+
+
+def places_in_bags(bag_of, size):
+    """Return (N,) k for the k-th sentence of a bag, in order of rows. Each bag must have `size` sentences."""
+    counts = bag_of.bincount()
+    if ((counts != size) & (counts > 0)).any():
+        raise ValueError("bag_of: expected the same number of sentences in each bag")
+    return bag_of.argsort(stable=True).argsort() % size        # sorted by bag, each bag has `size` rows
 
 
 def bag_attention(x, bag_of, queries):
@@ -173,10 +179,8 @@ def bag_attention(x, bag_of, queries):
 
     x, bag_of   (N, D) sentences, (N,) integers from 0 to B − 1; each bag has a sentence
     queries     (B, D) in training the classifier's weights of the bag's relation, without gradient
-    source      antct/cil
     """
     check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), queries=(queries, "B D"))
-    checks.check_same_dtype(x=x, queries=queries)
     checks.check_index("bag_of", bag_of, len(queries))
     return attend((x * queries[bag_of.long()]).sum(1), bag_of, len(queries)) @ x
 
@@ -188,15 +192,11 @@ def attend(scores, bag_of, count):
 
 
 def bag_scores(x, bag_of, weight, bias):
-    """Return (B, R) scores: for relation r a bag attends with weight[r], and the score is the r-th element of
-    the softmax of its logits. So the scores of a bag need not sum to 1.
+    """Return (B, R) scores: with weight[r] as query, the r-th element of the softmax of a bag's logits.
 
     x, bag_of      (N, D) sentences, (N,) integers from 0 to B − 1; each bag has a sentence
     weight, bias   (R, D) and (R,) of the classifier
-    source         antct/cil
     """
-    check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), weight=(weight, "R D"), bias=(bias, "R"))
-    checks.check_same_dtype(x=x, weight=weight, bias=bias)
     products, count = x @ weight.T, int(bag_of.max()) + 1      # W B = Σ_i α_i W x_i: no (B, R, D) bag vectors
     logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
     return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
@@ -228,17 +228,18 @@ def compute_loss(model, batch, rows, args, schedule=1.0):
     loss = F.cross_entropy(logits, relations) * (n / rows)
     values = {"bag": loss}
     if a:
-        all_bags, all_x = gather_keys(bags, rows, args), None
+        all_bags, all_x, all_bag_of = gather_keys(bags, rows, args), None, None
         if args.form == "code":
             all_x = gather_keys(x.unflatten(0, (n, -1)), rows, args).flatten(0, 1)
+            all_bag_of = torch.arange(rows, device=model.device).repeat_interleave(args.bag_size)
         with loss_autocast(x, args):
             contrast = cil_loss(x, a[0], all_bags, bag_of + own.start, args.temperature, args.form,
-                                all_x=all_x, impl=args.impl)
+                                all_x=all_x, all_bag_of=all_bag_of, impl=args.impl)
         values["contrast"] = contrast * (n / rows)
         loss = loss + args.contrastive_weight * schedule * values["contrast"]
     if args.mlm_weight:
         values["mlm"] = masked_lm_loss(model, model.batch(sentences), args.impl,
-                                       lambda ids: relation_bags.protected(ids, model.marks, args.form))
+                                       lambda ids: cil_bags.protected(ids, model.marks, args.form))
         loss = loss + args.mlm_weight * values["mlm"]
     return loss, {name: value.detach() for name, value in {"loss": loss, **values}.items()}
 
@@ -248,7 +249,7 @@ def compute_loss(model, batch, rows, args, schedule=1.0):
 
 @torch.no_grad()
 def evaluate(model, dev, args):
-    """Return the scores of precision_recall. dev: the result of relation_bags.load_bags."""
+    """Return the scores of precision_recall. dev: the result of cil_bags.load_bags."""
     tokens, bags, facts, total = dev
     scores = []
     model.eval()
@@ -259,7 +260,7 @@ def evaluate(model, dev, args):
         bag_of = torch.arange(len(sizes), device=model.device).repeat_interleave(sizes)
         scores.append(bag_scores(x, bag_of, model.classifier.weight, model.classifier.bias).cpu())
     model.train()
-    return precision_recall(torch.cat(scores), facts, total, args.form)[0]
+    return cil_bags.precision_recall(torch.cat(scores), facts, total, args.form)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -270,23 +271,24 @@ def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
         model = build_model(args, Run(args, __file__), None)
-        bags = relation_bags.load_bags(args.dev or args.data, model, args)
-        return log("test", format_scores(evaluate(model, bags, args)))
+        bags = cil_bags.load_bags(args.dev or args.data, model, args)
+        return log("test", cil_bags.format_scores(evaluate(model, bags, args)))
     rows, relations = load_data(args.data, args)
     run = Run(args, __file__)
     texts = [row["text"] for row in rows]
     model = build_model(args, run, relations, texts)
-    editor = WordEditor(texts, args.form == "paper", args.form == "paper")
-    rows, tokens = relation_bags.tokenise_sentences(rows, model, args.max_length, editor, args.seed)
-    bags = [*relation_bags.group_rows(rows, "relation").items()]
+    rows, tokens = cil_bags.tokenise_sentences(rows, model, args, cil_bags.WordEditor(texts, args.form))
+    bags = [*cil_bags.group_rows(rows, "relation").items()]
     if len(bags) < args.batch_size:
         fail(f"{args.data}: {len(bags)} bags, expected at least --batch-size ({args.batch_size})")
-    dev = relation_bags.load_bags(args.dev, model, args) if args.dev else None
-    settings = OptimizerSettings(eps=1e-8, bias_correction=False, weight_decay=1e-5)   # released code
-    optimizer, warmup = adamw(model, args.lr, settings), args.warmup_steps
+    dev = cil_bags.load_bags(args.dev, model, args) if args.dev else None
+    optimizer = loop.UncorrectedAdamW(loop.decay_groups(model, 1e-5), args.lr)     # released code
+    warmup = args.warmup_steps
     load_command = f'AutoModel.from_pretrained("{args.out}")'
     total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size)
     run.begin(model, optimizer, total, warmup)
+    if run.rank == 0:                                          # the copy of cil.py in --out imports this file
+        (run.out / "cil_bags.py").write_bytes(Path(cil_bags.__file__).read_bytes())
     if dev and run.step == 0:
         run.log_initial_scores(evaluate(model, dev, args))
     model.train()
@@ -305,13 +307,12 @@ def main(argv=None):
             scores = evaluate(model, dev, args) if dev else {}
             by, shown = ("auc", f"{scores['auc']:.2f}") if dev else (None, "")
             if run.should_save(scores, by, shown):
-                text = f"cil.py adds heads.safetensors. {format_scores(run.extra_state['saved'])}"
+                text = f"cil.py adds heads.safetensors. {cil_bags.format_scores(run.extra_state['saved'])}"
                 save_transformer(run, model.lm, model.tokenizer, "feature-extraction", text, load_command,
                                  {"heads.safetensors": model.heads.state_dict()})
-    before, after, change = run.extra_state["before"], run.extra_state["saved"], ""
-    if dev:
-        change = "".join(f"{name} {before[name]:.2f} → {after[name]:.2f}, " for name in ("auc", "f1"))
-    run.finish(change)
+    before, after = run.extra_state["before"], run.extra_state["saved"]
+    names = ("auc", "f1") if dev else ()
+    run.finish("".join(f"{name} {before[name]:.2f} → {after[name]:.2f}, " for name in names))
     log("load", load_command)
 
 

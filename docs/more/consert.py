@@ -43,7 +43,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from kernels import embed_in_chunks, info_nce, nt_xent, own_rows
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log

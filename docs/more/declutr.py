@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM
 
-sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from kernels import embed_in_chunks, nt_xent, own_rows
 from kernels.training.data import empty_cell, read_table
 from kernels.training.errors import command, fail, log

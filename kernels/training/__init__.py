@@ -9,7 +9,7 @@ flags       the command line: shared flags, presets of several flags, --resume
 ranks       processes of a run: torchrun's variables, joining the process group
 out         the folder --out: atomic writes, model cards; checksums of inputs
 trackers    --log: TensorBoard and Weights & Biases
-loop        batch order, learning-rate schedules, gradient all-reduce
+loop        batch order, learning-rate schedules, AdamW without bias correction, gradient all-reduce
 precision   half precision in losses, and in the rows that ranks exchange
 run         a training run: progress, resume, signals, metrics
 pretrained  opens model folders and hub names without running their code

@@ -1,69 +1,51 @@
-"""Relation extraction from bags of sentences: OpenNRE's JSON lines, marks around the two entities, bags, and
-the curve of precision and recall.
-
-    {"text": "Ada was born in Ulm.", "relation": "born_in",
-     "h": {"id": "Q1", "name": "Ada", "pos": [0, 3]}, "t": {"id": "Q2", "name": "Ulm", "pos": [16, 19]}}
-"""
+"""Bags of sentences for cil.py: reading, marks around entities, edited copies, precision and recall."""
 import itertools
+import math
 import random
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from tokenizers import AddedToken
 
-from kernels import check_rows, checks
-
-from ..data import RowError, read_jsonl
-from ..errors import fail, log
-from ..pretrained import loading
-from ..progress import progress
-from ..text.tokens import tokenise
+from kernels.training.data import RowError, read_jsonl
+from kernels.training.errors import fail, log
+from kernels.training.progress import progress
+from kernels.training.text.tokens import tokenise
 
 MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # around the head and the tail
 UNKNOWN = "NA", "no_relation"                                  # names of "no relation is known"
+WORD = re.compile(r"\w\w+")                                    # a word that an edit may change
 
 
 def load_sentences(path):
-    """Return (lines of a file, also .gz, as dicts; names of their relations, NA first).
-
-    Fail if a line is wrong, or if there is no relation other than NA."""
-    rows, errors = [], []
+    """Return (lines of a file, also .gz, as dicts; names of their relations, NA first)."""
+    rows = []
     for place, row in read_jsonl(Path(path)):
         error = str(row) if isinstance(row, RowError) else line_error(row)
         if error:
-            errors.append(f"{place}: {error}")
-        else:
-            rows.append(row)
-    if errors or not rows:
-        more = f" ({len(errors) - 1:,} more lines are wrong)" if len(errors) > 1 else ""
-        fail(f"{path} {errors[0]}{more}" if errors else f"{path}: no lines")
+            fail(f"{path} {place}: {error}")
+        rows.append(row)
     names = sorted({row["relation"] for row in rows}.difference(UNKNOWN))
     if not names:
-        fail(f"{path}: all relations are {' or '.join(UNKNOWN)}; expected at least one other")
+        fail(f"{path}: no line has a relation other than {' and '.join(UNKNOWN)}")
     return rows, ["NA", *names]
 
 
 def line_error(row):
     """Return what is wrong with a line, or None."""
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("text", "relation")):
-        return "expected a JSON object with the texts text and relation, and the objects h and t"
-    text = row["text"]
-    for entity in MARKS:
-        match row.get(entity):
-            case {"id": str(), "name": str(name), "pos": [int(start), int(end)]}:
+    match row:
+        case {"text": str(text), "relation": str(), "h": {"id": _, "name": _, "pos": [int(), int()]},
+              "t": {"id": _, "name": _, "pos": [int(), int()]}}:
+            for entity in MARKS:
+                name, (start, end) = row[entity]["name"], row[entity]["pos"]
                 if not 0 <= start < end or text[start:end] != name:
-                    found = text[max(start, 0) : max(end, 0)]
+                    found = text[start:end]
                     return f"{entity}: pos [{start}, {end}] is {found!r:.60}, expected the name {name!r:.60}"
-            case found:
-                return (f"{entity}: found {found!r:.60}, expected an object with the texts id and name, and "
-                        "integers pos [start, end]")
-    for mark in itertools.chain(*MARKS.values()):
-        if mark in text:
-            return f"the text contains {mark}, which marks an entity after reading; delete it"
-    return None
+            return None
+    return "expected a JSON object with text, relation, h and t; in h and t: id, name, pos [start, end]"
 
 
 def add_marks(model):
@@ -75,43 +57,79 @@ def add_marks(model):
     model.marks = torch.tensor(model.tokenizer.convert_tokens_to_ids(marks), device=model.device)
 
 
-def load_heads(heads, file):
-    """Load the weights of a module from a file that save_transformer wrote. Fail if they do not fit."""
-    with loading(str(file)):
-        heads.load_state_dict(load_file(file))
-
-
-def marked_text(row, edit=None):
-    """Return the text with marks around its entities. edit: function of each stretch of text outside of them.
-    The words of overlapping entities occur twice."""
+def marked_text(row, editor=None, rng=None):
+    """Return the text with marks around its entities. Words of overlapping entities occur twice.
+    editor: a WordEditor, which edits each stretch of text outside the entities; rng: random.Random."""
     text, places = row["text"], sorted((*row[entity]["pos"], *marks) for entity, marks in MARKS.items())
     (start, end, *first), (start2, end2, *second) = places
     stretches = text[:start], text[end:start2], text[max(end, end2) :]
-    before, between, after = map(edit, stretches) if edit else stretches
+    before, between, after = [editor.edit(part, rng) for part in stretches] if editor else stretches
     return (f"{before} {first[0]} {text[start:end]} {first[1]} {between} "
             f"{second[0]} {text[start2:end2]} {second[1]} {after}")
 
 
-def tokenise_sentences(rows, model, max_length, editor=None, seed=0):
+class WordEditor:
+    """Changes unimportant words of a text, guided by the TF-IDF of the words in all `texts`.
+
+    A word that occurs n times in L texts has idf log(L / n), and in a text of k words the TF-IDF idf / k.
+
+    form    "paper": a change is, with equal probability, a substitution or a new word before the old one
+            "code": it is a substitution, and what is not a word is lost: punctuation, single letters
+    """
+
+    def __init__(self, texts, form="paper"):
+        self.form, texts = form, [WORD.findall(text) for text in texts]
+        self.count, self.occurrences = len(texts), Counter(itertools.chain(*texts))
+        totals = Counter()                                     # each word's TF-IDF, summed over all texts
+        for words in texts:
+            totals.update({word: n * self.idf(word) / len(words) for word, n in Counter(words).items()})
+        self.vocabulary, most = [*totals], max(totals.values(), default=0)
+        # new words: in proportion to the distance from the largest total; 1e-9, so that not all are 0
+        self.cumulative = [*itertools.accumulate(most - total + 1e-9 for total in totals.values())]
+
+    def idf(self, word):
+        """Return the inverse document frequency; an unknown word counts as one that occurs once."""
+        return math.log(self.count / (self.occurrences[word] or 1))
+
+    def edit(self, text, rng):
+        """Return the text with 30 % of its words changed, at least 1 and at most 10, mostly common words.
+
+        rng    random.Random
+        """
+        words = WORD.findall(text)
+        if not words:
+            return text
+        count = min(max(int(0.3 * len(words)), 1), 10)
+        values = [self.idf(word) / len(words) for word in words]
+        most = max(values)
+        gaps = [most - value for value in values]
+        # draw places without repetition, in proportion to the gaps; those with gap 0 follow in random order
+        keys = [(1, math.log(1 - rng.random()) / gap) if gap > 0 else (0, rng.random()) for gap in gaps]
+        chosen = sorted(range(len(words)), key=keys.__getitem__)[len(words) - count :]
+        for i, new in zip(chosen, rng.choices(self.vocabulary, cum_weights=self.cumulative, k=count)):
+            inserted = self.form == "paper" and rng.random() < 0.5
+            words[i] = f"{new} {words[i]}" if inserted else new
+        if self.form == "code":
+            return " ".join(words)
+        changed = iter(words)
+        return WORD.sub(lambda _: next(changed), text)
+
+
+def tokenise_sentences(rows, model, args, editor=None):
     """Return (rows, their token ids): without sentences that lose a mark when they are truncated.
 
     editor    a WordEditor; then the ids are pairs: of the sentence, and of a copy with edited words, which
               depends on the seed and the row's number only
     """
-    def edited(i, row):
-        rng = random.Random(f"{seed} edit {i}")
-        return marked_text(row, lambda stretch: editor.edit(stretch, rng))
-
-    limit, starts = min(max_length, model.max_length), model.marks[::2].cpu().numpy()
+    limit, starts = min(args.max_length, model.max_length), model.marks[::2].cpu().numpy()
     columns = [[marked_text(row) for row in rows]]
     if editor:
-        columns.append([edited(i, row) for i, row in enumerate(progress(rows, "editing sentences"))])
+        columns.append([marked_text(row, editor, random.Random(f"{args.seed} edit {i}"))
+                        for i, row in enumerate(progress(rows, "editing sentences"))])
     tokens = [*zip(*(tokenise(texts, model.tokenizer, limit)[0] for texts in columns))]
     whole = [all(np.isin(starts, ids).all() for ids in row) for row in tokens]
     log("tokens", f"{whole.count(False):,} of {len(rows):,} sentences left out, whose entities start after "
                   f"the first {limit} tokens")
-    if not any(whole):
-        fail(f"--max-length {max_length}: cuts all sentences before their entities; expected a larger number")
     return [*itertools.compress(rows, whole)], [*itertools.compress(tokens, whole)]
 
 
@@ -138,34 +156,32 @@ def load_bags(path, model, args):
     rows, _ = load_sentences(path)
     number_of = model.encoder.config.label2id
     facts = {key for key in group_rows(rows, "relation") if key[2] not in UNKNOWN}
-    rows, tokens = tokenise_sentences(rows, model, args.max_length)
+    unknown = [relation for _, _, relation in facts if relation not in number_of]
+    if unknown:
+        names = ", ".join(sorted({*unknown})[:3])
+        text = f"{path}: {len(unknown)} of {len(facts)} facts have relations unknown to the model ({names})"
+        if len(unknown) == len(facts):
+            fail(text)
+        log("note", f"{text}; they count as not found")
+    rows, tokens = tokenise_sentences(rows, model, args)
     bags = group_rows(rows)
     labels = torch.tensor([[(*pair, name) in facts for name in number_of] for pair in bags])
     log("bags", f"{len(rows):,} sentences in {len(bags):,} bags, {len(facts):,} facts from {path}")
     return [ids for ids, in tokens], [*bags.values()], labels, len(facts)
 
 
-def precision_recall(scores, facts, total=None, form="paper"):
+def precision_recall(scores, facts, total, form="paper"):
     """Rank all pairs of a bag and a relation except NA, and compare them with the known facts.
 
     scores    (B, R) of bag_scores; relation 0 is NA. Pairs with equal scores keep their order
     facts     (B, R) bool: the known relations of each bag
-    total     number of facts, also those without a bag; None: the facts in `facts`
+    total     number of facts, also those without a bag
     form      "code": p@N is the precision of the first N + 1 pairs
     returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean"} in percent, p@N if there are so many pairs,
-              and "curve": the precision, 0 to 1, at 1, 2 ... % of recall; precision and recall after each
-              pair, (B · (R − 1),) float64, 0 to 1
-    source    antct/cil
+              and "curve": the precision, 0 to 1, at 1, 2 ... % of recall
     """
-    check_rows(scores=(scores, "B R"), facts=(facts, "B R", bool))
-    checks.check_choice("form", form, "paper", "code")
-    if scores.shape[1] < 2:
-        raise ValueError("scores: found 1 relation, expected NA and at least one other")
     order = scores[:, 1:].flatten().sort(descending=True, stable=True).indices
     hits = facts[:, 1:].flatten()[order].double().cumsum(0)
-    total = hits.max().item() if total is None else total
-    if not total:
-        raise ValueError("facts: no fact of a relation other than NA, expected at least one")
     count = torch.arange(1, len(hits) + 1, device=hits.device)
     precision, recall = hits / count, hits / total
     found = {"auc": torch.trapezoid(precision, recall), "f1": (2 * hits / (count + total)).max()}
@@ -176,7 +192,7 @@ def precision_recall(scores, facts, total=None, form="paper"):
     found = {name: 100 * value.item() for name, value in found.items()}
     levels = torch.arange(1, 101, dtype=recall.dtype, device=recall.device) / 100
     places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9: rounding of hits / total
-    return found | {"curve": precision[places[places < len(recall)]].tolist()}, precision, recall
+    return found | {"curve": precision[places[places < len(recall)]].tolist()}
 
 
 def format_scores(scores):
