@@ -127,7 +127,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the tuned copy T, with the projection head and the fixed copy F as attributes."""
+    """Return (the tuned copy T with its projection head, the fixed copy F of its encoder)."""
     model = build_encoder(args, run)
     encoder, config = model.encoder, model.encoder.config
     model.layers = args.layers or range(config.num_hidden_layers + 1)
@@ -143,9 +143,8 @@ def build_model(args, run):
     embeddings = getattr(encoder, "embeddings", encoder.get_input_embeddings()).requires_grad_(False)
     not_copied = {id(table): table for table in embeddings.parameters()}   # for deepcopy: T and F share these
     fixed = copy.deepcopy(encoder, not_copied).requires_grad_(False).train(args.form == "code")
-    model.fixed = [fixed]                                      # a list hides it from train(), AdamW, state.pt
     log("model", f"{describe_model(model, args)}; {args.view_pooling} views of {len(model.layers)} layers")
-    return model
+    return model, fixed
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,25 +195,25 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
 
 
 @torch.no_grad()
-def add_regulariser_gradient(model, args):
+def add_regulariser_gradient(model, fixed, args):
     """Add the gradient of λ ‖θ_T − θ_F‖² to T's gradients. Return ‖θ_T − θ_F‖², summed over all weights."""
-    pairs = zip(model.encoder.parameters(), model.fixed[0].parameters())
-    pairs = [(tuned, fixed) for tuned, fixed in pairs if tuned.grad is not None]
-    tuned, fixed = zip(*pairs)
-    differences = torch._foreach_sub(tuned, fixed)
-    torch._foreach_add_([weight.grad for weight in tuned], differences, alpha=2 * args.regulariser_weight)
+    pairs = zip(model.encoder.parameters(), fixed.parameters())
+    tuned, start = zip(*((w, start) for w, start in pairs if w.grad is not None))
+    differences = torch._foreach_sub(tuned, start)
+    torch._foreach_add_([w.grad for w in tuned], differences, alpha=2 * args.regulariser_weight)
     return torch.stack(torch._foreach_norm(differences)).square().sum()
 
 
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the contrastive loss of a batch with `rows` rows over all ranks, and the
-    values to log. add_regulariser_gradient adds the regulariser after the backward pass."""
-    views = layer_views(model, batch, args)
+    values to log. batch: (tokens from model.batch, layer_views) of this rank's rows. add_regulariser_gradient
+    adds the regulariser after the backward pass."""
+    tokens, views = batch
     if args.objective != "opt3":                               # sample one layer for each sentence
         layer = torch.randint(views.shape[1], (len(views), 1, 1), device=views.device)
         views = views.take_along_dim(layer, 1)
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-        z = model.projection(torch.cat([model(batch)[:, None], views], 1)).float()
+        z = model.projection(torch.cat([model(tokens)[:, None], views], 1)).float()
     c, h = z[:, 0], z[:, 1:]                                   # (n, D), (n, layers, D)
     gathered = None
     if len(c) < rows:                                          # several ranks
@@ -225,9 +224,9 @@ def compute_loss(model, batch, rows, args):
     return loss, {"loss": loss.detach()}
 
 
-def layer_views(model, batch, args):
+def layer_views(model, fixed, tokens, args):
     """Return the views (rows, layers, H) float32: hidden states of the fixed copy, pooled over tokens."""
-    return pool_layers(model, model.fixed[0], batch, model.layers, [args.view_pooling])[:, :, 0]
+    return pool_layers(model, fixed, tokens, model.layers, [args.view_pooling])[:, :, 0]
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -243,7 +242,7 @@ def main(argv=None):
     sentences = load_data(args.data, args)
     evaluator = Evaluator(args)
     run = Run(args, __file__)
-    model = build_model(args, run)
+    model, fixed = build_model(args, run)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.9), eps=1e-6,
                                   weight_decay=0.0, fused=True)
     total = args.steps or args.epochs * steps_per_epoch(len(sentences), args.batch_size)
@@ -254,19 +253,21 @@ def main(argv=None):
     for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, warmup_linear(step - 1, total, math.ceil(total / 10), args.lr))
         own = picked[own_rows(len(picked))]
-        loss, values = compute_loss(model, model.batch(*tokens.views(own, 1)), len(picked), args)
+        batch = model.batch(*tokens.views(own, 1))
+        views = layer_views(model, fixed, batch, args)
+        loss, values = compute_loss(model, (batch, views), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
         # every rank adds the whole gradient, and logs its share of the distance
-        values["distance"] = add_regulariser_gradient(model, args) * (len(own) / len(picked))
+        values["distance"] = add_regulariser_gradient(model, fixed, args) * (len(own) / len(picked))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
             evaluator.evaluate_and_save(model, run)
     evaluator.finish(model, run)
-    compare_layers(model, evaluator.dev, run)                  # does nothing without --layer-study
+    compare_layers(model, fixed, evaluator.dev, run)           # does nothing without --layer-study
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def mean_weights(rows):
 
 
 def build_model(args, run):
-    """Load the student with its heads, and the teacher, which a tuple hides from training and saving."""
+    """Return (the student with its heads, the teacher: a frozen encoder)."""
     model = torch.nn.Module()
     model.device, model.bf16 = run.device, run.bf16
     model.lm, model.tokenizer, model.missing_heads = load_pretraining_model("--model", args.model, args)
@@ -157,7 +157,7 @@ def build_model(args, run):
         model.nsp = torch.nn.Sequential(*layers).apply(model.lm._init_weights)
         model.missing_heads.append("next sentence")
     teacher = load_teacher(model, args) if args.teacher else copy.deepcopy(model.encoder)
-    model.teacher = (teacher.eval().requires_grad_(False).to(model.device),)
+    teacher.eval().requires_grad_(False).to(model.device)
     longest = min(longest_input(encoder, model.tokenizer) for encoder in (model.encoder, teacher))
     if args.max_length > longest:
         both = f"{args.model} with its teacher" if args.teacher else args.model
@@ -171,7 +171,7 @@ def build_model(args, run):
     heads = f", new heads: {', '.join(model.missing_heads)}" if model.missing_heads else ""
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     log("model", f"{args.model}, {size:.1f} M parameters{heads}; teacher {args.teacher or 'a frozen copy'}")
-    return model.to(model.device)
+    return model.to(model.device), teacher
 
 
 def load_teacher(model, args):
@@ -252,7 +252,7 @@ def pack_tokens(student, teacher, masked, attention_mask, form, similarity):
     return q, k, (sequence[anchors], sequence[columns]), own
 
 
-def compute_loss(model, micro_batch, weights, args):
+def compute_loss(model, micro_batch, weights, args, teacher):
     """Return this rank's part of the loss for a micro-batch, and the values to log. weights: mean_weights of
     the global batch. In training with --contrastive-weight 0 the teacher is not run."""
     ids, masked_ids, segments, real, is_masked, labels = micro_batch
@@ -262,11 +262,10 @@ def compute_loss(model, micro_batch, weights, args):
         student, decoder_inputs, next_logits = forward_student(model, masked_ids, segments, real, is_masked)
         if args.contrastive_weight or not model.training:
             with torch.no_grad():
-                output = run_encoder(model.teacher[0], ids, segments, real, layers=False)
-            teacher = output.last_hidden_state.float()
+                targets = run_encoder(teacher, ids, segments, real, layers=False).last_hidden_state.float()
             normalised = args.similarity == "cosine"           # other rows could overflow float16
             with loss_autocast(student, args) if normalised else contextlib.nullcontext():
-                contrast = tacl_loss(student, teacher, is_masked, real, args.temperature, args.form,
+                contrast = tacl_loss(student, targets, is_masked, real, args.temperature, args.form,
                                      similarity=args.similarity, impl=args.impl)
         mlm = decoder_loss(decoder_inputs, model.lm.get_output_embeddings(), ids[is_masked], impl=args.impl)
     nsp = F.cross_entropy(next_logits.float(), labels)
@@ -278,7 +277,7 @@ def compute_loss(model, micro_batch, weights, args):
         loss = loss + args.contrastive_weight * values["contrast"]
     values = {"loss": loss.detach()} | {name: value.detach() for name, value in values.items()}
     if not model.training:
-        q, k, groups, own = pack_tokens(student, teacher, is_masked, real, args.form, args.similarity)
+        q, k, groups, own = pack_tokens(student, targets, is_masked, real, args.form, args.similarity)
         nearest = own
         if len(q):
             nearest = similarity_topk(q, k, 1, within=groups, impl=args.impl)[1][:, 0]
@@ -336,7 +335,7 @@ def token_similarity(hidden, mask):
 
 
 @torch.no_grad()
-def evaluate(model, dev, args):
+def evaluate(model, dev, args, teacher):
     """Return the losses, "accuracy" (see the top), and the token similarity of each layer, 0 being the word
     embeddings: "similarity" without [CLS] and [SEP], "similarity_special" with both (released code)."""
     model.eval()
@@ -344,7 +343,7 @@ def evaluate(model, dev, args):
     weights, totals = mean_weights(rows), Counter()
     for i in progress(range(0, len(rows), 32), "held-out pairs", " batches"):
         for micro_batch in make_batch(rows[i : i + 32], model, args):
-            _, values = compute_loss(model, micro_batch, weights, args)
+            _, values = compute_loss(model, micro_batch, weights, args, teacher)
             totals.update({name: value.item() for name, value in values.items()})
     inner, special, pairs = [], [], []                         # per batch: (layers, n), (layers, n), (n,)
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
@@ -363,8 +362,8 @@ def evaluate(model, dev, args):
 def run_evaluation(args):
     """--evaluate: score the documents of --dev, without the losses of heads that the checkpoint lacks."""
     path, run = args.dev or args.data, Run(args, __file__)
-    documents, model = load_data(path, args), build_model(args, run)
-    scores = evaluate(model, load_dev(path, documents, model, args), args)
+    documents, (model, teacher) = load_data(path, args), build_model(args, run)
+    scores = evaluate(model, load_dev(path, documents, model, args), args, teacher)
     for name in model.missing_heads:
         scores.pop("nsp" if "seq_" in name or "next" in name else "mlm", None)
     log("test", format_scores(scores))
@@ -403,13 +402,13 @@ def main(argv=None):
     documents = load_data(args.data, args)
     dev_documents = load_data(args.dev, args) if args.dev else 0
     run = Run(args, __file__)
-    model = build_model(args, run)
+    model, teacher = build_model(args, run)
     dev = load_dev(args.dev, dev_documents, model, args) if args.dev else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6, weight_decay=0.0, fused=True)
     run.extra_state["place"] = [0, 0, 0]                       # in the stream, see stream_pairs
     run.begin(model, optimizer, args.steps)
     if dev and run.step == 0:
-        run.log_initial_scores(evaluate(model, dev, args))
+        run.log_initial_scores(evaluate(model, dev, args, teacher))
     if dev:
         log("before", format_scores(run.extra_state["before"]))
     model.train()
@@ -423,14 +422,14 @@ def main(argv=None):
         weights, values = mean_weights(rows), Counter()
         optimizer.zero_grad()
         for micro_batch in make_batch(rows[own_rows(len(rows))], model, args):
-            loss, terms = compute_loss(model, micro_batch, weights, args)
+            loss, terms = compute_loss(model, micro_batch, weights, args, teacher)
             loss.backward()
             values.update(terms)
         all_reduce_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         run.log_metrics(dict(values), lr=optimizer.param_groups[0]["lr"])
-        if run.eval_due and run.should_save(evaluate(model, dev, args) if dev else {}):
+        if run.eval_due and run.should_save(evaluate(model, dev, args, teacher) if dev else {}):
             save_student(model, run)                           # always: the last model is kept (paper)
     change = ""
     if dev:

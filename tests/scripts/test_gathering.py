@@ -116,9 +116,9 @@ def selfguided_case(impl, objective):
     z = embeddings(3 if objective == "opt3" else 2, seed=11)
     own = own_rows(ROWS)
     model = stand_in(z[:, :1], projection=torch.nn.Identity())
-    selfguided.layer_views = lambda *_: z[own, 1:]
     torch.randint = lambda *_, **__: torch.zeros(own.stop - own.start, 1, 1, dtype=torch.int64)
-    return selfguided.compute_loss(model, None, ROWS, args(impl, objective=objective))[0], [z]
+    batch = None, z[own, 1:]
+    return selfguided.compute_loss(model, batch, ROWS, args(impl, objective=objective))[0], [z]
 
 
 def childtuning_case(impl, loss):

@@ -58,36 +58,39 @@ def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_p
         monkeypatch.setitem(tokens.GROUP_COST, "cpu", cost)
         batch = model.batch(tokens.tokenise(TEXT, model.tokenizer, 128)[0])
         assert len(batch) == 1 if cost else len(batch) > 4
-        torch.testing.assert_close(layer_views(model, batch, result.args), views, atol=1e-5, rtol=1e-5)
+        found = layer_views(model, encoder, batch, result.args)
+        torch.testing.assert_close(found, views, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(model(batch), cls, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])
-def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_path):
+def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_path, monkeypatch):
     """Six steps change all weights of the tuned copy T except its embedding layer, and no weight of the fixed
     copy F. state.pt has no F. F has dropout with --form code only. The regulariser's gradient is 2λ (θ_T −
     θ_F); its value is 0, not NaN, while T equals F."""
     flags = ["--model", "scratch", "--form", form, "--projection-dim", 16, "--regulariser-weight", 0.3]
+    made, build_model = [], selfguided.build_model
+    monkeypatch.setattr(selfguided, "build_model", lambda *given: made.append(build_model(*given)) or made[0])
     result = run_text("selfguided", tmp_path, ROWS, *flags, "--lr", 1e-2, *ONE_BATCH, "--steps", 6)
     assert result.losses[-1] < 0.9 * result.losses[0], result.losses
-    model, args, fixed = result.model.train(), result.args, result.model.fixed[0]
+    model, args, fixed = result.model.train(), result.args, made[0][1]
     assert [500 * step["lr"] for step in result.steps] == pytest.approx([0, 5, 4, 3, 2, 1])
     assert [step["distance"] > 0 for step in result.steps] == [False] * 2 + [True] * 4
     torch.manual_seed(args.seed)
-    start = dict(selfguided.build_model(args, result.run).encoder.named_parameters())
+    start = dict(build_model(args, result.run)[0].encoder.named_parameters())
     assert all(torch.equal(weight, start[name]) for name, weight in fixed.named_parameters())
     for name, weight in model.encoder.named_parameters():
         assert torch.equal(weight, start[name]) == name.startswith("embeddings."), name
     assert {name.split(".")[0] for name in result.state["model"]} == {"encoder", "projection"}
     batch = model.batch(tokens.tokenise(TEXT, model.tokenizer, 128)[0])
-    same = torch.equal(*(layer_views(model, batch, args) for _ in range(2)))
+    same = torch.equal(*(layer_views(model, fixed, batch, args) for _ in range(2)))
     assert same == (form == "paper") and not torch.equal(model(batch), model(batch))
     model.zero_grad()
-    compute_loss(model, batch, 12, args)[0].backward()
+    compute_loss(model, (batch, layer_views(model, fixed, batch, args)), 12, args)[0].backward()
     pairs = list(zip(model.encoder.encoder.parameters(), fixed.encoder.parameters()))
     expected = [tuned.grad + 0.6 * (tuned - fixed) for tuned, fixed in pairs]
     distance = sum((tuned - fixed).square().sum() for tuned, fixed in pairs).item()
-    assert add_regulariser_gradient(model, args).item() == pytest.approx(distance, rel=1e-5)
+    assert add_regulariser_gradient(model, fixed, args).item() == pytest.approx(distance, rel=1e-5)
     assert distance > 0.1
     torch.testing.assert_close([tuned.grad for tuned, _ in pairs], expected)
 
@@ -97,11 +100,10 @@ def test_one_layer_is_sampled_per_sentence(objective, monkeypatch):
     """Each number in a view is the index of its layer, one of three. Each layer is sampled often, and the
     samples of two steps differ."""
     views, loss = torch.arange(3.0)[:, None].expand(600, 3, 4), Mock(return_value=torch.zeros(()))
-    monkeypatch.setattr(selfguided, "layer_views", lambda *_: views)
     monkeypatch.setattr(selfguided, "selfguided_loss", loss)
     model = Mock(return_value=views[:, 0], projection=torch.nn.Identity(), device=views.device, bf16=False)
     for _ in range(2):
-        compute_loss(model, None, 600, Mock(objective=objective))
+        compute_loss(model, (None, views), 600, Mock(objective=objective))
     first, second = (call.args[1] for call in loss.call_args_list)
     assert first.shape == (600, 1, 4) and torch.equal(first.amin(2), first.amax(2))
     assert first.long().flatten().bincount().min() > 4 * 150 and 300 < (first != second).sum() / 4 < 500

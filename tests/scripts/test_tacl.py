@@ -146,9 +146,9 @@ def build(flags, model, **changes):
     args = tacl.make_parser().parse_args([*map(str, flags), "--model", str(model), "--dev-pairs", "9"])
     vars(args).update(max_length=256, **changes)
     torch.manual_seed(0)
-    model = tacl.build_model(args, SimpleNamespace(device=torch.device("cpu"), bf16=False))
+    model, teacher = tacl.build_model(args, SimpleNamespace(device=torch.device("cpu"), bf16=False))
     pairs, _ = tacl.load_dev(args.data, 8, model, args)
-    return model, args, pairs, tacl.load_dev(args.dev, 4, model, args)[1]
+    return model, teacher, args, pairs, tacl.load_dev(args.dev, 4, model, args)[1]
 
 
 @both_forms
@@ -160,7 +160,7 @@ def test_compute_loss_and_evaluate(form, grad_accum, weight, files, folders, mon
     accuracy, and the token similarity of each layer, here computed with loops.
     """
     changes = dict(form=form, grad_accum=grad_accum, contrastive_weight=weight, impl="eager")
-    model, args, rows, sentences = build(files, folders / "bert", **changes)
+    model, teacher, args, rows, sentences = build(files, folders / "bert", **changes)
     for parameter in model.encoder.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)   # unlike its teacher
     values, seen, decoder = Counter(), [], model.lm.get_output_embeddings()
@@ -175,12 +175,12 @@ def test_compute_loss_and_evaluate(form, grad_accum, weight, files, folders, mon
     assert len(set(lengths)) > 4 and len(rows) == len(sentences) == 9 and model.missing_heads == []
     with decoder.register_forward_hook(lambda *x: seen.append(x[2].numel())):
         for micro_batch in micro_batches:
-            loss, found = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args)
+            loss, found = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args, teacher)
             loss.backward()
             values.update({name: value.item() for name, value in found.items()})
     calls = [call for kernel in kernels.values() for call in kernel.call_args_list]
     assert {call.kwargs["impl"] for call in calls} == {"eager"} and set(seen) == {0}
-    evaluated = tacl.evaluate(model, (rows, sentences), args)
+    evaluated = tacl.evaluate(model, (rows, sentences), args, teacher)
     assert model.training
     ours = {name: parameter.grad.clone() for name, parameter in model.lm.named_parameters()}
     model.zero_grad()
@@ -224,16 +224,16 @@ def test_compute_loss_and_evaluate(form, grad_accum, weight, files, folders, mon
 def test_contrastive_weight_0_does_not_run_the_teacher(files, folders, monkeypatch):
     """In training there is no teacher and no contrastive loss; `evaluate` still computes them."""
     flags = [*files, "--contrastive-weight", 0, "--grad-accum", 2]
-    model, args, rows, sentences = build(flags, folders / "bert")
+    model, teacher, args, rows, sentences = build(flags, folders / "bert")
     teacher_calls, loss_mock = [], Mock(wraps=tacl_loss)
     monkeypatch.setattr(tacl, "tacl_loss", loss_mock)
-    model.teacher[0].register_forward_hook(lambda *_: teacher_calls.append(1))
+    teacher.register_forward_hook(lambda *_: teacher_calls.append(1))
     for micro_batch in tacl.make_batch(rows, model.train(), args):
-        loss, values = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args)
+        loss, values = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args, teacher)
         assert {*values} == {"loss", "mlm", "nsp"} and loss.item() == (values["mlm"] + values["nsp"]).item()
         loss.backward()
     assert not teacher_calls and not loss_mock.called
-    scores = tacl.evaluate(model, (rows, sentences), args)
+    scores = tacl.evaluate(model, (rows, sentences), args, teacher)
     assert teacher_calls and scores["contrast"] > 0 and scores["accuracy"] > 0
     assert len(scores["similarity"]) == 3
     assert scores["loss"] == pytest.approx(scores["mlm"] + scores["nsp"], abs=1e-5)
@@ -245,13 +245,13 @@ def test_contrastive_weight_0_does_not_run_the_teacher(files, folders, monkeypat
 def test_missing_heads_and_frozen_teacher(name, missing, files, folders):
     """Heads that the checkpoint lacks are trained. The teacher is neither trained nor saved, and
     model.train() does not turn its dropout on."""
-    model, args, rows, _ = build(files, name if name == "scratch" else folders / name)
+    model, teacher, args, rows, _ = build(files, name if name == "scratch" else folders / name)
     if name == "distilbert-lm":
         stored = DistilBertLM.from_pretrained(folders / name).state_dict()
         assert equal(dict(model.lm.state_dict()), dict(stored))
     micro_batch, = tacl.make_batch(rows, model, args)
-    teacher, = model.train().teacher
-    loss, values = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args)
+    model.train()
+    loss, values = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args, teacher)
     loss.backward()
     assert set(model.missing_heads) == missing
     assert all(parameter.grad is not None for parameter in model.parameters())

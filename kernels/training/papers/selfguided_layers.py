@@ -101,10 +101,10 @@ def evaluate_layers(args, script):
     log_tables({"evaluated": model.encoder}, model, pairs, args.layer_study)
 
 
-def compare_layers(model, pairs, run):
-    """Print the tables of the model's frozen copy and of its trained encoder, if --layer-study is given."""
+def compare_layers(model, fixed, pairs, run):
+    """Print the tables of the fixed copy and of the trained encoder, if --layer-study is given."""
     if run.args.layer_study is not None:
-        encoders = {"untrained": model.fixed[0], "trained": model.encoder}
+        encoders = {"untrained": fixed, "trained": model.encoder}
         log_tables(encoders, model, pairs, run.args.layer_study or run.out / "study.json")
 
 
