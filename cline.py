@@ -348,7 +348,7 @@ def main(argv=None):
     model = build_model(args, run)
     if wordnet:
         triples = make_triples(triples, wordnet, args)
-    args.max_length = min(args.max_length, model.max_length)  # matters for --evaluate only
+    args.max_length = min(args.max_length, model.max_length)  # in training build_encoder has checked it
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:
         return run_evaluation(model, tokens, args)

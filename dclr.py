@@ -179,6 +179,7 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     return (negatives - positive).where(negatives != -torch.inf, 0).mean()
 
 
+@torch.no_grad()
 def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *,
                     all_reduce=None, impl="auto"):
     """Return the noise (K, D) after `steps` steps of gradient ascent that make it harder for all anchors.
@@ -253,7 +254,6 @@ def instance_weights(f1, f2, phi, *, offset=0):
     return weights
 
 
-@torch.no_grad()
 def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
     """Return the released code's loss: the mean over N anchors and M keys of −log q_ii and −log(1 − q_ij).
 

@@ -151,7 +151,7 @@ def make_batch(images, args):
     """Return (views for queries, views for keys) of this rank's n images of the next batch: two lists of one
     tensor (n, 3, S, S) float32 in [0, 1], or of two with --symmetric."""
     x1, x2 = augment(next(images.training_views), args).chunk(2)
-    return ([x2, x1], [x1, x2]) if args.symmetric else ([x1], [x2])
+    return ([x2, x1], [x1, x2]) if args.symmetric else ([x1], [x2])  # keys enter the queue in this order
 
 
 def augment(x, args):

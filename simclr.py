@@ -238,6 +238,7 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     returns       scalar float32, float64 for float64; 0 for one image; half the released value
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
+    # the mean over views of −log( e^{s(i,i')} / Σ_{j≠i} e^{s(i,j)} ); kernels/eager.py has the plain formula
     return nt_xent(z1, z2, temperature, gathered=gathered, offset=offset, normalize=normalize, impl=impl)
 
 

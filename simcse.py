@@ -133,10 +133,10 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     z3                    (M, D) or (M, n, D) hard negatives, 1 or n per row; None: no hard negatives
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
     offset                this rank's first row in z2, z3 and ids, which are gathered from all ranks
-    ids                   (M, 1 + n) integers, ids of the texts in z2 and z3: an anchor has no negatives with
-                          the id of its positive; None: no negative is left out
-    anchor_ids            (M,) integers, with ids: nor with the id of the anchor, or of a positive of another
-                          row with the same anchor
+    ids                   (M, 1 + n) integers, ids of the texts in z2 and z3, to leave out negatives that equal
+                          the anchor's positive; None: all are kept
+    anchor_ids            (M,) integers, with ids: also leave out negatives that equal the anchor, or another
+                          positive of the same anchor
     returns               scalar float32, float64 for float64; an anchor without negatives has loss 0
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
@@ -148,11 +148,11 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     if ids is not None:
         return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
                                         anchor_ids)
-    local = slice(offset, offset + len(z1))                    # the keys' rows that belong to these anchors
+    local = slice(offset, offset + len(z1))                    # rows of z2 and z3 that belong to these anchors
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
     positive = (z1 * z2[local]).sum(1) / temperature
-    for z in hard:                                             # once in the paper
+    for z in hard:                                             # the paper has one hard negative per row
         own = hard_negative_weight + (z1 * z[local]).sum(1) / temperature
         negatives = torch.logaddexp(torch.logaddexp(negatives, own), similarity_lse(z1, z, **others))
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
@@ -170,7 +170,7 @@ def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_i
 
 
 def compute_loss(model, batch, rows, args, ids=None, anchor_ids=None):
-    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
+    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log.
 
     batch              groups of SentenceEncoder.batch, with this rank's anchors, positives and hard negatives
     ids, anchor_ids    as for simcse_loss, with --ignore-equal

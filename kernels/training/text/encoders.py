@@ -1,5 +1,4 @@
 """Load sentence encoders (transformer, pooling, head) and embed texts. checkpoint.py has their folders."""
-import contextlib
 from pathlib import Path
 
 import torch
@@ -55,8 +54,6 @@ class SentenceEncoder(torch.nn.Module):
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # decoders
         self.max_length, self.normalise, self.lower_case = longest_input(encoder, tokenizer), False, False
         self.prompts, self.default_prompt, self.all_prompts = ("",), "", {}
-        # None, or a function (mask, *extra) -> context manager that can change the encoder's forward pass
-        self.change_pass = None
 
     def batch(self, *views):
         """Return groups of texts of similar length, padded: [(row indices (n,), ids (n, L), mask (n, L))].
@@ -89,13 +86,9 @@ class SentenceEncoder(torch.nn.Module):
         module = self.encoder if self.in_chunks else None
         return restore_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
-    def pool(self, ids, mask, *extra):
-        """Return (n, H) float32 embeddings of ids (n, L) with mask (n, L).
-
-        extra   further items of a batch's group, such as view numbers; passed on to self.change_pass
-        """
-        changed = self.change_pass(mask, *extra) if extra else contextlib.nullcontext()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), changed:
+    def pool(self, ids, mask):
+        """Return (n, H) float32 embeddings of ids (n, L) with mask (n, L)."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             output = self.encoder(input_ids=ids, attention_mask=mask, **self.no_cache)
             return self.pool_states(output.last_hidden_state, mask, output.hidden_states)
 
