@@ -56,6 +56,16 @@ def set_lr(optimizer, lr):
         group["lr"] = lr
 
 
+def decay_groups(model, weight_decay):
+    """Return parameter groups for an optimizer: matrices with weight decay; biases and norms without.
+
+    Frozen weights are in neither group.
+    """
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    return [dict(params=[weight for weight in weights if weight.dim() > 1], weight_decay=weight_decay),
+            dict(params=[weight for weight in weights if weight.dim() <= 1], weight_decay=0.0)]
+
+
 BUCKET_BYTES = 32 * 2**20                                      # gradients that one all-reduce sums
 
 
