@@ -13,7 +13,8 @@ Further panels:
     score of each layer and pooling              runs of selfguided with --layer-study; RUN may also be a
                                                  FILE.json that --layer-study wrote
 
-childtuning writes several trials into one folder: each is a line, and those of one --mode have one colour.
+A RUN may contain runs in folders NAME-SEED, such as F-42 of childtuning.py. Each is a line, and those of one
+NAME have one colour.
 This command needs matplotlib. python -m kernels.benchmark --plot plots the time and memory of the kernels.
 """
 import argparse
@@ -34,7 +35,7 @@ METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1":
 
 
 def read_runs(folder, name):
-    """Return [(label, metric, rows)] of a folder: one run, or one for each of its trials.
+    """Return [(label, metric, rows)] of a folder: one run, or one for each run in a folder NAME-SEED.
 
     metric   the metric that args.json names, or None
     rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss

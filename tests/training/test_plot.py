@@ -107,12 +107,15 @@ def test_study():
     ("simcse", "nli.csv --dev DATA/sts.tsv", "out spearman 3", [[0, 1, 2]], "a.pdf", b"%PDF"),
     ("simclr", "shapes.npz --model resnet-small --probe-epochs 0", "out knn 2", [[0, 1, 2]], "a.png", b"PNG"),
     ("childtuning",
-     "topics.tsv --dev DATA/topics.tsv --mode F D --num-seeds 2 --metric f1 --fisher-samples 9",
+     "topics.tsv --dev DATA/topics.tsv --metric f1 --fisher-samples 9 --mode MODE --seed SEED",
      "out D, out D, out F, out F f1 2", [[1, 2]] * 4, "a.svg", b"<?xml")])
 def test_plots_of_real_runs(name, flags, expected, steps, file, magic, capfd):
-    """Each trial of childtuning.py is a line; those of one mode have the same colour."""
-    flags = f"--model scratch --batch-size 8 --steps 2 --eval-every 1 --out out --data DATA/{flags}"
-    importlib.import_module(name).main(flags.replace("DATA", f"{ROOT}/tests/data").split())
+    """Runs in folders MODE-SEED are lines; those of one mode have the same colour."""
+    flags = f"--model scratch --batch-size 8 --steps 2 --eval-every 1 --data DATA/{flags}"
+    flags = flags.replace("DATA", f"{ROOT}/tests/data")
+    for run in ("D-42", "D-43", "F-42", "F-43") if "MODE" in flags else ("",):
+        words = flags.replace("MODE", run[:1]).replace("SEED", run[2:]).split()
+        importlib.import_module(name).main([*words, "--out", f"out/{run}"])
     labels, metrics, rows = zip(*plot.read_runs("out", "out"))
     score = plot.score_of(metrics[0], rows[0])
     panels = sum(bool(has_data(metrics[0], rows[0])) for _, has_data in plot.PANELS)
