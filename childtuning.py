@@ -9,13 +9,14 @@ data are N texts x_n with labels y_n, and p is --reserve-p. --mode none is plain
                  the weights with the largest Fisher information  F_i = 1/N Σ_n (∂ log P(y_n | x_n) / ∂w_i)²
 
     python childtuning.py --model scratch --data tests/data/topics.tsv --dev tests/data/topics_dev.tsv
-    python childtuning.py --data rte.tsv --dev rte_dev.tsv --form code --mode none F D --num-seeds 10
     torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv --metric matthews
-    python childtuning.py --model out/cline --mode none --data imdb.tsv --contrast-set test.tsv edited.tsv
+    python childtuning.py --evaluate --model out/childtuning --data cola_dev.tsv
 
-The second command runs a trial for each mode and seed, in the folder OUT/MODE-SEED. Then it prints the mean
-scores of each mode, and copies the best model to OUT. The last command fine-tunes an encoder of cline.py, and
-scores it on a contrast set: test texts and, row by row, edited copies whose labels have changed.
+The paper compares the modes over ten seeds. A loop in the shell and a table do this:
+    for mode in none F D; do for seed in 42 43 44 45 46 47 48 49 50 51; do
+      python childtuning.py --data rte.tsv --dev dev.tsv --mode $mode --seed $seed --out out/rte/$mode-$seed
+    done; done
+    python -m kernels.training.papers.childtuning_modes out/rte
 
 Data: .csv .tsv .json .jsonl with one or two columns of text and one column of labels:
     text     given by --text-columns, else named sentence, or sentence1 and sentence2, else all but the label
@@ -25,43 +26,33 @@ A label may be any text. If all labels are numbers and one has a decimal point, 
 Published result: the mean dev score on CoLA, RTE, MRPC and STS-B (GLUE) is 1.5 to 8.6 points above that of
 plain AdamW, depending on the model. D is at least as good as F. The authors used --form code with our other
 defaults. Their --reserve-p is 0.2 for CoLA and STS-B, 0.3 for RTE, and for MRPC 0.4 (F) and 0.1 (D). As in
-their code, the score of a trial is that of its last step.
+their code, the score of a run is that of its last step.
 
 With --form code the Fisher information has dropout, and --fisher-batch-size, --fisher-clip, --child-filter
-and --warmup-ratio have other defaults. Further departures from the released code:
-- In the released code each process has its own masks and Fisher information; this script shares them.
-- This script skips a step whose gradient is not finite.
-
-Other papers: --rdrop-weight is R-Drop (Liang, Wu et al., NeurIPS 2021, arXiv 2106.14448). --supcon-weight is
-supervised contrastive loss (Gunel et al., ICLR 2021, arXiv 2011.01403). --ood and --ood-epochs are detection
-of other domains (Zeng et al., ACL 2021, arXiv 2105.14289); its detectors are softmax, LOF and Mahalanobis.
+and --warmup-ratio have other defaults. Departures from the released code: all processes share the masks and
+the Fisher information, and a step whose gradient is not finite is skipped.
 """
-import functools
 import math
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForSequenceClassification
 
 from kernels import own_rows
-from kernels.training.data import iter_texts
 from kernels.training.errors import command, fail, log
-from kernels.training.extras import classifier_losses, extra_test_sets
-from kernels.training.extras.classifier_losses import ood_contrastive_loss, rdrop_loss, supcon_loss  # noqa
-from kernels.training.extras.trials import run_trials
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.papers.childtuning_adamw import MaskedAdamW, apply_masks, draw_masks, params_with_grad
+from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text import classifier
-from kernels.training.text.classifier import classify, evaluate, make_batch, task_loss
-from kernels.training.text.models import load_text_model, longest_input
+from kernels.training.text.classifier import classify, make_batch, task_loss, tokenise_texts
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spearman", "pearson")}
+RELEASED = dict(epochs=3, lr=4e-5)                             # defaults of flags
+SCRATCH = dict(epochs=12, lr=2e-3)
+FISHER = {"paper": dict(fisher_batch_size=1, fisher_clip=0.0),
+          "code": dict(fisher_batch_size=16, fisher_clip=1.0)}
 
 
 def make_parser():
@@ -70,18 +61,14 @@ def make_parser():
     run_flags(
         parser, model="bert-large-cased", dev=None, out="out/childtuning", form="paper",
         max_length=(128, "128 (released script), for both texts of a pair together"),
-        temperature=(None, "0.3 with --supcon-weight (ours), 0.1 in --ood-epochs (released code)"),
         batch_size=(16, "16 (released script)"),
         epochs=(None, "3 (released script), or 12 with --model scratch"),
         lr=(None, "4e-5 (released script), or 2e-3 with --model scratch; linear decay to 0"),
         weight_decay=(0.01, "0.01 (released script); always 0 for biases and norms"),
         eval_every=(None, "one epoch"))
-    parser.set_defaults(labels=None)                           # load_data sets it to the class names
-    add("--text-columns", group="data", nargs="+", help="one or two columns of text; default see above")
-    add("--label-column", group="data", help="column of labels; default see above")
-    add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
-    add("--mode", nargs="+", choices=("none", "F", "D"), default=["D"],
-        help="none: plain AdamW; F, D: see above; several modes run as separate trials; default D")
+    classifier.classifier_flags(parser)
+    add("--mode", choices=("none", "F", "D"), default="D",
+        help="none: plain AdamW; F, D: see above; default D")
     add("--reserve-p", type=float, default=0.3,
         help="p, the fraction of the weights in the child network; default 0.3 (released script)")
     add("--fisher-samples", type=at_least(1, int), help="rows for Fisher information; default all (paper)")
@@ -92,26 +79,8 @@ def make_parser():
     add("--child-filter",
         help="D masks only weights with NAME in their names, and trains the others in full; default all "
              "but the head, or layer with --form code")
-    add("--rdrop-weight", group="other papers", type=at_least(0),
-        help="α in R-Drop's loss CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1)) of two passes with different "
-             "dropout. --form code halves CE1 + CE2, and sums KL over the batch; default off")
-    add("--supcon-weight", group="other papers", type=ratio, default=0.0,
-        help="λ in the loss (1 − λ) CE + λ SCL; SCL: supervised contrastive loss; default 0")
-    add("--ood", group="other papers", reads="held-out data",
-        help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
-    add("--ood-epochs", group="other papers", type=at_least(0, int), default=0,
-        help="epochs of supervised contrastive training before fine-tuning; default 0 (released code: 20)")
-    parser.add_shared("--adversarial", 0.1, "0.1 (released code); only used by --ood-epochs",
-                      group="other papers")
     add("--warmup-ratio", group="training", type=ratio,
         help="fraction of the steps for warm-up; default 0.1 (paper), or 0 for F and D with --form code")
-    add("--num-seeds", group="training", type=at_least(1, int), default=1,
-        help="trials per mode, with seeds --seed, --seed + 1, ...; default 1")
-    add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
-        help="dev score to compare trials by; f1: of label 1 if labels are 0 and 1, else macro F1; default "
-             "accuracy, or spearman in regression")
-    add("--contrast-set", group="evaluation", reads="held-out data", nargs=2, metavar=("ORIGINAL", "EDITED"),
-        help="test texts, and edited copies of them with other labels, row by row")
     return parser
 
 
@@ -119,83 +88,49 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return [(texts, label)]: one text or two, and the label as an index into args.labels, or as a number in
-    regression. The first file read, the training data, sets the flags that were not given."""
-    rows = classifier.read_labelled(path, args)
-    if args.labels is None:
-        labels = {label for *_, label in rows}
-        set_default_flags(labels, args)
-        if len(labels) == 1:
-            fail(f"{path}: every label is {min(labels)!r}; expected at least two different labels")
-        if args.batch_size > len(rows):
-            fail(f"{path}: {len(rows)} rows, expected at least --batch-size, which is {args.batch_size}")
-    return classifier.encode_labels(rows, path, args)
-
-
-def set_default_flags(labels, args):
-    """Set the flags that were not given, from the labels of the training data, and check them."""
-    classifier.infer_task(labels, args)
-    defaults = dict(metric=METRICS[args.task][0], epochs=3, lr=4e-5, fisher_batch_size=1, fisher_clip=0.0)
-    if args.model == "scratch":
-        defaults |= dict(epochs=12, lr=2e-3)
-    if args.form == "code":
-        defaults |= dict(fisher_batch_size=16, fisher_clip=1.0)
-    fill_defaults(args, defaults)
-    if args.metric not in METRICS[args.task]:
-        fail(f"--metric {args.metric}: the task is {args.task}, expected {', '.join(METRICS[args.task])}")
-    if args.task == "regression" and (args.supcon_weight or args.ood_epochs):
-        fail("--supcon-weight and --ood-epochs: the task is regression, expected classification")
+    """Return [(texts, label)]; for the labels see classifier.load_rows. Set the flags that were not given."""
+    fill_defaults(args, (SCRATCH if args.model == "scratch" else RELEASED) | FISHER[args.form])
     if not 0 < args.reserve_p <= 1:
         fail(f"--reserve-p {args.reserve_p}: expected a number above 0 and at most 1")
+    return classifier.load_rows(path, args)
 
 
-def build_model(args, run, modes):
-    """Load the classifier and its tokenizer. `modes` are those of all trials: D needs a valid --child-filter,
-    which is checked before the first trial."""
-    torch.manual_seed(args.seed)                               # for the weights of a new head
-    head = dict(problem_type="regression", num_labels=1)
-    if args.labels:
-        head = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
-                    label2id={label: i for i, label in enumerate(args.labels)})
-    auto = AutoModelForSequenceClassification
-    model, tokenizer = load_text_model(args.model, iter_texts(args.data), auto, **head)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
-    longest = longest_input(model.base_model, tokenizer)
-    if args.max_length > longest:
-        fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")
+def build_model(args, run):
+    """Return the classifier. Its attribute child_filter is --child-filter or the default of --form."""
+    model = classifier.load_model(args, run)
     names = [name for name, _ in model.named_parameters()]
-    encoder = f"{model.base_model_prefix}."
-    model.child_filter = args.child_filter or ("layer" if args.form == "code" else encoder)
-    if "D" in modes and not any(model.child_filter in name for name in names):
+    released = "layer" if args.form == "code" else None
+    model.child_filter = args.child_filter or released or f"{model.base_model_prefix}."
+    if args.mode == "D" and not any(model.child_filter in name for name in names):
         fail(f"--child-filter {model.child_filter}: found in no parameter name of {args.model}; "
              f"names are like {names[len(names) // 2]}")
-    model.tokenizer, model.bf16 = tokenizer, run.bf16
-    return model.to(run.device).train()
+    return model
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def child_gradients(gradients, masks, mode, p):
-    """Return the child's gradients, for lists of tensors: g ⊙ M / p in mode F, g ⊙ M in mode D."""
-    child = apply_masks(gradients, masks)                      # g ⊙ M
-    if mode == "F":
-        torch._foreach_mul_(child, 1 / p)                      # g ⊙ M / p
-    return child
+    """Return the child's gradients, for lists of tensors: g ⊙ M / p in mode F, g ⊙ M in mode D. Where M is 0
+    they are 0, even if g is NaN. A mask may be None: then the whole g is returned."""
+    scale = 1 / p if mode == "F" else 1
+    return [g if M is None else torch.where(M, g, 0) * scale for g, M in zip(gradients, masks)]
 
 
-class ChildTuningAdamW(MaskedAdamW):
-    """AdamW that uses only the gradients of the child network, see child_gradients.
+class ChildTuningAdamW(torch.optim.Optimizer):
+    """AdamW that uses only the gradients of the child network, g from child_gradients. .grad is not changed.
+
+        m ← β1 m + (1 − β1) g            v ← β2 v + (1 − β2) g²
+        w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t), with t from 1 on
+        w ← w − lr · weight_decay · w    without correct_bias: a = lr
 
     mode        "none" | "F": M ~ Bernoulli(p), sampled at every step | "D": M is given by `masks`
     reserve_p   p of mode F, in (0, 1]; 1: no masks. Parameter groups may differ in mode, reserve_p, lr, ...
     masks       {parameter: bool tensor}, or a function from a parameter to its mask, called at every step.
                 Mode F uses them instead of sampling. A parameter whose mask is None gets its full gradient
     generator   of mode F; None: one with seed 0, so that ranks sample alike. state_dict() holds its state
-    source      Xu et al. 2021; the update rule is that of the released optimizer, see MaskedAdamW
-
-    Weight decay applies to all weights. .grad is not changed. In mode F sampling breaks a compiled graph.
+    source      Xu et al. 2021; the update is that of the released optimizer, an AdamW of early versions of
+                transformers, where weight decay follows the step and applies to all weights
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, correct_bias=True,
@@ -212,44 +147,63 @@ class ChildTuningAdamW(MaskedAdamW):
             raise ValueError(f"mode: found {mode!r}, expected none, F or D")
         if not 0 < reserve_p <= 1:
             raise ValueError(f"reserve_p: found {reserve_p}, expected a number in (0, 1]")
-        self.mask_function = masks if callable(masks) else None
-        self.masks = None if callable(masks) else masks
-        self.sampled_masks = {}
-        for w, mask in (self.masks or {}).items():
+        self.masks = masks
+        for w, mask in ({} if callable(masks) else masks or {}).items():
             if not torch.is_tensor(w) or mask.dtype != torch.bool or mask.shape != w.shape:
                 raise ValueError("masks: expected {parameter: bool tensor of the parameter's shape}")
         super().__init__(params, defaults)
         self.generator = generator or torch.Generator(self.weights()[0].device).manual_seed(0)
 
-    def mask_gradients(self, gradients, masks, group):
-        return child_gradients(gradients, masks, group["mode"], group["reserve_p"])
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if weights := [w for w in group["params"] if w.grad is not None]:
+                self.update(weights, group)
+        return loss
 
-    def before_step(self):
-        sampled = [group for group in self.param_groups if group["mode"] == "F" and group["reserve_p"] < 1]
-        if sampled and self.mask_function is None and self.masks is None:
-            self.sample_masks(sampled)
+    def update(self, weights, group):
+        """Apply the update above to weights of a group."""
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        for w in weights:
+            if not self.state[w]:
+                self.state[w] |= dict(step=0, exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))
+            self.state[w]["step"] += 1
+        t, m, v = ([self.state[w][name] for w in weights] for name in ("step", "exp_avg", "exp_avg_sq"))
+        g = [w.grad for w in weights]
+        if group["mode"] != "none":
+            masks = [self.get_mask(w, group) for w in weights]
+            g = child_gradients(g, masks, group["mode"], group["reserve_p"])
+        a = [lr * (1 - beta2 ** i) ** 0.5 / (1 - beta1 ** i) if group["correct_bias"] else lr for i in t]
+        torch._foreach_lerp_(m, g, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, g, g, 1 - beta2)
+        roots = torch._foreach_rsqrt(v)                        # √v is 1 / rsqrt(v): a CPU's sqrt(0) is slow
+        torch._foreach_reciprocal_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_addcdiv_(weights, m, roots, [-x for x in a])
+        torch._foreach_add_(weights, weights, alpha=-lr * group["weight_decay"])
 
-    @torch.compiler.disable
-    def sample_masks(self, groups):
-        for group in groups:                                   # M ~ Bernoulli(p)
-            draw_masks(params_with_grad(group), self.sampled_masks, group["reserve_p"], self.generator)
-
-    def get_masks(self, weights, group):
-        """Return the mask M of each weight: a bool tensor, or None for its full gradient."""
-        if group["mode"] == "none":
-            return [None] * len(weights)
-        if self.mask_function is not None:
-            return [self.mask_function(w) for w in weights]
-        if group["mode"] == "D" and group["reserve_p"] < 1 and self.masks is None:
+    def get_mask(self, w, group):
+        """Return the mask M of a weight in mode F or D: a bool tensor, or None for its full gradient."""
+        if callable(self.masks):
+            return self.masks(w)
+        if self.masks is not None:
+            return self.masks.get(w)
+        if group["reserve_p"] == 1:
+            return None
+        if group["mode"] == "D":
             raise RuntimeError("mode D has no masks: pass masks, or load a state_dict that contains them")
-        masks = self.sampled_masks if self.masks is None else self.masks
-        return [masks.get(w) for w in weights]
+        return sample_mask(w, group["reserve_p"], self.generator)
 
     def weights(self):
         return [w for group in self.param_groups for w in group["params"]]
 
     def state_dict(self):
-        masks = None if self.masks is None else [self.masks.get(w) for w in self.weights()]
+        masks = [self.masks.get(w) for w in self.weights()] if isinstance(self.masks, dict) else None
         return super().state_dict() | {"masks": masks, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state_dict):
@@ -258,6 +212,15 @@ class ChildTuningAdamW(MaskedAdamW):
         if state_dict["masks"] is not None:
             pairs = zip(self.weights(), state_dict["masks"])
             self.masks = {w: m.to(w.device, torch.bool).view(w.shape) for w, m in pairs if m is not None}
+
+
+def sample_mask(w, p, generator):
+    """Return a bool tensor of w's shape: True with probability p, exact to 2^-32."""
+    # two int32 from each random int64: bernoulli_ takes five times as long on a CPU
+    pairs = torch.empty((w.numel() + 1) // 2, dtype=torch.int64, device=generator.device)
+    pairs.random_(-2**63, None, generator=generator)
+    bound = min(round(p * 2**32) - 2**31, 2**31 - 1)
+    return (pairs.view(torch.int32)[: w.numel()] < bound).view(w.shape).to(w.device)
 
 
 def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter=None):
@@ -354,13 +317,11 @@ def find_child(model, rows, args):
 
 
 def make_optimizer(model, args):
-    """Return the optimizer for args.mode, without weight decay of biases and norms and without D's masks."""
-    weights = [w for w in model.parameters() if w.requires_grad]
-    groups = [dict(params=[w for w in weights if w.dim() > 1], weight_decay=args.weight_decay),
-              dict(params=[w for w in weights if w.dim() <= 1], weight_decay=0.0)]
+    """Return the optimizer for args.mode. D's masks are empty: find_child computes them."""
     generator = torch.Generator(model.device).manual_seed(args.seed)
-    return ChildTuningAdamW(groups, args.lr, eps=1e-8, mode=args.mode, reserve_p=args.reserve_p,
-                            masks={} if args.mode == "D" else None, generator=generator)
+    return ChildTuningAdamW(decay_groups(model, args.weight_decay), args.lr, eps=1e-8, mode=args.mode,
+                            reserve_p=args.reserve_p, masks={} if args.mode == "D" else None,
+                            generator=generator)
 
 
 def warmup_steps(args, total):
@@ -374,97 +335,54 @@ def warmup_steps(args, total):
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the task loss of a global batch of `rows` rows, and the values to log."""
     inputs, labels = batch
-    if args.rdrop_weight is not None or args.supcon_weight:
-        loss = classifier_losses.regularised_loss(model, inputs, labels, rows, args)
-    else:
-        loss = task_loss(classify(model, inputs), labels)
-    loss = loss * (len(labels) / rows)
+    loss = task_loss(classify(model, inputs), labels) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
-
-
-def compute_ood_loss(model, batch, rows, args):
-    """Like compute_loss, for the contrastive loss of --ood-epochs."""
-    inputs, labels = batch
-    loss = classifier_losses.ood_stage_loss(model, inputs, labels, rows, args) * (len(labels) / rows)
-    return loss, {"loss": loss.detach()}
-
-
-# ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def evaluate_and_save(model, data, args, run):
-    """Score and save the model; at the last step also score it on --contrast-set and --ood."""
-    scores = evaluate(model, data["dev"], args) if data["dev"] else {}
-    run.should_save(scores)                                    # records the scores; the latest model is saved
-    classifier.save(model, args, run)
-    if scores:
-        found = classifier.describe_scores(scores, args.labels)
-        log("dev", f"step {run.step:,}, mode {args.mode}, seed {args.seed}: {found}")
-    if run.step == run.total and (args.contrast_set or args.ood):
-        found = extra_test_sets.score_extra_sets(model, data)
-        run.values |= found
-        extra_test_sets.log_extra_scores(found, "test", args.contrast_set)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def train(args, run, data, modes):
-    """Run one trial: train args.mode with args.seed. modes: the modes of all trials, for build_model."""
-    model = build_model(args, run, modes)
-    fisher_rng_state = torch.get_rng_state()                   # for dropout in the Fisher pass
-    data = classifier.tokenise_data(data, model, args.max_length)
-    rows = data["train"]
-    epoch = steps_per_epoch(len(rows), args.batch_size)
-    ood_steps = args.ood_epochs * epoch                        # the first steps, with compute_ood_loss
-    total = ood_steps + (args.steps or args.epochs * epoch)
-    args.eval_every = args.eval_every or epoch
-    log("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
-    optimizer = make_optimizer(model, args)
-    run.extra_state["skipped"] = 0
-    run.begin(model, optimizer, total)
-    if args.mode == "D" and args.reserve_p < 1 and not run.step:  # a resumed run has the masks from state.pt
-        torch.manual_seed(args.seed)
-        torch.set_rng_state(fisher_rng_state)
-        optimizer.masks = find_child(model, rows, args)
-        torch.manual_seed(args.seed + run.rank)  # different dropout on each rank
-    last_finite = {"loss": math.nan}
-    for step, batch in run.steps(total, len(rows)):
-        set_lr(optimizer, warmup_linear(step - 1, total, warmup_steps(args, total), args.lr))
-        own = [rows[i] for i in batch[own_rows(len(batch))]]
-        loss_fn = compute_ood_loss if step <= ood_steps else compute_loss
-        loss, values = loss_fn(model, make_batch(own, model), len(batch), args)
-        optimizer.zero_grad()
-        loss.backward()
-        all_reduce_gradients(model)
-        finite = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite().item()
-        if finite:
-            optimizer.step()
-        else:
-            run.extra_state["skipped"] += 1
-            log("note", f"step {step}: the gradient is not finite; the step is skipped")
-        if finite or run.eval_due:
-            run.log_metrics(values if finite else last_finite, lr=optimizer.param_groups[0]["lr"],
-                            mode=args.mode, seed=args.seed, skipped=run.extra_state["skipped"])
-            last_finite = run.values
-        if run.eval_due:
-            evaluate_and_save(model, data, args, run)
-    classifier.finish_run(run, args, run.extra_state["saved"], run.extra_state["skipped"])
 
 
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        return classifier.evaluate_model(args, __file__, load_data)
-    data = {"train": load_data(args.data, args), "dev": load_data(args.dev, args) if args.dev else []}
-    if args.contrast_set or args.ood:
-        data |= extra_test_sets.load_extra_sets(args, load_data)
-    modes = list(dict.fromkeys(args.mode))
-    if len(modes) > 1 or args.num_seeds > 1:
-        return run_trials(args, modes, __file__, functools.partial(train, data=data, modes=modes))
-    args.mode = modes[0]
-    train(args, Run(args, __file__), data, modes)
+        return classifier.evaluate_model(args, __file__)
+    train, dev = load_data(args.data, args), load_data(args.dev, args) if args.dev else []
+    run = Run(args, __file__)
+    model = build_model(args, run)
+    fisher_rng_state = torch.get_rng_state()                   # for dropout in the Fisher pass
+    train = tokenise_texts(train, model, args.max_length, training=True)
+    dev = tokenise_texts(dev, model, args.max_length)
+    epoch = steps_per_epoch(len(train), args.batch_size)
+    total = args.steps or args.epochs * epoch
+    args.eval_every = args.eval_every or epoch
+    optimizer = make_optimizer(model, args)
+    run.extra_state["skipped"] = 0
+    run.begin(model, optimizer, total)
+    if args.mode == "D" and args.reserve_p < 1 and not run.step:  # a resumed run has the masks from state.pt
+        torch.manual_seed(args.seed)
+        torch.set_rng_state(fisher_rng_state)
+        optimizer.masks = find_child(model, train, args)
+        torch.manual_seed(args.seed + run.rank)                # different dropout on each rank
+    logged = {"loss": math.nan}
+    for step, batch in run.steps(total, len(train)):
+        set_lr(optimizer, warmup_linear(step - 1, total, warmup_steps(args, total), args.lr))
+        rows = [train[i] for i in batch[own_rows(len(batch))]]
+        loss, values = compute_loss(model, make_batch(rows, model), len(batch), args)
+        optimizer.zero_grad()
+        loss.backward()
+        all_reduce_gradients(model)
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+        else:
+            run.extra_state["skipped"] += 1
+            values = logged                                    # those of the step before
+            log("note", f"step {step}: the gradient is not finite; the step is skipped")
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
+        logged = run.values
+        if run.eval_due:
+            classifier.evaluate_and_save(model, dev, args, run)
+    classifier.finish_run(run, args)
 
 
 if __name__ == "__main__":

@@ -133,8 +133,8 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     z3                    (M, D) or (M, n, D) hard negatives, 1 or n per row; None: no hard negatives
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
     offset                this rank's first row in z2, z3 and ids, which are gathered from all ranks
-    ids                   (M, 1 + n) integers, ids of the texts in z2 and z3, to leave out negatives that equal
-                          the anchor's positive; None: all are kept
+    ids                   (M, 1 + n) integers, ids of the texts in z2 and z3, to leave out negatives that
+                          equal the anchor's positive; None: all are kept
     anchor_ids            (M,) integers, with ids: also leave out negatives that equal the anchor, or another
                           positive of the same anchor
     returns               scalar float32, float64 for float64; an anchor without negatives has loss 0
@@ -148,7 +148,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     if ids is not None:
         return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
                                         anchor_ids)
-    local = slice(offset, offset + len(z1))                    # rows of z2 and z3 that belong to these anchors
+    local = slice(offset, offset + len(z1))                    # the rows of z2 and z3 of these anchors
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
     positive = (z1 * z2[local]).sum(1) / temperature

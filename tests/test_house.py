@@ -64,9 +64,7 @@ MAY_IMPORT = {"kernels.gpu": {"kernels.gpu"}, "kernels": {"kernels"}, T: {"kerne
               f"{T}.papers": {"kernels", T, f"{T}.text", f"{T}.images"},
               "": {"kernels", T, f"{T}.text", f"{T}.images", f"{T}.papers"}}
 MAY_IMPORT["docs.more"] = MAY_IMPORT[""]
-MAY_IMPORT[f"{T}.extras"] = MAY_IMPORT[""]
-MAY_IMPORT[""].add(f"{T}.extras")
-LATER = {"kernels": {"kernels.gpu"}, f"{T}.text": {f"{T}.extras"}}
+LATER = {"kernels": {"kernels.gpu"}}
 LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}     # plain Python: kernels.gpu may
 TOOLS = [ROOT / "kernels" / "training" / f"{name}.py" for name in ("mine", "probes", "plot", "equal_texts")]
 
@@ -120,7 +118,7 @@ def test_the_core_has_an_order_of_imports():
 
 
 def test_lengths():
-    papers = [file for file in CODE if {"extras", "papers"} & {*file.parts} or file in TOOLS]
+    papers = [file for file in CODE if "papers" in file.parts or file in TOOLS]
     training = [file for file in CODE if "training" in file.parts and file not in papers]
     benchmark = [ROOT / "kernels" / name for name in ("benchmark.py", "figures.py")]
     others = (*SCRIPTS, *(ROOT / "docs").rglob("*.py"), *papers, *training, *benchmark)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import childtuning
 import dclr
 import ease
+import finetune
 import kernels
 import selfguided
 import simclr
@@ -98,9 +98,9 @@ LOSSES = {
     "vascl, code": lambda s: vascl_loss(s, "code"),
     "dclr": lambda s: dclr_loss(s, "paper"),
     "dclr, code": lambda s: dclr_loss(s, "code"),
-    "childtuning, supcon": lambda s: childtuning.supcon_loss(
+    "finetune, supcon": lambda s: finetune.supcon_loss(
         s.views, s.labels, T, **s.gathered(s.views, s.labels)),
-    **{f"childtuning, ood, {form}": lambda s, form=form: childtuning.ood_contrastive_loss(
+    **{f"finetune, ood, {form}": lambda s, form=form: finetune.ood_contrastive_loss(
         s.x, s.y, s.labels, T, form, **s.gathered(torch.stack([s.x, s.y], 1), s.labels))
        for form in ("paper", "code")}}
 

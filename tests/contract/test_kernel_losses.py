@@ -134,8 +134,9 @@ def test_loss_of_kernels(name):
 def test_losses_of_1_2_and_3_ranks(tmp_path):
     """The shares of all ranks, and their gradients, add up to those of one process without gathered rows."""
     here = Path(__file__).resolve()
+    root = here.parents[2]
     subprocess.run([sys.executable, here.with_name("loss_ranks.py"), tmp_path], check=True, timeout=120,
-                   env=os.environ | {"PYTHONPATH": str(here.parents[2])})
+                   env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "docs" / "more")])})
     problems, alone = [], torch.load(tmp_path / "0-0")
     for world in (1, 2, 3):
         ranks = [torch.load(tmp_path / f"{world}-{rank}") for rank in range(world)]

@@ -9,6 +9,7 @@ import childtuning
 import cline
 import dclr
 import ease
+import finetune
 import loss_formulas as formulas
 import moco
 import selfguided
@@ -114,13 +115,14 @@ CASES = {
         *cases(dclr.noise_negatives, formulas.noise_negatives, PAPER, CODE,
                z1=X, z2=Y, noise=P[:9], steps=3, step_size=0.1, temperature=0.2),
         *cases(dclr.instance_weights, formulas.instance_weights, {}, f1=E, f2=GUIDE, phi=0.3)],
-    "childtuning": [
-        *cases(childtuning.rdrop_loss, formulas.rdrop_loss, PAPER, CODE,
+    "finetune": [
+        *cases(finetune.rdrop_loss, formulas.rdrop_loss, PAPER, CODE,
                logits1=X, logits2=Y, labels=LABELS, alpha=0.7),
-        *cases(childtuning.supcon_loss, formulas.supcon_loss, dict(z=MANY), dict(z=MANY[:, :1], labels=IDS),
+        *cases(finetune.supcon_loss, formulas.supcon_loss, dict(z=MANY), dict(z=MANY[:, :1], labels=IDS),
                labels=LABELS, temperature=0.3),
-        *cases(childtuning.ood_contrastive_loss, formulas.ood_contrastive_loss, PAPER, CODE,
-               z=E, z_adv=Y, labels=LABELS, temperature=0.3),
+        *cases(finetune.ood_contrastive_loss, formulas.ood_contrastive_loss, PAPER, CODE,
+               z=E, z_adv=Y, labels=LABELS, temperature=0.3)],
+    "childtuning": [
         *cases(child_gradient, formulas.child_gradient, dict(mode="F"), dict(mode="D"),
                gradient=X, mask=Y > 0, p=0.3),
         *cases(fisher_information, formulas.fisher_information, {},

@@ -4,11 +4,12 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from childtuning import rdrop_loss, task_loss
 from cline import contrastive_loss, replaced_token_loss, total_loss
 from dclr import dclr_loss, instance_weights, noise_negatives
 from ease import ease_loss
+from finetune import adversarial_noise, ood_contrastive_loss, rdrop_loss, supcon_loss
 from kernels import check_rows, choose_impl, embed_in_chunks, gather_rows, own_rows
+from kernels.training.text.classifier import task_loss
 from moco import enqueue, moco_loss
 from selfguided import selfguided_loss
 from simclr import simclr_loss, sup_con_loss
@@ -85,6 +86,12 @@ def dclr_with(z1=Z, z2=Z, noise=Z, f1=Z, f2=Z, **options):
     (lambda: task_loss(Z, LABELS / 8), r"logits: found \(8, 6\), expected \(N, 1\)"),
     (lambda: task_loss(Z[:, :1], Z[:, :1]), r"labels: found \(8, 1\), expected \(8,\)"),
     (lambda: rdrop_loss(Z, Z[:4], LABELS, 1.0), r"logits2: found \(4, 6\), expected \(8, 6\)"),
+    (lambda: rdrop_loss(Z, Z, LABELS % 6, 1.0, "old"), r"form: 'old', expected"),
+    (lambda: supcon_loss(Z, LABELS), r"z: found \(8, 6\), expected \(N, V, D\)"),
+    (lambda: ood_contrastive_loss(Z, WIDE, LABELS), r"z_adv: found \(8, 7\), expected \(8, 6\)"),
+    (lambda: ood_contrastive_loss(Z, Z, LABELS / 8), r"labels: found"),
+    (lambda: ood_contrastive_loss(Z, Z, LABELS, 0.0), r"temperature: 0\.0, expected"),
+    (lambda: adversarial_noise(HARD, TOKENS.long()[:4], 1.0), r"mask: found \(4, 3\), expected \(8, 3\)"),
     (lambda: gather_rows(Z, 9), r"rows: found 9, of which this process \(1 of 1\) has 9, but x has 8; "),
     (lambda: gather_rows(Z.sum(), 1), "x: found a tensor without dimensions, expected"),
     (lambda: choose_impl("auto", None), "x: found NoneType, expected a tensor"),

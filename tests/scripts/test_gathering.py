@@ -14,13 +14,13 @@ import torch.distributed as dist
 import dclr
 import declutr
 import ease
+import finetune
 import kernels
 import selfguided
 import simclr
 import simcse
 import vascl
 from kernels import gather, own_rows
-from kernels.training.extras import classifier_losses
 from running import fork_context, free_port, multiplications
 
 ROWS, WIDTH, RANKS = 64, 48, 3                                 # 21, 21 and 22 rows per rank
@@ -121,12 +121,12 @@ def selfguided_case(impl, objective):
     return selfguided.compute_loss(model, batch, ROWS, args(impl, objective=objective))[0], [z]
 
 
-def childtuning_case(impl, loss):
+def finetune_case(impl, loss):
     z, own = embeddings(2, seed=12), own_rows(ROWS)
-    classifier_losses.sup_con_loss = functools.partial(kernels.sup_con_loss, impl=impl)
-    gathered = classifier_losses.gathered_rows(z[own], LABELS[own], ROWS)
+    finetune.sup_con_loss = functools.partial(kernels.sup_con_loss, impl=impl)
+    gathered = finetune.gathered_rows(z[own], LABELS[own], ROWS)
     views = [z[own]] if loss == "supcon_loss" else z[own].unbind(1)
-    part = getattr(classifier_losses, loss)(*views, LABELS[own], 0.2, **gathered)
+    part = getattr(finetune, loss)(*views, LABELS[own], 0.2, **gathered)
     return part * (own.stop - own.start) / ROWS, [z]
 
 
@@ -145,8 +145,8 @@ CASES = {
     "ease": ease_case,
     "selfguided": functools.partial(selfguided_case, objective="opt3"),
     "selfguided --objective base": functools.partial(selfguided_case, objective="base"),
-    "childtuning --supcon-weight": functools.partial(childtuning_case, loss="supcon_loss"),
-    "childtuning --ood-epochs": functools.partial(childtuning_case, loss="ood_contrastive_loss")}
+    "finetune --supcon-weight": functools.partial(finetune_case, loss="supcon_loss"),
+    "finetune --ood-epochs": functools.partial(finetune_case, loss="ood_contrastive_loss")}
 
 
 def compute(name, impl):

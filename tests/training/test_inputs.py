@@ -11,7 +11,7 @@ import torch
 from kernels.training.out import fingerprints
 from running import DATA, KEPT, rejects, run, small_bert
 
-SCRIPTS = "simclr moco simcse selfguided cline tacl ease vascl dclr childtuning".split()
+SCRIPTS = "simclr moco simcse selfguided cline tacl ease vascl dclr childtuning finetune".split()
 NO_INPUT = {"--out", "--prompt", "--columns", "--text-columns", "--label-column", "--child-filter",
             "--layer-study", "--save-triples", "--dev-columns"}
 

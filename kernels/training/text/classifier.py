@@ -1,4 +1,5 @@
-"""Text classification and regression: labelled rows of one or two texts, their tokens, loss and metrics."""
+"""Text classification and regression, for scripts that fine-tune a classifier: flags, labelled rows of one or
+two texts, the model, its loss and metrics, and saving."""
 import math
 import re
 from collections import Counter
@@ -12,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from kernels import check_rows, checks
 
 from .. import out
-from ..data import NUMBER, empty_cell, join_names, normalise_name, read_table, show_cells
+from ..data import NUMBER, empty_cell, iter_texts, join_names, normalise_name, read_table, show_cells
 from ..errors import fail, log
 from ..out import atomic_output, save_tokenizer
 from ..progress import progress
@@ -22,6 +23,68 @@ from .sts import spearman
 from .tokens import count_characters, text_batches
 
 INTEGER = r"-?\d{1,18}"
+LOAD = 'pipeline("text-classification", "{}")'                  # how a user loads the saved folder
+METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spearman", "pearson")}
+
+
+def classifier_flags(parser):
+    """Add the flags that scripts for classifiers share."""
+    add = parser.add_argument
+    add("--text-columns", group="data", nargs="+", help="one or two columns of text; default see above")
+    add("--label-column", group="data", help="column of labels; default see above")
+    add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
+    add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
+        help="dev score to print at the end; f1: of label 1 if labels are 0 and 1, else macro F1; default "
+             "accuracy, or spearman in regression")
+    parser.set_defaults(labels=None)                           # load_rows sets it to the class names
+
+
+def load_rows(path, args):
+    """Return [(texts, label)] of a file, and print a summary. texts are one or two strings; label is an index
+    into args.labels, or a number in regression. The first file read is the training data, see infer_task."""
+    table, texts, label = find_columns(path, args)
+    rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
+    for place, sentences, answer in rows:
+        if fault := empty_cell((*sentences, answer)):
+            fail(f"{path} {place}: {fault}")
+    counts = Counter(answer for *_, answer in rows)
+    if args.labels is None:
+        infer_task(counts, path, args)
+    if args.task == "regression":
+        values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
+    else:
+        values = {answer: i for i, answer in enumerate(args.labels)}
+        wanted = f"one of the labels of {args.data or args.model}: {', '.join(args.labels)}"[:300]
+    for place, _, answer in rows:
+        if answer not in values:
+            fail(f"{path} {place}: label {answer[:40]!r}, expected {wanted}")
+    commonest, kind = max(counts, key=counts.get), "pairs" if len(texts) == 2 else "texts"
+    log("data", f"{args.task}: {len(rows):,} {kind} from {path}, {len(counts)} labels, "
+                f"{100 * counts[commonest] / len(rows):.1f} % {commonest}")
+    return [(sentences, values[answer]) for _, sentences, answer in rows]
+
+
+def infer_task(counts, path, args):
+    """Set args.task, args.labels and args.metric from the training data's labels, {label: number of rows}.
+
+    The task, unless it is given, is regression if all labels are numbers and one has a decimal point.
+    args.labels becomes the sorted classes; [] for regression.
+    """
+    if args.task is None:
+        numbers = all(re.fullmatch(NUMBER, label) for label in counts)
+        has_point = any("." in label for label in counts)
+        args.task = "regression" if numbers and has_point else "classification"
+    args.labels = []
+    if args.task == "classification":
+        by_value = all(re.fullmatch(INTEGER, label) for label in counts)
+        args.labels = sorted(counts, key=(lambda label: (int(label), label)) if by_value else None)
+    args.metric = args.metric or METRICS[args.task][0]
+    if args.metric not in METRICS[args.task]:
+        fail(f"--metric {args.metric}: the task is {args.task}, expected {', '.join(METRICS[args.task])}")
+    if len(counts) == 1:
+        fail(f"{path}: every label is {min(counts)!r}; expected at least two different labels")
+    if args.batch_size > counts.total():
+        fail(f"{path}: {counts.total()} rows, expected at least --batch-size, which is {args.batch_size}")
 
 
 def find_columns(path, args):
@@ -44,14 +107,12 @@ def find_columns(path, args):
     if not {label, *texts} <= set(names) or label in texts or len(texts) not in (1, 2):
         fail(f"{path}: columns {join_names(header)}; expected one or two of text (now {join_names(texts)}) "
              f"and one of labels (now {label[:40]}); name them by --text-columns and --label-column")
-    indices = [names.index(name) for name in texts]
+    *indices, last = (names.index(name) for name in (*texts, label))
     if not args.text_columns:
         cells = next(iter(table))[1]
-        places = [*indices, names.index(label)]
-        log("first", show_cells([*["text"] * len(indices), "label"], [cells[i] for i in places]))
-    args.text_columns = [header[i] for i in indices]
-    args.label_column = header[names.index(label)]
-    return table, indices, names.index(label)
+        log("first", show_cells([*["text"] * len(indices), "label"], [cells[i] for i in (*indices, last)]))
+    args.text_columns, args.label_column = [header[i] for i in indices], header[last]
+    return table, indices, last
 
 
 def read_table_with_names(path, names):
@@ -61,56 +122,28 @@ def read_table_with_names(path, names):
     return header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))], table, bool(header)
 
 
-def read_labelled(path, args):
-    """Return [(place in the file, texts, label)], all of them strings. Raise UserError if a cell is empty."""
-    table, texts, label = find_columns(path, args)
-    rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
-    for place, sentences, answer in rows:
-        if fault := empty_cell((*sentences, answer)):
-            fail(f"{path} {place}: {fault}")
-    return rows
+def load_model(args, run):
+    """Load --model with a new head, or as a classifier with a trained one, and its tokenizer."""
+    torch.manual_seed(args.seed)                               # for the weights of a new head
+    head = dict(problem_type="regression", num_labels=1)
+    if args.labels:
+        head = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
+                    label2id={label: i for i, label in enumerate(args.labels)})
+    auto = AutoModelForSequenceClassification
+    model, tokenizer = load_text_model(args.model, iter_texts(args.data), auto, **head)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    longest = longest_input(model.base_model, tokenizer)
+    if args.max_length > longest:
+        fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")
+    model.tokenizer, model.bf16 = tokenizer, run.bf16
+    log("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
+    return model.to(run.device).train()
 
 
-def infer_task(labels, args):
-    """Set args.task and args.labels from the labels of the training data, which are strings.
-
-    The task, unless it is given, is regression if all labels are numbers and one has a decimal point.
-    args.labels becomes the sorted classes; [] for regression.
-    """
-    if args.task is None:
-        numbers = all(re.fullmatch(NUMBER, label) for label in labels)
-        has_point = any("." in label for label in labels)
-        args.task = "regression" if numbers and has_point else "classification"
-    args.labels = []
-    if args.task == "classification":
-        by_value = all(re.fullmatch(INTEGER, label) for label in labels)
-        args.labels = sorted(set(labels), key=(lambda label: (int(label), label)) if by_value else None)
-
-
-def encode_labels(rows, path, args):
-    """Return read_labelled's rows as [(texts, label)], and print a summary. The new label is its index in
-    args.labels for classification, its value for regression."""
-    counts = Counter(answer for *_, answer in rows)
-    if args.task == "regression":
-        values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
-    else:
-        values = {answer: i for i, answer in enumerate(args.labels)}
-        wanted = f"one of the labels of {args.data or args.model}: {', '.join(args.labels)}"[:300]
-    for place, _, answer in rows:
-        if answer not in values:
-            fail(f"{path} {place}: label {answer[:40]!r}, expected {wanted}")
-    commonest, kind = max(counts, key=counts.get), "pairs" if len(rows[0][1]) == 2 else "texts"
-    log("data", f"{args.task}: {len(rows):,} {kind} from {path}, {len(counts)} labels, "
-                f"{100 * counts[commonest] / len(rows):.1f} % {commonest}")
-    return [(sentences, values[answer]) for _, sentences, answer in rows]
-
-
-def tokenise_texts(rows, model, max_length):
-    """Tokenise rows [(texts, label)] of one or two texts, with special tokens and without padding.
-
-    max_length  truncate rows to this many tokens
-    returns     ([({input name: int32 (L,)}, label)], number of truncated rows)
-    """
+def tokenise_texts(rows, model, max_length, training=False):
+    """Tokenise rows [(texts, label)] to [({input name: int32 (L,)}, label)], with special tokens and without
+    padding. Truncate them to max_length tokens; for training data, print how many are truncated."""
     done, cut = [], 0
     accepted = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in accepted]
@@ -122,15 +155,9 @@ def tokenise_texts(rows, model, max_length):
                  for i, label in enumerate(labels)]
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         del encoded                            # frees its memory before the next part is tokenised
-    return done, cut
-
-
-def tokenise_data(data, model, max_length):
-    """Tokenise {name: [(texts, label)]} to {name: rows}. Print how many rows of "train" are truncated."""
-    parts = {name: tokenise_texts(rows, model, max_length) for name, rows in data.items()}
-    cut = parts["train"][1]
-    log("data", f"{cut:,} of {len(data['train']):,} training rows truncated to {max_length} tokens")
-    return {name: rows for name, (rows, _) in parts.items()}
+    if training:
+        log("data", f"{cut:,} of {len(rows):,} training rows truncated to {max_length} tokens")
+    return done
 
 
 def make_batch(rows, model):
@@ -222,8 +249,35 @@ def metric_name(metric, labels=()):
     return "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"
 
 
-def evaluate_model(args, script, load_data):
-    """Run --evaluate: print the scores of a trained classifier. Its labels are read from its config."""
+def evaluate_and_save(model, rows, args, run):
+    """Score the model on the rows of --dev, if any, and save it: the latest model is kept."""
+    scores = evaluate(model, rows, args) if rows else {}
+    run.should_save(scores)                                    # records the scores
+    if scores:
+        log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
+    if run.rank == 0:
+        with atomic_output(run) as aside:
+            model.save_pretrained(aside)
+            save_tokenizer(model.tokenizer, aside)
+            text = f"{args.task.capitalize()} of text. A pair is {{\"text\": ..., \"text_pair\": ...}}."
+            out.write_card(aside, run, "text-classification", ["transformers"], text,
+                           LOAD.format(args.out))
+
+
+def finish_run(run, args):
+    """End the run: print the score of the saved model, the number of skipped steps, and how to load it."""
+    scores, skipped, text = run.extra_state["saved"], run.extra_state["skipped"], ""
+    if args.dev:
+        text = f"{metric_name(args.metric, args.labels)} {scores[args.metric]:.2f} on --dev, "
+    if skipped:
+        text += f"{skipped} steps skipped, "
+    run.finish(text)
+    log("load", LOAD.format(args.out))
+
+
+def evaluate_model(args, script):
+    """Run --evaluate: print the scores of a trained classifier on --dev, else on --data, if one is given.
+    Return (model, tokenised rows). Task, labels and the longest input are read from the model into args."""
     run, path = Run(args, script), args.dev or args.data
     model, tokenizer = load_text_model(args.model, None, AutoModelForSequenceClassification)
     if model.missing:
@@ -232,54 +286,9 @@ def evaluate_model(args, script, load_data):
     regression = config.problem_type == "regression" or config.num_labels == 1
     args.task = "regression" if regression else "classification"
     args.labels = [] if regression else [config.id2label[i] for i in range(config.num_labels)]
-    longest = min(args.max_length, longest_input(model.base_model, tokenizer))
+    args.max_length = min(args.max_length, longest_input(model.base_model, tokenizer))
     model.to(run.device)
-    data = {"dev": load_data(path, args) if path else [], "train": []}
-    if args.contrast_set or args.ood:
-        from ..extras import extra_test_sets
-        data |= extra_test_sets.load_extra_sets(args, load_data)
-        if args.ood and args.data:
-            data["train"] = load_data(args.data, args)
-    data = {name: tokenise_texts(rows, model, longest)[0] for name, rows in data.items()}
-    if path:
-        log("test", f"{describe_scores(evaluate(model, data['dev'], args), args.labels)}  {path}")
-    if args.contrast_set or args.ood:
-        if args.ood and not args.data:
-            log("note", "--ood: local outlier factor and Mahalanobis need the training rows, in --data")
-        scores = extra_test_sets.score_extra_sets(model, data)
-        extra_test_sets.log_extra_scores(scores, "test", args.contrast_set)
-
-
-def save(model, args, run):
-    """Write the classifier, in transformers' format, and its README.md into --out."""
-    if run.rank:
-        return
-    with atomic_output(run) as aside:
-        model.save_pretrained(aside)
-        save_tokenizer(model.tokenizer, aside)
-        write_card(aside, args, run)
-
-
-def write_card(folder, args, run):
-    """Write a classifier's README.md into `folder`; its example loads the model from the run's --out."""
-    text = f"{args.task.capitalize()} of text, mode {args.mode}. "
-    text += 'A pair is {"text": ..., "text_pair": ...}.'
-    out.write_card(folder, run, "text-classification", ["transformers"], text, load_hint(run))
-
-
-def finish_run(run, args, scores, skipped):
-    """End the run: print the scores of the saved model, the number of skipped steps, and how to load it.
-    `args` are the flags with which the saved model was trained."""
-    text = ""
-    if args.dev:
-        metric = metric_name(args.metric, args.labels)
-        text = f"{metric} {scores[args.metric]:.2f} of mode {args.mode}, seed {args.seed}, "
-    if skipped:
-        text += f"{skipped} steps skipped, "
-    run.finish(text)
-    log("load", load_hint(run))
-
-
-def load_hint(run):
-    """Return the Python expression that loads the saved folder."""
-    return f'pipeline("text-classification", "{run.args.out}")'
+    rows = tokenise_texts(load_rows(path, args), model, args.max_length) if path else []
+    if rows:
+        log("test", f"{describe_scores(evaluate(model, rows, args), args.labels)}  {path}")
+    return model, rows

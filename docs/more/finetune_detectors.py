@@ -1,0 +1,117 @@
+"""finetune.py: features of texts, and for --ood three detectors of texts of unseen classes. Texts of known
+classes should score higher; the metrics tell how well the scores separate the two kinds of texts."""
+import numpy as np
+import torch
+
+from kernels.training.data import empty_cell, join_names, normalise_name
+from kernels.training.errors import fail, log
+from kernels.training.text.classifier import classify, read_table_with_names
+
+
+def classify_with_features(model, inputs):
+    """Return (logits (n, labels), features (n, H)), both float32. The features are the input of the last
+    linear layer; in training the model's dropout has been applied."""
+    labels, seen = model.config.num_labels, []
+    linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    hooks = [part.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+             for part in [part for part in linear if part.out_features == labels][-1:]]
+    logits = classify(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    if len(seen) != 1:
+        fail(f"{type(model).__name__} calls a linear layer from a text's features to its {labels} labels "
+             f"{len(seen)} times per pass, expected once; use another --model", every_rank=True)
+    features, = seen
+    if features.dim() == 3:                                    # GPT-2: of all tokens; keep the last real one
+        places = torch.arange(1, features.shape[1] + 1, device=model.device)
+        last = (places * attention_mask_of(inputs)).argmax(1)
+        features = features[torch.arange(len(last), device=model.device), last]
+    return logits, features.float()
+
+
+def attention_mask_of(inputs):
+    """Return the attention mask (n, L), 0 for padding; all ones if the tokenizer gives none, as FNet's."""
+    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+
+
+def load_unseen(args):
+    """Return [(texts, 0)] of --ood, from the same text columns as in --data. Fail if scikit-learn, which has
+    the local outlier factor, is not installed."""
+    if not args.data or not args.dev:
+        fail(f"--ood {args.ood}: expected training texts in --data, and texts of the same classes in --dev")
+    try:
+        import sklearn.neighbors  # noqa: F401
+    except ImportError:
+        fail("--ood needs the package scikit-learn; run pip install scikit-learn")
+    header, table, named = read_table_with_names(args.ood, args.text_columns)
+    names, expected = ([*map(normalise_name, columns)] for columns in (header, args.text_columns))
+    if not named and len(names) == len(expected):              # no header: the columns are the texts
+        names = expected
+    if not set(expected) <= set(names):
+        fail(f"{args.ood}: columns {join_names(header)}; expected those of {args.data}, "
+             f"{join_names(args.text_columns)}")
+    rows = [(place, tuple(cells[names.index(name)] for name in expected)) for place, cells in table]
+    for place, texts in rows:
+        if fault := empty_cell(texts):
+            fail(f"{args.ood} {place}: {fault}")
+    log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
+    return [(texts, 0) for _, texts in rows]
+
+
+def detector_scores(known, unseen, train, labels):
+    """Return {detector: its metrics, see ood_metrics}.
+
+    known, unseen, train   (logits (n, C), features (n, H)) of the rows of --dev, --ood and --data
+    labels                 (N,) classes of the training rows
+    """
+    (known_logits, known), (unseen_logits, unseen), (_, train) = known, unseen, train
+    found = {"maximum softmax": [x.double().softmax(1).amax(1) for x in (known_logits, unseen_logits)],
+             "local outlier factor": [local_outlier_factor(train, x) for x in (known, unseen)],
+             "Mahalanobis": [mahalanobis(train, labels, x) for x in (known, unseen)]}
+    return {name: ood_metrics(*(scores.numpy() for scores in pair)) for name, pair in found.items()}
+
+
+def local_outlier_factor(train, x, neighbours=20):
+    """Return −LOF (n,) float64 of features x (n, H), for training features (N, H). LOF compares the density
+    around a vector with that around its nearest training vectors: 20 in the released code."""
+    from sklearn.neighbors import LocalOutlierFactor
+
+    train, x = train.double().numpy(), x.double().numpy()
+    detector = LocalOutlierFactor(n_neighbors=min(neighbours, len(train) - 1), novelty=True).fit(train)
+    return torch.from_numpy(detector.score_samples(x))
+
+
+def mahalanobis(train, labels, x):
+    """Return −(z − μ)ᵀ Σ⁺ (z − μ) (n,) float64 of features z in x (n, H); μ is the nearest class mean.
+
+    train, labels   (N, H) features, any float type, and (N,) integers
+    source          Lee et al. 2018: Σ = 1/N Σ_i (z_i − μ_i)(z_i − μ_i)ᵀ over all classes, where μ_i is the
+                    mean of the class of z_i; Σ⁺ is its pseudo-inverse
+    """
+    train = train.double()
+    _, group = labels.unique(return_inverse=True)
+    sums = train.new_zeros(int(group.max()) + 1, train.shape[1]).index_add(0, group, train)
+    means = sums / group.bincount()[:, None]
+    centred = train - means[group]
+    variances, directions = torch.linalg.eigh(centred.T @ centred / len(train))
+    # features are float32, so a variance below its rounding error counts as 0
+    real = variances > torch.finfo(torch.float32).eps * variances.max()
+    whitening = directions[:, real] / variances[real].sqrt()   # makes the Mahalanobis distance Euclidean
+    whitened, centres = ((z - means[0]) @ whitening for z in (x.double(), means))
+    return -torch.cdist(whitened, centres).amin(1).square()
+
+
+def ood_metrics(known, unseen):
+    """Return {"AUROC", "FPR95", "F1"} in percent, of the scores (n,) of known and (m,) of unseen rows.
+
+    AUROC   probability that a known row scores higher than an unseen one; ties count half
+    FPR95   fraction of unseen rows that are accepted, at the threshold that accepts 95 % of the known rows
+    F1      of detecting unseen rows at that threshold
+    """
+    known = np.sort(known)
+    below, upto = (np.searchsorted(known, unseen, side) for side in ("left", "right"))
+    threshold = known[len(known) // 20]                        # n − ⌈0.95 n⌉ known rows score lower
+    accepted, detected = (unseen >= threshold).mean(), (unseen < threshold).sum()
+    rejected = (known < threshold).sum()
+    return {"AUROC": 100 * float(1 - (below + upto).mean() / 2 / len(known)), "FPR95": 100 * float(accepted),
+            "F1": 100 * float(2 * detected / (detected + rejected + len(unseen)))}
