@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 FIDELITY, OTHERS = ROOT / "docs/fidelity.md", ROOT / "docs/others.md"
 DOCUMENTS = [README, CONTRIBUTING, *sorted(ROOT.glob("docs/*.md"))]
-PYTHON = r"(?:\S*python3? (?:-m )?|torchrun (?:--\S+ \d+ )*)"
+PYTHON = r"(?:\S*python3? (?:-m |docs/more/)?|torchrun (?:--\S+ \d+ )*)"
 PROGRAM = re.compile(PYTHON + r"(kernels[\w.]+|\w+(?=\.py ))(?:\.py)? (.*)")
 
 
@@ -68,7 +68,7 @@ def test_table_has_every_script():
     scripts = {path.stem for path in ROOT.glob("*.py")}
     assert set(re.findall(r"^\| `(\w+)\.py` .*`python \1\.py ", read(README)[0], re.M)) == scripts
     of_kernels = {"kernels.benchmark", "kernels.training.plot", "kernels.training.mine"}
-    assert {program for program, _ in COMMANDS} == scripts | of_kernels | {"cil"}
+    assert {program for program, _ in COMMANDS} == scripts | of_kernels | {"cil", "finetune"}
 
 
 def test_flags_in_docs_fidelity_exist():
