@@ -25,7 +25,7 @@ found by --columns, by a header (original, synonym, antonym ...) or by their ord
 
 Expected: training raises two scores on the held-out rows. "hits" is the percentage of originals that are
 nearer to their synonym text than to their antonym text; "margin" is the mean of h·h_syn − h·h_ant.
-Published result: after fine-tuning (see childtuning.py), CLINE scores 1.6 points more than RoBERTa-base
+Published result: after fine-tuning (by docs/more/finetune.py), CLINE scores 1.6 points more than RoBERTa-base
 on four contrast sets (mean), and 0.5 points more on four adversarial test sets. The authors trained with our
 defaults and a spaCy model as --tagger; --data was Wikipedia and BookCorpus. No result is published for
 --form code.
