@@ -36,16 +36,14 @@ Unsupervised results differ by about two points between seeds. The paper's flags
 Departures from the released code:
   - The released code reads an empty cell as one space; this script reports an error.
   - With several GPUs, the released code divides the gradient by the number of GPUs; this script does not.
-
-docs/others.md has more papers that build on this one: ConSERT, DeCLUTR, SimCLS, and recipes for a copy.
 """
 import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import check_rows, checks, own_rows, similarity_lse
+from kernels import own_rows, similarity_lse
+from kernels.training import equal_texts
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
-from kernels.training.equal_texts import log_equal_texts, loss_without_equal_texts, text_ids
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
@@ -140,14 +138,14 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     returns               scalar float32, float64 for float64; an anchor without negatives has loss 0
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
-    check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids)
+    equal_texts.check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids)
     hard = []                                                  # one (M, D) tensor per hard negative of a row
     if z3 is not None:
         hard = [z3] if z3.ndim == 2 else z3.unbind(1)
     z1, z2, *hard = [unit_rows(z) for z in (z1, z2, *hard)]
     if ids is not None:
-        return loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
-                                        anchor_ids)
+        return equal_texts.loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight,
+                                                    offset, impl, anchor_ids)
     local = slice(offset, offset + len(z1))                    # the rows of z2 and z3 of these anchors
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
@@ -158,23 +156,9 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
 
 
-def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids):
-    """Raise ValueError if the arguments of simcse_loss do not fit together."""
-    checks.check_dense("z3", z3)
-    several = getattr(z3, "ndim", 2) == 3
-    n = z3.shape[1] if several else int(z3 is not None)        # hard negatives per row
-    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D" if several else "M D", None),
-               ids=(ids, "M t", int, None), anchor_ids=(anchor_ids, "M", int, None), t=1 + n)
-    checks.check_same_dtype(z1=z1, z2=z2, z3=z3)
-    checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
-
-
 def compute_loss(model, batch, rows, args, ids=None, anchor_ids=None):
     """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log.
-
-    batch              groups of SentenceEncoder.batch, with this rank's anchors, positives and hard negatives
-    ids, anchor_ids    as for simcse_loss, with --ignore-equal
-    """
+    batch: of model.batch, with this rank's texts; ids, anchor_ids: as for simcse_loss (--ignore-equal)."""
     z1, *keys = model(batch).chunk(args.count)                 # anchors; positives and any hard negatives
     z2, *hard = [gather_keys(z, rows, args) for z in keys]
     with loss_autocast(z1, args):
@@ -207,13 +191,13 @@ def main(argv=None, data=None):
     total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
-    log_equal_texts(tokens, args.ignore_equal)
+    equal_texts.log_equal_texts(tokens, args.ignore_equal)
     evaluator.evaluate_before(model, run)
     model.train()
     for step, picked in run.steps(total, len(tokens)):         # picked: row numbers of the global batch
         set_lr(optimizer, warmup_linear(step - 1, total, 0, args.lr))
         batch = model.batch(*tokens.views(picked[own_rows(len(picked))], args.count))
-        ids = text_ids(tokens, picked, run.device) if args.ignore_equal else ()
+        ids = equal_texts.text_ids(tokens, picked, run.device) if args.ignore_equal else ()
         loss, values = compute_loss(model, batch, len(picked), args, *ids)
         optimizer.zero_grad()
         loss.backward()

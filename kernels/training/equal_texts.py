@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels import similarity_lse
+from kernels import check_rows, checks, similarity_lse
 
 from .errors import is_first_rank, log
 
@@ -52,6 +52,17 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
         weighted = weighted.masked_fill(excluded, torch.finfo(weighted.dtype).min)
         negatives = torch.logaddexp(torch.logaddexp(negatives, weighted), negatives_lse(z, column))
     return -F.logsigmoid(positive - negatives).mean()
+
+
+def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids):
+    """Raise ValueError if the arguments of simcse_loss do not fit together."""
+    checks.check_dense("z3", z3)
+    several = getattr(z3, "ndim", 2) == 3
+    n = z3.shape[1] if several else int(z3 is not None)        # hard negatives per row
+    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D" if several else "M D", None),
+               ids=(ids, "M t", int, None), anchor_ids=(anchor_ids, "M", int, None), t=1 + n)
+    checks.check_same_dtype(z1=z1, z2=z2, z3=z3)
+    checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
 
 
 def exclusion_rules(anchor_ids, ids):
