@@ -127,9 +127,10 @@ def test_first_loss_of_a_teacher(name, copies, tmp_path, bert):
 
 def test_bad_scores(copies, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    scored(Path(), [*ROWS[:4], [*ROWS[4][:3], "high", "1"], *ROWS[5:], [*ROWS[4][:3], "1", "nan"]])
+    scored(Path(), [*ROWS[:4], [*ROWS[4][:3], "high", "1"], *ROWS[5:], [*ROWS[4][:3], "1", "nan"],
+                    [*ROWS[4][:3], "1", "1e39"]])
     flags = ["--data", "scored.csv", "--model", "scratch", "--batch-size", 4]
-    for wanted, columns in ((r".*\.csv line 6: found high, 1, expected numbers \(1 more .*\)", COLUMNS),
+    for wanted, columns in ((r".*\.csv line 6: found high, 1, expected numbers \(2 more .*\)", COLUMNS),
                             ("--columns: expected the names .*", COLUMNS[:3]),
                             (".*: no column query_score; expected one of query, .*", [*COLUMNS, "query"])):
         rejects("teacher", capfd, wanted, *flags, *columns)
