@@ -37,11 +37,9 @@ def random_masks(weights, seed):
 @pytest.mark.parametrize("mode, p", [("none", 0.3), ("D", 0.3), ("F", 0.3), ("F", 0.9), (None, 1), ("D", 1),
                                      ("ChildTuning-F", 1)])
 def test_steps_follow_the_released_rule(mode, p, correct_bias):
-    """30 steps equal a numpy version.
-
-    There are two parameter groups and a falling learning rate. In every third step a weight has no gradient.
-    In the last step some gradients are NaN; where the mask is 0 they count as 0. With p = 1 there is no mask.
-    """
+    """30 steps equal a numpy version, for two parameter groups and a falling learning rate. In every third
+    step a weight has no gradient. In the last step some gradients are NaN; where the mask is 0 they count
+    as 0. With p = 1 there is no mask."""
     weights = [torch.nn.Parameter(randn(*shape)) for shape in ((5, 7), (5,), (), (1, 3), (17, 11))]
     weights[0] = torch.nn.Parameter(weights[0].detach().T)     # not contiguous
     masks = random_masks(weights[:-2] + weights[-1:], 50)      # weights[-2] has no mask

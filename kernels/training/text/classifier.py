@@ -94,9 +94,7 @@ def find_columns(path, args):
     sentence2; label, score), or else the last one has the labels. The names are stored in args, so that the
     next file, such as --dev, must have the same columns.
     """
-    asked = [*(args.text_columns or [])]
-    if args.label_column:
-        asked.append(args.label_column)
+    asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
     header, table, _ = read_table_with_names(path, asked)
     names = [normalise_name(name) for name in header]
     usual = next((name for name in ("label", "score") if name in names), names[-1])
@@ -203,11 +201,7 @@ def classification_metrics(truth, predicted, labels):
 
 @torch.no_grad()
 def forward_rows(model, rows, forward):
-    """Call forward(model, inputs) on batches of the rows in eval mode.
-
-    forward     returns a tuple of tensors with one item per row
-    returns     list of these tensors for all rows, in row order, on the CPU
-    """
+    """Return the tensors that forward(model, inputs) returns in eval mode, for all rows, on the CPU."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # reduces padding
     starts = progress(range(0, len(rows), 128), "evaluating", " batches")
@@ -266,12 +260,10 @@ def evaluate_and_save(model, rows, args, run):
 
 def finish_run(run, args):
     """End the run: print the score of the saved model, the number of skipped steps, and how to load it."""
-    scores, skipped, text = run.extra_state["saved"], run.extra_state["skipped"], ""
-    if args.dev:
-        text = f"{metric_name(args.metric, args.labels)} {scores[args.metric]:.2f} on --dev, "
-    if skipped:
-        text += f"{skipped} steps skipped, "
-    run.finish(text)
+    scores, skipped = run.extra_state["saved"], run.extra_state["skipped"]
+    name = metric_name(args.metric, args.labels)
+    score = f"{name} {scores[args.metric]:.2f} on --dev, " if args.dev else ""
+    run.finish(score + (f"{skipped} steps skipped, " if skipped else ""))
     log("load", LOAD.format(args.out))
 
 
