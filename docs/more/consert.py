@@ -1,9 +1,9 @@
 """ConSERT: A Contrastive Framework for Self-Supervised Sentence Representation Transfer. Yan et al., ACL
 2021, arXiv 2105.11741.
 
-The encoder reads each sentence twice, and its input is changed in another way each time. The two embeddings
-of a sentence are pulled together and pushed away from those of all other sentences. For N sentences with
-embeddings z_1 ... z_2N, of which i and i' belong to one sentence, and s(i, j) = cos(z_i, z_j) / τ:
+The encoder reads each sentence twice (or an anchor and its positive), and its input is changed in another way
+each time. The two embeddings are pulled together and pushed away from those of all other sentences. For N
+sentences with embeddings z_1 ... z_2N, where i and i' belong together, and s(i, j) = cos(z_i, z_j) / τ:
 
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
@@ -19,8 +19,8 @@ embeddings z_1 ... z_2N, of which i and i' belong to one sentence, and s(i, j) =
     shuffle              other positions for the tokens
     crop, delete         without a fraction of the words: at both ends, or anywhere (at least one word)
     synonym              a fraction of the words, at least one, becomes WordNet synonyms (--wordnet)
-Cutoffs change the input of the encoder's first layer and do not rescale. --adversarial adds noise there along
-the gradient of the loss, to the first view of data with positives.
+Cutoffs change the input of the encoder's first layer and do not rescale. --adversarial adds noise there,
+along the gradient of the loss. It needs anchors and positives, and changes the anchors only.
 
 Data: a .txt file has one sentence per line; other files have a column of sentences, or anchors and positives.
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
@@ -146,7 +146,7 @@ def build_model(args, run):
 
 
 class ViewMaker:
-    """Makes the batches: lists of groups [row indices, ids, mask, view numbers], or with noise at the end.
+    """Makes the batches: lists of groups [row indices, ids, mask, view numbers]; --adversarial adds noise.
 
     Row index v · n + i is view v of text i. Random numbers come from the rank's PyTorch generator, so that
     --resume and --chunk-size reproduce them.
