@@ -95,8 +95,8 @@ def test_long_texts_are_tokenised_few_at_a_time(bert, tmp_path, monkeypatch):
         yield [[ids.tolist() for ids in row] for row in table]
         found, cut = tokenise([text for text, _ in pairs], tokenizer, 20)
         yield [ids.tolist() for ids in found], cut
-        found, cut = tokenise_texts([(pair, 1) for pair in pairs], model, 20)
-        yield [(row["input_ids"].tolist(), label) for row, label in found], cut
+        found = tokenise_texts([(pair, 1) for pair in pairs], model, 20)
+        yield [(row["input_ids"].tolist(), label) for row, label in found]
         found, cut = cline.tokenise_triples([[*pair, "No.", [], []] for pair in pairs], model, args)
         yield [[*map(list, ids[:3]), place] for *ids, place in found], cut
 
