@@ -53,7 +53,7 @@ from kernels.training.data import normalise_name, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vectors
+from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vectors, make_records
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
@@ -100,8 +100,7 @@ def make_parser():
 PAPER_DEFAULTS = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01,
                       hard_negative_weight=0.0, equal_entities="mask", warmup_steps=500, batch_size=128,
                       epochs=1, lr=3e-5)
-CODE_DEFAULTS = dict(entity_map="tanh", hard_negative_weight=1.0, equal_entities="keep",
-                     negative_group_size=8)
+CODE_DEFAULTS = dict(entity_map="tanh", hard_negative_weight=1.0, equal_entities="keep", negative_group_size=8)
 SCRATCH_DEFAULTS = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg", warmup_steps=5,
                         batch_size=64, epochs=8, lr=2e-3)
 
@@ -146,49 +145,6 @@ def load_data(path, args):
     log("ease", f"{args.form}: {len(rows):,} sentences, {len(titles):,} entities, {args.hard_negatives} hard "
                 f"negatives each (columns {names}) from {path}")
     return [(row["place"], (row["text"],)) for row in rows], records, titles
-
-
-def make_records(path, rows, args):
-    """Return (records, titles): the input of sample_entities for each row, and the titles of all entities.
-
-    records   [(row number, entity, candidates for hard negatives, entities that must not be one)]; an entity
-              is a number, the place of its title among the titles
-    """
-    numbers = {}                                               # title → number
-    on_page = {}                                               # page → its entities
-    of_type = {}                                               # type → {entity: None}, in order, unlike a set
-
-    def number(title):
-        return numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
-
-    def parts(cell):
-        return [part.strip() for part in cell.split("|") if part.strip()]
-
-    for row in rows:
-        entity = number(row["entity"])
-        on_page.setdefault(row.get("page") or row["text"], set()).add(entity)
-        for kind in parts(row.get("type", "")):
-            of_type.setdefault(kind, {})[entity] = None
-    tuples = {kind: tuple(entities) for kind, entities in of_type.items()}
-    rng = random.Random(args.seed)
-    records = []
-    for i, row in enumerate(rows):
-        entity = number(row["entity"])
-        candidates, members, excluded, what = (), (), (), ""   # members: candidates, quicker to look up
-        if "negatives" in row:
-            candidates = members = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
-            excluded, what = (entity,), "hard negatives"
-        elif "type" in row:                                    # sample one of several types
-            kind = rng.choice(parts(row["type"]))
-            candidates, members = tuples[kind], of_type[kind]
-            excluded = on_page[row.get("page") or row["text"]]
-            what = f"entities of type {kind!r} that are not on its page"
-        usable = len(candidates) - len([other for other in excluded if other in members])
-        if usable < args.hard_negatives:
-            fail(f"{path} {row['place']}: {usable} {what}, expected at least --hard-negatives "
-                 f"({args.hard_negatives})")
-        records.append((i, entity, candidates, excluded))
-    return records, list(numbers)
 
 
 def sample_entities(records, epoch, args):

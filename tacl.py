@@ -104,10 +104,7 @@ def load_data(path, args):
     if args.max_length < 5:
         fail(f"--max-length {args.max_length}: expected at least 5: [CLS], two [SEP], a token per sentence")
     bar = progress(corpus.read_documents(path), path)
-    try:
-        sizes = Counter(min(len(sentences), 2) for sentences, _ in bar)
-    except OSError as error:
-        fail(f"{path}: {error.strerror}")
+    sizes = Counter(min(len(sentences), 2) for sentences, _ in bar)
     if sizes[2] < 2:
         fail(f"{path}: {sizes[2]} documents of two or more sentences, expected at least 2; "
              "write one sentence per line and a blank line between documents")
@@ -379,16 +376,11 @@ def format_scores(scores):
     return f"{losses}, accuracy {scores['accuracy']:.2f} %, token similarity by layer {layers}"
 
 
-def save_student(model, run):
+def save_student(model, run, load_command):
     """Write the encoder to --out in transformers' format, without heads and teacher."""
     tokenizer = copy.deepcopy(model.tokenizer)  # the thread of stream_pairs may be using the original
     text = f"An encoder to fine-tune. {format_scores(run.extra_state['saved'])}".strip()
-    save_transformer(run, model.encoder, tokenizer, "feature-extraction", text, load_command(run))
-
-
-def load_command(run):
-    """Return the line of Python that loads the saved encoder."""
-    return f'AutoModel.from_pretrained("{run.args.out}")'
+    save_transformer(run, model.encoder, tokenizer, "feature-extraction", text, load_command)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,6 +399,7 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6, weight_decay=0.0, fused=True)
     run.extra_state["place"] = [0, 0, 0]                       # in the stream, see stream_pairs
     run.begin(model, optimizer, args.steps)
+    load_command = f'AutoModel.from_pretrained("{args.out}")'
     if dev and run.step == 0:
         run.log_initial_scores(evaluate(model, dev, args, teacher))
     if dev:
@@ -430,7 +423,7 @@ def main(argv=None):
         optimizer.step()
         run.log_metrics(dict(values), lr=optimizer.param_groups[0]["lr"])
         if run.eval_due and run.should_save(evaluate(model, dev, args, teacher) if dev else {}):
-            save_student(model, run)                           # always: the last model is kept (paper)
+            save_student(model, run, load_command)             # always: the last model is kept (paper)
     change = ""
     if dev:
         before, after = run.extra_state["before"], run.extra_state["saved"]
@@ -439,7 +432,7 @@ def main(argv=None):
         change = (f"contrast accuracy {before['accuracy']:.2f} → {after['accuracy']:.2f} %, token similarity "
                   f"of the top layer {', with [CLS] and [SEP] '.join(top)}, ")
     run.finish(change)
-    log("load", load_command(run))
+    log("load", load_command)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""ease.py: the table of entity vectors with its own AdamW, and files of entity vectors (Wikipedia2Vec)."""
+"""ease.py: the entities of its data file, their table of vectors with an AdamW built in, and files of vectors
+as Wikipedia2Vec writes them."""
 import bz2
 import gzip
+import random
 import re
 from pathlib import Path
 
@@ -113,3 +115,46 @@ def load_entity_vectors(path, titles):
     if not vectors.isfinite().all():
         fail(f"{path}: not all numbers are finite")
     return vectors, len(found)
+
+
+def make_records(path, rows, args):
+    """Return (records, titles): the input of sample_entities for each row, and the titles of all entities.
+
+    records   [(row number, entity, candidates for hard negatives, entities that must not be one)]; an entity
+              is a number, the place of its title among the titles
+    """
+    numbers = {}                                               # title → number
+    on_page = {}                                               # page → its entities
+    of_type = {}                                               # type → {entity: None}, in order, unlike a set
+
+    def number(title):
+        return numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
+
+    def parts(cell):
+        return [part.strip() for part in cell.split("|") if part.strip()]
+
+    for row in rows:
+        entity = number(row["entity"])
+        on_page.setdefault(row.get("page") or row["text"], set()).add(entity)
+        for kind in parts(row.get("type", "")):
+            of_type.setdefault(kind, {})[entity] = None
+    tuples = {kind: tuple(entities) for kind, entities in of_type.items()}
+    rng = random.Random(args.seed)
+    records = []
+    for i, row in enumerate(rows):
+        entity = number(row["entity"])
+        candidates, members, excluded, what = (), (), (), ""   # members: candidates, quicker to look up
+        if "negatives" in row:
+            candidates = members = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
+            excluded, what = (entity,), "hard negatives"
+        elif "type" in row:                                    # sample one of several types
+            kind = rng.choice(parts(row["type"]))
+            candidates, members = tuples[kind], of_type[kind]
+            excluded = on_page[row.get("page") or row["text"]]
+            what = f"entities of type {kind!r} that are not on its page"
+        usable = len(candidates) - len([other for other in excluded if other in members])
+        if usable < args.hard_negatives:
+            fail(f"{path} {row['place']}: {usable} {what}, expected at least --hard-negatives "
+                 f"({args.hard_negatives})")
+        records.append((i, entity, candidates, excluded))
+    return records, list(numbers)
