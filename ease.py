@@ -100,7 +100,8 @@ def make_parser():
 PAPER_DEFAULTS = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01,
                       hard_negative_weight=0.0, equal_entities="mask", warmup_steps=500, batch_size=128,
                       epochs=1, lr=3e-5)
-CODE_DEFAULTS = dict(entity_map="tanh", hard_negative_weight=1.0, equal_entities="keep", negative_group_size=8)
+CODE_DEFAULTS = dict(entity_map="tanh", hard_negative_weight=1.0, equal_entities="keep",
+                     negative_group_size=8)
 SCRATCH_DEFAULTS = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg", warmup_steps=5,
                         batch_size=64, epochs=8, lr=2e-3)
 

@@ -113,11 +113,11 @@ def make_parser():
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
     add("--normalize", action=BooleanOptionalAction, default=True, help="normalise z to length 1; default on")
-    add("--supervised", action="store_true", 
+    add("--supervised", action="store_true",
         help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
     add("--finetune", reads="training data", metavar="DATA",
         help="fine-tune --model with a classifier on the labelled images DATA, used instead of --data (v2)")
-    add("--label-fraction", type=ratio, default=1.0,
+    add("--label-fraction", type=at_least(1e-9, most=1), default=1.0,
         help="fraction of the images of each class that --finetune uses; default 1")
     add("--from-layer", type=at_least(0, int), default=0,
         help="keep this many of the first layers of --model's head; default 0, or 1 with --finetune (v2)")
@@ -142,14 +142,12 @@ CROPS = Crops(min_area=0.08, attempts=100, sample_aspect=lambda u: 3 / 4 + (4 / 
 
 
 def check_flags(args):
-    """Raise UserError if flags contradict each other; print the recipe."""
+    """Raise UserError if flags contradict each other."""
     modes = [f"--{name}" for name in ("supervised", "finetune", "distill") if getattr(args, name)]
     if len(modes) > 1:
         fail(f"{' and '.join(modes)}: expected only one of them")
     if args.supervised and not args.normalize:
         fail("--no-normalize: --supervised needs normalised projections; leave one of the flags out")
-    if not args.label_fraction:
-        fail("--label-fraction 0: expected a number above 0")
     if args.label_fraction < 1 and not args.finetune:
         fail(f"--label-fraction {args.label_fraction}: needs --finetune, which is not given")
     if args.from_layer and not (args.finetune or args.distill):

@@ -135,7 +135,7 @@ def test_recipes(given, wanted, capsys):
 @pytest.mark.parametrize("given, wanted", [
     ("--from-layer 1", "--from-layer 1: needs --finetune or"),
     ("--label-fraction 0.5", "--label-fraction 0.5: needs --finetune"),
-    ("--finetune x --label-fraction 0", "--label-fraction 0: expected a number above 0"),
+    ("--finetune x --label-fraction 0", "argument --label-fraction: 0: expected a number from 1e-09 to 1"),
     ("--distill t --supervised", "--supervised and --distill: expected only one"),
     ("--supervised --no-normalize", "--no-normalize: --supervised needs")])
 def test_contradicting_flags(given, wanted):
