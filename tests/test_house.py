@@ -135,13 +135,6 @@ def test_lengths():
     assert [found for found in long if found[2] > limits.get(found[1], FUNCTION)] == []
 
 
-def test_names_of_tests_do_not_depend_on_the_time():
-    """Tests call gzip.compress with mtime=0. By default the result contains the time. As a parameter of a
-    test it would change the test's name, and pytest-xdist stops if its workers disagree on names."""
-    tests = "".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
-    assert [call for call in re.findall(r"gzip\.compress\([^\n]*", tests) if "mtime=0" not in call] == []
-
-
 def test_width():
     """No line is longer than 110 characters, except tables and commands in documents."""
     documents = [file for pattern in ("*.md", "docs/*.md") for file in ROOT.glob(pattern)]

@@ -30,9 +30,8 @@ sets without labels: 72.74 (mean Spearman × 100 of these sets with --evaluate -
 before training. --recipe simcse has SimCSE's loss and optimizer, with which its paper compares crop, delete
 and synonym.
 
-Departures from the released code:
-- The released loss is the sum of both directions times 0.15; this script's loss is the mean (paper).
-- The released code stops after 10 evaluations without a better one; this script does not.
+Departures from the released code: its loss is the sum of both directions times 0.15, and it stops after ten
+evaluations without a better one. This script's loss is the mean (paper), and it does not stop early.
 """
 import contextlib
 import math
@@ -138,7 +137,8 @@ def build_model(args, run):
     model = build_encoder(args, run, "avg", head)
     set_dropout(model.encoder, args.dropout, args.model)
     if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
-        if not isinstance(getattr(model.encoder, "embeddings", None), torch.nn.Module):
+        # XLM's `embeddings` are those of words alone, without positions
+        if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
             fail(f"--model {args.model}: {type(model.encoder).__name__} has no module `embeddings` like BERT "
                  "for --views and --adversarial to change; use the views dropout, crop, delete or synonym")
     log("model", describe_model(model, args))

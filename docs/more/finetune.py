@@ -317,12 +317,12 @@ def main(argv=None):
             run.extra_state["skipped"] += 1
             values = logged                                    # those of the step before
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
+        if step == total:
+            values = values | score_test_sets(model, data, args)
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
         logged = run.values
         if run.eval_due:
             classifier.evaluate_and_save(model, data["dev"], args, run)
-        if step == total:
-            run.values |= score_test_sets(model, data, args)
     classifier.finish_run(run, args)
 
 

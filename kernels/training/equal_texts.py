@@ -70,15 +70,16 @@ def exclusion_rules(anchor_ids, ids):
 
     Text t is excluded for its owners: the anchor t itself, and the anchors of rows with the positive t.
     A rule excludes by equal ids, so it covers texts whose sets of owners are pairwise equal or disjoint: the
-    id is the number of the set. `other` is 1 for texts that another rule covers. Usually one rule is enough.
+    id is the number of the set. `other` is 1 for texts that another rule covers.
     """
     anchors, keys = anchor_ids.tolist(), ids.tolist()
     owners = {anchor: {anchor} for anchor in anchors}
     for anchor, (positive, *_) in zip(anchors, keys):
         owners.setdefault(positive, set()).add(anchor)
     number_of, taken = {}, [{}]                # {set of owners: (rule, id)}, and for each rule {owner: id}
-    for found in map(frozenset, owners.values()):
-        if found not in number_of:
+    sets_of = {text: frozenset(owners.get(text, ())) for row in keys for text in row}
+    for found in sets_of.values():
+        if found and found not in number_of:
             rule = 0
             while rule < len(taken) and found & taken[rule].keys():
                 rule += 1
@@ -86,8 +87,7 @@ def exclusion_rules(anchor_ids, ids):
                 taken.append({})
             number_of[found] = rule, len(number_of)
             taken[rule].update(dict.fromkeys(found, number_of[found][1]))
-    place_of = {text: number_of[frozenset(found)] for text, found in owners.items()}
-    places = torch.tensor([[place_of.get(text, (0, -1)) for text in row] for row in keys])
+    places = torch.tensor([[number_of.get(sets_of[text], (0, -1)) for text in row] for row in keys])
     rules = []
     for rule, id_of in enumerate(taken):
         row_ids = torch.tensor([id_of.get(anchor, -2) for anchor in anchors])
@@ -105,20 +105,19 @@ def text_ids(tokens, row_indices, device):
 
 
 def log_equal_texts(tokens, ignored):
-    """Print how many anchors and positives occur more than once, if these are more than 1 % of the rows.
-
-    ignored    whether --ignore-equal is given
-    """
+    """Print how many anchors or positives occur more than once, with --ignore-equal (`ignored`) or if these
+    are more than 1 % of the rows."""
     if not is_first_rank():
         return
     hashes = np.array([[hash(ids.tobytes()) for ids in tokens[i][:2]] for i in range(len(tokens))])
     shares = []
-    for name, column in zip(("anchors", "positives"), hashes.T):
+    for name, column in zip(("anchors", "positives") if tokens.columns > 1 else ("sentences",), hashes.T):
         _, which, counts = np.unique(column, return_inverse=True, return_counts=True)
         shares.append((100 * (counts[which] > 1).mean(), name))
     share, name = max(shares)
     text = f"{share:.0f} % of the {name} occur more than once; "
+    others = "their other positives" if name == "anchors" else "their copies"
     if ignored:
-        log("equal", text + "their other positives are left out of the negatives")
+        log("equal", f"{text}{others} are left out of the negatives")
     elif share > 1:
-        log("equal", text + "--ignore-equal leaves their other positives out of the negatives")
+        log("equal", f"{text}--ignore-equal leaves {others} out of the negatives")

@@ -28,7 +28,7 @@ ratio = at_least(0, most=1)
 POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "last")  # see text/encoders.py
 
 # The sections of --help, in this order.
-GROUPS = "data", "model", "method", "other papers", "training", "evaluation", "run"
+GROUPS = "data", "model", "method", "training", "evaluation", "run"
 
 # Flags that several scripts share: arguments of ScriptParser.add_argument. Each script gives its own default.
 SHARED_FLAGS = {

@@ -197,3 +197,10 @@ def test_mistakes(flags, expected, cwd, capfd):
     with open("nli.csv", "w") as file:
         file.write("a,b,c\n" * 3)
     rejects("consert", capfd, expected, *SMALL, *flags.split())
+
+
+@pytest.mark.parametrize("family", ["XLM", "Qwen2"])
+def test_models_without_an_embedding_layer(family, folder_of, cwd, capfd):
+    flags = ["--model", folder_of(family), "--max-length", 32]
+    capfd.readouterr()                                         # a progress bar of transformers
+    rejects("consert", capfd, rf"--model .*: {family}Model has no module `embeddings` .*", *SMALL, *flags)
