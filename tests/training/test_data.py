@@ -4,7 +4,6 @@ import csv
 import gzip
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from kernels.training.data import SENTENCE_COLUMNS, Table, empty_cell, iter_text
 from kernels.training.errors import UserError
 from kernels.training.text.classifier import find_columns
 from kernels.training.text.sts import load_sts
-from running import DATA, GOOD, NLI, ONE_BATCH, SMALL, embed_saved, rejects, run_text
+from running import GOOD, NLI, ONE_BATCH, SMALL, embed_saved, rejects, run_text
 
 ROWS = [*NLI[:29], ["\u00e4 \"No, thanks,\" he said.", "He went,\nwithout\r\na word.", ", He"]]
 GOOD_GZ = gzip.compress(GOOD.encode(), mtime=0)
@@ -386,14 +385,3 @@ def test_hard_negatives_and_equal_texts(columns, ignore, tmp_path, bert):
     share = 100 * max(sum(column.count(text) > 1 for text in column) for column in (anchors, others[0])) / 12
     what = "" if ignore else "--ignore-equal leaves "
     assert re.match(rf"{share:.0f} % of the \w+ occur more than once; {what}their ", result.said["equal"])
-
-
-def test_make_py_writes_the_shipped_data(tmp_path):
-    subprocess.run([sys.executable, DATA / "make.py", tmp_path], check=True)
-    made, shipped = (np.load(folder / "shapes.npz") for folder in (tmp_path, DATA))
-    assert made.files == shipped.files
-    # cosines may be rounded differently on another machine
-    assert all((made[name] == shipped[name]).mean() > 0.999 for name in made.files)
-    texts = [path.relative_to(DATA) for path in DATA.rglob("*") if path.suffix not in (".npz", ".py", ".pyc")]
-    assert [name for name in texts if (DATA / name).is_file() and
-            (tmp_path / name).read_bytes() != (DATA / name).read_bytes()] == [] and len(texts) > 13
