@@ -18,7 +18,7 @@ ALL_SCRIPTS = [*SCRIPTS, *(file for file in MORE if "def make_parser" in file.re
 CODE = [*SCRIPTS, *MORE, *sorted(KERNELS.rglob("*.py"))]
 # {part: (its files, limit, goal)}. A limit is today's number of lines, rounded up, and may only fall.
 LENGTHS = {**{file.name: ([file], 440, 440) for file in SCRIPTS}, "the ten scripts": (SCRIPTS, 3_400, 3_400),
-           "simcse.py": ([ROOT / "simcse.py"], 215, 215),
+           "simcse.py": ([ROOT / "simcse.py"], 215, 215), "README.md": ([ROOT / "README.md"], 130, 130),
            "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), *BENCHMARK}, 4_490, 3_600),
            "benchmark and figures": (BENCHMARK, 539, 350), "training": (TRAINING, 4_340, 3_900),
            "papers and tools": (PAPERS, 1_780, 1_300), "further papers": (MORE, 1_844, 1_500),

@@ -1,6 +1,6 @@
-"""Check README, CONTRIBUTING and docs: commands parse, links exist, lines are short enough. README's first
-command and its Python blocks are run. The other commands need data that is not in the repository; the tests
-of each script run similar commands on small data."""
+"""README, CONTRIBUTING and docs: commands parse, links exist, README's first command and all Python code run.
+
+The other commands need data that is not in the repository."""
 import argparse
 import importlib.util
 import math
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import kernels
 import simcse
 from running import embed_saved as embed
-from running import install_for_transformers, metrics, small_bert
+from running import metrics, small_bert
 from simcse import simcse_loss
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def run(tmp_path_factory):
     (home / "tests").symlink_to(ROOT / "tests")
     block = next(block for _, block in read(README)[1] if block.startswith("mkdir")).strip()
     block = block.replace("../.venv/bin/python", sys.executable) + " --steps 1 --out ../out/first"
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(install_for_transformers(home / "site"))}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     output = subprocess.run(["bash", "-ec", block], cwd=home, env=env, check=True, stdout=subprocess.PIPE,
                             encoding="utf-8").stdout
     return home, output.replace("../", "").splitlines()
@@ -96,11 +96,6 @@ def run(tmp_path_factory):
 def test_a_run_prints_what_readme_shows(run):
     shown = set(re.findall("^(?:simcse|model|tokens|load) .*", read(README)[1][0][1], re.M))
     assert len(shown) == 4 and shown <= set(run[1])
-
-
-def test_both_packages_called_kernels_were_used(run):
-    """The script imported our package, and transformers imported a name from Hugging Face's."""
-    assert "get_kernel" in (run[0] / "site/kernels/__init__.py.used").read_text().split()
 
 
 def test_python_of_readme_runs(run, monkeypatch):
@@ -119,14 +114,10 @@ def test_my_loss_in_contributing_equals_simcse_loss():
     assert torch.allclose(names["my_loss"](z1, z2), simcse_loss(z1, z2)) and names["compute_loss"]
 
 
-def test_links_and_lengths():
-    assert len(read(README)[0].splitlines()) <= 130
+def test_links():
     for path in DOCUMENTS:
-        text, _, prose = read(path)
+        prose = read(path)[2]
         assert all((path.parent / link).exists() for link in re.findall(r"\]\(([^):#]+)\)", prose)), path
-        allowed = ("|", "python3 -m venv .venv && ")           # tables, and commands that must be one line
-        long = [line for line in text.splitlines() if len(line) > 110]
-        assert [line for line in long if not line.startswith(allowed)] == []
 
 
 def test_cpc_class_in_docs_others():

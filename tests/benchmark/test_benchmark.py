@@ -1,12 +1,8 @@
 """python -m kernels.benchmark: results, peers, crashes and slow cases, wrong flags, table and plot."""
 import json
 import multiprocessing
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,33 +94,6 @@ def test_a_crash_or_the_time_limit_costs_the_remaining_cases(tmp_path, monkeypat
         "does not have this loss", *2 * ["RuntimeError: no such GPU"]]
     receiver, _sender = multiprocessing.Pipe(duplex=False)    # nothing is ever sent
     assert list(benchmark.received_results(None, receiver, 0.1)) == [{"failed": "takes longer than 0.1 s"}]
-
-
-def test_results_before_ctrl_c_are_saved(tmp_path):
-    """The process that measures is killed."""
-    pid, saved = tmp_path / "pid", tmp_path / "rows.json"
-    (tmp_path / "cut_cross_entropy.py").write_text(
-        f"import os, time\nos.symlink(str(os.getpid()), {str(pid)!r})\ntime.sleep(99)")
-    flags = f"--loss info_nce --sizes 32x32x8 --impl blockwise CCE eager --json {saved}".split()
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen([sys.executable, "-m", "kernels.benchmark", *flags], env=environment)
-    while not pid.is_symlink() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130 and not Path("/proc", os.readlink(pid)).exists()
-    assert [row["impl"] for row in json.loads(saved.read_text())["rows"]] == ["blockwise"]
-
-
-@pytest.mark.parametrize("flags, expected", [
-    ("--from none.json", "--from none.json: .*No such file or directory.*"),
-    ("--from README.md", "--from README.md: Expecting value.*; expected a file that --json wrote"),
-    ("--from docs/cpu.json --impl CCE", "--from docs/cpu.json: the flags select no result"),
-    ("--json none/x.json", "none/x.json: its folder does not exist or is not writable"),
-    ("--sizes 4x4", "argument --sizes: invalid parse_size value: '4x4'")])
-def test_wrong_flags(flags, expected, capsys):
-    with pytest.raises(SystemExit) as end:
-        benchmark.main(flags.split())
-    assert re.search(f"{expected}$", f"{end.value.code}\n{capsys.readouterr().err.strip()}", re.M)
 
 
 def test_table_in_readme_is_what_its_command_prints(capsys):

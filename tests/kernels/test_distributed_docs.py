@@ -1,6 +1,5 @@
-"""Run the loops of docs/distributed.md, as they are printed, in two and three processes.
+"""The loops of docs/distributed.md, as they are printed, give the same weights in one process and in three.
 
-With TENCL_TESTS=all, four processes run them, too. The same loop in one process gives the expected weights.
 Batches have 7 and 9 rows, so that shares differ.
 """
 import functools
@@ -20,9 +19,8 @@ from running import ROOT, fork_context, free_port
 PAGE = (ROOT / "docs/distributed.md").read_text("utf-8")
 TITLES = ["setup", "without a wrapper", "DDP", "accumulation", "compile", "fully_shard", "saving",
           "mixed precision"]
-CLIPPED = ["without a wrapper", "DDP", "compile", "fully_shard"]               # these blocks clip gradients
-RESULTS = [*TITLES[1:], "saving, loaded", "saving, whole", *(f"{title}, not clipped" for title in CLIPPED)]
-WORLDS = (1, 2, 3, 4) if os.environ.get("TENCL_TESTS") == "all" else (1, 2, 3)
+RESULTS = [*TITLES[1:], "saving, loaded", "saving, whole"]
+WORLDS = (1, 3)
 
 
 def code_blocks():
@@ -30,10 +28,6 @@ def code_blocks():
     found = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     assert len(found) == len(TITLES)
     return dict(zip(TITLES, found))
-
-
-def without_clipping(code):
-    return re.sub(r".*clip_grad_norm_.*\n", "", code)
 
 
 def make_batches():
@@ -73,12 +67,6 @@ def run_blocks():
             plain = names["Encoder"]()
             plain.load_state_dict(torch.load("whole.pt"))
             found["saving, whole"] = weights(plain)
-    for title, dtype in [*((title, torch.float64) for title in CLIPPED), ("fully_shard", torch.float32)]:
-        torch.manual_seed(0)
-        torch.set_default_dtype(dtype)
-        names = {"batches": make_batches()}
-        exec(code["setup"] + without_clipping(code[title]), names)
-        found[title + ", not clipped" + ", float32" * (dtype == torch.float32)] = weights(names["model"])
     return found
 
 
@@ -123,9 +111,8 @@ def run_orders():
 
 
 def one_process(index, ports, folder):
-    """Run one process of one of the groups; the groups have 1, 2, 3 ... processes."""
-    world = next(world for world in WORLDS if index < sum(range(world + 1)))
-    rank = index - sum(range(world))
+    """Run process 0, which is alone, or one of the processes 1 to 3, which are a group."""
+    world, rank = (1, 0) if index == 0 else (3, index - 1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world]))
     os.makedirs(folder / str(world), exist_ok=True)
     os.chdir(folder / str(world))
@@ -134,7 +121,7 @@ def one_process(index, ports, folder):
     torch.optim.AdamW = torch.optim.SGD                        # whose steps show a wrong factor of a gradient
     dist.init_process_group("gloo", rank=rank, world_size=world)
     found = run_blocks()
-    if world == 2:
+    if world > 1:
         found["orders"] = run_orders()
     if rank == 0:
         torch.save(found, folder / f"{world}.pt")
@@ -146,7 +133,7 @@ def all_processes(_, ports, folder):
     """Import once what the loops need, which takes seconds, and fork all processes."""
     importlib.import_module("torch.distributed.checkpoint")
     torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
-    torch.multiprocessing.start_processes(one_process, (ports, folder), sum(WORLDS), start_method="fork")
+    torch.multiprocessing.start_processes(one_process, (ports, folder), 4, start_method="fork")
 
 
 @pytest.fixture(scope="module")
@@ -175,17 +162,19 @@ def start(dtype=torch.float64):
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("title", [title for title in RESULTS if title != "mixed precision"])
-def test_processes_equal_one(title, world, results):
-    assert largest_difference(results[world][title], results[1][title]) < 1e-8
+@pytest.mark.parametrize("title", RESULTS)
+def test_three_processes_equal_one(title, results):
+    """Mixed precision rounds differently in each process."""
+    if title == "mixed precision":
+        first, one, three = start(torch.float32), results[1][title], results[3][title]
+        assert all((three[name] - x).norm() < 0.03 * (x - first[name]).norm() for name, x in one.items())
+    else:
+        assert largest_difference(results[3][title], results[1][title]) < 1e-8
+        assert largest_difference(results[1][title], start()) > 1e-3           # the loop trains
 
 
-@pytest.mark.parametrize("title", ["DDP", "fully_shard"])
-def test_wrappers_change_nothing(title, results):
-    """The loop of fully_shard does not clip log_tau, so loops are compared without clipping."""
-    alone, wrapped = (results[3][f"{name}, not clipped"] for name in ("without a wrapper", title))
-    assert largest_difference(wrapped, alone) < 1e-8
+def test_ddp_changes_nothing(results):
+    assert largest_difference(results[3]["DDP"], results[3]["without a wrapper"]) < 1e-8
 
 
 @pytest.mark.parametrize("title", ["saving", "saving, loaded", "saving, whole"])
@@ -193,21 +182,8 @@ def test_saved_weights_are_those_of_the_model(title, results):
     assert largest_difference(results[3][title], results[3]["fully_shard"]) == 0
 
 
-@pytest.mark.parametrize("title", RESULTS)
-def test_every_loop_trains(title, results):
-    first = start(torch.float32 if title == "mixed precision" else torch.float64)
-    assert largest_difference(results[1][title], first) > 1e-3
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_mixed_precision_is_near(world, results):
-    first, half = start(torch.float32), results[world]["mixed precision"]
-    for name, full in results[1]["fully_shard, not clipped, float32"].items():
-        assert (half[name] - full).norm() < 0.03 * (full - first[name]).norm(), name
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_of_wrappers(order, results):
-    for found, expected in zip(results[2]["orders"][order], results[2]["orders"][""], strict=True):
+    for found, expected in zip(results[3]["orders"][order], results[3]["orders"][""], strict=True):
         assert (found - expected).abs().max() < 1e-12
     assert f"\n- {order}\n" in PAGE
