@@ -27,18 +27,19 @@ def small_tokenizer(decoder=False, **more):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     special = dict(unk_token="[UNK]", eos_token="[SEP]", pad_token="[PAD]")
     if not decoder:
-        template = dict(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-        tokenizer.post_processor = processors.TemplateProcessing(**template)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
         special |= dict(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
     side = "left" if decoder else "right"
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side=side, **special | more)
 
 
-def small_model(family, folder):
-    """Write a random model of this architecture to the folder. Llama's tokenizer has no padding token."""
-    more = dict(pad_token=None) if family == "Llama" else {}
-    small_tokenizer(family not in ENCODERS, **more).save_pretrained(folder)
-    shape = (ENCODERS | DECODERS)[family]
+def small_model(family, folder, **more):
+    """Write a random model of this architecture to the folder; more: settings of its config."""
+    special = dict(pad_token=None) if family == "Llama" else {}                # Llama has no padding token
+    small_tokenizer(family not in ENCODERS, **special).save_pretrained(folder)
+    shape = (ENCODERS | DECODERS)[family] | more
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=len(VOCABULARY), **shape)
     AutoModel.from_config(config).save_pretrained(folder)

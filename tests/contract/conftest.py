@@ -6,46 +6,22 @@ import pytest
 import torch
 from command import DATA, train
 from good import write_good_files
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+from transformers import AutoModel
 
-CHARACTERS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
-
-
-def write_model(folder, model_class, config):
-    """Write a random model to the folder, with a tokenizer in which each character is a token."""
-    torch.manual_seed(0)
-    model_class(config).save_pretrained(folder)
-    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("", "isolated")]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(CHARACTERS)}, "[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    special = dict(unk_token="[UNK]", pad_token="[PAD]", eos_token="[SEP]")
-    if model_class is BertModel:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-        special = dict(unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
-                       mask_token="[MASK]")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    return folder
+from families import small_model
 
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):
     """Return the folder of a random BERT with three layers and without dropout."""
-    shape = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64)
-    config = BertConfig(vocab_size=len(CHARACTERS), initializer_range=0.2, hidden_dropout_prob=0.0,
-                        attention_probs_dropout_prob=0.0, **shape)
-    return write_model(tmp_path_factory.mktemp("bert"), BertModel, config)
+    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return small_model("Bert", tmp_path_factory.mktemp("bert"), max_position_embeddings=512, **off)
 
 
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory):
-    """Return the folder of a random decoder with two layers."""
-    config = Qwen2Config(vocab_size=len(CHARACTERS), hidden_size=32, num_hidden_layers=2, pad_token_id=0,
-                         num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
-                         max_position_embeddings=130, initializer_range=0.2)
-    return write_model(tmp_path_factory.mktemp("decoder"), Qwen2Model, config)
+    """Return the folder of a random decoder."""
+    return small_model("Qwen2", tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture(scope="session")
