@@ -11,18 +11,6 @@ from kernels.training.progress import Clock, progress, step_line
 from running import KEPT, metrics, rejects
 
 
-@pytest.fixture
-def now(monkeypatch):
-    """Return a fake clock: now.seconds changes only when a test changes it."""
-    now = SimpleNamespace(seconds=100.0)
-
-    def read():
-        return now.seconds
-
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=read, perf_counter=read))
-    return now
-
-
 def test_long_work_is_logged_without_a_terminal(monkeypatch, capsys):
     """Lines have the finished and the remaining work; short work prints nothing."""
     monkeypatch.setattr(module, "LOG_SECONDS", 0)
@@ -33,8 +21,10 @@ def test_long_work_is_logged_without_a_terminal(monkeypatch, capsys):
     assert any(line.startswith("linear probe: 2 of 3 steps, ") and line.endswith(" left") for line in lines)
 
 
-def test_remaining_time_includes_evaluations(now):
+def test_remaining_time_includes_evaluations(monkeypatch):
     """A first evaluation of 7 s; 10 steps of 2 s, evaluations after steps 4, 8, 10."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
     clock, line = Clock(), {"loss": 1.0, "lr": 0.1, "saved": True}
     args = SimpleNamespace(eval_every=4, batch_size=6)
     began = clock.seconds()
@@ -54,53 +44,37 @@ def test_remaining_time_includes_evaluations(now):
     assert clock.seconds_left(10, 10, 4) == 0
 
 
-def test_a_clock_that_stands_still(now):
-    clock = Clock()
-    clock.start(0)
-    args = SimpleNamespace(eval_every=4, batch_size=6)
-    assert "left 0:00" in step_line(clock, {"loss": 1.0, "lr": 0.1, "step": 1}, 10, args)
+def fake_package(name, calls):
+    """Return a package that appends its calls to a list: the arguments of a run, then (step, numbers)."""
+    def init(**options):
+        calls.append(options)
+        return SimpleNamespace(log=lambda numbers, step: calls.append((step, numbers)))
 
+    def summary_writer(folder, purge_step):
+        calls.append((str(folder), purge_step))
+        return SimpleNamespace(flush=lambda: None,
+                               add_scalar=lambda name, value, step: calls.append((step, {name: value})))
 
-def fake_tracker(monkeypatch, name):
-    """Install a fake package; return the list of its calls."""
-    calls = []
     package = ModuleType(name)
-    if name == "wandb":
-        def init(**options):
-            calls.append(options)
-            return SimpleNamespace(log=lambda row, step: calls.append((step, row)))
-        package.init = init
-    else:
-        class SummaryWriter:
-            def __init__(self, folder, purge_step):
-                calls.append((str(folder), purge_step))
-
-            def add_scalar(self, name, value, step):
-                calls.append((step, {name: value}))
-
-            def flush(self):
-                pass
-        package.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), package)
-    return calls
+    package.init, package.SummaryWriter = init, summary_writer
+    return package
 
 
-@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_trackers_get_the_numbers_of_metrics(name, cwd, monkeypatch):
+@pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_trackers_get_the_numbers_of_metrics(name, package, cwd, monkeypatch):
     """--resume continues the same run of wandb, and replaces the rows of TensorBoard after the checkpoint."""
-    calls = fake_tracker(monkeypatch, name)
+    calls = []
+    monkeypatch.setitem(sys.modules, package, fake_package(package, calls))
     flags = [*KEPT, "--log", name, "--out", "out"]
     simcse.main(flags)
     (row,) = metrics(Path("out"))
-    numbers = {key: value for key, value in row.items() if key not in ("step", "best")}
-    logged = {key: value for step, values in calls[1:] for key, value in values.items() if step == 1}
-    assert logged == numbers and set(numbers) == {"loss", "lr", "seconds"}
+    logged = {key: value for step, numbers in calls[1:] for key, value in numbers.items() if step == 1}
+    assert logged == {key: row[key] for key in ("loss", "lr", "seconds")}
     first = calls[0]
     simcse.main([*flags, "--resume"])
     if name == "wandb":
-        assert (first["name"], first["resume"]) == ("out", "allow")
+        assert (first["name"], first["resume"], first["config"]["batch_size"]) == ("out", "allow", 2)
         assert first["id"] == calls[-1]["id"] and len(first["id"]) == 32
-        assert first["config"]["batch_size"] == 2
     else:
         assert (first, calls[-1]) == (("out/tensorboard", 1), ("out/tensorboard", 2))
 
