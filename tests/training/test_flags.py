@@ -1,4 +1,4 @@
-"""Flags and the inputs that they name: wrong flags, and checksums by which --resume notices changed inputs."""
+"""Wrong flags, and checksums of the inputs that flags name, by which --resume notices changed inputs."""
 import importlib
 import json
 import os

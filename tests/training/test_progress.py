@@ -1,7 +1,8 @@
 """Progress: lines in a log, the remaining time, and trackers (--log)."""
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -44,39 +45,26 @@ def test_remaining_time_includes_evaluations(monkeypatch):
     assert clock.seconds_left(10, 10, 4) == 0
 
 
-def fake_package(name, calls):
-    """Return a package that appends its calls to a list: the arguments of a run, then (step, numbers)."""
-    def init(**options):
-        calls.append(options)
-        return SimpleNamespace(log=lambda numbers, step: calls.append((step, numbers)))
-
-    def summary_writer(folder, purge_step):
-        calls.append((str(folder), purge_step))
-        return SimpleNamespace(flush=lambda: None,
-                               add_scalar=lambda name, value, step: calls.append((step, {name: value})))
-
-    package = ModuleType(name)
-    package.init, package.SummaryWriter = init, summary_writer
-    return package
-
-
 @pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
 def test_trackers_get_the_numbers_of_metrics(name, package, cwd, monkeypatch):
     """--resume continues the same run of wandb, and replaces the rows of TensorBoard after the checkpoint."""
-    calls = []
-    monkeypatch.setitem(sys.modules, package, fake_package(package, calls))
+    tracker = MagicMock()
+    monkeypatch.setitem(sys.modules, package, tracker)
     flags = [*KEPT, "--log", name, "--out", "out"]
     simcse.main(flags)
-    (row,) = metrics(Path("out"))
-    logged = {key: value for step, numbers in calls[1:] for key, value in numbers.items() if step == 1}
-    assert logged == {key: row[key] for key in ("loss", "lr", "seconds")}
-    first = calls[0]
     simcse.main([*flags, "--resume"])
+    (row,) = metrics(Path("out"))
+    numbers = {key: row[key] for key in ("loss", "lr", "seconds")}
     if name == "wandb":
+        first, second = (begun.kwargs for begun in tracker.init.call_args_list)
         assert (first["name"], first["resume"], first["config"]["batch_size"]) == ("out", "allow", 2)
-        assert first["id"] == calls[-1]["id"] and len(first["id"]) == 32
+        assert first["id"] == second["id"] and len(first["id"]) == 32
+        tracker.init.return_value.log.assert_called_once_with(numbers, step=1)
     else:
-        assert (first, calls[-1]) == (("out/tensorboard", 1), ("out/tensorboard", 2))
+        added = tracker.SummaryWriter.return_value.add_scalar.call_args_list
+        assert added == [call(key, value, 1) for key, value in numbers.items()]
+        folder = Path("out/tensorboard")
+        assert tracker.SummaryWriter.call_args_list == [call(folder, purge_step=step) for step in (1, 2)]
 
 
 def test_tracker_that_is_missing(cwd, monkeypatch, capfd):

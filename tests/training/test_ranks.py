@@ -18,13 +18,6 @@ from running import DATA, equal, free_port, start
 FLAGS = ["--model", "scratch", "--data", DATA / "nli.csv", "--batch-size", 8, "--keep-state", "always"]
 
 
-def test_single_process_of_torchrun_joins_no_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    ranks.join_group(torch.device("cpu"))
-    assert not torch.distributed.is_initialized() and (ranks.rank(), ranks.world_size()) == (0, 1)
-
-
 def test_local_rank_is_the_number_of_a_gpu(monkeypatch):
     current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import simcse
 from kernels.training.errors import UserError, command, fail
@@ -99,12 +100,6 @@ def test_resume_refuses(file, change, flags, wanted, cwd, capfd, finished):
     rejects("simcse", capfd, wanted, *SMALL, "--out", "out", "--resume", *flags.split())
 
 
-def test_resume_accepts_another_path_to_the_same_data(cwd, finished):
-    shutil.copytree(finished, "out")
-    Path("link.csv").symlink_to("good.csv")
-    simcse.main([*SMALL, "--data", "link.csv", "--out", "out", "--resume"])
-
-
 # ── saving ──
 
 
@@ -154,17 +149,14 @@ def test_full_disk_keeps_the_checkpoint(full_at, cwd, capfd):
         assert Path("out", name).read_bytes() == before[name]
 
 
-def test_weights_that_are_not_finite_are_not_saved(cwd, capfd, monkeypatch):
+def test_weights_that_are_not_finite_are_not_saved(cwd, capfd):
     """An update may be NaN although the loss of its step was finite."""
-    real_step = torch.optim.AdamW.step
+    def spoil(optimizer, *_):
+        optimizer.param_groups[0]["params"][0].data.view(-1)[5] = torch.nan
 
-    def step_with_nan(optimizer, *args):
-        real_step(optimizer, *args)
-        with torch.no_grad():
-            optimizer.param_groups[0]["params"][0].view(-1)[5] = torch.nan
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step_with_nan)
+    hook = register_optimizer_step_post_hook(spoil)
     with pytest.raises(SystemExit, match="2"):
         simcse.main([*KEPT, "--out", "out"])
+    hook.remove()
     assert "contains NaN or infinity" in capfd.readouterr().err
     assert not list(Path("out").rglob("*.safetensors")) and not Path("out/state.pt").exists()
