@@ -7,36 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernels.training.errors import UserError, one_line
-from kernels.training.flags import ScriptParser
+from kernels.training.errors import one_line
 from kernels.training.out import fingerprints
-from running import SMALL, rejects
+from running import rejects
+
+GOOD_DATA = "--data good.csv --model scratch --batch-size"
 
 
-@pytest.mark.parametrize("flags, wanted", [
-    ("--batch-size 4", r"good\.csv: 3 rows, expected at least 2 and at least --batch-size \(4\)"),
-    ("--temperature nan", r"argument --temperature: nan: expected a number of at least 0\.0001"),
-    ("--max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
-    ("--max-length 2.5", r"argument --max-length: invalid int value: '2\.5'")])
-def test_wrong_flags(flags, wanted, cwd, capfd):
-    rejects("simcse", capfd, wanted, *SMALL, *flags.split())
-
-
-@pytest.mark.parametrize("flags, wanted", [
-    ("", "the following arguments are required: --data"), ("--resume", "--resume: no run in out/none"),
-    ("--tune y --data x", "--tune gives the training data; leave out --data"),
-    ("--data x --guide=", "--guide: empty"), ("--tune x", None), ("--tune x --data x", None)])
-def test_flags_that_name_inputs(flags, wanted):
-    """Training needs --data, or a script's own flag for training data (here --tune). No name may be empty."""
-    parser = ScriptParser("a script")
-    parser.add_shared_flags("--data", "--evaluate", "--resume", out="out/none")
-    parser.add_argument("--guide", reads="model")
-    parser.add_argument("--tune", reads="training data")
-    if wanted:
-        with pytest.raises(UserError, match=wanted):
-            parser.parse_args(flags.split())
-    else:
-        assert parser.parse_args(flags.split()).data == "x"
+@pytest.mark.parametrize("script, flags, wanted", [
+    ("simcse", "", "the following arguments are required: --data"),
+    ("simcse", "--resume --out none", "--resume: no run in none"),
+    ("simcse", "--data good.csv --dev=", "--dev: empty; expected a name"),
+    ("simclr", "--data a.npz --finetune b.npz", "--finetune gives the training data; leave out --data"),
+    ("simcse", f"{GOOD_DATA} 4", r"good\.csv: 3 rows, expected at least 2 and at least --batch-size \(4\)"),
+    ("simcse", f"{GOOD_DATA} 2 --max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
+    ("simcse", f"{GOOD_DATA} 2.5", r"argument --batch-size: invalid int value: '2\.5'"),
+    ("simcse", f"{GOOD_DATA} 2 --lr nan", "argument --lr: nan: expected a number of at least 0")])
+def test_wrong_flags(script, flags, wanted, cwd, capfd):
+    rejects(script, capfd, wanted, *flags.split())
 
 
 def test_messages_are_one_line():
