@@ -1,6 +1,7 @@
 """Data files and rows in memory: every format, columns and their roles, lists in cells, and errors that name
 the file and the row."""
 import collections
+import csv
 import gzip
 import json
 import re
@@ -27,16 +28,16 @@ def without_newlines(rows):
     return [[cell.replace("\r", "").replace("\n", " ") for cell in row] for row in rows]
 
 
-def write_rows(folder, kind, names=None, rows=ROWS):
-    """Write the rows to a file, with a header if there are names, and return its path."""
-    items = [dict(zip(names, row)) for row in rows] if names else rows
-    lines = [names, *rows] if names else rows
+def write_rows(folder, kind, names):
+    """Write ROWS to a file, with a header if there are names, and return its path."""
+    items = [dict(zip(names, row)) for row in ROWS] if names else ROWS
+    lines = [names, *ROWS] if names else ROWS
     quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in lines]
     texts = {"csv": "\ufeff" + "\r\n".join(quoted),           # with a byte order mark
              "tsv": "".join("\t".join(row) + "\n" for row in without_newlines(lines)),
              "json": json.dumps(items, indent=1),
              "jsonl": "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items),
-             "txt": "\ufeff" + "\r\n".join(row[0] for row in without_newlines(rows))}
+             "txt": "\ufeff" + "\r\n".join(row[0] for row in without_newlines(ROWS))}
     path = folder / f"data.{kind}"
     path.write_bytes(texts[kind].encode())
     return path
@@ -70,6 +71,9 @@ def test_every_format_has_the_same_rows(kind, names, compressed, tmp_path):
     ("a.tsv", "anchor,positive\nA,b\n", r": .* by commas, expected tabs; name the file \.csv"),
     ("a.tsv", 'A\t"b"\nA\t"""b"" c"\n', r" line 2: a cell is quoted as in \.csv"),
     ("a.csv", "A,b\nC,d\n".encode("UTF-16LE"), " line 1: not UTF-8"),
+    ("a.csv", ",anchor,positive,id\n1,A,b,2\n", r": columns not known as .*: \(no name\), id; .* --columns"),
+    ("a.csv", "query,anchor\nA,b\n", ": 2 columns are anchor: query, anchor; choose columns by --columns"),
+    ("a.csv", "anchor,negative\nA,b\n", ": no positive among columns anchor, negative; choose columns by"),
     ("a.csv.gz", gzip.compress(b"A man eats.,He eats.\n" * 9)[:-9], ": Compressed file ended before"),
     ("a.xlsx", "A,b\n", r": expected a name that ends in \.txt, .*, \.parquet"),
     ("a.parquet", "A,b\n", ": .* needs the package pyarrow"),
@@ -102,56 +106,35 @@ def test_parquet(tmp_path):
 
 # ── columns and roles ──
 
-def cells_below(names):
-    """Return four rows below a header: numbers for id, empty cells for label, else texts."""
-    return [[str(i) if name in ("id", "") else "" if name == "label" else f"Cell {column} of row {i}."
-             for column, name in enumerate(names)] for i in range(4)]
-
-
-def read_roles(path, columns=None, **more):
-    """Return (names of the columns with their roles, rows of cells)."""
-    columns = columns and columns.split("|")
-    header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=columns, **more)
-    return header, [cells for _, cells in table]
-
 
 @pytest.mark.parametrize("kind", ["csv", "json"])
-@pytest.mark.parametrize("head, columns, shown, order", [
-    ("Hard-Neg,QUERY,Sentence 2", None, "anchor QUERY, positive Sentence 2, negative Hard-Neg", "120"),
-    ("sent1,negative_2,sent0,hard_neg1", None,
-     "anchor sent0, positive sent1, negative negative_2, negative hard_neg1", "2013"),
-    ("premise", None, "anchor premise", "0"),
-    ("id,query,passage,label", "query|PASSAGE", "anchor query, positive passage", "12"),
-    (",query,passage", "query|passage", "anchor query, positive passage", "12"),
-    ("id,query,passage,label", "3|2", "anchor passage, positive query", "21"),
-    ("Frage,Antwort", "Antwort|Frage", "anchor Antwort, positive Frage", "10")])
-def test_roles(kind, head, columns, shown, order, tmp_path):
+@pytest.mark.parametrize("content, columns, header, row", [
+    ("Hard-Neg,QUERY,Sentence 2\nn,a,p", None, "anchor QUERY, positive Sentence 2, negative Hard-Neg", "apn"),
+    ("sent1,negative_2,sent0,hard_neg1\np,n,a,m", None,
+     "anchor sent0, positive sent1, negative negative_2, negative hard_neg1", "apnm"),
+    ("premise\na", None, "anchor premise", "a"),
+    ("id,query,passage,label\n1,a,p,", ["query", "PASSAGE"], "anchor query, positive passage", "ap"),
+    (",query,passage\n0,a,p", ["query", "passage"], "anchor query, positive passage", "ap"),
+    ("id,query,passage,label\n1,p,a,", ["3", "2"], "anchor passage, positive query", "ap"),
+    ("Frage,Antwort\np,a", ["Antwort", "Frage"], "anchor Antwort, positive Frage", "ap")])
+def test_roles(kind, content, columns, header, row, tmp_path):
     """Column names may be in any case and order; columns that are not read may contain anything."""
-    rows = cells_below(head.split(","))
-    header, cells = read_roles(write_rows(tmp_path, kind, head.split(","), rows), columns)
-    assert header == shown.split(", ") and cells == [[row[int(i)] for i in order] for row in rows]
-
-
-@pytest.mark.parametrize("head, columns, error", [
-    (",anchor,positive,id", None, r"columns not known as .*: \(no name\), id; choose columns by --columns"),
-    ("query,anchor", None, "2 columns are anchor: query, anchor; choose columns by --columns"),
-    ("anchor,negative", None, "no positive among columns anchor, negative; choose columns by --columns"),
-    ("anchor,positive", "1|3", "no column 3; expected one of anchor, positive, or a number from 1 to 2"),
-    ("sentence,sentence", "sentence", "no column sentence; expected .* a number from 1 to 2")])
-def test_wrong_headers_are_refused(head, columns, error, tmp_path):
-    with pytest.raises(UserError, match=rf"data\.csv: {error}"):
-        read_roles(write_rows(tmp_path, "csv", head.split(","), cells_below(head.split(","))), columns)
+    path = tmp_path / f"a.{kind}"
+    path.write_text(content if kind == "csv" else json.dumps([*csv.DictReader(content.splitlines())]))
+    found, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=columns)
+    assert found == header.split(", ") and [cells for _, cells in table] == [[*row]]
 
 
 @pytest.mark.parametrize("name, columns, rows", [
-    ("a.csv", None, ["cat,feline", "dog,canine"]), ("a.csv", "2|1", ["Frage,Antwort", "Ein Hund,A dog"]),
+    ("a.csv", None, ["cat,feline", "dog,canine"]), ("a.csv", ["2", "1"], ["Frage,Antwort", "Ein Hund,A dog"]),
     ("a.csv", None, ["Answer,He said so to a man.", "A man eats.,He eats."]),
     ("a.tsv", None, ["One, two; three.", "One.", "One, two, three; four."])])
 def test_nothing_is_guessed_from_texts(name, columns, rows, tmp_path):
     """A first row without two usual column names is data. Single sentences may contain other separators."""
     (tmp_path / name).write_text("\n".join(rows))
     cells = [row.split(",") if name == "a.csv" else [row] for row in rows]
-    assert read_roles(tmp_path / name, columns)[1] == [row[::-1] if columns else row for row in cells]
+    _, table = read_table(tmp_path / name, roles=SENTENCE_COLUMNS, columns=columns)
+    assert [cells for _, cells in table] == [row[::-1] if columns else row for row in cells]
 
 
 # ── lists in cells ──
@@ -166,12 +149,14 @@ def test_lists_of_positives_and_negatives(tmp_path, capsys):
     """One row per positive in a list, with all negatives; --negatives repeats or cuts them, and says so."""
     path = write_jsonl(tmp_path, {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]},
                        {"query": "r", "pos": "e", "neg": ["f", "g"]})
-    assert read_roles(path)[1] == [["q", "a", "c", "d"], ["q", "b", "c", "d"], ["r", "e", "f", "g"]]
+    _, table = read_table(path, roles=SENTENCE_COLUMNS)
+    assert ["".join(cells) for _, cells in table] == ["qacd", "qbcd", "refg"]
     path = write_jsonl(tmp_path, {"query": "q", "pos": ["a"], "neg": ["c", "d", "e"]},
                        {"query": "r", "pos": ["b"], "neg": ["f"]})
     with pytest.raises(UserError, match="line 2: 3 texts, expected 5 as in the first row; --negatives N .*"):
-        read_roles(path)
-    assert read_roles(path, negatives=2)[1] == [["q", "a", "c", "d"], ["r", "b", "f", "f"]]
+        read_table(path, roles=SENTENCE_COLUMNS)
+    _, table = read_table(path, roles=SENTENCE_COLUMNS, negatives=2)
+    assert ["".join(cells) for _, cells in table] == ["qacd", "rbff"]
     assert "--negatives 2: negatives cut in 1 rows, repeated in 1 rows" in capsys.readouterr().out
 
 
