@@ -125,6 +125,14 @@ def test_roles(kind, content, columns, header, row, tmp_path):
     assert found == header.split(", ") and [cells for _, cells in table] == [[*row]]
 
 
+def test_columns_of_one_name_are_chosen_by_number(tmp_path):
+    (tmp_path / "a.csv").write_text("text,text\nA,B\n")
+    _, table = read_table(tmp_path / "a.csv", columns=["2"])
+    assert [cells for _, cells in table] == [["B"]]
+    with pytest.raises(UserError, match=r"no column text; expected .* a number from 1 to 2"):
+        read_table(tmp_path / "a.csv", columns=["text"])
+
+
 @pytest.mark.parametrize("name, columns, rows", [
     ("a.csv", None, ["cat,feline", "dog,canine"]), ("a.csv", ["2", "1"], ["Frage,Antwort", "Ein Hund,A dog"]),
     ("a.csv", None, ["Answer,He said so to a man.", "A man eats.,He eats."]),
