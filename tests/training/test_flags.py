@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernels.training.errors import one_line
 from kernels.training.out import fingerprints
 from running import rejects
 
@@ -25,12 +24,6 @@ GOOD_DATA = "--data good.csv --model scratch --batch-size"
     ("simcse", f"{GOOD_DATA} 2 --lr nan", "argument --lr: nan: expected a number of at least 0")])
 def test_wrong_flags(script, flags, wanted, cwd, capfd):
     rejects(script, capfd, wanted, *flags.split())
-
-
-def test_messages_are_one_line():
-    """Line breaks and terminal controls are escaped, joiners of Persian and emoji are not."""
-    assert one_line("a\n\x1bb\u202ec") == r"a\n\x1bb\u202ec"
-    assert one_line("می\u200cخواهم 👩\u200d💻 é") == "می\u200cخواهم 👩\u200d💻 é"
 
 
 # ── checksums of inputs ──
