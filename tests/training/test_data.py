@@ -39,7 +39,8 @@ DICTS = [dict(zip(NAMES, row)) for row in ROWS]
     ("json", json.dumps(DICTS, indent=1), NAMES, ROWS, "item 1"),
     ("json", json.dumps(ROWS), None, ROWS, "item 1"),
     ("jsonl", "\n".join(map(json.dumps, DICTS)), NAMES, ROWS, "line 1"),
-    ("jsonl", JSON_LINES, None, ROWS, "line 1")])
+    ("jsonl", JSON_LINES, None, ROWS, "line 1")],
+    ids="txt csv-header csv tsv-header tsv json-names json jsonl-names jsonl".split())
 def test_every_format_has_the_same_rows(kind, content, names, rows, place, compressed, tmp_path):
     """A table can be read twice. Each row has its place in the file."""
     path = tmp_path / (f"a.{kind}.gz" if compressed else f"a.{kind}")
