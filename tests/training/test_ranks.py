@@ -36,6 +36,14 @@ def start_rank(rank, port, out, *flags, before=None):
                  MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
+def end(process):
+    """Wait for a process, and return its exit code. One that hangs is killed."""
+    process.join(60)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
 def stop_when_waiting(kind):
     """Make this process send itself a signal when it says that it waits for other processes."""
     ranks.QUIET_SECONDS = 0.5
@@ -47,8 +55,7 @@ def test_signal_while_waiting_for_other_ranks(rank, kind, tmp_path):
     """A rank says that it waits, and a signal ends it at once."""
     before = functools.partial(stop_when_waiting, kind)
     process = start_rank(rank, free_port(), tmp_path / "out", before=before)
-    process.join(60)
-    assert process.exitcode in (-kind, 130) and not (tmp_path / "out").exists()
+    assert end(process) in (-kind, 130) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("flag, message", [
@@ -59,24 +66,21 @@ def test_ranks_that_disagree(flag, message, tmp_path):
     (tmp_path / "other.csv").write_text((DATA / "nli.csv").read_text().replace("man", "dog"))
     value, port = 7 if flag == "--seed" else tmp_path / "other.csv", free_port()
     processes = [start_rank("0", port, tmp_path / "0"), start_rank("1", port, tmp_path / "1", flag, value)]
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [2, 2] and not (tmp_path / "0").exists()
+    assert [end(process) for process in processes] == [2, 2] and not (tmp_path / "0").exists()
     assert message in (tmp_path / "0.err").read_text()
     assert "start all ranks" in (tmp_path / "1.err").read_text()
 
 
 def test_dead_rank_ends_the_others(tmp_path):
     """The other rank ends with one line, and the last checkpoint is complete."""
-    out, port, end = tmp_path / "out", free_port(), time.monotonic() + 100
+    out, port, latest = tmp_path / "out", free_port(), time.monotonic() + 60
     processes = [start_rank(rank, port, out, "--steps", 500, "--eval-every", 1) for rank in "01"]
     while not (out / "state.pt").exists():
-        assert processes[0].is_alive() and time.monotonic() < end, Path(f"{out}.err").read_text()
+        assert processes[0].is_alive() and time.monotonic() < latest, Path(f"{out}.err").read_text()
         time.sleep(0.02)
     processes[1].kill()
-    processes[0].join(60)
-    errors = Path(f"{out}.err").read_text()
-    assert processes[0].exitcode == 2 and errors.count("\n") == 1
+    code, errors = end(processes[0]), Path(f"{out}.err").read_text()
+    assert code == 2 and errors.count("\n") == 1
     assert "another process of this run has died or hangs" in errors
     assert torch.load(out / "state.pt", weights_only=True)["progress"]["step"] >= 1
 
@@ -100,9 +104,7 @@ def test_every_rank_resumes_with_its_own_random_state(tmp_path):
     for out, more, before in runs:
         port, flags = free_port(), ["--steps", 4, "--eval-every", 2, *more]
         processes = [start_rank(rank, port, tmp_path / out, *flags, before=before) for rank in "01"]
-        for process in processes:
-            process.join(60)
-        assert [process.exitcode for process in processes] == ([130, 130] if before else [0, 0])
+        assert [end(process) for process in processes] == ([130, 130] if before else [0, 0])
     whole, parts = (torch.load(tmp_path / out / "state.pt", weights_only=True) for out in ("whole", "parts"))
     assert not torch.equal(whole["random"][0][0], whole["random"][1][0])
     assert equal(whole["random"], parts["random"]) and equal(whole["model"], parts["model"])
