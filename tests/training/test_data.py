@@ -60,7 +60,9 @@ def test_every_format_has_the_same_rows(kind, content, names, rows, place, compr
     ("a.tsv", "anchor,positive\nA,b\n", r": .* by commas, expected tabs; name the file \.csv"),
     ("a.tsv", 'A\t"b"\nA\t"""b"" c"\n', r" line 2: a cell is quoted as in \.csv"),
     ("a.csv", "A,b\nC,d\n".encode("UTF-16LE"), " line 1: not UTF-8"),
-    ("a.csv", ",anchor,positive,id\n1,A,b,2\n", r": columns not known as .*: \(no name\), id; .* --columns"),
+    ("a.csv", "A,b\nA,b,c\n", " line 2: 3 columns, expected 2"),
+    ("a.csv", "premise,hypothesis,id\nA,b,2\n", ": columns not known as .*: hypothesis, id; .* by --columns"),
+    ("a.csv", ",premise\n0,A\n", r": columns not known as .*: \(no name\); choose columns by --columns"),
     ("a.csv", "query,anchor\nA,b\n", ": 2 columns are anchor: query, anchor; choose columns by --columns"),
     ("a.csv", "anchor,negative\nA,b\n", ": no positive among columns anchor, negative; choose columns by"),
     ("a.csv.gz", gzip.compress(b"A man eats.,He eats.\n" * 9)[:-9], ": Compressed file ended before"),
@@ -209,4 +211,5 @@ def test_ignore_equal(columns, tmp_path, bert):
     left_out[range(12), range(12)] = False
     logits = (z1 @ torch.cat(keys or [z1]).T / 0.05).masked_fill(left_out, -torch.inf)
     assert result.losses == [pytest.approx(F.cross_entropy(logits, torch.arange(12)).item(), abs=1e-4)]
+    assert np.isfinite(result.norms).all()                     # also if a row has no negatives
     assert result.said["first"].startswith(f'anchor "{texts[0][:37]}')
