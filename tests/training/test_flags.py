@@ -1,72 +1,62 @@
-"""Flags: wrong flags are rejected in one line; a caller in Python gets an exception."""
-import sys
-from unittest.mock import Mock
+"""Wrong flags, and checksums of the inputs that flags name, by which --resume notices changed inputs."""
+import importlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import simcse
-from kernels.training.errors import UserError
-from kernels.training.flags import SHARED_FLAGS, ScriptParser
-from kernels.training.progress import progress
-from running import SMALL, rejects
+from kernels.training.out import fingerprints
+from running import rejects
+
+GOOD_DATA = "--data good.csv --model scratch --batch-size"
 
 
-@pytest.mark.parametrize("flags, wanted", [
-    ("--batch-size 4", r"good\.csv: 3 rows, expected at least 2 and at least --batch-size \(4\)"),
-    ("--temperature nan", r"argument --temperature: nan: expected a number of at least 0\.0001"),
-    ("--temperature warm", r"argument --temperature: invalid float value: 'warm'"),
-    ("--max-length 2", r"argument --max-length: 2: expected a number of at least 3"),
-    ("--max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
-    ("--seed 9999999999999999999",
-     r"argument --seed: 9999999999999999999: expected a number of at least 0"),
-    ("--lr 1e30", r"argument --lr: 1e30: expected a number of at least 0"),
-    ("--pooling best", r"argument --pooling: invalid choice: 'best' \(choose from .*cls_before_pooler.*\)"),
-    ("--frobnicate", r"unrecognized arguments: --frobnicate"),
-    ("--model none/such", r"--model none/such: no such folder, and the hub .*; give a local folder, or .*")])
-def test_wrong_flags(cwd, capfd, flags, wanted):
-    rejects("simcse", capfd, wanted, *SMALL, *flags.split())
+@pytest.mark.parametrize("script, flags, wanted", [
+    ("simcse", "", "the following arguments are required: --data"),
+    ("simcse", "--resume --out none", "--resume: no run in none"),
+    ("simcse", "--data good.csv --dev=", "--dev: empty; expected a name"),
+    ("simclr", "--data a.npz --finetune b.npz", "--finetune gives the training data; leave out --data"),
+    ("simcse", f"{GOOD_DATA} 4", r"good\.csv: 3 rows, expected at least 2 and at least --batch-size \(4\)"),
+    ("simcse", f"{GOOD_DATA} 2 --max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
+    ("simcse", f"{GOOD_DATA} 2.5", r"argument --batch-size: invalid int value: '2\.5'"),
+    ("simcse", f"{GOOD_DATA} 2 --lr nan", "argument --lr: nan: expected a number of at least 0")])
+def test_wrong_flags(script, flags, wanted, cwd, capfd):
+    rejects(script, capfd, wanted, *flags.split())
 
 
-@pytest.mark.parametrize("flags, wanted", [
-    ("", "the following arguments are required: --data"), ("--resume", "--resume: no run in out/none"),
-    ("--tune y --data x", "--tune gives the training data; leave out --data"),
-    ("--data x --guide=", "--guide: empty; .*"), ("--data x --dev=", "--dev: empty; .*"),
-    ("--evaluate --guide x", "--evaluate: nothing to evaluate; .*"), ("--evaluate --more x", None),
-    ("--tune x", None), ("--tune x --data x", None)])
-def test_flags_that_name_inputs(flags, wanted):
-    """Training needs --data, or a script's own flag for training data (here --tune). No name may be empty."""
-    parser = ScriptParser("a script")
-    parser.add_shared_flags("--data", "--dev", "--evaluate", "--resume", out="out/none")
-    for name, reads in ("--guide", "model"), ("--tune", "training data"), ("--more", "held-out data"):
-        parser.add_argument(name, reads=reads)
-    if wanted:
-        with pytest.raises(UserError, match=wanted):
-            parser.parse_args(flags.split())
-    else:
-        args = parser.parse_args(flags.split())
-        assert args.inputs == ["data", "dev", "guide", "tune", "more"]
-        assert args.data == (None if args.evaluate else "x")
+# ── checksums of inputs ──
+
+SCRIPTS = "simclr moco simcse selfguided cline tacl ease vascl dclr childtuning finetune".split()
+NO_INPUT = {"--out", "--prompt", "--columns", "--text-columns", "--label-column", "--child-filter",
+            "--layer-study", "--save-triples", "--dev-columns"}
 
 
-def test_error_is_an_exception_for_a_caller_in_python():
-    with pytest.raises(FileNotFoundError, match="no-such-file.csv"):
-        simcse.load_data("no-such-file.csv", simcse.make_parser().parse_args(["--data", "no-such-file.csv"]))
-    with pytest.raises(UserError, match="unrecognized"):
-        simcse.make_parser().parse_args(["--data", "x", "--frobnicate"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_input_flag_has_a_checksum(script):
+    parser = importlib.import_module(script).make_parser()
+    names = {flag.option_strings[-1] for flag in parser._actions
+             if flag.nargs != 0 and flag.type is None and not flag.choices}
+    assert {name[2:].replace("-", "_") for name in names - NO_INPUT} <= parser.inputs.keys()
 
 
-@pytest.mark.parametrize("rank, shown", [("0", True), ("1", False)])
-def test_only_rank_0_shows_a_progress_bar(rank, shown, monkeypatch):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True, encoding="utf-8"))
-    assert bool(progress(None, "reading", total=3).disable) == (not shown)
-
-
-def test_help_shows_defaults():
-    parser = ScriptParser("a script")
-    for name in SHARED_FLAGS:
-        parser.add_shared(name, 7 if name == "--seed" else None, "warm" if name == "--lr" else None)
-    page = " ".join(parser.format_help().split())
-    assert "default 7" in page and "learning rate; default warm" in page
-    args = parser.parse_args(["--data", "x"])
-    assert (args.seed, args.lr, args.test, args.resume) == (7, None, [], False)
+@pytest.mark.parametrize("flag, value, change", [
+    ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # of the same size
+    ("test", ["b.txt", "a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
+    ("transfer", ["b.txt,a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
+    ("guide", "model", lambda: Path("model/config.json").write_text('{"act": "relu"}')),
+    ("model", "model", lambda: Path("model/new.json").touch()),
+    ("data", "images", lambda: Path("images/a/0.png").write_text("smaller")),
+    ("data", "images", lambda: os.rename("images/a/0.png", "images/b/1.png")),
+    ("data", "images", lambda: os.unlink("images/a/0.png"))])
+def test_checksum_changes_with_the_input(flag, value, change, cwd):
+    """Of files the size and the first megabyte count, of folders the names and sizes, and config.json."""
+    for path in "a.txt", "b.txt", "images/a/0.png", "images/b/0.png", "model/config.json":
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"act": "gelu"}) if path.endswith("json") else "A man ate.\n")
+    args = SimpleNamespace(inputs=[flag], **{flag: value})
+    before = fingerprints(args)
+    assert before == fingerprints(args)
+    change()
+    assert before[flag] != fingerprints(args)[flag]

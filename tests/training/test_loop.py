@@ -1,5 +1,5 @@
-"""Batch order, learning rates, an optimizer and gradient all-reduce, compared with simple implementations."""
-import copy
+"""Batch order, learning rates, AdamW without bias correction, and what the ranks of a run exchange, compared
+with simple implementations."""
 import itertools
 
 import pytest
@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from kernels import check_rows, gather_rows, info_nce, own_rows, sigmoid_loss, similarity_lse
+from kernels import gather_rows, info_nce, own_rows
 from kernels.training import loop
 from kernels.training.errors import UserError
-from kernels.training.loop import all_reduce_gradients, batches, steps_per_epoch, warmup_cosine, warmup_linear
-from running import equal, free_port
+from kernels.training.loop import batches, steps_per_epoch, warmup_cosine, warmup_linear
+from kernels.training.precision import unit_rows
+from running import fork_context, free_port
 
 
 def order(steps, skip=0, rows=23, seed=3, least=1):
@@ -19,9 +20,11 @@ def order(steps, skip=0, rows=23, seed=3, least=1):
 
 
 def test_batches():
-    """An epoch of 23 rows has six steps, the last one with a short batch."""
+    """The order depends on the seed and the epoch only. A resumed run continues it after any step. An epoch
+    of 23 rows has six steps, the last one with a short batch."""
     run, epochs = order(18), [order(6, skip) for skip in (0, 6, 12)]
-    assert run == sum(epochs, []) == order(18)        # independent of torch's global generator
+    torch.rand(3)                                              # from PyTorch's own generator
+    assert run == sum(epochs, []) == order(18)
     for epoch in epochs:
         assert [len(batch) for batch in epoch] == [4, 4, 4, 4, 4, 3]
         assert sorted(sum(epoch, [])) == list(range(23))
@@ -30,29 +33,20 @@ def test_batches():
     assert order(18, rows=[*range(100, 123)]) == [[100 + i for i in batch] for batch in run]
 
 
-def test_steps_do_not_depend_on_the_number_of_ranks(monkeypatch):
-    """67 rows in batches of 33: two steps on any number of ranks, none with a single row."""
-    for ranks in "123":
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        found = [*itertools.islice(batches(67, 33, 5), 3)]
-        assert [len(batch) for batch in found] == [33, 33, 33] and steps_per_epoch(67, 33) == 2
-    with pytest.raises(UserError, match="the last batch of an epoch has 2 of 68 rows, fewer than the 3 .*"):
-        steps_per_epoch(68, 33)
-
-
 @pytest.mark.parametrize("rows", [24, 25, 23])
 @pytest.mark.parametrize("least", [1, 2, 3, 4])
 def test_last_batch_with_too_few_rows_is_skipped(rows, least):
-    """The shares of the ranks differ by at most one row."""
     steps = steps_per_epoch(rows, 4, least)
-    epoch = order(steps + 1, rows=rows, least=least)
+    sizes = [len(batch) for batch in order(steps + 1, rows=rows, least=least)]
     last = [rows % 4] if rows % 4 >= least else []
-    assert [len(batch) for batch in epoch[:steps]] == [4] * (rows // 4) + last
-    assert len(epoch[steps]) == 4                              # first batch of the next epoch
-    shares = [[batch[own_rows(len(batch), rank, least)] for rank in range(least)] for batch in epoch]
-    assert [sum(share, []) for share in shares] == epoch
-    for sizes in ([len(part) for part in share] for share in shares):
-        assert max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+    assert sizes == [4] * (rows // 4) + last + [4]             # and the first batch of the next epoch
+
+
+def test_last_batch_with_fewer_rows_than_ranks_is_refused(monkeypatch):
+    """The number of steps does not depend on the number of ranks, so such a batch cannot be skipped."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match="the last batch of an epoch has 2 of 68 rows, fewer than the 3 .*"):
+        steps_per_epoch(68, 33)
 
 
 @pytest.mark.parametrize("ours, theirs", [(warmup_linear, get_linear_schedule_with_warmup),
@@ -67,124 +61,38 @@ def test_schedules_equal_those_of_transformers(ours, theirs, total, warmup):
         schedule.step()
 
 
-def small_model():
-    """Return a model in float64 with matrices, biases, a norm, and a frozen last layer."""
+def test_uncorrected_adamw_matches_the_formula():
+    """Biases and norms have no weight decay. Frozen weights, and weights without a gradient, stay."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(5, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3), torch.nn.Linear(2, 2)
-    model = torch.nn.Sequential(*layers).double()
+    model, lr, eps, decay = torch.nn.Sequential(*layers).double(), 0.01, 1e-6, 0.1
     model[3].requires_grad_(False)
-    return model
-
-
-def set_gradients(model, step):
-    """Give random gradients, which depend on the step, to the first four weights; the next two have none."""
-    generator = torch.Generator().manual_seed(step)
-    for weight in [*model.parameters()][:4]:
-        weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype)
-
-
-def test_uncorrected_adamw_matches_the_formula():
-    model, lr, eps, decay = small_model(), 0.01, 1e-6, 0.1
     optimizer = loop.UncorrectedAdamW(loop.decay_groups(model, decay), lr, eps)
     expected = [weight.detach().clone() for weight in model.parameters()]
     m, v = ([torch.zeros_like(weight) for weight in expected] for _ in range(2))
-    for step in range(4):
-        set_gradients(model, step)
-        optimizer.step()
+    for _ in range(4):
         for i, weight in enumerate([*model.parameters()][:4]):
+            weight.grad = torch.randn_like(weight)
             m[i] = 0.9 * m[i] + 0.1 * weight.grad
             v[i] = 0.999 * v[i] + 0.001 * weight.grad**2
             kept = 1 - lr * decay if weight.dim() > 1 else 1
             expected[i] = kept * expected[i] - lr * m[i] / (v[i].sqrt() + eps)
+        optimizer.step()
     found = [weight.detach() for weight in model.parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]        # not the frozen ones
 
 
-def test_uncorrected_adamw_resumes():
-    """Two steps, load_state_dict in another optimizer, and two steps give the bits of four steps."""
-    straight, resumed = small_model().float(), small_model().float()
-    whole, first = (loop.UncorrectedAdamW(loop.decay_groups(x, 0.1), 0.01) for x in (straight, resumed))
-    second = loop.UncorrectedAdamW(loop.decay_groups(resumed, 0.0), 1.0)       # other values are replaced
-    for step in range(4):
-        if step == 2:
-            second.load_state_dict(copy.deepcopy(first.state_dict()))
-        for model, optimizer in ((straight, whole), (resumed, first if step < 2 else second)):
-            set_gradients(model, step)
-            optimizer.step()
-    assert equal(straight.state_dict(), resumed.state_dict())
+def test_unit_rows_keep_zero_rows():
+    """A zero row stays zero in half precision, where the usual eps of 1e-8 would be 0."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        z = unit_rows(torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=dtype))
+        torch.testing.assert_close(z, torch.tensor([[0.0, 0.0], [0.6, 0.8]], dtype=dtype))
 
 
-def rank_main(rank, world_size, port, bucket_bytes, out):
-    loop.BUCKET_BYTES = bucket_bytes
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    model = make_gradients(rank)
-    all_reduce_gradients(model)
-    check_gather_rows(rank)
-    if rank == 0:
-        torch.save([weight.grad for weight in model], out)
-    dist.destroy_process_group()
+# ── three ranks ──
 
-
-def check_gather_rows(rank):
-    """Check gather_rows, and errors about a missing offset; three ranks have 2, 3 and 3 of 8 rows."""
-    z, own = torch.eye(8), own_rows(8)
-    with pytest.raises(ValueError, match="rows: found 2, fewer than the 3 processes"):
-        gather_rows(z[own], 2)
-    for wrong in (5, 12):
-        with pytest.raises(ValueError, match=f"rows: found {wrong}, of which .* has ., but x has [23]; "):
-            gather_rows(z[own], wrong)
-    keys = gather_rows(z[own], 8)
-    assert torch.equal(keys, z)
-    labels = torch.arange(8, dtype=torch.int16)
-    assert torch.equal(gather_rows(labels[own], 8), labels)
-
-    def only_check(q, k, **offset):                            # no loss, only its check of the offset
-        check_rows(*offset.values(), q=(q, "N D"), k=(k, "M D"))
-
-    def lse_without_diagonal(q, k, **offset):
-        similarity_lse(q, k, exclude="diagonal", **offset)
-
-    for loss in (info_nce, sigmoid_loss, lse_without_diagonal, only_check):
-        loss(z[own], keys, offset=own.start)
-        loss(z, keys)                                          # every rank may compute the whole loss
-        if rank:
-            with pytest.raises(ValueError, match=rf"k has .* start at {own.start}; .*own_rows\(8\)\.start"):
-                loss(z[own], keys)
-    similarity_lse(z[own], keys)                               # without exclude it needs no offset
-    halves = z[own].half().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):                # the other half type
-        gather_rows(halves, 8).sum().backward()
-    assert torch.equal(halves.grad, torch.full_like(halves, dist.get_world_size()))
-    check_groups(rank)
-    check_half_rows(z / 3, own)
-
-
-def check_groups(rank):
-    """Ranks 0 and 2 share five rows, and rank 1 has five rows alone; gradients are sums over the group."""
-    groups, ranks = [dist.new_group(ranks) for ranks in ([0, 2], [1])], [[0, 2], [1]]
-    for group, members in zip(groups, ranks):
-        if rank not in members:
-            for call in (lambda: own_rows(5, group=group), lambda: gather_rows(torch.eye(5), 5, group=group)):
-                with pytest.raises(ValueError, match="group: this process is not part of it; expected"):
-                    call()
-            continue
-        own = own_rows(5, group=group)
-        assert own == own_rows(5, members.index(rank), len(members))
-        x = torch.arange(5.0)[own, None].requires_grad_()
-        gathered = gather_rows(x, 5, group=group)
-        assert torch.equal(gathered[:, 0], torch.arange(5.0))
-        (gathered * (rank + 1)).sum().backward()
-        assert torch.equal(x.grad, torch.full_like(x, sum(members) + len(members)))
-
-
-def check_half_rows(z, own):
-    """Rows are sent as float16; the result and the gradient are float32, and the gradient is not rounded."""
-    x = z[own].clone().requires_grad_()
-    gathered = gather_rows(x, 8, dtype=torch.float16)
-    assert gathered.dtype == torch.float32 and torch.equal(gathered, z.half().float())
-    (gathered * 1e-9).sum().backward()                         # would be 0 in float16
-    torch.testing.assert_close(x.grad, torch.full_like(x, 3e-9))
+BUCKETS = 64, 2**25                                            # bytes: many buckets; one per dtype
 
 
 def make_gradients(rank):
@@ -199,14 +107,45 @@ def make_gradients(rank):
     return model
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 2**25])
-def test_gradients_are_summed_over_ranks(bucket_bytes, tmp_path):
-    """The sums are right with many small buckets and with one bucket per dtype."""
-    arguments = 3, free_port(), bucket_bytes, tmp_path / "sum"
+def rank_main(rank, world_size, port, out):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    for bucket_bytes in BUCKETS:
+        loop.BUCKET_BYTES, model = bucket_bytes, make_gradients(rank)
+        loop.all_reduce_gradients(model)
+        torch.save([weight.grad for weight in model], out / f"{rank} {bucket_bytes}")
+    check_gathered_rows(rank)
+    dist.destroy_process_group()
+
+
+def check_gathered_rows(rank):
+    """Three ranks have 2, 3 and 3 of 8 rows. Then ranks 0 and 2 share 5 rows, and rank 1 has 5 rows alone."""
+    z, own = torch.eye(8), own_rows(8)
+    keys, labels = gather_rows(z[own], 8), torch.arange(8, dtype=torch.int16)
+    assert torch.equal(keys, z) and torch.equal(gather_rows(labels[own], 8), labels)
+    if rank:                                                   # a loss knows that its keys are gathered
+        with pytest.raises(ValueError, match=rf"k has .* start at {own.start}; .*own_rows\(8\)\.start"):
+            info_nce(z[own], keys)
+    x = (z[own] / 3).requires_grad_()                          # sent as float16; the gradient is not rounded
+    gathered = gather_rows(x, 8, dtype=torch.float16)
+    assert gathered.dtype == torch.float32 and torch.equal(gathered, (z / 3).half().float())
+    (gathered * 1e-9).sum().backward()                         # would be 0 in float16
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3e-9))
+    groups = dist.new_group([0, 2]), dist.new_group([1])
+    x = torch.arange(5.0)[own_rows(5, group=groups[rank % 2]), None].requires_grad_()
+    gathered = gather_rows(x, 5, group=groups[rank % 2])
+    assert len(x) == (2, 5, 3)[rank] and torch.equal(gathered[:, 0], torch.arange(5.0))
+    (gathered * (rank + 1)).sum().backward()                   # gradients are sums over the group
+    assert torch.equal(x.grad, torch.full_like(x, 2 if rank == 1 else 1 + 3))
+
+
+def test_ranks_sum_gradients_and_gather_rows(tmp_path):
+    """All ranks have the sums of the gradients, with many small buckets and with one bucket per dtype."""
+    fork_context()
+    arguments = 3, free_port(), tmp_path
     torch.multiprocessing.start_processes(rank_main, arguments, 3, start_method="forkserver")
-    ranks = [make_gradients(rank) for rank in range(3)]
-    for i, found in enumerate(torch.load(tmp_path / "sum")):
-        parts = [rank[i].grad for rank in ranks if rank[i].grad is not None]
-        assert (found is None) == (i == 4)
-        if parts:
-            torch.testing.assert_close(found, sum(parts), rtol=1e-6, atol=1e-6)
+    gradients = [[weight.grad for weight in make_gradients(rank)] for rank in range(3)]
+    expected = [sum(x for x in parts if x is not None) for parts in zip(*gradients)]
+    for rank, bucket_bytes in itertools.product(range(3), BUCKETS):
+        *found, frozen = torch.load(tmp_path / f"{rank} {bucket_bytes}")
+        torch.testing.assert_close(found, expected[:4], rtol=1e-6, atol=1e-6)
+        assert frozen is None

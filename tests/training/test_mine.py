@@ -1,4 +1,4 @@
-"""kernels.training.mine: filters compared with their definition, files that are read and written, errors."""
+"""kernels.training.mine: negatives compared with their definition, the files that are written, errors."""
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import simcse
 from kernels.training import mine
-from kernels.training.data import read_table
-from running import SMALL, metrics, rejects
+from kernels.training.data import SENTENCE_COLUMNS, read_table
+from running import rejects
 
 NEEDED = "--data good.csv --model bert --out out.csv".split()
-NO_BOUND = ["--relative-margin", "-9"]                         # on the score of a negative
 
 
 def arguments(*flags):
@@ -54,14 +52,14 @@ def by_definition(rows, z, args):
     [], ["--negatives", 3], ["--relative-margin", 0.4], ["--relative-margin", -100], ["--margin", 0.3],
     ["--max-score", 0.4], ["--min-score", 0.2, "--max-score", 0.5, "--negatives", 2],
     ["--ranks", 2, 2], ["--ranks", 3, 9, "--negatives", 2, "--margin", 0.1]], ids=str)
-def test_filters(flags, slots, monkeypatch):
-    """Negatives are candidates with ranks in --ranks, hardest first; a row with too few of them gets −1."""
+def test_negatives_are_the_nearest_candidates(flags, slots, monkeypatch):
+    """They are sampled from all ranks of --ranks, the hardest first; a row with too few of them gets −1."""
     monkeypatch.setattr(mine, "TOPK_SLOTS", slots)
     monkeypatch.setattr(mine, "BLOCK", 7)
     rows, z, q, k = pairs()
     args = arguments(*flags)
     first, last = args.ranks
-    n, full = args.negatives, 0
+    n, sampled = args.negatives, []
     negatives, scores, positives = mine.mine(rows, q, k, args)
     assert torch.allclose(positives, (z[rows[:, 0]] * z[rows[:, 1]]).sum(1))
     for row, found, s, expected in zip(rows, negatives.tolist(), scores, by_definition(rows, z, args)):
@@ -69,74 +67,39 @@ def test_filters(flags, slots, monkeypatch):
         assert (found == [-1] * n) == (len(ranked) < n)
         if found[0] >= 0:
             assert sorted(set(found), key=ranked.index) == found and len(found) == n
-            assert found == ranked[:n] or last - first + 1 > n
             assert torch.allclose(s, z[found] @ z[row[0]])
-            full += 1
-    assert 20 < full
+            sampled += map(ranked.index, found)
+    assert {*sampled} == {*range(last - first + 1)} and len(sampled) > 20
 
 
-def test_sampling_from_ranks(monkeypatch):
-    """All ranks of --ranks are sampled. The result depends on the seed, and not on the block size."""
-    rows, z, *sides = pairs()
-    args, other = (arguments("--ranks", 2, 5, "--negatives", 2, "--seed", seed) for seed in (0, 1))
-    found, _, _ = mine.mine(rows, *sides, args)
-    assert not found.equal(mine.mine(rows, *sides, other)[0])
-    ranked = list(by_definition(rows, z, args))
-    ranks = {all.index(text) + 1 for all, ids in zip(ranked, found.tolist()) for text in ids if text >= 0}
-    assert ranks == {2, 3, 4, 5}
-    monkeypatch.setattr(mine, "BLOCK", 7)
-    assert found.equal(mine.mine(rows, *sides, args)[0])
-
-
-@pytest.mark.parametrize("first, second", ["qq", "qp"])
-def test_prompts(first, second):
-    """Anchors get the first prompt, positives the second."""
-    model = SimpleNamespace(bf16=False, prompts=(first, second))
-
+def test_anchors_get_the_first_prompt_and_positives_the_second():
     def embed(texts):
+        """Embed a text as its length and its prompt. The order is not that of the texts."""
         rows = [[len(text), ord(model.default_prompt)] for text in reversed(texts)]
         return torch.tensor(rows).float(), range(len(texts))[::-1]
 
-    model.embed, texts = embed, ["a", "bbb", "cc"]
+    model, texts = SimpleNamespace(bf16=False, prompts=("q", "p"), embed=embed), ["a", "bbb", "cc"]
     sides = mine.embed_anchors_and_positives(model, texts, torch.tensor([0, 1]), torch.tensor([1, 2]))
-    expected = [[1, ord(first)], [3, ord(first)], [3, ord(second)], [2, ord(second)]]
+    expected = [[1, ord("q")], [3, ord("q")], [3, ord("p")], [2, ord("p")]]
     assert torch.cat(sides).allclose(F.normalize(torch.tensor(expected).float(), dim=1))
 
 
-def test_texts_of_the_same_anchor_are_no_candidates(cwd, bert):
-    """Each row has one candidate left, the last row none. Quotes and line breaks are written correctly."""
-    flags = [*NEEDED, *NO_BOUND, "--data", "data.json", "--model", str(bert)]
+@pytest.mark.parametrize("out", ["out.csv", "out.jsonl"])
+def test_files(out, cwd, bert):
+    """simcse.py reads the written columns, with quotes and line breaks. Each row has one candidate left, the
+    last row none: texts of rows with the same anchor are no candidates, and white space does not count."""
     rows = [["a b", "c\n d", "z"], ["a  b", '"e" f', "z"], ["x", "g\rh", "c d"], ['"e" f', "c d", "g h"]]
     Path("data.json").write_text(json.dumps(rows))
-    for name in ("out.csv", "out.jsonl"):
-        mine.main([*flags, "--out", name])
-        header, table = read_table(name)
-        assert header == ["anchor", "positive", "negative_1", "negative_2"]
-        negatives = ["g\rh", "g\rh", '"e" f']
-        assert [cells for _, cells in table] == [[*row, text] for row, text in zip(rows, negatives)]
-    assert {path.name for path in Path().iterdir()} == {"good.csv", "data.json", "out.csv", "out.jsonl"}
-
-
-def test_simcse_trains_on_the_file(cwd, bert, capsys):
-    mine.main([*NEEDED, *NO_BOUND, "--model", str(bert), "--out", "triples.tsv"])
-    assert "3 rows written to triples.tsv, 0 left out" in capsys.readouterr().out
-    simcse.main([*SMALL, "--data", "triples.tsv", "--out", "out"])
-    assert "supervised: 3 rows (anchor anchor" in capsys.readouterr().out and metrics(Path("out"))
+    mine.main(["--data", "data.json", "--model", str(bert), "--out", out, "--relative-margin", "-9"])
+    header, table = read_table(out, roles=SENTENCE_COLUMNS)
+    assert [name.split()[0] for name in header] == ["anchor", "positive", "negative", "negative"]
+    negatives = ["g\rh", "g\rh", '"e" f']
+    assert [cells for _, cells in table] == [[*row, text] for row, text in zip(rows, negatives)]
 
 
 @pytest.mark.parametrize("flags, expected", [
-    ("--data one.csv", r"one\.csv line 1: 1 column, expected anchor, positive and any hard negatives"),
-    ("--data broken.json --out out.tsv", r"broken\.json item 1: a tab or a line break, which .*"),
     ("--ranks 5 2", r"--ranks 5 2: expected FIRST LAST, with at least --negatives 1 ranks"),
     ("--out good.csv", r"--out good\.csv: this file exists; delete it or name another"),
-    ("--out out.txt", r"--out out\.txt: expected a name that ends in \.csv, \.tsv, \.jsonl"),
-    ("--out none/out.csv", r"--out none/out\.csv: none is not a writable folder"),
-    ("--negatives 3", r"good\.csv: 3 distinct positives, expected more than 3, the last rank .*"),
-    ("--min-score 0.9 --max-score 0.1", r"good\.csv: nothing to write, all rows have fewer than 1 .*")])
-def test_bad_input(cwd, capfd, monkeypatch, flags, expected):
-    model = SimpleNamespace(bf16=False, prompts=("",))
-    model.embed = lambda texts: (torch.randn(len(texts), 6), range(len(texts)))
-    monkeypatch.setattr(mine, "load_model", lambda args: model)
-    Path("one.csv").write_text("A man eats.\nA dog runs.\n")
-    Path("broken.json").write_text('[["a", "b\\tc"], ["d", "e"]]')
+    ("--negatives 3", r"good\.csv: 3 distinct positives, expected more than 3, the last rank .*")])
+def test_bad_input(cwd, capfd, flags, expected):
     rejects(mine, capfd, expected, *NEEDED, *flags.split())

@@ -1,7 +1,9 @@
-"""Several processes: invalid environment variables, processes that wait or that disagree."""
+"""Several processes (ranks): torchrun's variables, waiting for the others, agreement, a rank that dies, and
+the random state of each rank."""
+import functools
+import itertools
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -11,128 +13,99 @@ import torch
 import simcse
 from kernels.training import ranks
 from kernels.training.errors import UserError
-from running import KEPT, SMALL, fork_context, free_port, metrics, rejects
+from running import DATA, equal, free_port, start
 
-PAIR = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
-
-
-@pytest.fixture
-def variables(monkeypatch):
-    """Return a function that sets these variables, and unsets those that are None or not given."""
-    def set_variables(**given):
-        for name in (*ranks.VARIABLES, "LOCAL_RANK"):
-            monkeypatch.delenv(name, raising=False)
-        for name, text in given.items():
-            if text is not None:
-                monkeypatch.setenv(name, text)
-    return set_variables
+FLAGS = ["--model", "scratch", "--data", DATA / "nli.csv", "--batch-size", 8, "--keep-state", "always"]
 
 
-@pytest.mark.parametrize("given, reason", [
-    (PAIR | dict(RANK="2"), "RANK must be less"), (PAIR | dict(MASTER_ADDR=None), "KeyError"),
-    (PAIR | dict(MASTER_PORT="http"), "invalid literal")])
-def test_invalid_variables(given, reason, variables, cwd, capfd):
-    """Every rank prints the error, not only rank 0."""
-    variables(**given)
-    wanted = rf"cannot connect to the other processes \(.*{reason}.*\): RANK is .*WORLD_SIZE is .*; start .*"
-    rejects("simcse", capfd, wanted, *SMALL, "--out", "out")
-
-
-@pytest.mark.parametrize("given", [{}, dict(WORLD_SIZE="1"), dict(RANK="0", WORLD_SIZE="1")])
-def test_single_process_needs_no_master_address(given, variables):
-    variables(**given)
-    ranks.join_group(torch.device("cpu"))
-    assert not torch.distributed.is_initialized() and (ranks.rank(), ranks.world_size()) == (0, 1)
-
-
-def test_local_rank_is_the_number_of_a_gpu(variables, monkeypatch):
+def test_local_rank_is_the_number_of_a_gpu(monkeypatch):
+    current = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    current = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    variables(LOCAL_RANK="1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert ranks.local_device() == torch.device("cuda:1") and current == [1]
-    variables(LOCAL_RANK="2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match="LOCAL_RANK is 2, but this machine has 2 GPUs; start one process .*"):
         ranks.local_device()
 
 
-# ── processes that wait for each other ──
+def start_rank(rank, port, out, *flags, before=None):
+    """Start simcse.py as this rank of two. Its stderr is in the file OUT.err."""
+    return start("simcse", out, *FLAGS, *flags, before=before, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2",
+                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def start_rank(rank, port, *flags):
-    """Start simcse.py in a new process, with stdout and stderr in the files RANK.out and RANK.err."""
-    env = PAIR | dict(RANK=rank, MASTER_PORT=str(port))
-    process = fork_context().Process(target=run_rank, args=(env, flags, Path.cwd()))
-    process.start()
-    return process
+def end(process):
+    """Wait for a process, and return its exit code. One that hangs is killed."""
+    process.join(60)
+    process.kill()
+    process.join()
+    return process.exitcode
 
 
-def run_rank(env, flags, folder):                              # the new process of start_rank
-    os.chdir(folder)
-    os.environ.update(env)
-    for number, name in (1, "out"), (2, "err"):
-        os.dup2(os.open(f"{env['RANK']}.{name}", os.O_WRONLY | os.O_CREAT), number)
-    torch.cuda.is_available = lambda: False
-    ranks.QUIET_SECONDS = 0
-    simcse.main([*map(str, flags)])
+def stop_when_waiting(kind):
+    """Make this process send itself a signal when it says that it waits for other processes."""
+    ranks.QUIET_SECONDS = 0.5
+    ranks.log = lambda label, text, every_rank: label == "waiting" and os.kill(os.getpid(), kind)
 
 
 @pytest.mark.parametrize("rank, kind", [("0", signal.SIGTERM), ("1", signal.SIGINT)])
-def test_signal_while_waiting_for_other_ranks(rank, kind, cwd, variables):
-    """A rank says that it waits, and ends at once."""
-    variables()
-    process, end = start_rank(rank, free_port(), *SMALL, "--out", "out"), time.monotonic() + 60
-    while not (Path(f"{rank}.out").exists() and "waiting" in Path(f"{rank}.out").read_text()):
-        assert process.is_alive() and time.monotonic() < end
-        time.sleep(0.02)
-    os.kill(process.pid, kind)
-    process.join(60)
-    assert process.exitcode in (-kind, 130) and not Path("out").exists()
-    assert "waiting  for other processes: RANK is" in Path(f"{rank}.out").read_text()
+def test_signal_while_waiting_for_other_ranks(rank, kind, tmp_path):
+    """A rank says that it waits, and a signal ends it at once."""
+    before = functools.partial(stop_when_waiting, kind)
+    process = start_rank(rank, free_port(), tmp_path / "out", before=before)
+    assert end(process) in (-kind, 130) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("other, message", [
-    (["--seed", "7"], "seed of rank 1 is 7, of rank 0 42; start all ranks with the same flags and data"),
-    (["--data", "other.csv"], "inputs of rank 1 is ")])
-def test_ranks_that_disagree(other, message, cwd, variables):
+@pytest.mark.parametrize("flag, message", [
+    ("--seed", "seed of rank 1 is 7, of rank 0 42; start all ranks with the same flags and data"),
+    ("--data", "inputs of rank 1 is ")])
+def test_ranks_that_disagree(flag, message, tmp_path):
     """Ranks with other flags or other data end before training."""
-    variables()
-    Path("other.csv").write_text(Path("good.csv").read_text().replace("man", "dog"))
-    port = free_port()
-    processes = [start_rank("0", port, *SMALL, "--out", "out"),
-                 start_rank("1", port, *SMALL, "--out", "out", *other)]
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [2, 2] and not Path("out").exists()
-    assert message in Path("0.err").read_text() and "start all ranks" in Path("1.err").read_text()
+    (tmp_path / "other.csv").write_text((DATA / "nli.csv").read_text().replace("man", "dog"))
+    value, port = 7 if flag == "--seed" else tmp_path / "other.csv", free_port()
+    processes = [start_rank("0", port, tmp_path / "0"), start_rank("1", port, tmp_path / "1", flag, value)]
+    assert [end(process) for process in processes] == [2, 2] and not (tmp_path / "0").exists()
+    assert message in (tmp_path / "0.err").read_text()
+    assert "start all ranks" in (tmp_path / "1.err").read_text()
 
 
-# ── main in a thread of another program ──
+def test_dead_rank_ends_the_others(tmp_path):
+    """The other rank ends with one line, and the last checkpoint is complete."""
+    out, port, latest = tmp_path / "out", free_port(), time.monotonic() + 60
+    processes = [start_rank(rank, port, out, "--steps", 500, "--eval-every", 1) for rank in "01"]
+    while not (out / "state.pt").exists():
+        assert processes[0].is_alive() and time.monotonic() < latest, Path(f"{out}.err").read_text()
+        time.sleep(0.02)
+    processes[1].kill()
+    code, errors = end(processes[0]), Path(f"{out}.err").read_text()
+    assert code == 2 and errors.count("\n") == 1
+    assert "another process of this run has died or hangs" in errors
+    assert torch.load(out / "state.pt", weights_only=True)["progress"]["step"] >= 1
 
 
-def run_in_thread(main, *argv):
-    """Run main in a thread; return a list of the exceptions that it raised."""
-    errors = []
+def stop_in_step_3():
+    """Make simcse.py stop in its third step, as after Ctrl-C."""
+    real, steps = simcse.all_reduce_gradients, itertools.count(1)
 
-    def work():
-        try:
-            main([*map(str, argv)])
-        except BaseException as error:
-            errors.append(error)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return errors
+    def all_reduce_or_stop(model):
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        real(model)
+
+    simcse.all_reduce_gradients = all_reduce_or_stop
 
 
-def test_main_in_a_thread(cwd, capfd):
-    """Python handles no signals in a thread; everything else works as usual."""
-    before = signal.getsignal(signal.SIGTERM)
-    assert run_in_thread(simcse.main, *KEPT, "--out", "out") == []
-    assert len(metrics(Path("out"))) == 1 and Path("out/model.safetensors").exists()
-    assert signal.getsignal(signal.SIGTERM) is before
-    capfd.readouterr()
-    error, = run_in_thread(simcse.main, *KEPT, "--out", "out")
-    assert (type(error), error.code) == (SystemExit, 2)
-    assert "simcse.py: --out out contains another run" in capfd.readouterr().err
+def test_every_rank_resumes_with_its_own_random_state(tmp_path):
+    """Elsewhere, all ranks resume with the state of rank 0, so that dropout is not that of a whole run. Here
+    the run has the weights of a run that was not interrupted, bit by bit."""
+    runs = ("whole", [], None), ("parts", [], stop_in_step_3), ("parts", ["--resume"], None)
+    for out, more, before in runs:
+        port, flags = free_port(), ["--steps", 4, "--eval-every", 2, *more]
+        processes = [start_rank(rank, port, tmp_path / out, *flags, before=before) for rank in "01"]
+        assert [end(process) for process in processes] == ([130, 130] if before else [0, 0])
+    whole, parts = (torch.load(tmp_path / out / "state.pt", weights_only=True) for out in ("whole", "parts"))
+    seeds = [state[:8].view(torch.int64).item() for state, _ in whole["random"]]       # a state begins so
+    assert seeds == [42, 43]
+    assert equal(whole["random"], parts["random"]) and equal(whole["model"], parts["model"])
