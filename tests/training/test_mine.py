@@ -1,7 +1,6 @@
 """kernels.training.mine: negatives compared with their definition, the files that are written, errors."""
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,18 +69,6 @@ def test_negatives_are_the_nearest_candidates(flags, slots, monkeypatch):
             assert torch.allclose(s, z[found] @ z[row[0]])
             sampled += map(ranked.index, found)
     assert {*sampled} == {*range(last - first + 1)} and len(sampled) > 20
-
-
-def test_anchors_get_the_first_prompt_and_positives_the_second():
-    def embed(texts):
-        """Embed a text as its length and its prompt. The order is not that of the texts."""
-        rows = [[len(text), ord(model.default_prompt)] for text in reversed(texts)]
-        return torch.tensor(rows).float(), range(len(texts))[::-1]
-
-    model, texts = SimpleNamespace(bf16=False, prompts=("q", "p"), embed=embed), ["a", "bbb", "cc"]
-    sides = mine.embed_anchors_and_positives(model, texts, torch.tensor([0, 1]), torch.tensor([1, 2]))
-    expected = [[1, ord("q")], [3, ord("q")], [3, ord("p")], [2, ord("p")]]
-    assert torch.cat(sides).allclose(F.normalize(torch.tensor(expected).float(), dim=1))
 
 
 @pytest.mark.parametrize("out", ["out.csv", "out.jsonl"])

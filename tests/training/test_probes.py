@@ -1,5 +1,4 @@
 """--transfer and --cluster: scores of embeddings whose answer is known, printed lines, mistakes in data."""
-import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,10 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import simcse
-from kernels.training import probes
 from kernels.training.probes import C_GRID, evaluate_clusters, evaluate_transfer, features
-from running import SMALL, rejects
+from running import rejects
 
 ROWS = [(str(i),) for i in range(120)]                         # texts
 LABELS = np.array(list("abc") * 40)
@@ -59,24 +56,6 @@ def test_features():
     u, v = x[::2], x[1::2]
     assert np.allclose(features(stub(x), [("0", "1"), ("2", "3")]), torch.cat([(u - v).abs(), u * v], 1))
     assert np.allclose(features(stub(x, normalise=True), [("3",)]), F.normalize(x[3:], dim=1))
-
-
-def test_evaluate_prints_the_scores_of_the_run(cwd, capsys, monkeypatch):
-    """Stubs of scikit-learn's methods return numbers that depend on the embeddings."""
-    monkeypatch.setitem(sys.modules, "sklearn", ModuleType("sklearn"))
-    monkeypatch.setattr(probes, "evaluate_transfer", lambda model, train, test, seed: (
-        features(model, train[0]).std() + 30 * bool(test), [0.5]))
-    monkeypatch.setattr(probes, "evaluate_clusters", lambda model, data, seed: [
-        (features(model, data[0]).std(), 9), (0, 9)])
-    Path("a.tsv").write_text("sentence\tlabel\n" + "A man.\tx\nB dog.\ty\n" * 12)
-    flags, lines = "--transfer a.tsv a.tsv,a.tsv --cluster a.tsv".split(), r"^(transfer|cluster) +(\S+) (.*)"
-    simcse.main([*SMALL, *flags, "--out", "out"])
-    printed = re.findall(lines, capsys.readouterr().out, re.M)
-    simcse.main(["--evaluate", "--model", "out", *flags])
-    assert re.findall(lines, capsys.readouterr().out, re.M) == printed
-    first, second, mean, cluster, _ = printed
-    assert float(mean[1]) == pytest.approx((float(first[1]) + float(second[1])) / 2, abs=0.01)
-    assert second[2] == " C 0.5  a.tsv,a.tsv" and cluster[2].endswith("  accuracy 9.00  a.tsv")
 
 
 @pytest.mark.parametrize("flags, expected", [

@@ -1,31 +1,12 @@
-"""Progress of a run: the remaining time, and trackers (--log)."""
+"""Trackers (--log)."""
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
 
 import simcse
-from kernels.training import progress
 from running import KEPT, metrics, rejects
-
-
-def test_remaining_time_includes_evaluations(monkeypatch):
-    """10 steps of 2 s; evaluations of 7 s before the loop, and of 5 s after steps 4, 8, 10."""
-    now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
-    clock, args = progress.Clock(), SimpleNamespace(eval_every=4, batch_size=6)
-    now.seconds += 7
-    clock.count_pause(began=0)
-    clock.start(0)
-    now.seconds += 8
-    began = clock.seconds()
-    now.seconds += 5
-    clock.count_pause(began)
-    assert (clock.seconds_per_step(4), clock.seconds_left(4, 10, 4)) == (2, 6 * 2 + 2 * 6)     # (7 + 5) / 2 s
-    shown = progress.step_line(clock, {"step": 4, "loss": 1.0, "lr": 0.1, "saved": True}, 10, args, "20.00")
-    assert shown.endswith("  3 rows/s  left 0:24  dev 20.00 saved")
 
 
 @pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])

@@ -1,9 +1,5 @@
-"""Several processes (ranks): torchrun's variables, waiting for the others, agreement, a rank that dies, and
-the random state of each rank."""
-import functools
+"""Several processes (ranks): agreement on flags and data, a rank that dies, the random state of each rank."""
 import itertools
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -11,23 +7,9 @@ import pytest
 import torch
 
 import simcse
-from kernels.training import ranks
-from kernels.training.errors import UserError
 from running import DATA, equal, free_port, start
 
 FLAGS = ["--model", "scratch", "--data", DATA / "nli.csv", "--batch-size", 8, "--keep-state", "always"]
-
-
-def test_local_rank_is_the_number_of_a_gpu(monkeypatch):
-    current = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert ranks.local_device() == torch.device("cuda:1") and current == [1]
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(UserError, match="LOCAL_RANK is 2, but this machine has 2 GPUs; start one process .*"):
-        ranks.local_device()
 
 
 def start_rank(rank, port, out, *flags, before=None):
@@ -42,20 +24,6 @@ def end(process):
     process.kill()
     process.join()
     return process.exitcode
-
-
-def stop_when_waiting(kind):
-    """Make this process send itself a signal when it says that it waits for other processes."""
-    ranks.QUIET_SECONDS = 0.5
-    ranks.log = lambda label, text, every_rank: label == "waiting" and os.kill(os.getpid(), kind)
-
-
-@pytest.mark.parametrize("rank, kind", [("0", signal.SIGTERM), ("1", signal.SIGINT)])
-def test_signal_while_waiting_for_other_ranks(rank, kind, tmp_path):
-    """A rank says that it waits, and a signal ends it at once."""
-    before = functools.partial(stop_when_waiting, kind)
-    process = start_rank(rank, free_port(), tmp_path / "out", before=before)
-    assert end(process) in (-kind, 130) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("flag, message", [
