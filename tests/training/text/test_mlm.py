@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer, DistilBertConfig, RobertaConfig
 
-from formulas import check_equal, randn
+import simcse
 from kernels.training.text import tokens
 from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.mlm import (
-    decoder_loss,
     encoder_and_mlm_states,
     mask_tokens,
     masked_lm_loss,
@@ -31,23 +30,6 @@ def test_shares_of_masked_tokens():
     shares = [chosen[maskable], (masked == 4)[chosen], (masked == ids)[chosen], random[chosen]]
     assert [x.double().mean().item() for x in shares] == pytest.approx([0.15, 0.8, 0.1, 0.1], abs=0.01)
     assert masked.min() < 4 and len(masked[random].unique()) > 900
-
-
-@pytest.mark.parametrize("impl", ["blockwise", "eager"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_decoder_loss(impl, bias):
-    """It is the mean cross entropy of the full logits, or 0 without tokens."""
-    hidden, weight, biases = randn(7, 5, 11), randn(13, 5, 12), randn(13, 1, 13)[:, 0]
-    targets = torch.tensor([0, 12, 3, 3, 7, 1, 0])
-
-    def ours(h, w, b):
-        decoder = SimpleNamespace(weight=w, bias=b if bias else None)
-        return decoder_loss(h, decoder, targets[: len(h)], impl=impl) + 0 * b.sum()
-
-    check_equal(ours, lambda h, w, b: F.cross_entropy(h @ w.T + bias * b, targets), hidden, weight, biases)
-    empty = ours(hidden[:0].requires_grad_(), weight, biases)
-    empty.backward()
-    assert empty == 0 and empty.dtype == torch.float64
 
 
 SHAPE = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -77,13 +59,14 @@ def test_encoder_and_mlm_states(config):
 def test_masked_lm_loss(chosen, draw, becomes, chunks, bert, monkeypatch):
     """Fixed random numbers decide whether all tokens are masked, replaced by an e, unchanged, or not chosen.
     The loss is the mean over all of them, but not over special and protected tokens. The decoder is untied
-    from the word embeddings."""
+    from the word embeddings. simcse.py multiplies the loss by its weight."""
     lm, tokenizer = AutoModelForMaskedLM.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
     run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, **chunks),
                           device=torch.device("cpu"), bf16=False)
     model = SentenceEncoder(lm.base_model, tokenizer, run, "avg")
     model.lm = untie_decoder(lm)
     decoder, embeddings = lm.get_output_embeddings(), lm.get_input_embeddings()
+    torch.nn.init.normal_(decoder.bias)
     assert decoder.weight is not embeddings.weight and equal(decoder.weight, embeddings.weight)
     views = [tokens.tokenise([row[i] for row in NLI[:4]], tokenizer, 64)[0] for i in range(2)]
     letter, protected = tokenizer.convert_tokens_to_ids("e"), tokenizer.convert_tokens_to_ids("##a")
@@ -102,7 +85,12 @@ def test_masked_lm_loss(chosen, draw, becomes, chunks, bert, monkeypatch):
     loss = masked_lm_loss(model, batch, protected=lambda ids: ids == protected)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
-    found = [weight.grad if weight.grad is not None else torch.zeros_like(weight)
-             for weight in (decoder.weight, embeddings.weight)]
-    wanted = torch.autograd.grad(expected, (decoder.weight, embeddings.weight))
+    weights = decoder.weight, decoder.bias, embeddings.weight
+    found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+    wanted = torch.autograd.grad(expected, weights)
     torch.testing.assert_close(found, [*wanted], atol=1e-4, rtol=1e-3)
+    args = SimpleNamespace(views=["dropout"] * 2, count=2, anchors=1, objective="infonce", temperature=0.05,
+                           hard_negative_weight=0.0, mlm_weight=0.3, impl="auto", precision="fp32",
+                           masked=False)
+    total, values = simcse.compute_loss(model, batch, 4, args)
+    assert total.item() == pytest.approx((values["loss"] + 0.3 * values["mlm"]).item(), abs=1e-4)

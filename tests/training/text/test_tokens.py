@@ -3,22 +3,13 @@ import itertools
 import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from kernels.training.text import tokens
 from kernels.training.text.classifier import tokenise_texts
-from kernels.training.text.tokens import (
-    count_characters,
-    group_by_length,
-    length_groups,
-    text_batches,
-    tokenise,
-    tokenise_table,
-)
+from kernels.training.text.tokens import group_by_length, length_groups, tokenise, tokenise_table
 
-CPU = SimpleNamespace(type="cpu")
 TEXTS = ["Yes.", "He sang a very long song about the sea.", "No.", "\u00e4", "We rest.", "It rains."]
 
 
@@ -53,19 +44,6 @@ def test_tokens_are_those_of_each_text(at_once, tmp_path, bert, monkeypatch, cap
     assert "4 of 6 training rows truncated to 8 tokens" in capsys.readouterr().out
 
 
-def test_text_batches_keep_the_limits(monkeypatch):
-    """No batch exceeds the limits on rows and characters, and none could take the next item, too."""
-    monkeypatch.setattr(tokens, "MAX_CHARS", 100)
-    for rng in map(random.Random, range(50)):
-        items = ["a" * rng.choice([0, 1, 9, 40, 300]) for _ in range(rng.randint(0, 60))]
-        most = rng.randint(1, 9)
-        found = list(text_batches(iter(items), rows=most))
-        assert [item for part in found for item in part] == items and [] not in found
-        assert all(len(part) <= most and (len(part) == 1 or count_characters(part) <= 100) for part in found)
-        for part, following in itertools.pairwise(found):
-            assert len(part) == most or count_characters([*part, following[0]]) > 100
-
-
 def test_length_groups_have_the_least_cost():
     """The cost is that of the best of all divisions."""
     for rng in map(random.Random, range(100)):
@@ -81,14 +59,11 @@ def test_length_groups_have_the_least_cost():
 
 
 @pytest.mark.parametrize("limits, expected", [
-    ((None, 12), [[0, 1, 2], [3, 4], [5], [6]]),               # 3 · 3 and 2 · 6 tokens; 7 and 40 alone
-    ((2, 12), [[0, 1], [2, 3], [4], [5], [6]]),                # 2 · 3, 2 · 5, 6, 7 and 40
-    ((2, 1000), [[0, 1], [2, 3], [4, 5], [6]]), ((None, 1), [[0], [1], [2], [3], [4], [5], [6]])])
+    ((None, 12), [[2, 3, 4], [5, 6], [7], [40]]), ((2, 12), [[2, 3], [4, 5], [6], [7], [40]]),
+    ((2, 1000), [[2, 3], [4, 5], [6, 7], [40]]), ((None, 1), [[2], [3], [4], [5], [6], [7], [40]])])
 def test_rows_and_tokens_of_a_group_are_limited(limits, expected, monkeypatch):
+    """Groups get sequences in the order of their lengths. A sequence that is too long is a group alone."""
     monkeypatch.setitem(tokens.GROUP_COST, "cpu", 10**9)
-    assert group_by_length([2, 3, 3, 5, 6, 7, 40], CPU, *limits) == expected
-    shuffled = np.random.default_rng(0).permutation([2, 3, 3, 5, 6, 7, 40])
-    groups = group_by_length(shuffled, CPU, *limits)
-    assert sorted(itertools.chain(*groups)) == [*range(7)]
-    assert [[shuffled[i] for i in group] for group in groups] == [
-        [[2, 3, 3, 5, 6, 7, 40][i] for i in group] for group in expected]
+    lengths = [7, 3, 40, 4, 2, 6, 5]
+    groups = group_by_length(lengths, SimpleNamespace(type="cpu"), *limits)
+    assert [[lengths[i] for i in group] for group in groups] == expected
