@@ -77,11 +77,15 @@ def test_saved_folders_of_every_family(family, pooling, use, folder_of, tmp_path
     encoder, found = AutoModel.from_pretrained(out, output_loading_info=True)
     assert not any(found.values())                             # no missing weights, of which libraries warn
     tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.padding_side == "right"
     z = embed_unbatched(encoder, tokenizer, ["query: " + text for text in TEXTS], pooling)
     for file in out.glob("*_Dense/model.safetensors"):
         weights = load_file(file)
         z = torch.tanh(z @ weights["linear.weight"].T + weights["linear.bias"])
     assert len([*out.glob("*_Dense")]) == (use == "keep")
+    for file in out.glob("*_WeightedLayerPooling/model.safetensors"):
+        layers = {"avg_top2": [2, 3], "avg_first_last": [1, 3]}[pooling]           # 0: the word embeddings
+        assert load_file(file)["layer_weights"].nonzero().flatten().tolist() == layers
     torch.testing.assert_close(ours, z, atol=1e-4, rtol=0)
     loaded = make_encoder(out, evaluate=True).eval()
     torch.testing.assert_close(loaded.embed_texts(TEXTS), z, atol=1e-4, rtol=0)
