@@ -13,8 +13,6 @@ import moco
 import simclr
 from kernels.training.images.augmentation import blur, crop_and_resize, flip, jitter
 
-each_script = pytest.mark.parametrize("script", [simclr, moco])
-
 
 def random_images(*shape):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(0))
@@ -88,7 +86,7 @@ def test_distribution_of_crop_areas_aspects_and_positions(script, scale):
         assert abs(places.mean() - 0.5) < 0.01 and abs(places.var() - 1 / 12) < 0.01
 
 
-@each_script
+@pytest.mark.parametrize("script", [simclr, moco])
 def test_a_box_depends_on_seed_epoch_image_and_view_only(script):
     """A box does not depend on the other images in the batch or on the number of views."""
     sample, rows = script.CROPS.sample_boxes, np.array([5, 3, 10**6, 0])

@@ -1,4 +1,6 @@
-"""ImageDataset: views and labels. Image encoders, their saved folders and their evaluation."""
+"""ImageDataset: views and labels. Image encoders, their saved folders and their evaluation. Runs of two
+processes."""
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import moco
 import simclr
 from kernels.training.images import dataset, encoders, evaluation
 from kernels.training.loop import batches
-from running import equal, rejects, run
+from running import equal, free_port, rejects, run
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3)).astype(np.uint8)
 encoders.RESNETS["tiny"] = encoders.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
@@ -217,6 +219,53 @@ def test_moco_updates_the_key_encoder_before_it_encodes_keys(tmp_path, monkeypat
     monkeypatch.setattr(moco, "encode_keys", checked)
     data = write(tmp_path / "x.npz", dict(images=IMAGES))
     run("moco", tmp_path / "out", "--data", data, *MOCO, "--momentum", 0)
+
+
+CASES = ["moco --symmetric", "moco --memory-bank", "simclr", "simclr --supervised",
+         "simclr --finetune x.npz --from-layer 0"]
+
+
+def same_views(x, args):
+    """Replace augmentation: no colour changes; if there are two views, the second one is flipped."""
+    if getattr(args, "memory_bank", False):
+        return x
+    first, second = x.chunk(2)
+    return torch.cat([first, second.flip(3)])
+
+
+def run_cases(rank, port, folder):
+    """Train all CASES: ranks 0 and 1 train together, rank 2 alone. float64 keeps equal runs equal to nine
+    digits. SimCLR runs without batch statistics, because SyncBatchNorm does not exist for CPUs."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    torch.cuda.is_available = lambda: False
+    # Random colours and flips differ between ranks, so replace them. Random crop boxes do not.
+    moco.augment = simclr.augment = same_views
+    dataset.flip = lambda x: x
+    for i, case in enumerate(CASES):
+        name, *flags = case.split()
+        if rank < 2:
+            place = dict(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port + i)
+            os.environ.update({variable: str(value) for variable, value in place.items()})
+        own = ["--batch-size", 5, "--warmup-epochs", 0] if name == "simclr" else MOCO[-4:]
+        if name == "simclr":
+            torch.nn.BatchNorm2d.forward = lambda norm, x: x * norm.weight[:, None, None]
+        own += [*flags, "--keep-state", "always", "--out", f"{i}-{rank // 2}"]
+        __import__(name).main([*map(str, ["--data", "x.npz", *MOCO[:-4], *own])])
+
+
+def test_two_processes_equal_one(tmp_path):
+    """This includes unequal shares of labels, the memory bank, and MoCo's shuffling, split batch norms, queue
+    and pointer."""
+    write(tmp_path / "x.npz", dict(images=IMAGES, labels=np.arange(12) % 3))
+    given = free_port(), tmp_path
+    torch.multiprocessing.start_processes(run_cases, given, nprocs=3, start_method="forkserver")
+    for i, case in enumerate(CASES):
+        one, two = (torch.load(tmp_path / f"{i}-{alone}" / "state.pt") for alone in (1, 0))
+        assert one["progress"] == two["progress"], case
+        torch.testing.assert_close(two["model"], one["model"], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name, flags, expected", [

@@ -114,7 +114,6 @@ def test_tables_of_files(name, text, labels, tmp_path):
 
 @pytest.mark.parametrize("files, expected", [
     ({"x.npz": dict(images=PIXELS, labels=np.zeros(4))}, "x.npz: labels are float64 .*, expected 4 int.*"),
-    ({"x.npz": dict(images=PIXELS, labels=np.arange(3))}, "x.npz: labels are int64 .*, expected 4 int.*"),
     ({"x.npz": dict(images=PIXELS, labels=np.arange(4) - 1)}, r"x.npz: labels are .* that are 0 or larger"),
     ({"x.npz": dict(images=PIXELS / 255)}, "x.npz: images are float64 .*, expected uint8 .*"),
     ({"x.npz": dict(a=PIXELS)}, r"x.npz: contains a; expected images, and optionally labels, .*"),
@@ -124,7 +123,6 @@ def test_tables_of_files(name, text, labels, tmp_path):
     ({"x/1.png": b"", "x/a/2.png": b""}, "x: some images are in sub-folders .* and some are not; .*"),
     ({"x/train/1.png": b"", "x/val/1.png": b""}, "x: its sub-folders train, val look like splits, .*"),
     ({"x.tsv": b"a.png\tcat\nb.png\n"}, r"x\.tsv line 2: .*"),
-    ({"x.tsv": b"a.png\t\n"}, r"x\.tsv line 1: expected a file name and a label, or a file name alone"),
     ({"x.jpg": b""}, r"x\.jpg: expected a folder of images, CIFAR's python batches, .*")])
 def test_bad_data(files, expected, cwd):
     for name, content in files.items():
