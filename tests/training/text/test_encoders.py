@@ -89,7 +89,7 @@ def test_saved_folders_of_every_family(family, pooling, use, folder_of, tmp_path
     torch.testing.assert_close(ours, z, atol=1e-4, rtol=0)
     loaded = make_encoder(out, evaluate=True).eval()
     torch.testing.assert_close(loaded.embed_texts(TEXTS), z, atol=1e-4, rtol=0)
-    for weight in model.encoder.parameters():
+    for weight in model.parameters():
         weight.data.zero_()
     model.restore(out)
     torch.testing.assert_close(model.embed_texts(TEXTS), ours, atol=1e-6, rtol=0)
@@ -118,6 +118,11 @@ def test_flags_that_do_not_fit_the_model(family, flags, wanted, folder_of, cwd, 
     folder = folder_of(family)
     capfd.readouterr()                                         # a progress bar of transformers
     rejects("simcse", capfd, wanted, *SMALL, "--model", folder, "--max-length", "60", *flags)
+
+
+def test_triton_needs_a_gpu(cwd, monkeypatch, capfd):
+    monkeypatch.setattr("kernels.gpu.launch.INTERPRETED", False)
+    rejects("simcse", capfd, "--impl: 'triton'.*", *SMALL, "--impl", "triton")
 
 
 def test_slow_tokenizer_is_refused():

@@ -15,11 +15,12 @@ TEXTS = ["Yes.", "He sang a very long song about the sea.", "No.", "\u00e4", "We
 
 @pytest.mark.parametrize("at_once", [10, 200, 2**21])
 def test_tokens_are_those_of_each_text(at_once, tmp_path, bert, monkeypatch, capsys):
-    """Tokens are in the order of the texts, truncated to the maximum length, and do not depend on how many
+    """Tokens are in the order of the texts, with prompts, truncated to the maximum length, and do not depend on how many
     characters are tokenised at once."""
     monkeypatch.setattr(tokens, "MAX_CHARS", at_once)
     tokenizer = AutoTokenizer.from_pretrained(bert)
-    model = SimpleNamespace(tokenizer=tokenizer, max_length=512, add_prompts=list,
+    model = SimpleNamespace(tokenizer=tokenizer, max_length=512,
+                            add_prompts=lambda cells: ["q " + cell for cell in cells],
                             forward=lambda input_ids, token_type_ids: None)
     run = SimpleNamespace(out=tmp_path, rank=0, world_size=1, args=SimpleNamespace(max_length=8))
 
@@ -32,7 +33,8 @@ def test_tokens_are_those_of_each_text(at_once, tmp_path, bert, monkeypatch, cap
         table = [(None, tuple(TEXTS[i : i + columns])) for i in range(0, 6, columns)]
         rows = tokenise_table(table, model, run)
         assert "3 of 6 sentences truncated to 8 tokens" in capsys.readouterr().out
-        assert [[ids.tolist() for ids in row] for row in rows] == [[*map(expected, row)] for _, row in table]
+        assert [[ids.tolist() for ids in row] for row in rows] == [
+            [expected("q " + text) for text in row] for _, row in table]
         views = rows.views([1, 0], 4)                          # a second view of each column, and so on
         assert [[ids.tolist() for ids in view] for view in views] == [
             [rows[i][view % columns].tolist() for i in (1, 0)] for view in range(4)]
