@@ -81,6 +81,7 @@ def test_flags_override_saved_settings(flags, kept, note, bert, tmp_path, capsys
     model = make_encoder(folder, **flags)
     assert (model.head is not None and torch.equal(model.head[0].weight, WEIGHTS["linear.weight"])) == kept
     assert model.prompts == (("c ",) if "prompt" in flags else ("q ", "p "))
+    assert model.max_length == flags.get("max_length", 60)
     assert model.keep_head == (flags.get("head") != ["train-only"] and model.head is not None)
     expected = f"note     {folder} was saved with {note}; the flags override this\n" if note else ""
     assert capsys.readouterr().out == expected

@@ -18,7 +18,7 @@ from kernels.training.text.encoders import init_linear
 from kernels.training.text.models import check_tokenizer
 from running import NLI, SMALL, embed_unbatched, rejects
 
-TEXTS = ["Yes.", "no, " * 20, *(row[0] for row in NLI[:4])]
+TEXTS = ["Yes, [PAD].", "no, " * 20, *(row[0] for row in NLI[:4])]
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

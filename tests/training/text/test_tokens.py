@@ -15,8 +15,8 @@ TEXTS = ["Yes.", "He sang a very long song about the sea.", "No.", "\u00e4", "We
 
 @pytest.mark.parametrize("at_once", [10, 200, 2**21])
 def test_tokens_are_those_of_each_text(at_once, tmp_path, bert, monkeypatch, capsys):
-    """Tokens are in the order of the texts, with prompts, truncated to the maximum length, and do not depend on how many
-    characters are tokenised at once."""
+    """Tokens are in the order of the texts, with prompts, truncated to the maximum length, and without the
+    padding that some tokenizers add. They do not depend on how many characters are tokenised at once."""
     monkeypatch.setattr(tokens, "MAX_CHARS", at_once)
     tokenizer = AutoTokenizer.from_pretrained(bert)
     model = SimpleNamespace(tokenizer=tokenizer, max_length=512,
@@ -27,6 +27,7 @@ def test_tokens_are_those_of_each_text(at_once, tmp_path, bert, monkeypatch, cap
     def expected(*texts, part="input_ids"):
         return tokenizer(*texts, truncation=True, max_length=8)[part]
 
+    tokenizer.backend_tokenizer.enable_padding(length=12)
     rows, cut = tokenise(TEXTS, tokenizer, 8)
     assert [ids.tolist() for ids in rows] == [*map(expected, TEXTS)] and cut == 3
     for columns in (1, 2, 3):
