@@ -72,9 +72,10 @@ def test_default_view_size(tmp_path):
 
 
 def test_training_views_of_resumed_runs_and_of_ranks(tmp_path, monkeypatch):
-    """They are random crops of at least min_area, in the order of the seed. In a batch, all first views come
-    before all second ones."""
-    monkeypatch.setattr(dataset, "flip", lambda x: x)
+    """They are random crops of at least min_area, flipped, in the order of the seed. In a batch, all first
+    views come before all second ones."""
+    flipped = []
+    monkeypatch.setattr(dataset, "flip", lambda x: flipped.append(len(x)) or x)
     images = make_dataset(write(tmp_path / "x.npz", dict(images=IMAGES)))
 
     def training_views(step=0, rank=0, ranks=1):
@@ -86,6 +87,7 @@ def test_training_views_of_resumed_runs_and_of_ranks(tmp_path, monkeypatch):
 
     order = [(step // 2, rows) for step, rows in zip(range(5), batches(12, 5, seed=3, min_rows=5))]
     expected = [*images.views(images.train, order, simclr.CROPS._replace(min_area=0.3), 2)]
+    assert flipped == [10] * 5
     assert equal(training_views(), expected) and equal(training_views(step=3), expected[3:])
     first, second = zip(*(views[0].chunk(2) for views in (training_views(0, rank, 2) for rank in range(2))))
     assert torch.equal(torch.cat([*first, *second]), expected[0])

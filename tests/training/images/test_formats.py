@@ -122,7 +122,7 @@ def test_tables_of_files(name, text, labels, tmp_path):
     ({"x/a.txt": b""}, r"x: no image files in this folder; expected files .* \.bmp, .*"),
     ({"x/1.png": b"", "x/a/2.png": b""}, "x: some images are in sub-folders .* and some are not; .*"),
     ({"x/train/1.png": b"", "x/val/1.png": b""}, "x: its sub-folders train, val look like splits, .*"),
-    ({"x.tsv": b"a.png\tcat\nb.png\n"}, r"x\.tsv line 2: .*"),
+    ({"x.tsv": b"a.png\tcat\tdog\n"}, "x.tsv line 1: expected a file name and a label, or a file name alone"),
     ({"x.jpg": b""}, r"x\.jpg: expected a folder of images, CIFAR's python batches, .*")])
 def test_bad_data(files, expected, cwd):
     for name, content in files.items():
