@@ -1,89 +1,134 @@
-"""Sentence encoders: every pooling against its definition, saved folders in other libraries, and models that
-cannot be loaded."""
+"""Sentence encoders: embeddings do not depend on batches, saved folders give the same ones in other
+libraries, and models that cannot be used are refused."""
+import importlib.util
 import itertools
-from types import SimpleNamespace
+import os
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertModel, CanineTokenizer, XLMConfig
+from safetensors.torch import load_file
+from saved_encoders import make_encoder, save
+from transformers import AutoModel, AutoTokenizer, BertConfig, XLMConfig
 
+from families import DECODERS, ENCODERS, SHAPE
 from kernels.training.errors import UserError
 from kernels.training.flags import POOLINGS
 from kernels.training.text import tokens
-from kernels.training.text.encoders import SentenceEncoder, init_linear
-from kernels.training.text.models import load_text_model
+from kernels.training.text.encoders import init_linear
+from kernels.training.text.models import check_tokenizer
 from running import NLI, SMALL, embed_unbatched, rejects
 
-
-def make_encoder(folder, pooling, head=None, **more):
-    """Return the SentenceEncoder of a folder with this pooling and head."""
-    encoder, tokenizer = load_text_model(str(folder))
-    limits = {name: more.pop(name, None) for name in ("chunk_size", "chunk_tokens")}
-    args = SimpleNamespace(model=str(folder), max_length=32, **limits)
-    run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
-    return SentenceEncoder(encoder, tokenizer, run, pooling, head, **more)
+TEXTS = ["Yes, [PAD].", "no, " * 20, *(row[0] for row in NLI[:4])]
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("keep", [True, False])
-def test_embeddings_match_the_definition(pooling, keep, bert, monkeypatch):
+@pytest.mark.parametrize("use", ["keep", "train-only"])
+def test_embeddings_match_the_definition(pooling, use, bert, monkeypatch):
     """Embeddings do not depend on the order and the groups of the rows. The head is used in training, and at
-    inference only with keep_head."""
-    sentences = ["Yes.", "no, " * 20, *(row[0] for row in NLI[:10])]
-    torch.manual_seed(1)
-    head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) if pooling == "cls" else None
-    model = make_encoder(bert, pooling, head, keep_head=keep)
-    rows, group_counts = tokens.tokenise(sentences, model.tokenizer, 512)[0], set()
-    bare = embed_unbatched(model.encoder, model.tokenizer, sentences, pooling)
-    headed = model.head(bare) if pooling == "cls" else bare
-    for training, cost in itertools.product((True, False), (0, 60, 10**6)):
+    inference only with --head keep."""
+    model = make_encoder(bert, pooling=pooling, head=[use])
+    rows, group_counts = tokens.tokenise(TEXTS, model.tokenizer, 512)[0], set()
+    bare = embed_unbatched(model.encoder, model.tokenizer, TEXTS, pooling)
+    for training, cost in itertools.product((True, False), (0, 10**6)):
         model.train(training)
         monkeypatch.setitem(tokens.GROUP_COST, "cpu", cost)
-        wanted = headed if training or keep else bare
-        for order in (range(12), range(11, -1, -1), [7, 1, 3, 0, 3]):
+        wanted = model.head(bare) if training or use == "keep" else bare
+        for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 3, 0]):
             batch = model.batch([rows[i] for i in order])
             group_counts.add(len(batch))
-            torch.testing.assert_close(model(batch), wanted[list(order)], atol=1e-5, rtol=0)
+            torch.testing.assert_close(model(batch), wanted[order], atol=1e-5, rtol=0)
         views = model.batch(rows, rows[::-1])
         torch.testing.assert_close(model(views), torch.cat([wanted, wanted.flip(0)]), atol=1e-5, rtol=0)
-    assert min(group_counts) == 1 and max(group_counts) > 4
-    embedded = model.eval().embed_texts(sentences, size=5)
-    torch.testing.assert_close(embedded, headed if keep else bare, atol=1e-5, rtol=0)
+    assert min(group_counts) == 1 and max(group_counts) > 3
+    embedded = model.embed_texts(TEXTS, size=5)                # in eval mode
+    torch.testing.assert_close(embedded, wanted, atol=1e-5, rtol=0)
 
 
-def test_batches_and_chunks_of_one_row(bert):
-    """Results keep their two dimensions, and chunks give the gradients of the whole batch."""
-    rows = tokens.tokenise([row[0] for row in NLI[:5]], AutoTokenizer.from_pretrained(bert), 32)[0]
+@pytest.mark.parametrize("limits", [dict(chunk_size=1), dict(chunk_size=2), dict(chunk_tokens=1),
+                                    dict(chunk_size=2, chunk_tokens=50)])
+def test_chunks_give_the_gradients_of_the_whole_batch(limits, bert):
     gradients = []
-    for size, most in ((None, None), (1, None), (2, None), (None, 1), (2, 50)):
-        model = make_encoder(bert, "avg", chunk_size=size, chunk_tokens=most)
-        z = model(model.batch(rows))
-        assert z.shape == (5, 32) and model(model.batch(rows[:1])).shape == (1, 32)
+    for given in ({}, limits):
+        model = make_encoder(bert, pooling="avg", **given)
+        z = model(model.batch(tokens.tokenise(TEXTS, model.tokenizer, 32)[0]))
         z.square().sum().backward()
-        found = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
-        gradients.append(torch.cat(found))
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-4)
+        gradients.append([weight.grad for weight in model.parameters() if weight.grad is not None])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-# ── models that cannot be loaded ──
+AVERAGES = itertools.cycle(["avg", "avg_top2", "avg_first_last"])
+CASES = [*((name, "cls", "keep") for name in ENCODERS), *((name, "last", "keep") for name in DECODERS)]
+CASES += [(name, next(AVERAGES), "train-only") for name in (*ENCODERS, *DECODERS)]
+if os.environ.get("TENCL_TESTS") != "all":
+    CASES = CASES[::2]                                         # each family once: 15 is odd
+CASES += [("Bert", "avg", "keep"), ("Roberta", "last", "train-only"), ("MPNet", "cls", "train-only"),
+          ("Bert", "cls_before_pooler", "train-only"), ("Qwen2", "avg_top2", "keep")]
 
 
-def test_slow_tokenizer_is_rejected(tmp_path):
-    """CanineTokenizer has no vocabulary file; the weights in the folder are fine."""
-    shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
-    BertModel(BertConfig(vocab_size=16, **shape)).save_pretrained(tmp_path)
-    CanineTokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UserError) as end:
-        load_text_model(str(tmp_path), flag="--guide")
-    wanted = f"--guide {tmp_path}: CanineTokenizer is a slow tokenizer, expected one with a tokenizer.json"
-    assert str(end.value) == wanted
+@pytest.mark.parametrize("family, pooling, use", CASES)
+def test_saved_folders_of_every_family(family, pooling, use, folder_of, tmp_path):
+    """Our embeddings, the definition applied to the files in the folder, and sentence-transformers agree,
+    also for heads, prompts and averaged layers. Other libraries pad decoders on the left, we pad on the
+    right. --evaluate loads the same model, and so does the end of a run."""
+    prompts, out = ["query: ", "passage: "], tmp_path
+    model = make_encoder(folder_of(family), pooling=pooling, head=[use], prompt=prompts).eval()
+    ours = model.embed_texts(TEXTS)
+    save(model, out)
+    encoder, found = AutoModel.from_pretrained(out, output_loading_info=True)
+    assert not any(found.values())                             # no missing weights, of which libraries warn
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.padding_side == "right"
+    z = embed_unbatched(encoder, tokenizer, ["query: " + text for text in TEXTS], pooling)
+    for file in out.glob("*_Dense/model.safetensors"):
+        weights = load_file(file)
+        z = torch.tanh(z @ weights["linear.weight"].T + weights["linear.bias"])
+    assert len([*out.glob("*_Dense")]) == (use == "keep")
+    for file in out.glob("*_WeightedLayerPooling/model.safetensors"):
+        layers = {"avg_top2": [2, 3], "avg_first_last": [1, 3]}[pooling]           # 0: the word embeddings
+        assert load_file(file)["layer_weights"].nonzero().flatten().tolist() == layers
+    torch.testing.assert_close(ours, z, atol=1e-4, rtol=0)
+    loaded = make_encoder(out, evaluate=True).eval()
+    torch.testing.assert_close(loaded.embed_texts(TEXTS), z, atol=1e-4, rtol=0)
+    for weight in model.parameters():
+        weight.data.zero_()
+    model.restore(out)
+    torch.testing.assert_close(model.embed_texts(TEXTS), ours, atol=1e-6, rtol=0)
+    if importlib.util.find_spec("sentence_transformers"):
+        from sentence_transformers import SentenceTransformer
+        theirs = SentenceTransformer(str(out), device="cpu")
+        torch.testing.assert_close(theirs.encode(TEXTS, convert_to_tensor=True), z, atol=1e-4, rtol=0)
 
 
-def test_triton_on_a_cpu_is_an_error(cwd, monkeypatch, capfd):
-    """Without TRITON_INTERPRET, --impl triton is an error on a CPU."""
+# ── models that cannot be used ──
+
+
+@pytest.mark.parametrize("family, flags, wanted", [
+    ("Qwen2", ["--pooling", "cls"], "--pooling cls: .* is a decoder, whose first token does not see .*"),
+    ("Bert", ["--prompt", *"abcd"], "--prompt: found 4 texts, expected 1 for all columns, .* 2 columns"),
+    ("Bert", ["--head", "keep", "train-only"], "--head keep train-only: expected one of keep and .*"),
+    ("Qwen2", ["--head", "pooler"], "--head pooler: .* has no pooler"),
+    ("Llama", ["--max-length", "131"], "--max-length 131: .* reads at most 130 tokens"),
+    ("Llama", ["--mlm-weight", "1"], "--model .*: ValueError: Unrecognized configuration class .*"),
+    ("MobileBert", ["--mlm-weight", "1"], "--model .*: MobileBertForMaskedLM is not a masked language .*"),
+    ("Bart", [], "--model .*: BartModel reads two texts, expected a model like BERT or Qwen")])
+def test_flags_that_do_not_fit_the_model(family, flags, wanted, folder_of, cwd, monkeypatch, capfd):
+    more = dict(MobileBert=dict(embedding_size=16, intra_bottleneck_size=16), Bart=dict(d_model=8))
+    for name, settings in more.items():
+        monkeypatch.setitem(ENCODERS, name, SHAPE | settings)
+    folder = folder_of(family)
+    capfd.readouterr()                                         # a progress bar of transformers
+    rejects("simcse", capfd, wanted, *SMALL, "--model", folder, "--max-length", "60", *flags)
+
+
+def test_triton_needs_a_gpu(cwd, monkeypatch, capfd):
     monkeypatch.setattr("kernels.gpu.launch.INTERPRETED", False)
     rejects("simcse", capfd, "--impl: 'triton'.*", *SMALL, "--impl", "triton")
+
+
+def test_slow_tokenizer_is_refused():
+    tokenizer = type("SlowTokenizer", (), {"is_fast": False})()
+    with pytest.raises(UserError, match="^--guide m: SlowTokenizer is a slow tokenizer, expected .*"):
+        check_tokenizer("--guide m", tokenizer, None)
 
 
 @pytest.mark.parametrize("config", [BertConfig(initializer_range=0.3), XLMConfig(init_std=0.3)])

@@ -6,32 +6,22 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    DistilBertConfig,
-    RobertaConfig,
-)
+from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer, DistilBertConfig, RobertaConfig
 
 import simcse
-from formulas import check_equal, randn
-from kernels import blockwise
-from kernels.training.text import mlm, tokens
+from kernels.training.text import tokens
 from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.mlm import (
-    decoder_loss,
     encoder_and_mlm_states,
     mask_tokens,
     masked_lm_loss,
     untie_decoder,
 )
-from kernels.training.text.models import has_decoder
 from running import NLI, equal
 
 
-def test_mask_tokens():
+def test_shares_of_masked_tokens():
+    """15 % of the maskable tokens are chosen; of these 80 % become [MASK], 10 % a random token (BERT)."""
     torch.manual_seed(0)
     ids, maskable = torch.randint(5, 1000, (400, 500)), torch.rand(400, 500) < 0.9
     masked, chosen = mask_tokens(ids, maskable, Mock(mask_token_id=4, __len__=lambda self: 1000))
@@ -42,36 +32,11 @@ def test_mask_tokens():
     assert masked.min() < 4 and len(masked[random].unique()) > 900
 
 
-@pytest.mark.parametrize("impl", ["blockwise", "eager"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_decoder_loss(impl, bias, monkeypatch):
-    strips = dict(ONE_STRIP=0, MIN_STRIP_ROWS=3, STRIP_LOGITS=1)
-    for name, value in strips.items():
-        monkeypatch.setattr(blockwise, name, value)
-    hidden, weight, biases = randn(7, 5, 11), randn(13, 5, 12), randn(13, 1, 13)[:, 0]
-    targets = torch.tensor([0, 12, 3, 3, 7, 1, 0])
-
-    def ours(h, w, b):
-        decoder = SimpleNamespace(weight=w, bias=b if bias else None)
-        return decoder_loss(h, decoder, targets[: len(h)], impl=impl) + 0 * b.sum()
-
-    check_equal(ours, lambda h, w, b: F.cross_entropy(h @ w.T + bias * b, targets), hidden, weight, biases)
-    empty = ours(hidden[:0].requires_grad_(), weight, biases)
-    empty.backward()
-    assert empty == 0 and empty.dtype == torch.float64
-
-
-@pytest.mark.parametrize("kind, wanted", [("albert", True), ("mobilebert", False), ("t5", False)])
-def test_has_decoder(kind, wanted):
-    """MobileBERT's decoder multiplies by two matrices, and T5's reads a second text."""
-    shape = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    config = AutoConfig.for_model(kind, vocab_size=40, embedding_size=8, intra_bottleneck_size=16, **shape)
-    auto = AutoModelForMaskedLM if kind != "t5" else AutoModelForSeq2SeqLM
-    assert has_decoder(auto.from_config(config)) == wanted
+SHAPE = dict(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 
 
 @pytest.mark.parametrize("config", [
-    RobertaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2),
+    RobertaConfig(**SHAPE), AlbertConfig(**SHAPE, embedding_size=8, intermediate_size=16),
     DistilBertConfig(vocab_size=40, dim=16, n_layers=2, n_heads=2, hidden_dim=32)])
 def test_encoder_and_mlm_states(config):
     """The decoder applied to the chosen tokens' states gives the full model's logits of these tokens, for
@@ -88,46 +53,44 @@ def test_encoder_and_mlm_states(config):
     assert not model.base_model._forward_hooks and not decoder._forward_pre_hooks
 
 
-@pytest.mark.parametrize("chunks", [{}, {"chunk_size": 2}, {"chunk_tokens": 90}])
-@pytest.mark.parametrize("chosen, draw, becomes", [(0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""),
-                                                   (0.2, 0.7, "")])
+@pytest.mark.parametrize("chunks", [{}, {"chunk_size": 2}])
+@pytest.mark.parametrize("chosen, draw, becomes", [
+    (0.1, 0.7, "[MASK]"), (0.1, 0.95, "e"), (0.1, 0.85, ""), (0.2, 0.7, "no token is chosen")])
 def test_masked_lm_loss(chosen, draw, becomes, chunks, bert, monkeypatch):
     """Fixed random numbers decide whether all tokens are masked, replaced by an e, unchanged, or not chosen.
-    Special tokens are never chosen. The decoder is untied, and simcse.py multiplies the loss by its
-    weight."""
+    The loss is the mean over all of them, but not over special and protected tokens. The decoder is untied
+    from the word embeddings. simcse.py multiplies the loss by its weight."""
     lm, tokenizer = AutoModelForMaskedLM.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
     run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, **chunks),
                           device=torch.device("cpu"), bf16=False)
     model = SentenceEncoder(lm.base_model, tokenizer, run, "avg")
     model.lm = untie_decoder(lm)
     decoder, embeddings = lm.get_output_embeddings(), lm.get_input_embeddings()
-    assert decoder.weight.data_ptr() != embeddings.weight.data_ptr()
-    assert equal(decoder.weight, embeddings.weight)
-    views = [tokens.tokenise([row[i] for row in NLI[:6]], tokenizer, 64)[0] for i in range(2)]
-    letter, losses = tokenizer.convert_tokens_to_ids(becomes or "e"), []
+    torch.nn.init.normal_(decoder.bias)
+    assert decoder.weight is not embeddings.weight and equal(decoder.weight, embeddings.weight)
+    views = [tokens.tokenise([row[i] for row in NLI[:4]], tokenizer, 64)[0] for i in range(2)]
+    letter, protected = tokenizer.convert_tokens_to_ids("e"), tokenizer.convert_tokens_to_ids("##a")
+    new, losses = {"[MASK]": tokenizer.mask_token_id, "e": letter}.get(becomes), []
     for ids in (torch.from_numpy(row).long() for view in views for row in view):
-        words = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-        logits = lm(input_ids=torch.where(words & bool(becomes), letter, ids)[None]).logits[0]
+        words = ~torch.isin(ids, torch.tensor([*tokenizer.all_special_ids, protected]))
+        logits = lm(input_ids=(torch.where(words, new, ids) if new else ids)[None]).logits[0]
         losses.append(F.cross_entropy(logits[words], ids[words], reduction="none"))
-    expected = torch.cat(losses).mean()
-    if chosen >= 0.15:                         # no token is chosen
-        expected = 0 * expected
+    expected = torch.cat(losses).mean() * (chosen < 0.15)
     draws = itertools.cycle([chosen, draw])
     monkeypatch.setattr(torch, "rand", lambda shape, device: torch.full(shape, next(draws)))
     monkeypatch.setattr(torch, "randint", lambda high, shape, device: torch.full(shape, letter))
     monkeypatch.setitem(tokens.GROUP_COST, "cpu", 0)
     batch = model.batch(*views)
     assert len(batch) > 2
-    embed = Mock(wraps=mlm.embed_in_chunks)
-    monkeypatch.setattr(mlm, "embed_in_chunks", embed)
-    masked_lm_loss(model, batch).backward()
-    assert embed.call_args.args[2] is (lm if chunks else None)
-    wanted = torch.autograd.grad(expected, decoder.weight)[0]
-    found = torch.zeros_like(wanted) if decoder.weight.grad is None else decoder.weight.grad
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    loss = masked_lm_loss(model, batch, protected=lambda ids: ids == protected)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
+    weights = decoder.weight, decoder.bias, embeddings.weight
+    found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+    wanted = torch.autograd.grad(expected, weights)
+    torch.testing.assert_close(found, [*wanted], atol=1e-4, rtol=1e-3)
     args = SimpleNamespace(views=["dropout"] * 2, count=2, anchors=1, objective="infonce", temperature=0.05,
                            hard_negative_weight=0.0, mlm_weight=0.3, impl="auto", precision="fp32",
                            masked=False)
-    total, values = simcse.compute_loss(model, batch, 6, args)
-    assert values["mlm"].item() == pytest.approx(expected.item(), abs=1e-4)
-    assert total.item() == pytest.approx(values["loss"].item() + 0.3 * expected.item(), abs=1e-4)
+    total, values = simcse.compute_loss(model, batch, 4, args)
+    assert total.item() == pytest.approx((values["loss"] + 0.3 * values["mlm"]).item(), abs=1e-4)

@@ -1,0 +1,23 @@
+"""Build a SentenceEncoder from a folder, and save one, without a run."""
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from kernels.training.text import checkpoint
+from kernels.training.text.encoders import build_encoder
+
+
+def make_encoder(folder, **flags):
+    """Return the SentenceEncoder of a folder, as simcse.py with these flags builds it."""
+    args = SimpleNamespace(**dict(model=str(folder), max_length=60) | flags)
+    run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
+    return build_encoder(args, run, "cls", "keep", texts=[], columns=2)
+
+
+def save(model, folder):
+    """Save a SentenceEncoder to a folder."""
+    folder.mkdir(exist_ok=True)
+    args = SimpleNamespace(out=folder, model="m", data="d")
+    checkpoint.save(model, SimpleNamespace(rank=0, out=folder, args=args, script=Path("simcse.py"),
+                                           extra_state=dict(saved={})))
