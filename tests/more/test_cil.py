@@ -1,9 +1,7 @@
 """docs/more/cil.py and cil_bags.py: the loss, bags, edited copies and scores against their definitions."""
 import itertools
-import json
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,7 @@ from cil import bag_attention, bag_scores, cil_loss
 from cil_bags import WORD, WordEditor, marked_text, precision_recall, protected
 from formulas import both_impls, check_equal, cosine, randn
 from kernels.training.errors import UserError
-from running import DATA, ROOT, SENTENCES, equal, rejects, run
+from running import DATA, ROOT, SENTENCES, equal, run
 
 FLAGS = ["--model", "scratch", "--data", DATA / "relations.jsonl"]
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
@@ -166,10 +164,9 @@ def line(text, head, tail):
 @pytest.mark.parametrize("text, head, tail, expected", [
     ("Ada met Bo.", "Ada", "Bo", "HAdah met TBot ."), ("Bo met Ada", "Ada", "Bo", "TBot met HAdah"),
     ("AdaBo", "Ada", "Bo", "HAdah TBot"), ("a New York", "a New", "New York", "Ha Newh TNew Yorkt"),
-    ("New York City.", "New York City", "York", "HNew York Cityh TYorkt ."),
-    ("Ada", "Ada", "Ada", "HAdah TAdat")])
+    ("New York City.", "New York City", "York", "HNew York Cityh TYorkt .")])
 def test_marks(text, head, tail, expected):
-    """Cases: the tail first, entities that touch, overlap, contain each other, or are the same."""
+    """Cases: the tail first, entities that touch, overlap, or contain each other."""
     found = marked_text(line(text, head, tail))
     for mark, letter in (("[H-CLS] ", "H"), (" [H-SEP]", "h"), ("[T-CLS] ", "T"), (" [T-SEP]", "t")):
         found = found.replace(mark, letter)
@@ -240,13 +237,13 @@ def test_facts_that_count_as_not_found(tmp_path):
     whose relations are all unknown is refused."""
     model, *_, args = build(tmp_path)
     file, lines = tmp_path / "dev.jsonl", (DATA / "relations_dev.jsonl").read_text()
-    for name, length, fewest, most in ("taught", 128, 32, 32), ("new", 128, 24, 24), ("taught", 8, 1, 31):
+    for name, length, known in ("taught", 128, [32]), ("new", 128, [24]), ("taught", 8, range(1, 32)):
         file.write_text(lines.replace('"taught"', f'"{name}"'))
         args.max_length = length
         *_, facts, total = cil_bags.load_bags(file, model, args)
-        assert total == 32 and fewest <= facts.sum() <= most
-    file.write_text(json.dumps(LINE | dict(relation="new")))
-    with pytest.raises(UserError, match=r"1 of 1 facts have relations unknown to the model \(new\)"):
+        assert total == 32 and facts.sum() in known
+    file.write_text(lines.replace('"relation": "', '"relation": "new '))
+    with pytest.raises(UserError, match=r"(\d+) of \1 facts have relations unknown to the model"):
         cil_bags.load_bags(file, model, args)
 
 
@@ -258,17 +255,3 @@ def test_saved_folder(tmp_path):
     assert equal(dict(model.heads.state_dict()), load_file(out / "heads.safetensors"))
     for name in ("cil.py", "cil_bags.py"):
         assert (out / name).read_bytes() == (ROOT / "docs/more" / name).read_bytes()
-
-
-LINE = json.loads((DATA / "relations.jsonl").read_text().splitlines()[0])
-
-
-@pytest.mark.parametrize("change, flags, message", [
-    (dict(t=None), [], "a.jsonl line 1: expected a JSON object with text, relation, h and t; in h and t: .*"),
-    (dict(h=dict(LINE["h"], pos=[1, 3])), [], r"a.jsonl line 1: h: pos \[1, 3\] is 'hi', .* name 'Chidi'"),
-    (dict(relation="NA"), [], "a.jsonl: no line has a relation other than NA and no_relation"),
-    ({}, [], "a.jsonl: 1 bags, expected at least --batch-size .*"),
-    ({}, ["--evaluate", "--model", "."], "--model .: no heads.safetensors, expected a model that .*")])
-def test_mistakes(change, flags, message, cwd, capfd):
-    Path("a.jsonl").write_text(json.dumps(LINE | change) + "\n")
-    rejects("cil", capfd, message, "--model", "scratch", "--data", "a.jsonl", *flags)

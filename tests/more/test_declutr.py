@@ -14,7 +14,7 @@ import declutr
 from kernels.training.text import mlm
 from kernels.training.text.encoders import build_encoder
 from kernels.training.text.tokens import tokenise
-from running import SENTENCES, embed_saved, rejects, run_text
+from running import SENTENCES, embed_saved, run_text
 
 DOCUMENT = [["abc " * 20]]
 
@@ -141,11 +141,3 @@ def test_learning_rate(tmp_path, bert):
     rates = [row["lr"] / 5e-5 for row in run_text("declutr", tmp_path, DOCUMENT * 4, *flags).steps]
     assert rates[:3] == pytest.approx([1 / 32, (1 + 31 / 2) / 32, 1])
     assert rates[-1] == pytest.approx((1 + 31 / 18) / 32)
-
-
-@pytest.mark.parametrize("flags, expected", [
-    ("", r"good\.csv: several columns, expected one of documents; choose it by --columns"),
-    ("--columns 1", r"good\.csv: 0 of 3 documents have at least 128 .*, which is --batch-size")])
-def test_mistakes(flags, expected, cwd, capfd):
-    rejects("declutr", capfd, expected, "--data", "good.csv", "--model", "scratch", "--max-length", 32,
-            *flags.split())

@@ -10,7 +10,7 @@ import simcls
 from formulas import check_equal, cosine, randn
 from kernels.training.text.encoders import build_encoder
 from kernels.training.text.tokens import tokenise
-from running import NLI, ONE_BATCH, embed_saved, rejects, run, run_text
+from running import NLI, ONE_BATCH, embed_saved, run, run_text
 
 ROWS = [[*row, *other] for row, other in zip(NLI[:12], NLI[1:13])]     # text, reference, four candidates
 HEADER = ["text", "reference", "cand1", "cand2", "cand3", "cand4", "rouge"]
@@ -108,18 +108,3 @@ def test_run(tmp_path):
     assert [step["lr"] for step in result.steps] == pytest.approx([10e-6 * t for t in range(1, 7)])
     first, last = (result.steps[i]["dev_chosen"] for i in (2, 5))
     assert first > last and result.run.extra_state["saved"]["chosen"] == first
-
-
-FOUR = [*ROWS[0], "1 2 3 4"]
-
-
-@pytest.mark.parametrize("flags, row, expected", [
-    ("", FOUR, r"good\.csv: 2 columns, expected text, reference and candidates; see --columns"),
-    ("--columns 1 2 1", FOUR, r"good\.csv: 3 rows, expected at least --batch-size, which is 12"),
-    ("--evaluate", [*ROWS[0], "1 2 3"], "dev.csv line 2: scores '1 2 3'; expected a number for each .*"),
-    ("--evaluate", [*ROWS[0], "1 2 x 4"], "dev.csv line 2: scores '1 2 x 4'; expected a number .*"),
-    ("--evaluate", [*ROWS[0][:3], "", *FOUR[4:]], "dev.csv line 2: an empty cell.*")])
-def test_mistakes(flags, row, expected, cwd, capfd):
-    write("dev.csv", HEADER, row)
-    rejects("simcls", capfd, expected, "--data", "good.csv", "--dev", "dev.csv", "--model", "scratch",
-            *flags.split())
