@@ -1,20 +1,18 @@
 """SimCLS: the ranking loss, its columns, and the choice among candidates."""
 import csv
+import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import simcls
-from formulas import check_equal, cosine, randn
-from kernels.training.text.encoders import build_encoder
-from kernels.training.text.tokens import tokenise
+from formulas import check_equal, randn
 from running import NLI, ONE_BATCH, embed_saved, run, run_text
 
 ROWS = [[*row, *other] for row, other in zip(NLI[:12], NLI[1:13])]     # text, reference, four candidates
 HEADER = ["text", "reference", "cand1", "cand2", "cand3", "cand4", "rouge"]
-both_forms = pytest.mark.parametrize("form", ["paper", "code"])
 
 
 def write(path, *rows):
@@ -26,34 +24,29 @@ def write(path, *rows):
 def reference_ranking_loss(scores, reference, margin, form):
     """Return the paper's loss, or the released code's: a mean over the pairs of each rank difference."""
     n, c = scores.shape
-    total = 0
-    below = [max(scores[b, i] - reference[b], torch.zeros(())) for b in range(n) for i in range(c)]
-    pairs = {(i, j): [max(scores[b, j] - scores[b, i] + (j - i) * margin, torch.zeros(())) for b in range(n)]
-             for i in range(c) for j in range(i + 1, c)}
-    if form == "paper":
-        return (sum(below) + sum(sum(x) for x in pairs.values())) / n
-    for apart in range(1, c):
-        same = [x for (i, j), found in pairs.items() if j - i == apart for x in found]
-        total = total + sum(same) / len(same)
-    return total + sum(below) / len(below)
+    hinges = {0: [scores[b, i] - reference[b] for b in range(n) for i in range(c)]}    # {difference: terms}
+    for b, i, j in itertools.product(range(n), range(c), range(c)):
+        if i < j:
+            hinges.setdefault(j - i, []).append(scores[b, j] - scores[b, i] + (j - i) * margin)
+    hinges = [torch.stack(terms).clamp(min=0) for terms in hinges.values()]
+    return sum(x.sum() / n for x in hinges) if form == "paper" else sum(x.mean() for x in hinges)
 
 
-@both_forms
+@pytest.mark.parametrize("form", ["paper", "code"])
 @pytest.mark.parametrize("n, c, margin", [(4, 1, 0.01), (3, 5, 0.01), (5, 4, 0.5), (2, 16, 0)])
 def test_ranking_loss(form, n, c, margin):
     check_equal(lambda s, r: simcls.ranking_loss(s, r, margin, form),
                 lambda s, r: reference_ranking_loss(s, r, margin, form), randn(n, c, 0), randn(n, 1, 1)[:, 0])
 
 
-@both_forms
-def test_columns_of_the_ranking_loss(form, tmp_path, bert):
+def test_columns_of_the_ranking_loss(tmp_path, bert):
     """The columns are text, reference, and candidates from best to worst. The scores are cosines."""
-    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--margin", 0.05, "--form", form]
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--margin", 0.05, "--form", "code"]
     step, = run_text("simcls", tmp_path, ROWS, *flags).steps
     text, *others = [embed_saved(bert, column, "avg").double() for column in zip(*ROWS)]
-    scores = torch.tensor([[cosine(a, b) for b in row] for a, *row in zip(text, *others)])
-    expected = reference_ranking_loss(scores[:, 1:], scores[:, 0], 0.05, form).item()
-    assert step["loss"] == pytest.approx(expected, abs=1e-4)
+    reference, *scores = [torch.cosine_similarity(text, other) for other in others]
+    expected = reference_ranking_loss(torch.stack(scores, 1), reference, 0.05, "code")
+    assert step["loss"] == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_columns_of_json(tmp_path):
@@ -64,38 +57,33 @@ def test_columns_of_json(tmp_path):
     assert args.count == 4
 
 
-def test_candidates_are_truncated_before_their_end_token(bert):
-    """--candidate-length applies to candidates only, whose last token is still [SEP]."""
-    args = SimpleNamespace(model=bert, data=[["a"]], pooling="avg", max_length=64, count=4, chunk_size=None,
-                           candidate_length=6)
-    model = build_encoder(args, SimpleNamespace(device=torch.device("cpu"), bf16=False, args=args))
-    rows = tokenise([row[0] for row in NLI[:3]], model.tokenizer, 64)[0]
+def test_candidates_are_truncated_before_their_end_token():
+    """--candidate-length applies to candidates only, which keep their last token, [SEP]."""
+    rows = [np.arange(9), np.arange(20, 26)]
     tokens = SimpleNamespace(views=lambda places, count: [[rows[i] for i in places]] * count)
-    batch = simcls.make_batch(tokens, range(3), model, args)
-    found = {int(i): ids[mask.bool()].tolist() for group in batch for i, ids, mask in zip(*group)}
-    for i in range(12):
-        whole = rows[i % 3].tolist()
-        assert found[i] == (whole if i < 6 else [*whole[:5], whole[-1]])
+    model, args = SimpleNamespace(batch=lambda *views: views), SimpleNamespace(count=4, candidate_length=6)
+    views = simcls.make_batch(tokens, [0, 1], model, args)
+    short = [[0, 1, 2, 3, 4, 8], rows[1].tolist()]
+    assert [[ids.tolist() for ids in view] for view in views[2:]] == [short] * 2
+    assert views[0] is views[1] and views[0][0] is rows[0]
 
 
-def test_nearest_candidate_is_chosen(tmp_path, bert):
+def test_nearest_candidate_is_chosen(tmp_path):
     """Scores of the candidates with the highest cosine, of each text's best candidate, and how often the
     first one is chosen, which is all that is known without a column of scores."""
-    class Model:
-        def embed(self, texts):
-            distinct = sorted(set(texts))
-            return embed_saved(bert, distinct, "avg"), [distinct.index(text) for text in texts]
-
     scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
     rows = [[*row, " ".join(map(str, x.tolist()))] for row, x in zip(ROWS, scores)]
-    z = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*ROWS)]
-    at = torch.stack([(z[0] * candidate).sum(1) for candidate in z[2:]], 1).argmax(1)
+    texts = sorted({text for row in ROWS for text in row})
+    z, places = randn(len(texts), 3, 0), {text: i for i, text in enumerate(texts)}
+    model = SimpleNamespace(embed=lambda texts: (z, [places[text] for text in texts]))
+    text, _, *candidates = (z[[places[text] for text in column]] for column in zip(*ROWS))
+    at = torch.stack([torch.cosine_similarity(text, x) for x in candidates], 1).argmax(1)
     first = 100 * (at == 0).double().mean().item()
     expected = {"chosen": scores[range(12), at].mean().item(), "best": scores.amax(1).mean().item()}
-    found = simcls.evaluate(Model(), simcls.load_dev(write(tmp_path / "x.csv", HEADER, *rows)))
+    found = simcls.evaluate(model, simcls.load_dev(write(tmp_path / "x.csv", HEADER, *rows)))
     assert found == pytest.approx(expected | {"first": first}, abs=1e-6) and 0 < first < 100
     bare = simcls.load_dev(write(tmp_path / "y.csv", HEADER[:6], *ROWS))
-    assert simcls.evaluate(Model(), bare) == {"first": pytest.approx(first)}
+    assert simcls.evaluate(model, bare) == {"first": pytest.approx(first)}
 
 
 def test_run(tmp_path):
