@@ -54,7 +54,7 @@ def test_columns_of_json(tmp_path):
     (tmp_path / "a.jsonl").write_text(2 * '{"candidates": ["c", "d"], "text": "a", "reference": "b"}\n')
     args = simcls.make_parser().parse_args(["--data", str(tmp_path / "a.jsonl"), "--batch-size", "2"])
     assert [cells for _, cells in simcls.load_data(args.data, args)] == [["a", "b", "c", "d"]] * 2
-    assert args.count == 4
+    assert (args.count, args.epochs, args.lr) == (4, 5, 2e-3)  # released code
 
 
 def test_candidates_are_truncated_before_their_end_token():
