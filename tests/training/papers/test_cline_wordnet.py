@@ -1,8 +1,6 @@
 """The WordNet reader: lemmas, replacements of a word, parts of speech of a text, and damaged files."""
-import re
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -74,18 +72,15 @@ def test_spacy_tags_words(monkeypatch):
         load_tagger(SimpleNamespace(tagger="none"))
 
 
-@pytest.mark.parametrize("name, old, new, expected", [
-    ("data.verb", b"(?s).+", b"", r"--wordnet w: data\.verb is empty; expected the folder of a WordNet .*"),
-    ("data.noun", b"individual", b"\xff", r"w/data\.noun line 3: not a valid line of a WordNet database; .*"),
-    ("data.noun", b"\n", b"\r\n", r"w/data\.noun line 2: not a valid line .*"),
-    ("data.noun", b"(?s)00000742 00 n.*", b"", r"w/data\.noun: synset 00000644 points to word 1 of 00000742 "
-     r"in data\.noun, which does not exist; the database is damaged; copy it again")])
-def test_damaged_database(tmp_path, monkeypatch, name, old, new, expected):
-    """A damaged file is named. Files of irregular forms may be missing."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(DATA / "wordnet", "w")
-    Path("w/verb.exc").unlink()
-    assert WordNet("w").lemmas("threw", "verb") == [] and WordNet("w").lemmas("dogs", "noun") == ["dog"]
-    Path("w", name).write_bytes(re.sub(old, new, Path("w", name).read_bytes(), count=1))
-    with pytest.raises(UserError, match=f"^{expected}$"):
-        WordNet("w")
+@pytest.mark.parametrize("cut, message", [
+    (b"or individual", "line 3: not a valid line"), (b"00000742 00 n", "points to word 1 of 00000742")])
+def test_damaged_database(cut, message, tmp_path):
+    """A file that ends in a line, or after one, is named. Files of irregular forms may be missing."""
+    folder = shutil.copytree(DATA / "wordnet", tmp_path / "wordnet")
+    (folder / "verb.exc").unlink()
+    wordnet = WordNet(folder)
+    assert wordnet.lemmas("threw", "verb") == [] and wordnet.lemmas("dogs", "noun") == ["dog"]
+    whole = (folder / "data.noun").read_bytes()
+    (folder / "data.noun").write_bytes(whole[: whole.index(cut)])
+    with pytest.raises(UserError, match=rf"data\.noun.*{message}.*; the database is damaged; copy it again"):
+        WordNet(folder)
