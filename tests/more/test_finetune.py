@@ -1,4 +1,5 @@
 """finetune.py: losses and adversarial views of a batch, detectors, and contrast sets by their definitions."""
+import importlib.util
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -94,11 +95,15 @@ def test_ood_metrics(known, unseen, auroc, fpr, f1):
 
 @pytest.fixture
 def scikit_learn(monkeypatch):
-    """Pretend that scikit-learn is installed. Return its class of local outlier factors, which likes short
-    vectors."""
-    factor = Mock()
-    factor.return_value.fit.return_value.score_samples = lambda x: -np.square(x).sum(1)
-    monkeypatch.setitem(sys.modules, "sklearn", Mock())
+    """Return a spy of scikit-learn's class of local outlier factors. If scikit-learn is not installed, the
+    class likes short vectors."""
+    if importlib.util.find_spec("sklearn"):
+        from sklearn.neighbors import LocalOutlierFactor
+        factor = Mock(wraps=LocalOutlierFactor)
+    else:
+        factor = Mock()
+        factor.return_value.fit.return_value.score_samples = lambda x: -np.square(x).sum(1)
+        monkeypatch.setitem(sys.modules, "sklearn", Mock())
     monkeypatch.setitem(sys.modules, "sklearn.neighbors", Mock(LocalOutlierFactor=factor))
     return factor
 
