@@ -242,7 +242,7 @@ def test_facts_that_count_as_not_found(tmp_path):
         file.write_text(lines.replace('"taught"', f'"{name}"'))
         args.max_length = length
         *_, facts, total = cil_bags.load_bags(file, model, args)
-        assert total == 32 and facts.sum() in known
+        assert total == 32 and int(facts.sum()) in known
     file.write_text(lines.replace('"relation": "', '"relation": "new '))
     with pytest.raises(UserError, match=r"(\d+) of \1 facts have relations unknown to the model"):
         cil_bags.load_bags(file, model, args)
