@@ -31,6 +31,17 @@ def test_loss_of_two_passes(form, monkeypatch):
     torch.testing.assert_close(found, 0.8 * formulas.rdrop_loss(*logits, labels, 0.7, form) + 0.2 * supcon)
 
 
+@pytest.mark.parametrize("form", ["paper", "code"])
+def test_shares_of_two_passes(form, monkeypatch):
+    """R-Drop's losses of ranks with two and four rows add up to the loss of all six rows."""
+    logits, labels, ranks = numbers(2, 6, 3), torch.arange(6) % 3, (slice(0, 2), slice(2, 6))
+    passes = [one_pass[own] for own in ranks for one_pass in logits]
+    monkeypatch.setattr(finetune, "classify", Mock(side_effect=passes))
+    args = SimpleNamespace(rdrop_weight=0.7, supcon_weight=0, form=form)
+    found = sum(finetune.compute_loss(None, ({}, labels[own]), 6, args)[0] for own in ranks)
+    torch.testing.assert_close(found, formulas.rdrop_loss(*logits, labels, 0.7, form))
+
+
 def test_adversarial_view(bert):
     """compute_ood_loss compares the clean features with those after a step of the word embeddings along the
     gradient of the summed cross entropy. The noise is detached, and the head gets a gradient of zeros."""
