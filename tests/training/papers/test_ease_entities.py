@@ -1,9 +1,12 @@
-"""LazyEmbedding compared with an embedding trained by torch.optim.AdamW."""
+"""EASE's entities: an embedding with AdamW built in, and files of entity vectors."""
+import bz2
+import gzip
+
 import pytest
 import torch
 
 from kernels.training.loop import warmup_linear
-from kernels.training.papers.ease_entities import LazyEmbedding
+from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vectors
 
 
 @pytest.mark.parametrize("size", [1e-7, 1.0])                  # with small gradients eps matters
@@ -26,3 +29,18 @@ def test_lazy_updates_equal_adamw(size):
     vectors = table.catch_up(torch.arange(40))[0]
     assert (vectors - start).abs().max() > 0.05 and torch.equal(vectors[30:], start[30:])
     torch.testing.assert_close(vectors, dense.detach(), atol=1e-5, rtol=0)
+
+
+TABS = "the\t9 9 9\nENTITY/New York\t1 -2 0.5\nNew York\t8 8 8\nENTITY/Ulm\t0.25 3 4\nENTITY/Bonn\t7 7 7\n"
+GLOVE = TABS.replace(" York", "_York").replace("\t", " ")
+
+
+@pytest.mark.parametrize("pack, name, text", [
+    (bytes, "a.txt", TABS), (gzip.compress, "a.gz", GLOVE), (bz2.compress, "a.bz2", "5 3\n" + GLOVE)])
+def test_entity_vectors(pack, name, text, tmp_path):
+    """Wikipedia2Vec's three text formats, compressed or not. Word vectors are ignored, and entities that are
+    not in the file get random vectors."""
+    (tmp_path / name).write_bytes(pack(text.encode()))
+    vectors, found = load_entity_vectors(str(tmp_path / name), ["Ulm", "the", "New York"])
+    assert found == 2 and vectors[[0, 2]].tolist() == [[0.25, 3, 4], [1, -2, 0.5]]
+    assert vectors.shape == (3, 3) and 0 < vectors[1].abs().max() <= 0.05
