@@ -80,14 +80,3 @@ def folder_of(tmp_path_factory):
     """Return a function: folder_of(family) is a folder with a small random model of this architecture."""
     from families import small_model
     return functools.cache(lambda family: small_model(family, tmp_path_factory.mktemp(family)))
-
-
-@pytest.fixture
-def alarm():
-    """Fail a test that takes more than a minute."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the test hangs"))
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
-from transformers.utils import import_utils
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
@@ -237,26 +236,6 @@ def embed_saved(folder, sentences, pooling):
     """Return embed_unbatched for the model and tokenizer in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return embed_unbatched(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
-
-
-def install_for_transformers(folder):
-    """Write a fake package `kernels` that transformers accepts. It logs the names imported from it."""
-    version = getattr(import_utils, "KERNELS_MIN_VERSION", "0.17.2")
-    (folder / "kernels").mkdir(parents=True)
-    (folder / "kernels-1.dist-info").mkdir()
-    (folder / "kernels-1.dist-info/METADATA").write_text(f"Name: kernels\nVersion: {version}\n")
-    (folder / "kernels/__init__.py").write_text("""
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    with open(__file__ + ".used", "a") as file:
-        print(name, file=file)
-    if name.startswith("use_kernel"):
-        return lambda *_, **more: lambda decorated: decorated
-    modes = {"INFERENCE": 1, "TRAINING": 2, "TORCH_COMPILE": 4}
-    return type(name, (), {"__init__": lambda *_, **more: None, **modes})
-""")
-    return folder
 
 
 class Memory(TorchDispatchMode):

@@ -12,13 +12,6 @@ from families import small_model
 
 
 @pytest.fixture(scope="session")
-def bert(tmp_path_factory):
-    """Return the folder of a random BERT with three layers and without dropout."""
-    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return small_model("Bert", tmp_path_factory.mktemp("bert"), max_position_embeddings=512, **off)
-
-
-@pytest.fixture(scope="session")
 def decoder(tmp_path_factory):
     """Return the folder of a random decoder."""
     return small_model("Qwen2", tmp_path_factory.mktemp("decoder"))
