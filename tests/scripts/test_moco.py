@@ -1,5 +1,5 @@
-"""moco.py: queue, memory bank, key encoder, split and shuffled batch norms. Several processes, and the order of
-a step's parts, are tested in tests/training/images/test_dataset.py."""
+"""moco.py: queue, memory bank, key encoder, split and shuffled batch norms. Several processes, and the order
+of a step's parts, are tested in tests/training/images/test_dataset.py."""
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -29,8 +29,8 @@ def test_enqueue_overwrites_the_oldest_keys():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 1.0])
 def test_a_step_with_a_memory_bank(momentum, monkeypatch):
-    """A query's positive is its own slot, its negatives are sampled slots. Then only the slots of these images
-    move towards the queries, and stay unit vectors."""
+    """A query's positive is its own slot, its negatives are sampled slots. Then only the slots of these
+    images move towards the queries, and stay unit vectors."""
     torch.manual_seed(11)
     bank, q, rows = F.normalize(randn(7, 5), dim=1), randn(3, 5, requires_grad=True), [4, 0, 6]
     sampled = torch.tensor([0, 2, 2, 5])
@@ -48,8 +48,8 @@ def test_a_step_with_a_memory_bank(momentum, monkeypatch):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.999, 1.0])
 def test_update_key_encoder(momentum):
-    """Weights follow those of the query encoder: 0 copies and 1 freezes exactly. Batch norms of the key encoder
-    keep their own statistics."""
+    """Weights follow those of the query encoder: 0 copies and 1 freezes exactly. Batch norms of the key
+    encoder keep their own statistics."""
     query, key = (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double() for _ in range(2))
     query[1].running_mean += 5
     wanted = [momentum * k + (1 - momentum) * q for k, q in zip(key.parameters(), query.parameters())]
@@ -85,7 +85,8 @@ def test_keys_are_shuffled_for_encoding_only():
 def test_symmetric_uses_each_view_as_query_and_as_key():
     """Both losses are added. Keys of the first views enter the queue first."""
     first, second = torch.rand(2, 4, 3, 2, 2)
-    images, args = SimpleNamespace(training_views=iter([torch.cat([first, second])] * 2)), Mock(symmetric=True)
+    views = iter([torch.cat([first, second])] * 2)
+    images, args = SimpleNamespace(training_views=views), Mock(symmetric=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moco, "augment", lambda x, _: x)
         queries, keys = moco.make_batch(images, args)

@@ -18,8 +18,8 @@ SIMCSE = dict(temperature=0.05, max_length=32, hard_negative_weight=0, mlm_weigh
 CLINE = dict(steps=None, eval_every=1000, lr=1e-4)
 EASE = dict(temperature=0.05, entity_temperature=100, entity_weight=0.01, simcse_weight=1, hard_negatives=1,
             batch_size=128, epochs=1, lr=3e-5, warmup_steps=500, max_length=32, eval_every=125)
-VASCL = dict(temperature=0.05, neighbours=16, ascent_steps=1, batch_size=1024, epochs=5, lr=5e-6, head_lr=5e-4,
-             max_length=32, eval_every=500, seed=0)
+VASCL = dict(temperature=0.05, neighbours=16, ascent_steps=1, batch_size=1024, epochs=5, lr=5e-6,
+             head_lr=5e-4, max_length=32, eval_every=500, seed=0)
 CHILD = dict(model="bert-large-cased", reserve_p=0.3, batch_size=16, epochs=3, lr=4e-5, weight_decay=0.01,
              max_length=128, mode="D", seed=42)
 SG = dict(objective="opt3", temperature=0.01, regulariser_weight=0.1, projection_dim=4096, batch_size=16,
@@ -125,7 +125,8 @@ WARM_COSINE = [0, *((1 + math.cos(math.pi * step / 9)) / 2 for step in range(9))
 TEXT = ["--model", "scratch", "--lr", 1e-3, "--batch-size", 4, "--data"]
 ONE_COLUMN, TRIPLES = [*TEXT, DATA / "sentences.txt"], [*TEXT, DATA / "nli.csv"]
 CHILD_RUN = [*TEXT, DATA / "topics.tsv", "--mode"]
-PICTURES = ["--model", "resnet-small", "--lr", 0.32, "--batch-size", 8, "--probe-epochs", 0, "--data", "IMAGES"]
+PICTURES = ["--model", "resnet-small", "--lr", 0.32, "--batch-size", 8, "--probe-epochs", 0,
+            "--data", "IMAGES"]
 MOCO = [*PICTURES, "--queue-size", 16, "--bn-splits", 2]
 ADAM, ROBERTA = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0), dict(betas=(0.9, 0.999), eps=1e-6)
 # script, flags, learning rates of ten steps, norm to which gradients are clipped, settings of each group of
@@ -165,7 +166,8 @@ def test_optimizers_and_learning_rates(name, tmp_path, bert, monkeypatch):
     assert [step["lr"] for step in result.steps] == pytest.approx([lr * rate for rate in rates])
     assert {call.args[1] for call in clip.call_args_list} == ({norm} if norm else set())
     found = result.run.optimizer.param_groups
-    assert [{key: group[key] for key in wanted} for group, wanted in zip(found, groups, strict=True)] == groups
+    settings = [{key: group[key] for key in wanted} for group, wanted in zip(found, groups, strict=True)]
+    assert settings == groups
 
 
 @pytest.mark.parametrize("name, flags, batch, rates, settings", [
