@@ -15,8 +15,8 @@ from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, embed_saved, equal, 
 @pytest.mark.parametrize("head_has_norm", [True, False])
 def test_virtual_augmentation_leaves_everything_else_unchanged(head_has_norm):
     """δ has the length Δ, and is 0 where there is no gradient: in row 0, whose projection is constant. No
-    gradient reaches embeddings or head, statistics of batch norms do not change, and the function works without
-    gradients around it."""
+    gradient reaches embeddings or head, statistics of batch norms do not change, and the function works
+    without gradients around it."""
     torch.manual_seed(0)
     e, noise = randn(8, 6, 1).requires_grad_(), randn(8, 6, 2)
     norm = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)).double()
