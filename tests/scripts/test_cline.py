@@ -89,7 +89,7 @@ def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
 
 
 def test_ranks_add_up_to_means_over_all_tokens(monkeypatch):
-    """Ranks have different numbers of tokens, and max(s, 0), which is no mean, is added once, not per rank."""
+    """Ranks have different numbers of tokens. max(s, 0), which is no mean, is added once, not per rank."""
     counts, losses = torch.tensor([[3.0, 5, 2], [4, 0, 6]]), torch.rand(2, 3)
     s = torch.tensor([0.3, -1, 2])
     ranks = Mock(is_initialized=lambda: True, all_reduce=lambda x: x.copy_(counts.sum(0)))
