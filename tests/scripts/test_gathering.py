@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import childtuning
 import dclr
 import declutr
 import ease
@@ -25,53 +26,43 @@ from running import fork_context, free_port, multiplications
 
 ROWS, WIDTH, RANKS = 64, 48, 3                                 # 21, 21 and 22 rows per rank
 SHARE = 0.75                                                   # of what eager multiplies in one process
-ARGS = SimpleNamespace(
+ARGS = dict(
     temperature=0.1, precision="fp32", normalize=True, supervised=False, hard_negative_weight=0.3, count=3,
     form="paper", objective="opt3", anchors=2, radius=1.0, relative_radius=None, neighbours=4, ascent_steps=2,
     noise_per_sentence=1, noise_steps=2, noise_step_size=0.1, noise_temperature=0.1, phi=0.9, mlm_weight=0,
     negative_group_size=0, equal_entities="mask", entity_temperature=1.0, simcse_weight=1.0,
-    entity_weight=1.0)
-
-
-def args(impl, **changed):
-    return SimpleNamespace(**vars(ARGS) | changed, impl=impl)
-
-
-def embeddings(*shape, seed):
-    """Return random rows of the whole batch that require a gradient; every rank has the same ones."""
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS, *shape, WIDTH, generator=numbers).requires_grad_()
-
-
-def stand_in(z, **attributes):
-    """Return a model whose forward pass returns the views of this rank's rows of z (rows, views, D)."""
-    class Model(SimpleNamespace):
-        def __call__(self, batch):
-            return z[own_rows(ROWS)].transpose(0, 1).flatten(0, 1)
-    return Model(lm=None, device=torch.device("cpu"), bf16=False, **attributes)
-
-
+    entity_weight=1.0, spans=[2, 1])
 LABELS = torch.arange(ROWS) * 7 % 10
 IDS = torch.arange(ROWS)[:, None] * torch.tensor([3, 5, 7]) % 40
 
 
-def linear(seed):
-    """Return a linear layer, the same on each rank."""
+def random(*shape):
+    """Return random rows of the whole batch that require a gradient; every rank has the same ones."""
+    numbers = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, WIDTH, generator=numbers).requires_grad_()
+
+
+def random_layer():
     layer = torch.nn.Linear(WIDTH, WIDTH)
-    layer.weight.data = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return layer.requires_grad_()
+    layer.weight.data = random(WIDTH).data
+    return layer
 
 
-def simclr_case(impl, **changed):
-    z = embeddings(2, seed=1)
-    labels = LABELS if changed.get("supervised") else None
-    return simclr.compute_loss(stand_in(z), (None, labels), ROWS, args(impl, **changed))[0], [z]
+def loss_of(script, z, impl, batch=None, ids=(), leaves=(), attributes=None, **changed):
+    """Return (script.compute_loss of a stand-in for its model, [z, leaves]).
 
+    z            (rows, views, D) embeddings; the stand-in returns this rank's rows, one view after the other
+    leaves       other tensors that get a gradient
+    attributes   of the stand-in
+    changed      changes of ARGS
+    """
+    class Model(SimpleNamespace):
+        def __call__(self, batch):
+            return z[own_rows(ROWS)].transpose(0, 1).flatten(0, 1)
 
-def simcse_case(impl, equal_texts):
-    z = embeddings(3, seed=2)
-    ids = (IDS[:, :2], IDS[:, 2]) if equal_texts else ()
-    return simcse.compute_loss(stand_in(z), None, ROWS, args(impl), *ids)[0], [z]
+    model = Model(lm=None, device=torch.device("cpu"), bf16=False, **attributes or {})
+    args = SimpleNamespace(**ARGS | changed, impl=impl)
+    return script.compute_loss(model, batch, ROWS, args, *ids)[0], [z, *leaves]
 
 
 def bf16_case(impl):
@@ -80,49 +71,47 @@ def bf16_case(impl):
         assert sent.dtype == torch.float16
         all_gather(gathered, sent, group)
 
-    z, all_gather = embeddings(3, seed=2).detach().float().requires_grad_(), gather.ALL_GATHER
+    z, all_gather = random(ROWS, 3).detach().float().requires_grad_(), gather.ALL_GATHER
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "ALL_GATHER", send_half)
-        return simcse.compute_loss(stand_in(z), None, ROWS, args(impl, precision="bf16"))[0], [z]
+        return loss_of(simcse, z, impl, precision="bf16")
 
 
 def declutr_case(impl):
-    z, own = embeddings(2, seed=3), own_rows(ROWS // 2)        # documents with two anchors each
+    z, own = random(ROWS, 2), own_rows(ROWS // 2)              # documents with two anchors each
     views = z.unflatten(0, (-1, 2))[own].flatten(0, 1).unbind(1)
-    settings = args(impl, spans=[2, 1])
-    return declutr.compute_loss(lambda view: views[view], (0, 1), ROWS // 2, settings)[0], [z]
+    args = SimpleNamespace(**ARGS, impl=impl)
+    return declutr.compute_loss(lambda view: views[view], (0, 1), ROWS // 2, args)[0], [z]
 
 
 def vascl_case(impl, form):
-    z, head = embeddings(2, seed=4), linear(5)
-    model = stand_in(z, projection=head)
-    return vascl.compute_loss(model, None, ROWS, args(impl, form=form))[0], [z, *head.parameters()]
+    head = random_layer()
+    return loss_of(vascl, random(ROWS, 2), impl, leaves=head.parameters(), attributes=dict(projection=head),
+                   form=form)
 
 
 def dclr_case(impl, form):
-    z, f = embeddings(2, seed=6), embeddings(seed=7).detach()
-    batch = None, f[own_rows(ROWS)]
-    return dclr.compute_loss(stand_in(z), batch, ROWS, args(impl, form=form))[0], [z]
+    batch = None, random(ROWS, 1).detach()[own_rows(ROWS), 0]  # guide embeddings
+    return loss_of(dclr, random(ROWS, 2), impl, batch, form=form)
 
 
 def ease_case(impl):
-    z, entities, linear_map = embeddings(2, seed=8), embeddings(seed=9), linear(10)
-    model = stand_in(z, entities=lambda ids: entities[ids], entity_map=linear_map)
-    loss = ease.compute_loss(model, (None, IDS[own_rows(ROWS)]), ROWS, args(impl))[0]
-    return loss, [z, entities, *linear_map.parameters()]
+    entities, layer = random(ROWS), random_layer()
+    attributes = dict(entities=lambda ids: entities[ids], entity_map=layer)
+    return loss_of(ease, random(ROWS, 2), impl, (None, IDS[own_rows(ROWS)]), attributes=attributes,
+                   leaves=[entities, *layer.parameters()])
 
 
 def selfguided_case(impl, objective):
-    z = embeddings(3 if objective == "opt3" else 2, seed=11)
-    own = own_rows(ROWS)
-    model = stand_in(z[:, :1], projection=torch.nn.Identity())
+    z, own = random(ROWS, 3 if objective == "opt3" else 2), own_rows(ROWS)
     torch.randint = lambda *_, **__: torch.zeros(own.stop - own.start, 1, 1, dtype=torch.int64)
-    batch = None, z[own, 1:]
-    return selfguided.compute_loss(model, batch, ROWS, args(impl, objective=objective))[0], [z]
+    attributes, batch = dict(projection=torch.nn.Identity()), (None, z[own, 1:])
+    loss, _ = loss_of(selfguided, z[:, :1], impl, batch, attributes=attributes, objective=objective)
+    return loss, [z]
 
 
 def finetune_case(impl, loss):
-    z, own = embeddings(2, seed=12), own_rows(ROWS)
+    z, own = random(ROWS, 2), own_rows(ROWS)
     finetune.sup_con_loss = functools.partial(kernels.sup_con_loss, impl=impl)
     gathered = finetune.gathered_rows(z[own], LABELS[own], ROWS)
     views = [z[own]] if loss == "supcon_loss" else z[own].unbind(1)
@@ -131,11 +120,14 @@ def finetune_case(impl, loss):
 
 
 CASES = {
-    "simclr": simclr_case,
-    "simclr --no-normalize": functools.partial(simclr_case, normalize=False),
-    "simclr --supervised": functools.partial(simclr_case, supervised=True),
-    "simcse": functools.partial(simcse_case, equal_texts=False),
-    "simcse --ignore-equal": functools.partial(simcse_case, equal_texts=True),
+    "simclr": lambda impl: loss_of(simclr, random(ROWS, 2), impl, (None, None)),
+    "simclr --no-normalize": lambda impl: loss_of(
+        simclr, random(ROWS, 2), impl, (None, None), normalize=False),
+    "simclr --supervised": lambda impl: loss_of(
+        simclr, random(ROWS, 2), impl, (None, LABELS), supervised=True),
+    "simcse": lambda impl: loss_of(simcse, random(ROWS, 3), impl),
+    "simcse --ignore-equal": lambda impl: loss_of(
+        simcse, random(ROWS, 3), impl, ids=(IDS[:, :2], IDS[:, 2])),
     "simcse --precision bf16": bf16_case,
     "declutr": declutr_case,
     "vascl": functools.partial(vascl_case, form="code"),
@@ -161,38 +153,33 @@ def compute(name, impl):
     return loss, gradients, count
 
 
-def compute_all(impl):
-    """Return {case: compute(case)} in float64."""
+def one_rank(rank, port, folder):
+    """Save the results of one of three ranks with blockwise, or, as rank 3, of one process with eager."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    return {name: compute(name, impl) for name in CASES}
-
-
-def one_rank(rank, port, folder):
-    """Run one of three ranks, or, as rank −1, one process with eager."""
-    if rank == RANKS:
-        torch.save(compute_all("eager"), folder / "alone")
-        return
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    torch.save(compute_all("blockwise"), folder / str(rank))
-    dist.destroy_process_group()
+    if rank < RANKS:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    results = {name: compute(name, "blockwise" if rank < RANKS else "eager") for name in CASES}
+    batches = list(random(10))[rank if rank < RANKS else 0 :: RANKS if rank < RANKS else 1]
+    model = torch.nn.ParameterDict(dict(w=torch.zeros(WIDTH)))
+    child = childtuning.fisher_mask(model, batches, lambda model, x: (model["w"] * x).sum(), 0.3)
+    torch.save((results, child), folder / str(rank))
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Return (results of one process, [results of each rank])."""
+def saved(tmp_path_factory):
+    """Return what one_rank saved for each rank, and for one process."""
     folder = tmp_path_factory.mktemp("ranks")
     fork_context()
     torch.multiprocessing.start_processes(one_rank, (free_port(), folder), RANKS + 1,
                                           start_method="forkserver")
-    return torch.load(folder / "alone"), [torch.load(folder / str(rank)) for rank in range(RANKS)]
+    return [torch.load(folder / str(rank)) for rank in range(RANKS + 1)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_together_equal_one_process(name, results):
-    loss, gradients, _ = results[0][name]
-    parts = [rank[name] for rank in results[1]]
+def test_ranks_together_equal_one_process(name, saved):
+    *parts, (loss, gradients, _) = (results[name] for results, _ in saved)
     limit = 1e-6 if "selfguided" in name else 1e-9             # its projections are cast to float32
     limit = 1e-3 if "bf16" in name else limit
     torch.testing.assert_close(sum(part[0] for part in parts), loss, rtol=limit, atol=0)
@@ -201,8 +188,16 @@ def test_ranks_together_equal_one_process(name, results):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_rank_repeats_anothers_work(name, results):
-    alone = results[0][name][2]
-    shares = [rank[name][2] / alone for rank in results[1]]
+def test_no_rank_repeats_anothers_work(name, saved):
+    *parts, (_, _, alone) = (results[name] for results, _ in saved)
+    shares = [part[2] / alone for part in parts]
     print(f"{name}: {max(shares):.2f} of eager's {alone / 1e6:.1f} Mflop")
     assert 0.1 < min(shares) and max(shares) < SHARE
+
+
+def test_ranks_have_the_same_child_network(saved):
+    """The Fisher information of childtuning.py is that of all rows, of which ranks have 4, 3 and 3."""
+    *ranks, (masks, threshold) = (child for _, child in saved)
+    assert 0 < masks["w"].sum() < WIDTH
+    for found, found_threshold in ranks:
+        assert torch.equal(found["w"], masks["w"]) and found_threshold == pytest.approx(threshold)
