@@ -12,6 +12,7 @@ from torch import nn
 import loss_formulas
 import moco
 from kernels.training.papers import moco_bank
+from running import equal
 
 randn = partial(torch.randn, dtype=torch.float64)
 
@@ -82,20 +83,14 @@ def test_keys_are_shuffled_for_encoding_only():
     assert not torch.equal(features.call_args.args[0], views)
 
 
-def test_symmetric_uses_each_view_as_query_and_as_key():
+def test_symmetric_uses_each_view_as_query_and_as_key(monkeypatch):
     """Both losses are added. Keys of the first views enter the queue first."""
-    first, second = torch.rand(2, 4, 3, 2, 2)
-    views = iter([torch.cat([first, second])] * 2)
-    images, args = SimpleNamespace(training_views=views), Mock(symmetric=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moco, "augment", lambda x, _: x)
-        queries, keys = moco.make_batch(images, args)
-        assert torch.equal(torch.stack(queries), torch.stack([second, first]))
-        assert torch.equal(torch.stack(keys), torch.stack([first, second]))
-        args.symmetric = False
-        assert [len(x) for x in moco.make_batch(images, args)] == [1, 1]
-    q, k, queue = F.normalize(randn(3, 4, 6), dim=2)
-    args = SimpleNamespace(temperature=0.2, impl="eager", precision="fp32")
-    loss, _ = moco.compute_loss(Mock(side_effect=lambda x: x, queue=queue), ([q, k], [k, q]), 4, args)
-    wanted = sum(loss_formulas.moco_loss(*pair, queue, 0.2) for pair in ((q, k), (k, q)))
+    first, second, queue = F.normalize(randn(3, 4, 6), dim=2)
+    monkeypatch.setattr(moco, "augment", lambda x, _: x)
+    images = SimpleNamespace(training_views=iter([torch.cat([first, second])]))
+    args = SimpleNamespace(symmetric=True, temperature=0.2, impl="eager", precision="fp32")
+    queries, keys = moco.make_batch(images, args)
+    assert equal([queries, keys], [[second, first], [first, second]])
+    loss, _ = moco.compute_loss(Mock(side_effect=lambda x: x, queue=queue), (queries, keys), 4, args)
+    wanted = sum(loss_formulas.moco_loss(q, k, queue, 0.2) for q, k in ((second, first), (first, second)))
     torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=0)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import simclr
-from kernels.training.errors import UserError
 from kernels.training.images import encoders
 from kernels.training.images.encoders import ImageEncoder, load_classifier, load_image_encoder
 from kernels.training.papers import simclr_lars, simclr_v2
@@ -103,16 +102,6 @@ def test_no_normalize_computes_in_float32():
     args, z = flags("--no-normalize", "--precision", "bf16"), 1000 * torch.randn(6, 8)
     loss, _ = simclr.compute_loss(lambda x: x, (z, None), 3, args)
     torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
-
-
-@pytest.mark.parametrize("given, wanted", [
-    ("--from-layer 1", "--from-layer 1: needs --finetune or"),
-    ("--label-fraction 0.5", "--label-fraction 0.5: needs --finetune"),
-    ("--distill t --supervised", "--supervised and --distill: expected only one"),
-    ("--supervised --no-normalize", "--no-normalize: --supervised needs")])
-def test_contradicting_flags(given, wanted):
-    with pytest.raises(UserError, match=wanted):
-        simclr.check_flags(flags(*given.split()))
 
 
 # ── SimCLR v2 ──

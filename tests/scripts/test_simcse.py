@@ -1,9 +1,8 @@
-"""simcse.py: the first loss, chunks of tokens, dropout. Its flags for lists of negatives and equal texts are
+"""simcse.py: the first loss and dropout. Its flags for lists of negatives and equal texts are
 tested in tests/training/test_data.py, the masked LM in test_mlm.py."""
 import json
 import re
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from transformers import AutoModel
 
 import loss_formulas
 from families import small_model
-from kernels import embed_in_chunks
 from kernels.training.errors import UserError
 from kernels.training.text.encoders import set_dropout
 from running import NLI, ONE_BATCH, embed_saved, run_text
@@ -32,22 +30,6 @@ def test_first_loss_matches_the_formula(columns, flag, value, tmp_path, bert):
     expected = loss_formulas.simcse_loss(z1, z2, z3, **dict(temperature=0.05) | given)
     assert step["loss"] == pytest.approx(expected.item(), abs=1e-4)
     assert ("mlm" in step) == (flag == "--mlm-weight" and value > 0)
-
-
-def test_chunks_of_tokens(tmp_path, bert, monkeypatch):
-    """With texts of very different lengths, no chunk exceeds --chunk-tokens or --chunk-size, except a single
-    longer text. Gradients are those of a run without chunks."""
-    rows = [["no " * 2**(i % 8), "yes " * (1 + i)] for i in range(24)]         # 4 to 258 tokens
-    flags = ["--model", bert, "--pooling", "avg", "--batch-size", 24, "--steps", 1, "--max-length", 512]
-    whole = run_text("simcse", tmp_path / "whole", rows, *flags)
-    for most_rows, limits in ((48, ["--chunk-tokens", 200]), (5, ["--chunk-tokens", 200, "--chunk-size", 5])):
-        embed = Mock(wraps=embed_in_chunks)
-        monkeypatch.setattr("kernels.training.text.encoders.embed_in_chunks", embed)
-        chunked = run_text("simcse", tmp_path / f"chunks{most_rows}", rows, *flags, *limits)
-        shapes = [ids.shape for _, ids, _ in embed.call_args.args[1]]
-        assert sum(n for n, _ in shapes) == 48 and (max(n for n, _ in shapes) > 5) == (most_rows > 5)
-        assert all(n <= most_rows and n * length <= 200 or n == 1 for n, length in shapes)
-        assert chunked.norms == pytest.approx(whole.norms, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "XLM", "DebertaV2", "ModernBert", "Qwen2"])
