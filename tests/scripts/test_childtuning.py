@@ -1,8 +1,7 @@
 """childtuning.py: its optimizer and Fisher information against independent float64 code, the child network of
-a run, the table of modes, bad input."""
+a run, the table of modes."""
 import json
 import math
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,7 +12,7 @@ import childtuning
 from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, sample_mask
 from kernels.training.out import UNFINISHED
 from kernels.training.papers import childtuning_modes
-from running import DATA, equal, metrics, rejects, run
+from running import DATA, equal, metrics, run
 
 
 def loss(model, batch):
@@ -228,20 +227,3 @@ def test_table_of_modes(tmp_path, capsys):
     assert table == "F        accuracy 85.00 ± 7.07, best 90.00"
     found = childtuning_modes.mean_and_spread([{"FPR95": 30.0}, {"FPR95": 10.0}], [])
     assert found == "FPR95 20.00 ± 14.14, best 10.00"
-
-
-GOOD = "sentence\tlabel\nI ran.\tmotion\nI sat.\trest\nHe ran.\tmotion\nHe sat.\trest\n"
-
-
-@pytest.mark.parametrize("content, flags, wanted", [
-    ("sentence\tlabel\nA\tx\nB\tx\n", "", r"a\.tsv: every label is 'x'; expected at least two .*"),
-    (GOOD, "--dev c.tsv", r"c\.tsv: columns text, label, more; expected .* of text \(now sentence\) .*"),
-    ("A\t1.5\nB\tx\n", "--task regression", r"a\.tsv line 2: label 'x', expected a number"),
-    (GOOD, "--reserve-p 0", r"--reserve-p 0\.0: expected a number above 0 and at most 1"),
-    (GOOD, "--child-filter h.0",
-     r"--child-filter h\.0: found in no parameter name of scratch; names are like bert\..*")])
-def test_bad_input(tmp_path, monkeypatch, capfd, content, flags, wanted):
-    monkeypatch.chdir(tmp_path)
-    Path("a.tsv").write_text(content)
-    Path("c.tsv").write_text("text\tlabel\tmore\nA\tmotion\tB\n")
-    rejects("childtuning", capfd, wanted, *f"--data a.tsv --model scratch --batch-size 2 {flags}".split())

@@ -1,7 +1,6 @@
 """cline.py: the three losses against transformers' own head and one text at a time, the scores, means over
-ranks, bad input. Replaced words are tested in tests/training/papers, whole runs in tests/contract."""
+ranks. Replaced words are tested in tests/training/papers, whole runs in tests/contract."""
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 import cline
 import loss_formulas
 from kernels.training.text import tokens
-from running import DATA, rejects
+from running import DATA
 
 COMMAND = ["--model", "scratch", "--tagger", "lexicon", "--wordnet", DATA / "wordnet"]
 
@@ -98,18 +97,3 @@ def test_ranks_add_up_to_means_over_all_tokens(monkeypatch):
                 for own, n in zip(losses, counts.tolist()))
     means = (losses * counts).sum(0) / counts.sum(0)
     torch.testing.assert_close(total, loss_formulas.total_loss(means, s))
-
-
-GOOD = "A dog.,A hound.,A cat.\n" * 4
-
-
-@pytest.mark.parametrize("content, flags, wanted", [
-    (GOOD, "--held-out-rows 3", r"data\.csv: 4 rows have a replaced word in both copies, expected .*"),
-    ("A b,c\n", "", r"data\.csv line 1: 2 columns, expected 1 \(text\), 3 \(original, .*"),
-    ("A,b,c,0:2:2,0:1:4\n", "", r"data\.csv line 1: '0:2:2', expected start:end:code .*"),
-    (GOOD, "--save-triples new.csv", r"--save-triples new\.csv: data\.csv already holds triples; .*"),
-    ("A dog.\nA cat.\n", "--wordnet=", "--wordnet: empty; .*")])
-def test_bad_input(cwd, capfd, content, flags, wanted):
-    Path("data.csv").write_text(content)
-    start = [*COMMAND, "--data", "data.csv", "--batch-size", 2, "--steps", 1]
-    rejects("cline", capfd, wanted, *start, *flags.split())

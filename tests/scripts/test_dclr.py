@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer, BertTokenizer
 
 import dclr
 import loss_formulas
-from running import DATA, ONE_BATCH, SENTENCES, SMALL, embed_saved, rejects, run_text
+from running import DATA, ONE_BATCH, SENTENCES, embed_saved, run_text
 
 TEXTS = [row[0] for row in SENTENCES]
 
@@ -127,11 +127,3 @@ def test_first_loss_matches_the_formula(form, per_sentence, name, pooling, more,
     moved = loss_formulas.noise_negatives(z, z, noise, *ascent, form) if len(noise) else noise
     expected = loss_formulas.dclr_loss(z, z, moved, f, f, 0.99, result.args.temperature, form)
     assert result.losses == pytest.approx([expected.item()], abs=2e-4)
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--guide scratch", r"--guide scratch: a new model is untrained; name a folder or a model of the hub"),
-    ("--phi 1.2", r"--phi 1\.2: expected a cosine, from -1 to 1"),
-    ("--data good.csv", r"good\.csv line 1: 2 columns, expected 1 \(sentence\); .* with --columns 1")])
-def test_bad_input(flags, message, cwd, bert, capfd):
-    rejects("dclr", capfd, message, *SMALL, "--data", DATA / "sentences.txt", "--guide", bert, *flags.split())

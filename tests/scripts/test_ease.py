@@ -1,6 +1,5 @@
-"""ease.py: sampling of hard negatives, the first loss, training of the entities, bad data."""
+"""ease.py: sampling of hard negatives, the first loss, training of the entities."""
 from collections import Counter
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +11,7 @@ import loss_formulas
 from ease import load_data, sample_entities
 from kernels.training.loop import batches
 from kernels.training.text.tokens import tokenise
-from running import DATA, ONE_BATCH, SMALL, embed_unbatched, equal, rejects, run, saved_weights
+from running import DATA, ONE_BATCH, embed_unbatched, equal, run, saved_weights
 
 HEAD, *ROWS = [line.split("\t") for line in (DATA / "entities.tsv").read_text(encoding="utf-8").splitlines()]
 
@@ -108,22 +107,3 @@ def test_entities_in_training(form, epochs, tmp_path, bert, monkeypatch):
     moved = (table.vectors - torch.tensor([0.5, -0.5, 0.25])).abs().amax(1) > 1e-4
     assert table.last.max() == 7 and moved[table.last > 2].all() and not moved[table.last == 0].any()
     assert equal(saved_weights(tmp_path / "out"), dict(result.model.encoder.state_dict()))
-
-
-GOOD = "text,entity,negative_entity\nA cat,Cat,Dog|Sun\nA dog,Dog,Cat|Sun\nThe sun,Sun,Cat|Dog\n"
-FILE = "ENTITY/Cat\t1 2 3\nENTITY/Dog\t4 5 6\n"
-A, V = "--data a.csv", "--entity-vectors v"
-
-
-@pytest.mark.parametrize("flags, content, message", [
-    (A, "sent0,sent1\nA,b\n", "a.csv: columns sent0, sent1; expected the columns text .*"),
-    (A, GOOD + "Pigs,Pig,Pig\n", r"a.csv line 5: 0 hard negatives, expected at least --hard-negatives \(1\)"),
-    (f"{A} --hard-negatives 1", "text,entity\nA,a\nB,b\n", ".* 1: a.csv has no column negative_entity or .*"),
-    (A, "text,entity,entity_type,page\nA,a,t,p\nB,b,t,p\n", "a.csv line 2: 0 entities of type 't' that .*"),
-    (V, "2 3\nENTITY/Cat 1 2 3\nENTITY/Dog 4 5\n", "v line 3: 2 numbers, expected 3 as before"),
-    (V, f"{FILE}ENTITY/Sun\t1 2 x\n", "v line 3: could not convert .*"),
-    (f"{V} --entity-map none", FILE, "--entity-map none: v has .* 3 .*, but embeddings have 128; .*")])
-def test_bad_input(flags, content, message, cwd, capfd):
-    Path("good.csv").write_text(GOOD)
-    Path(flags.split()[1]).write_text(content)
-    rejects("ease", capfd, message, *SMALL, *flags.split())

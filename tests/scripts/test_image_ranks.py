@@ -1,4 +1,4 @@
-"""simclr.py and moco.py in three processes: every weight, the queue and its pointer are those of one process."""
+"""simclr.py and moco.py in three processes: weights, queue and pointer are those of one process."""
 import os
 
 import numpy as np

@@ -1,5 +1,4 @@
 """selfguided.py: the first loss, the two copies of the encoder, the sampled layers, columns of sentences."""
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +9,7 @@ import loss_formulas
 import selfguided
 from formulas import POOL
 from kernels.training.text import tokens
-from running import ONE_BATCH, SENTENCES, SMALL, embed_unbatched, rejects, run_text
+from running import ONE_BATCH, SENTENCES, embed_unbatched, run_text
 from selfguided import add_regulariser_gradient, compute_loss, layer_views
 
 ROWS = [["Yes."], ["no, " * 20], *SENTENCES[:10]]
@@ -95,12 +94,3 @@ def test_columns_of_sentences(content, sentences, tmp_path):
     (tmp_path / "a.tsv").write_text(content)
     args = selfguided.make_parser().parse_args(["--data", "x", "--batch-size", "2"])
     assert [text for _, (text,) in selfguided.load_data(tmp_path / "a.tsv", args)] == sentences.split()
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--batch-size 1", r"good.csv: 6 .*--batch-size \(1\).* 2"),
-    ("--data numbers.tsv", "numbers.tsv: 0 .*"),
-    ("--layers 0 3", "--layers 3: scratch has layers 0, the word embeddings, to 2")])
-def test_bad_input(flags, message, cwd, capfd):
-    Path("numbers.tsv").write_text("1\t2\n3\t4.5\n")
-    rejects("selfguided", capfd, message, *SMALL, *flags.split())

@@ -1,5 +1,4 @@
-"""vascl.py: the first loss and its perturbation, distinct rows, bad input."""
-from pathlib import Path
+"""vascl.py: the first loss and its perturbation, distinct rows."""
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import loss_formulas
 import vascl
 from formulas import randn
 from kernels.training.loop import batches
-from running import DATA, NLI, ONE_BATCH, SENTENCES, SMALL, embed_saved, equal, rejects, run_text
+from running import NLI, ONE_BATCH, SENTENCES, embed_saved, equal, run_text
 
 
 @pytest.mark.parametrize("head_has_norm", [True, False])
@@ -75,13 +74,3 @@ def test_duplicates_are_dropped(tmp_path):
     result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags)
     assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
     assert ["neighbourhood" in step for step in result.steps] == [True] * 4 and np.min(result.losses) > 0
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--neighbours 2", "--neighbours 2: expected fewer than --batch-size, which is 2"),
-    ("--radius 15 --relative-radius 0.2", "--radius 15 --relative-radius 0.2: expected one of the two"),
-    ("--data same.csv", r"same.csv: 1 distinct rows, expected at least 2 and at least --batch-size \(2\)"),
-    (f"--data {DATA}/nli.csv", r".*nli.csv line 2: 3 columns, expected 1 .* or 2 \(.*, positive\); .* 1 2")])
-def test_bad_input(flags, message, cwd, capfd):
-    Path("same.csv").write_text("A,b\nA,b\nA,b\n")
-    rejects("vascl", capfd, message, *SMALL, "--neighbours", 1, *flags.split())
