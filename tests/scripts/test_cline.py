@@ -57,7 +57,7 @@ def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
     model = cline.build_model(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
     rows, _ = cline.tokenise_triples(triples, model, args)
     monkeypatch.setattr(cline, "mask_tokens", fixed_masks)
-    torch.nn.init.normal_(model.log_variances)
+    model.log_variances.data = torch.tensor([0.3, -1, 0.5])
     torch.nn.init.normal_(model.rtd.weight if form == "paper" else model.rtd[3].weight)
     expected, _ = reference_losses(model, rows, True, form)
     loss = loss_formulas.total_loss(torch.stack(expected), model.log_variances)
@@ -74,6 +74,8 @@ def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
         total.backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
+    of_two_ranks, _ = cline.compute_loss(model, batch, 2 * len(rows), args)    # max(s, 0) is shared
+    assert (total - of_two_ranks).item() == pytest.approx((0.3 + 0.5) / 2, rel=1e-3)
     monkeypatch.setattr(cline, "mask_tokens", lambda ids, maskable, _: (ids, maskable & False))
     loss, values = cline.compute_loss(model, cline.make_batch(rows, model), len(rows), args)
     loss.backward()

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ import simcse
 from families import small_model
 from kernels.training.loop import batches
 from running import NLI, ONE_BATCH, embed_saved, embed_unbatched, rejects, run, run_text
-from whole_runs import check_resume
 
 PARTS = (running.ROOT / "docs/others.md").read_text("utf-8").split("\n### ")
 SECTIONS = {part.split("\n")[0]: part for part in PARTS}
@@ -132,8 +132,14 @@ def test_lora(copies, tmp_path, monkeypatch):
     base, texts = AutoModel.from_pretrained("base").state_dict(), [row[0] for row in NLI[:6]]
     run_text("simcse", tmp_path / "data", NLI[:36], "--model", "scratch", "--steps", 1)    # writes data.json
     flags = ["--data", "data/data.json", "--model", "base", "--batch-size", 8, "--max-length", 90, "--lr",
-             0.01, "--dev", running.few_pairs(Path()), "--steps", 6, "--eval-every"]
-    result = check_resume("lora", tmp_path, [*flags, 3], [*flags, 6], 4, [2, 1])
+             0.01, "--dev", running.few_pairs(Path()), "--steps", 6, "--eval-every", 3]
+    result = run("lora", Path("whole"), *flags)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        stop = Mock(side_effect=[None] * 4 + [KeyboardInterrupt])
+        patch.setattr(result.script, "all_reduce_gradients", stop)
+        run("lora", Path("parts"), *flags)
+    resumed = run("lora", Path("parts"), *flags, "--resume")
+    assert resumed.losses == result.losses and running.equal(resumed.state["model"], result.state["model"])
     names = dict(result.model.encoder.named_parameters())
     trained = {name for name, weight in names.items() if weight.requires_grad}
     assert trained == {name for name in names if "lora_" in name} and len(trained) == 3 * 7 * 2
