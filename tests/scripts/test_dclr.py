@@ -45,10 +45,10 @@ def test_code_form_where_q_rounds_to_one(temperature):
 def test_code_form_in_blocks_equals_the_whole_matrix(monkeypatch):
     apply, (z1, z2, f) = dclr.BlockwiseSum.apply, torch.randn(3, 9, 6).double()
     given = z2[:4], f, f.flip(0), 0.3, 0.05, "code"
-    whole = dclr.dclr_loss(z1.requires_grad_(), z2, *given)
+    whole = dclr.dclr_loss(z1.requires_grad_(), z2.requires_grad_(), *given)
     monkeypatch.setattr(dclr.BlockwiseSum, "apply", lambda block, z, keys, _: apply(block, z, keys, 2))
     blocks = dclr.dclr_loss(z1, z2, *given)
-    both = [[loss, *torch.autograd.grad(loss, z1)] for loss in (whole, blocks)]
+    both = [[loss, *torch.autograd.grad(loss, [z1, z2])] for loss in (whole, blocks)]
     torch.testing.assert_close(*both, rtol=1e-10, atol=1e-12)
 
 

@@ -63,8 +63,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_rank_repeats_anothers_work(name):
-    """A rank multiplies at most 0.75 times what eager multiplies in one process."""
+    """A rank multiplies at most half of what eager multiplies in one process; a third is the least possible."""
     _, alone = multiplications(lambda: LOSSES[name](ALL, "eager").backward())
     _, share = multiplications(lambda: LOSSES[name](OWN, "blockwise").backward())
     print(f"{name}: {share / alone:.2f} of eager's {alone / 1e6:.1f} Mflop")
-    assert 0.1 < share / alone < 0.75
+    assert 0.3 < share / alone < 0.52
