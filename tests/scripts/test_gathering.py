@@ -63,7 +63,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_rank_repeats_anothers_work(name):
-    """A rank multiplies at most half of what eager multiplies in one process; a third is the least possible."""
+    """A rank multiplies at most half of what eager multiplies in one process; a third is the ideal."""
     _, alone = multiplications(lambda: LOSSES[name](ALL, "eager").backward())
     _, share = multiplications(lambda: LOSSES[name](OWN, "blockwise").backward())
     print(f"{name}: {share / alone:.2f} of eager's {alone / 1e6:.1f} Mflop")
