@@ -129,7 +129,8 @@ def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, fol
         assert found["loss"] == pytest.approx(total, abs=1e-4)
     ends = real.sum(1) if form == "paper" else [256] * 9       # with form "code" padding may be nearest
     right = [i == cosines(s[row, i], t[row, : ends[row]]).argmax() for row, i in is_masked.nonzero()]
-    assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3) and 0.1 < np.mean(right) < 1
+    assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3)
+    assert 0.05 < np.mean(right) < 1
 
 
 def test_token_similarity(files, folders):
