@@ -1,9 +1,5 @@
-"""EASE: the loss compared with the paper's formula, sampling of hard negatives, data files, whole runs."""
-import gzip
-import itertools
-import math
+"""ease.py: sampling of hard negatives, the first loss, training of the entities."""
 from collections import Counter
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,31 +7,13 @@ import torch
 import torch.nn.functional as F
 
 import ease
+import loss_formulas
 from ease import load_data, sample_entities
-from formulas import cosine
 from kernels.training.loop import batches
 from kernels.training.text.tokens import tokenise
-from running import DATA, ONE_BATCH, SMALL, embed_unbatched, equal, rejects, run, saved_weights
+from running import DATA, ONE_BATCH, embed_unbatched, equal, run, saved_weights
 
 HEAD, *ROWS = [line.split("\t") for line in (DATA / "entities.tsv").read_text(encoding="utf-8").splitlines()]
-
-
-def reference_loss(z, e, h, temperature, w, ids=None, hard_ids=None):
-    """Compute the paper's objective term by term. The denominator has the positive once."""
-    def exp_cosine(a, b):
-        return torch.exp(cosine(a, b) / temperature)
-
-    total = 0
-    ids = range(len(z)) if ids is None else ids
-    for i in range(len(z)):
-        terms = [exp_cosine(z[i], e[i])]
-        terms += [exp_cosine(z[i], e[j]) for j in range(len(z)) if ids[j] != ids[i]]
-        for j, k in itertools.product(range(len(z)), range(h.shape[1])):
-            if hard_ids is None or hard_ids[j, k] != ids[i]:
-                weight = math.exp(w) if i == j else 1
-                terms.append(weight * exp_cosine(z[i], h[j, k]))
-        total = total - torch.log(terms[0] / sum(terms)) / len(z)
-    return total
 
 
 def write_tsv(path, rows):
@@ -43,7 +21,7 @@ def write_tsv(path, rows):
     return path
 
 
-@pytest.mark.parametrize("page", [[], ["page"], ["article"], ["origin_entity"]])
+@pytest.mark.parametrize("page", [[], ["origin_entity"]])
 def test_hard_negatives_share_a_type_and_are_not_on_the_page(page, tmp_path):
     """A row's hard negatives are entities of one of its types that are not on its page. All are sampled about
     equally often, and those of a row differ from each other. Without a column for the page, or with an empty
@@ -55,19 +33,15 @@ def test_hard_negatives_share_a_type_and_are_not_on_the_page(page, tmp_path):
     args = ease.make_parser().parse_args(["--data", str(path), "--batch-size", "2", "--hard-negatives", "2"])
     _, records, titles = load_data(path, args)
     samples = torch.stack([sample_entities(records, epoch, args) for epoch in range(200)])
-
-    def page_of(link):
-        return link[3] if page and link[3] else link[0]
-
-    types_used = set()                                         # first or second of a row's types
+    pages, types_used = [page and link[3] or link[0] for link in links], set()
     for i, link in enumerate(links):
         times = Counter(titles[pick] for picks in samples[:, i].tolist() for pick in set(picks))
-        linked = {other[1] for other in links if page_of(other) == page_of(link)}
+        linked = {other[1] for other, its_page in zip(links, pages) if its_page == pages[i]}
         of_type = [{other[1] for other in links if kind in other[2]} - linked for kind in link[2].split("|")]
         assert times.pop(link[1]) == 200 and times.total() == 400
         assert min(times.values()) > 0.6 * 400 / len(times)
         types_used.add(of_type.index(times.keys()))
-    assert types_used == {0, 1}
+    assert types_used == {0, 1}                                # first or second of a row's types
     parts = torch.cat([sample_entities(half, 3, args) for half in (records[:10], records[10:])])
     args.seed += 1
     others = *samples[3:5], sample_entities(records, 3, args)
@@ -100,15 +74,13 @@ def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, be
     assert [*weights] == {"none": [], "linear": ["weight"], "tanh": ["0.weight", "0.bias"]}[kind]
     e = F.linear(e, *(weight.double() for weight in weights.values())) if weights else e
     e = torch.tanh(e) if kind == "tanh" else e
-    masks = equals == "mask" or paper and not equals
-    w = 0.0 if paper else 1.0
-    terms = 0
+    masks, terms = equals == "mask" or paper and not equals, 0
     for group in [slice(12)] if paper else [slice(8), slice(8, 12)]:
-        masked_ids = (ids[group, 0], ids[group, 1:]) if masks else ()
-        n = len(z[group])
-        logits = F.cosine_similarity(z[group, None], z[group], dim=2) / 0.05
-        entity = reference_loss(z[group], e[group, 0], e[group, 1:], tau, w, *masked_ids)
-        terms += torch.stack([F.cross_entropy(logits, torch.arange(n)), entity]) * n / 12
+        masked = dict(entity_ids=ids[group, 0], hard_ids=ids[group, 1:]) if masks else {}
+        weight = 0.0 if paper else 1.0
+        entity = loss_formulas.ease_loss(z[group], e[group, 0], e[group, 1:], tau, weight, **masked)
+        simcse = loss_formulas.simcse_loss(z[group], z[group], None, 0.05)
+        terms += torch.stack([simcse, entity]) * len(z[group]) / 12
     expected = [*terms.tolist(), (terms @ torch.tensor([2, 0.5]).double()).item()]
     step = [result.steps[0][term] for term in ("simcse", "entity", "loss")]
     assert step == pytest.approx(expected, rel=1e-4)
@@ -121,7 +93,7 @@ def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, be
 
 
 @pytest.mark.parametrize("form, epochs", [("paper", [0, 0, 0, 1, 1, 1, 2]), ("code", [0] * 7)])
-def test_training(form, epochs, tmp_path, bert, monkeypatch):
+def test_entities_in_training(form, epochs, tmp_path, bert, monkeypatch):
     """Hard negatives are sampled in each epoch, or with --form code once. Training changes the vectors of the
     entities that it uses, and they are not saved with the encoder."""
     path = write_tsv(tmp_path / "data.tsv", [row[:2] + row[3:] for row in [HEAD, *ROWS[:22]]])
@@ -130,46 +102,8 @@ def test_training(form, epochs, tmp_path, bert, monkeypatch):
     monkeypatch.setattr(ease, "sample_entities", sampled)
     flags = ["--data", path, "--model", bert, "--form", form, "--entity-vectors", vectors, "--steps", 7]
     result = run("ease", tmp_path / "out", *flags, "--batch-size", 8, "--lr", 1e-2, "--warmup-steps", 1)
-    table, encoder = result.model.entities, result.model.encoder
+    table = result.model.entities
     assert [call.args[1] for call in sampled.call_args_list] == epochs
-    assert f"{len(titles)} vectors of 3, {len(titles)} of them from " in result.said["entities"]
-    assert [600 * step["lr"] for step in result.steps] == pytest.approx([0, 6, 5, 4, 3, 2, 1])
     moved = (table.vectors - torch.tensor([0.5, -0.5, 0.25])).abs().amax(1) > 1e-4
     assert table.last.max() == 7 and moved[table.last > 2].all() and not moved[table.last == 0].any()
-    assert equal(saved_weights(tmp_path / "out"), dict(encoder.state_dict()))
-
-
-GOOD = "text,entity,negative_entity\nA cat,Cat,Dog|Sun\nA dog,Dog,Cat|Sun\nThe sun,Sun,Cat|Dog\n"
-FILE = "ENTITY/Cat\t1 2 3\nENTITY/Dog\t4 5 6\n"
-JSON = '{"text": "A", "positive_entity": "a", "negative_entity": ["b"]}\n'
-A, V, SUN = "--data a.csv", "--entity-vectors v", FILE + "ENTITY/Sun\t1 2 "
-
-
-@pytest.mark.parametrize("flags, content, message", [
-    (A, "sent0,sent1\nA,b\n", "a.csv: columns sent0, sent1; expected the columns text .*"),
-    (A, "A cat,Cat\nA dog,Dog\n", "a.csv: no header; expected the columns text .*"),
-    (A, GOOD + ",Cat,Dog\n", "a.csv line 5: no text; fill the cell or delete the row"),
-    ("--data a.jsonl", JSON + '{"text": "B"}', "a.jsonl line 2: no positive_entity; .*"),
-    (A, GOOD + "Pigs,Pig,Pig\n", r"a.csv line 5: 0 hard negatives, expected at least --hard-negatives \(1\)"),
-    (f"{A} --hard-negatives 2", GOOD + "Pigs,Pig,Cat\n", r"a.csv line 5: 1 hard .* \(2\)"),
-    (f"{A} --hard-negatives 1", "text,entity\nA,a\nB,b\n", ".* 1: a.csv has no column negative_entity or .*"),
-    (A, "text,entity,entity_type\nA,b,|\nB,c,d\n", "a.csv line 2: no entity_type; .*"),
-    (A, "text,entity,entity_type,page\nA,a,t,p\nB,b,t,p\n", "a.csv line 2: 0 entities of type 't' that .*"),
-    ("--batch-size 4", None, r"good.csv: 3 rows, .* \(4\).*"), ("--batch-size 1", None, r".* \(1\), .* 2"),
-    (V, "2 3\nENTITY/Cat 1 2 3\nENTITY/Dog 4 5\n", "v line 3: 2 numbers, expected 3 as before"),
-    (V, FILE + "\n", "v line 3: 0 numbers, .*"), (V, FILE + "the\t1 2 3 4\n", "v line 3: 4 numbers, .*"),
-    (V, SUN + "x\n", "v line 3: could not convert .*"), (V, SUN + "nan\n", "v: not all numbers are finite"),
-    (V, b"ENTITY/\xff\t1 2 3\n", "v line 1: 'utf-8' codec can't decode .*"),
-    (V, "Cat\t1 2 3\n", "v: none of the 3 entities; expected lines like .*"), (V, "", "v: none of .*"),
-    (V + ".gz", gzip.compress(FILE.encode(), mtime=0)[:-9], "v.gz: Compressed file ended before .*"),
-    (V + ".bz2", FILE, "v.bz2: Invalid data .*"), ("--entity-vectors none", None, "none: No such file .*"),
-    (f"{V} --entity-map none", FILE, "--entity-map none: v has .* 3 .*, but embeddings have 128; .*"),
-    ("--columns 1 2", None, "unrecognized arguments: --columns 1 2"),      # its columns have names only
-    ("--entity-temperature 0", None, "argument .* 0: expected a number of at least 0.0001"),
-    ("--hard-negative-weight -6", None, "argument .* at least -5"),
-    ("--negative-group-size 0", None, ".* at least 1")])
-def test_bad_input(flags, content, message, cwd, capfd):
-    Path("good.csv").write_text(GOOD)
-    if content is not None:
-        Path(flags.split()[1]).write_bytes(content if isinstance(content, bytes) else content.encode())
-    rejects("ease", capfd, message, *SMALL, *flags.split())
+    assert equal(saved_weights(tmp_path / "out"), dict(result.model.encoder.state_dict()))

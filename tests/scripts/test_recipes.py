@@ -3,9 +3,9 @@ import csv
 import importlib.util
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +15,8 @@ from transformers import AutoModel
 import running
 import simcse
 from families import small_model
-from kernels.training.text.sts import load_sts, spearman
-from running import NLI, ONE_BATCH, embed_saved, embed_unbatched, rejects, run, run_distributed, run_text
-from whole_runs import check_processes, check_resume
+from kernels.training.loop import batches
+from running import NLI, ONE_BATCH, embed_saved, embed_unbatched, rejects, run, run_text
 
 PARTS = (running.ROOT / "docs/others.md").read_text("utf-8").split("\n### ")
 SECTIONS = {part.split("\n")[0]: part for part in PARTS}
@@ -71,14 +70,6 @@ def scored(folder, rows=ROWS):
     return write_table(folder / "scored.csv", header, rows)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "margin"])
-def test_recipes_are_short(name, copies):
-    """Compared with simcse.py, a copy has at most 15 new lines."""
-    new = Counter((copies / f"{name}.py").read_text().splitlines())
-    new -= Counter((running.ROOT / "simcse.py").read_text().splitlines())
-    assert sum(count for line, count in new.items() if line) <= 15
-
-
 @pytest.mark.parametrize("shape", [None, (10, 128), (10, 2, 128)])
 def test_matryoshka_loss_is_the_sum_over_widths(shape, copies):
     torch.manual_seed(0)
@@ -91,38 +82,35 @@ def test_matryoshka_loss_is_the_sum_over_widths(shape, copies):
     torch.testing.assert_close(found, expected)
 
 
-def test_matryoshka_improves_truncated_embeddings(copies, tmp_path):
-    """Truncated to 16 of 128 dimensions, the embeddings score higher than those of simcse.py."""
-    scores, (one, two, wanted) = {}, zip(*load_sts(running.DATA / "sts.tsv"))
-    flags = ["--model", "scratch", "--steps", 40, "--seed", 2, "--columns", 1, 2]
-    for name in ("simcse", "matryoshka"):
-        result = run(name, tmp_path / name, "--data", running.DATA / "nli.csv", *flags)
-        z, indices = result.model.embed([*one, *two])
-        scores[name] = 100 * spearman(F.cosine_similarity(*z[indices, :16].chunk(2)), wanted)
-    assert scores["matryoshka"] > scores["simcse"] + 3, scores
-
-
-def test_matryoshka_widths_that_do_not_fit(copies, tmp_path, capfd, bert):
-    """The model has 32 dimensions, and the largest width is 128."""
+def test_a_run_with_matryoshka(copies, tmp_path, capfd, bert):
+    """It trains all four widths: its loss is about four times simcse.py's. A model with 32 dimensions has too
+    few for the largest width, which is 128."""
+    flags = ["--model", "scratch", *ONE_BATCH]
+    simple, nested = (run_text(name, tmp_path / name, NLI[:12], *flags).losses[0]
+                      for name in ("simcse", "matryoshka"))
+    assert 3.5 * simple < nested < 4.5 * simple
     with pytest.raises(SystemExit):
         run_text("matryoshka", tmp_path, NLI[:12], "--model", bert, *ONE_BATCH)
     assert "WIDTHS: the embeddings have 32 dimensions, expected at least 128\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["teacher", "margin"])
-def test_first_loss_of_a_teacher(name, copies, tmp_path, bert):
-    """The loss equals the formula, in float64, although rows are shuffled; and training reduces it."""
-    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *COLUMNS, "--temperature", 0.2, "--lr", 3e-3]
-    losses = run(name, tmp_path / "out", "--data", scored(tmp_path), *flags, "--steps", 20).losses
-    z1, z2, z3 = (F.normalize(embed_saved(bert, texts, "avg").double(), dim=1) for texts in [*zip(*ROWS)][:3])
+def test_first_loss_of_a_teacher(name, copies, tmp_path, bert, monkeypatch):
+    """The loss equals the formula, in float64, although rows are shuffled. It is that of a rank which has the
+    first 7 of the 12 rows of a batch."""
+    monkeypatch.setattr(importlib.import_module(name), "own_rows", lambda rows: slice(7))
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, *COLUMNS, "--temperature", 0.2]
+    losses = run(name, tmp_path / "out", "--data", scored(tmp_path), *flags).losses
+    own = [ROWS[i] for i in next(batches(12, 12, 42))[:7]]
+    z1, z2, z3 = (F.normalize(embed_saved(bert, texts, "avg").double(), dim=1) for texts in [*zip(*own)][:3])
     student = torch.stack([(z1 * z2).sum(1), (z1 * z3).sum(1)], 1) / 0.2
-    teacher = torch.tensor([[float(row[3]), float(row[4])] for row in ROWS]).double()
+    teacher = torch.tensor([[float(row[3]), float(row[4])] for row in own]).double()
     if name == "margin":
-        expected = (student[:, 0] - student[:, 1] - teacher[:, 0] + teacher[:, 1]).square().mean()
+        expected = (student[:, 0] - student[:, 1] - teacher[:, 0] + teacher[:, 1]).square().sum() / 12
     else:
         p, q = teacher.softmax(1), student.softmax(1)
-        expected = (p * (p / q).log()).sum(1).mean()
-    assert losses[0] == pytest.approx(expected.item(), rel=1e-4) and losses[-1] < 0.7 * losses[0]
+        expected = (p * (p / q).log()).sum() / 12
+    assert losses == pytest.approx([expected.item()], rel=1e-4)
 
 
 def test_bad_scores(copies, tmp_path, capfd, monkeypatch):
@@ -131,8 +119,7 @@ def test_bad_scores(copies, tmp_path, capfd, monkeypatch):
                     [*ROWS[4][:3], "1", "1e39"]])
     flags = ["--data", "scored.csv", "--model", "scratch", "--batch-size", 4]
     for wanted, columns in ((r".*\.csv line 6: found high, 1, expected numbers \(2 more .*\)", COLUMNS),
-                            ("--columns: expected the names .*", COLUMNS[:3]),
-                            (".*: no column query_score; expected one of query, .*", [*COLUMNS, "query"])):
+                            ("--columns: expected the names .*", COLUMNS[:3])):
         rejects("teacher", capfd, wanted, *flags, *columns)
 
 
@@ -145,8 +132,14 @@ def test_lora(copies, tmp_path, monkeypatch):
     base, texts = AutoModel.from_pretrained("base").state_dict(), [row[0] for row in NLI[:6]]
     run_text("simcse", tmp_path / "data", NLI[:36], "--model", "scratch", "--steps", 1)    # writes data.json
     flags = ["--data", "data/data.json", "--model", "base", "--batch-size", 8, "--max-length", 90, "--lr",
-             0.01, "--dev", running.few_pairs(Path()), "--steps", 6, "--eval-every"]
-    result = check_resume("lora", tmp_path, [*flags, 3], [*flags, 6], 4, [2, 1])
+             0.01, "--dev", running.few_pairs(Path()), "--steps", 6, "--eval-every", 3]
+    result = run("lora", Path("whole"), *flags)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        stop = Mock(side_effect=[None] * 4 + [KeyboardInterrupt])
+        patch.setattr(result.script, "all_reduce_gradients", stop)
+        run("lora", Path("parts"), *flags)
+    resumed = run("lora", Path("parts"), *flags, "--resume")
+    assert resumed.losses == result.losses and running.equal(resumed.state["model"], result.state["model"])
     names = dict(result.model.encoder.named_parameters())
     trained = {name for name, weight in names.items() if weight.requires_grad}
     assert trained == {name for name in names if "lora_" in name} and len(trained) == 3 * 7 * 2
@@ -198,23 +191,14 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path):
 
 
 def test_several_data_sets_in_a_run(copies, tmp_path, bert, capfd):
-    """The first loss is that of the first batch, --resume is exact, and two processes equal one."""
+    """The first loss is that of the first batch. Data sets smaller than a batch are refused."""
     file, names = mixed(tmp_path)
-    flags = ["--data", file, "--model", bert, "--pooling", "avg", "--batch-size", 4, "--steps", 6,
-             "--columns", "query", "positive", "--max-length", 512, "--eval-every"]
-    one = check_resume("mixed", tmp_path, [*flags, 3], [*flags, 6], 4, [0, 0])
-    rows = next(importlib.import_module("mixed").one_dataset_per_batch(one.args, 6)(0))
+    flags = ["--data", file, "--model", bert, "--pooling", "avg", "--steps", 6, "--max-length", 512,
+             "--columns", "query", "positive", "--batch-size"]
+    result = run("mixed", tmp_path / "out", *flags, 4)
+    rows = next(importlib.import_module("mixed").one_dataset_per_batch(result.args, 6)(0))
     z1, z2 = (embed_saved(bert, texts, "avg") for texts in zip(*(NLI[i][:2] for i in rows)))
-    assert one.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
-    two = tmp_path / "two"
-    check_processes(one, two, run_distributed(2, "mixed", two, [*flags, 3]))
+    assert result.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
     with pytest.raises(SystemExit):
-        run("mixed", tmp_path / "few", *flags, 3, "--batch-size", 12)
+        run("mixed", tmp_path / "few", *flags, 12)
     assert "11 rows, expected at least a batch of 12\n" in capfd.readouterr().err
-
-
-def test_a_teacher_in_two_processes(copies, tmp_path, bert):
-    flags = ["--data", scored(tmp_path), *COLUMNS, "--model", bert, "--pooling", "avg", "--batch-size", 5,
-             "--steps", 2, "--max-length", 512]
-    one = run("teacher", tmp_path / "one", *flags)
-    check_processes(one, tmp_path / "two", run_distributed(2, "teacher", tmp_path / "two", flags))

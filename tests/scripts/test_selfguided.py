@@ -1,42 +1,24 @@
-"""Self-Guided: the loss compared with the paper's formulas, the two copies of the encoder, whole runs."""
-from pathlib import Path
+"""selfguided.py: the first loss, the two copies of the encoder, the sampled layers, columns of sentences."""
 from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoModel
 
+import loss_formulas
 import selfguided
-from formulas import POOL, cosine
+from formulas import POOL
 from kernels.training.text import tokens
-from running import ONE_BATCH, SENTENCES, SMALL, embed_unbatched, rejects, run_text
+from running import ONE_BATCH, SENTENCES, embed_unbatched, run_text
 from selfguided import add_regulariser_gradient, compute_loss, layer_views
 
 ROWS = [["Yes."], ["no, " * 20], *SENTENCES[:10]]
 TEXT = [row[0] for row in ROWS]
 
 
-def reference_loss(c, h, temperature, objective):
-    """Compute an objective term by term, as in the paper. In base, which is NT-Xent, h_i is an anchor too."""
-    def phi(u, v):
-        return torch.exp(cosine(u, v) / temperature)
-
-    terms = []
-    for i, views in enumerate(h if h.dim() == 3 else h[:, None]):
-        others = [j for j in range(len(c)) if j != i]
-        negatives = [*h[others].reshape(-1, c.shape[1])]
-        if objective in ("base", "opt1"):
-            negatives += [*c[others]]
-        pairs = [(c[i], view) for view in views]
-        if objective == "base":
-            pairs.append((views[0], c[i]))
-        terms += [phi(u, v) / (phi(u, v) + sum(phi(u, n) for n in negatives)) for u, v in pairs]
-    return -sum(torch.log(term) for term in terms) / len(terms)
-
-
 @pytest.mark.parametrize("objective, flags, pooling, layers", [
     ("base", "--layers 2", "max", [2]), ("opt1", "--layers 2 --form code", "mean", [2]),
-    ("opt2", "--layers 0 --view-pooling sum", "sum", [0]), ("opt3", "", "max", range(4)),
+    ("opt2", "--layers 0 --view-pooling sum", "sum", [0]), ("opt3", "--temperature 0.1", "max", range(4)),
     ("opt3", "--form code --view-pooling max --layers 3 1", "max", [3, 1])])
 def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_path, bert, monkeypatch):
     """The first loss equals the formula on states of one sentence at a time. The views do not depend on the
@@ -48,19 +30,17 @@ def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_p
     encoder = AutoModel.from_pretrained(bert, output_hidden_states=True).eval().requires_grad_(False)
     states = [encoder(**model.tokenizer(text, return_tensors="pt")).hidden_states for text in TEXT]
     views = torch.stack([torch.stack([POOL[pooling](x[layer][0]) for layer in layers]) for x in states])
-    c = head(embed_unbatched(encoder, model.tokenizer, TEXT, "cls"))
-    expected = reference_loss(c.double(), head(views).double(), 0.01, objective).item()
-    assert result.losses == pytest.approx([expected], rel=1e-4)
+    c = head(embed_unbatched(encoder, model.tokenizer, TEXT, "cls")).double()
+    expected = loss_formulas.selfguided_loss(c, head(views).double(), result.args.temperature, objective)
+    assert result.losses == pytest.approx([expected.item()], rel=1e-4)
     for weight in model.encoder.encoder.parameters():
         weight.data *= 1.5
-    cls = embed_unbatched(model.encoder, model.tokenizer, TEXT, "cls")
     for cost in (0, 10**6):
         monkeypatch.setitem(tokens.GROUP_COST, "cpu", cost)
         batch = model.batch(tokens.tokenise(TEXT, model.tokenizer, 128)[0])
         assert len(batch) == 1 if cost else len(batch) > 4
         found = layer_views(model, encoder, batch, result.args)
         torch.testing.assert_close(found, views, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(model(batch), cls, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])
@@ -72,9 +52,7 @@ def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_pat
     made, build_model = [], selfguided.build_model
     monkeypatch.setattr(selfguided, "build_model", lambda *given: made.append(build_model(*given)) or made[0])
     result = run_text("selfguided", tmp_path, ROWS, *flags, "--lr", 1e-2, *ONE_BATCH, "--steps", 6)
-    assert result.losses[-1] < 0.9 * result.losses[0], result.losses
     model, args, fixed = result.model.train(), result.args, made[0][1]
-    assert [500 * step["lr"] for step in result.steps] == pytest.approx([0, 5, 4, 3, 2, 1])
     assert [step["distance"] > 0 for step in result.steps] == [False] * 2 + [True] * 4
     torch.manual_seed(args.seed)
     start = dict(build_model(args, result.run)[0].encoder.named_parameters())
@@ -95,15 +73,14 @@ def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_pat
     torch.testing.assert_close([tuned.grad for tuned, _ in pairs], expected)
 
 
-@pytest.mark.parametrize("objective", ["base", "opt1", "opt2"])
-def test_one_layer_is_sampled_per_sentence(objective, monkeypatch):
+def test_one_layer_is_sampled_per_sentence(monkeypatch):
     """Each number in a view is the index of its layer, one of three. Each layer is sampled often, and the
     samples of two steps differ."""
     views, loss = torch.arange(3.0)[:, None].expand(600, 3, 4), Mock(return_value=torch.zeros(()))
     monkeypatch.setattr(selfguided, "selfguided_loss", loss)
     model = Mock(return_value=views[:, 0], projection=torch.nn.Identity(), device=views.device, bf16=False)
     for _ in range(2):
-        compute_loss(model, (None, views), 600, Mock(objective=objective))
+        compute_loss(model, (None, views), 600, Mock(objective="opt2"))
     first, second = (call.args[1] for call in loss.call_args_list)
     assert first.shape == (600, 1, 4) and torch.equal(first.amin(2), first.amax(2))
     assert first.long().flatten().bincount().min() > 4 * 150 and 300 < (first != second).sum() / 4 < 500
@@ -117,22 +94,3 @@ def test_columns_of_sentences(content, sentences, tmp_path):
     (tmp_path / "a.tsv").write_text(content)
     args = selfguided.make_parser().parse_args(["--data", "x", "--batch-size", "2"])
     assert [text for _, (text,) in selfguided.load_data(tmp_path / "a.tsv", args)] == sentences.split()
-
-
-FILES = {"one.txt": "A\n", "numbers.tsv": "1\t2\n3\t4.5\n", "empty.csv": "sentence1,sentence2,score\nA,,5\n"}
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--data one.txt", r"one.txt: 1 sentences, expected at least --batch-size \(2\), which must be .* 2"),
-    ("--batch-size 1", r"good.csv: 6 .*--batch-size \(1\).* 2"),
-    ("--data numbers.tsv", "numbers.tsv: 0 .*"),
-    ("--data empty.csv", "empty.csv line 2: an empty cell; fill it or delete the row"),
-    ("--objective opt4", "argument .* invalid choice: 'opt4' .*"),
-    ("--projection-dim 0", "argument .* at least 1"),
-    ("--view-pooling cls", "argument .* invalid choice: 'cls' .*"), ("--layers -1", "argument .* at least 0"),
-    ("--layers 0 3", "--layers 3: scratch has layers 0, the word embeddings, to 2"),
-    ("--regulariser-weight -1", "argument .* at least 0")])
-def test_bad_input(flags, message, cwd, capfd):
-    for name, content in FILES.items():
-        Path(name).write_text(content)
-    rejects("selfguided", capfd, message, *SMALL, *flags.split())
