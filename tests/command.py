@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
 SCRIPTS = "simclr moco simcse selfguided cline tacl ease vascl dclr childtuning".split()
 MORE = [f"docs/more/{name}" for name in ("consert", "declutr", "simcls", "cil", "finetune")]
