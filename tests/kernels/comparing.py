@@ -25,6 +25,7 @@ from kernels import (
     similarity_lse,
     sup_con_loss,
 )
+from kernels.gather import cat_rows
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -73,6 +74,11 @@ def labels_of(rows):
     return torch.arange(len(rows), device=rows.device) // 3
 
 
+def pairs(q, k):
+    """Return torch.stack([q, k], 1). On the CPU, autocast's stack accepts no half type but its own."""
+    return cat_rows([q, k]).unflatten(0, (2, -1)).transpose(0, 1)
+
+
 def ignoring(q, k, t, impl):
     """Return linear_cross_entropy with 20 repeated classes; every fifth row is ignored."""
     row = torch.arange(len(q), device=DEVICE)
@@ -85,7 +91,7 @@ def gathered(loss, q, k, t, impl, **options):
     own = slice(len(q) // 3, len(q) - len(q) // 4)
     options |= dict(offset=own.start, impl=impl)
     if loss == sup_con_loss:
-        z, labels = torch.stack([q, k], 1), labels_of(q) % 9
+        z, labels = pairs(q, k), labels_of(q) % 9
         return sup_con_loss(z[own], labels[own], t, 0.07, gathered=(z, labels), **options)
     return loss(q[own], k[own], t, gathered=(q, k), **options)
 
@@ -96,14 +102,14 @@ LOSSES = {
     "clip_loss": lambda q, k, t, impl, **options: clip_loss(q, k, t, impl=impl, **options),
     "nt_xent": lambda q, k, t, impl, **options: nt_xent(q, k, t, impl=impl, **options),
     "queue_loss": lambda q, k, t, impl, **options: queue_loss(
-        q, k, k.detach().roll(3, 0)[:-6].flip(1), t, impl=impl, **options),
+        q, k, k.detach()[6:].flip(0, 1), t, impl=impl, **options),
     "linear": lambda q, k, t, impl: linear_cross_entropy(
         q, k, torch.arange(len(q), device=DEVICE) * 3 % len(k), temperature=t, impl=impl),
     "ignoring": ignoring,
     "sigmoid_loss": lambda q, k, t, impl, **options: sigmoid_loss(
         q[:-7], k, t, -4.0, offset=5, impl=impl, **options),
     "sup_con_loss": lambda q, k, t, impl, **options: sup_con_loss(
-        torch.stack([q, k], 1), labels_of(q), t, impl=impl, **options),
+        pairs(q, k), labels_of(q), t, impl=impl, **options),
     "lse": lambda q, k, t, impl, **options: similarity_lse(
         q, k, t, exclude="diagonal", offset=7, impl=impl, **options),
     "self_similarity": lambda q, k, t, impl, **options: similarity_lse(
