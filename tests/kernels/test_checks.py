@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from comparing import DEVICE
 
 import kernels
-from cline import contrastive_loss, replaced_token_loss, total_loss
-from dclr import dclr_loss, instance_weights, noise_negatives
+from cline import contrastive_loss, replaced_token_loss
+from dclr import dclr_loss, noise_negatives
 from ease import ease_loss
-from finetune import adversarial_noise, ood_contrastive_loss, rdrop_loss, supcon_loss
-from kernels import check_rows, embed_in_chunks, gather_rows, info_nce, nt_xent, own_rows, similarity_lse
+from finetune import ood_contrastive_loss, rdrop_loss
+from kernels import embed_in_chunks, gather_rows, info_nce, nt_xent, own_rows, similarity_lse
 from kernels.training.text.classifier import task_loss
 from moco import enqueue, moco_loss
 from selfguided import selfguided_loss
@@ -52,21 +52,17 @@ MISTAKES = [
     (lambda: similarity_lse(Z, WIDE), r"k: found \(8, 7\), expected \(K, 6\)"),
     (lambda: similarity_lse(Z, Z.double()), "k: dtype torch.float64, expected torch.float32 like q"),
     (lambda: similarity_lse(Z, Z.to("meta")), "k: on meta, expected cpu like the other tensors"),
-    (lambda: similarity_lse(Z, Z[:0]), r"k: found \(0, 6\), expected \(K, 6\), not empty"),
     (lambda: similarity_lse(Z, Z, 0.0), "temperature: 0.0, expected a number above 0"),
     (lambda: similarity_lse(Z, Z, exclude="pair"), 'exclude: "pair" needs k=None .* found a k'),
     (lambda: similarity_lse(Z, Z, exclude=(LABELS, FOUR)), r"column ids: found \(4,\), expected \(8,\)"),
     (lambda: similarity_lse(Z, Z, similar=(UNIT, Z, 1)), r"row features: found \(5, 6\), expected \(8, E\)"),
     (lambda: similarity_lse(Z.double(), impl="triton"), "impl: 'triton' does not support float64"),
-    (lambda: similarity_lse(Z, impl="cuda"), "impl: 'cuda', expected auto, triton, blockwise or eager"),
     (lambda: kernels.similarity_topk(Z, Z, 9), "n: 9, expected an integer from 1 to the 8 rows of k"),
     (lambda: info_nce(Z, Z[:5]), r"k: 5 rows, expected at least 8 \+ offset 0"),
     (lambda: info_nce(Z[:5], Z, symmetric=True), "k: 8 rows, expected 5 like q"),
     (lambda: nt_xent(Z, Z[:5]), "z2: 5 rows, expected 8 like z1"),
     (lambda: kernels.clip_loss(Z, None), "text: found NoneType, expected a tensor"),
-    (lambda: kernels.linear_cross_entropy(Z, Z, FOUR), r"targets: found \(4,\), expected \(8,\)"),
     (lambda: kernels.triplet_loss(Z, Z, WIDE), r"negative: found \(8, 7\), expected \(8, 6\)"),
-    (lambda: kernels.triplet_loss(Z[:1], Z[:1]), "positive: 1 row, expected at least 2"),
     (lambda: kernels.margin_loss(Z, Z, LABELS), "same: found 2, expected 0 or 1"),
     (lambda: kernels.sup_con_loss(Z), r"z: found \(8, 6\), expected \(N, V, D\)"),
     (lambda: kernels.sup_con_loss(HARD, FOUR), r"labels: found \(4,\), expected \(8,\)"),
@@ -82,10 +78,8 @@ MISTAKES = [
     (lambda: embed_in_chunks(NET, Z, None), "chunks: found Tensor, expected a list of what embed takes"),
     (lambda: embed_in_chunks(NET, CHUNKS, FROZEN), "module: no parameter requires a gradient"),
     (lambda: embed_in_chunks(NET, list(Z), NET), r"embed: found a tensor \(3,\) for a chunk, expected"),
-    (lambda: embed_in_chunks(lambda x: x[:, : len(x)], Z.split([5, 3]), NET), r"embed: found rows \[\(3,"),
     # papers
     (lambda: simcse_loss(Z, Z[:4]), r"z2: 4 rows, expected at least 8 \+ offset 0: one positive for each"),
-    (lambda: simcse_loss(Z, Z, offset=-1), "offset: -1, expected this rank's first row among the 8 of z2"),
     (lambda: simcse_loss(Z, Z, HARD[:, :, :5]), r"z3: found \(8, 3, 5\), expected \(8, n, 6\)"),
     (lambda: simcse_loss(Z, Z, HARD, ids=HARD[:, :, 0].long()), r"ids: found \(8, 3\), expected \(8, 4\)"),
     (lambda: simclr_loss(Z, Z[:4]), "z2: 4 rows, expected 8 like z1"),
@@ -95,24 +89,17 @@ MISTAKES = [
     (lambda: selfguided_loss(Z, WIDE), r"h: found \(8, 7\), expected \(8, 6\)"),
     (lambda: selfguided_loss(Z, HARD, gathered=(Z[:4], HARD[:4])), "gathered_c: 4 rows, expected at least 8"),
     (lambda: contrastive_loss(Z, Z, WIDE), r"antonym: found \(8, 7\), expected \(8, 6\)"),
-    (lambda: replaced_token_loss(Z, LABELS), r"logits: found \(8, 6\), expected \(8,\)"),
-    (lambda: total_loss([Z.sum()], Z[0]), "log_variances: found 6, expected 1, one per loss"),
     (lambda: tacl_loss(HARD, HARD[:, :2], TOKENS), r"teacher: found \(8, 2, 6\), expected \(8, 3, 6\)"),
     (lambda: ease_loss(Z, Z, HARD[:4]), r"hard: found \(4, 3, 6\), expected \(8, m, 6\)"),
     (lambda: nearest_neighbours(Z[:1], 2), "e: 1 row, expected at least 2"),
-    (lambda: perturb(LABELS), r"neighbours: found \(8,\), expected \(8, k\)"),
     (lambda: perturb(LABELS[:, None] - 1), "neighbours: found -1, expected 0 to 7"),
     (lambda: perturb(LABELS[:, None], Z[:1]), r"noise: found \(1, 6\), expected \(8, 6\)"),
     (lambda: perturbed_loss(Z[:4], LABELS[:, None]), r"perturbed: found \(4, 6\), expected \(8, 6\)"),
     (lambda: noise_negatives(Z, Z, WIDE), r"noise: found \(8, 7\), expected \(k, 6\)"),
-    (lambda: instance_weights(Z, Z, 0.9, offset=1), r"f2: 8 rows, expected at least 8 \+ offset 1"),
     (lambda: dclr_loss(Z, Z[:4], Z, Z, Z[:4], 0.9), r"z2: 4 rows, expected at least 8 \+ offset 0"),
     (lambda: task_loss(Z, LABELS), "labels: found 6, expected 0 to 5, or -100"),
-    (lambda: task_loss(Z, LABELS / 8), r"logits: found \(8, 6\), expected \(N, 1\)"),
     (lambda: rdrop_loss(Z, Z[:4], LABELS, 1.0), r"logits2: found \(4, 6\), expected \(8, 6\)"),
-    (lambda: supcon_loss(Z, LABELS), r"z: found \(8, 6\), expected \(N, V, D\)"),
-    (lambda: ood_contrastive_loss(Z, WIDE, LABELS), r"z_adv: found \(8, 7\), expected \(8, 6\)"),
-    (lambda: adversarial_noise(HARD, TOKENS.long()[:4], 1.0), r"mask: found \(4, 3\), expected \(8, 3\)")]
+    (lambda: ood_contrastive_loss(Z, WIDE, LABELS), r"z_adv: found \(8, 7\), expected \(8, 6\)")]
 
 
 @pytest.mark.parametrize("call, message", MISTAKES)
@@ -154,15 +141,14 @@ def test_a_wrong_target_on_a_gpu_makes_the_loss_nan(impl, monkeypatch):
         assert all(x.isnan().any() == (target != 5) for x in (loss, *gradients))
 
 
-def test_a_queue_is_checked_twice(monkeypatch):
-    """Unit rows are checked at first use, and once after an enqueue: its keys may be unnormalised."""
+def test_a_queue_is_checked_at_first_use_and_after_the_first_keys(monkeypatch):
+    """Keys may be unnormalised. More checks would make the host wait for the GPU."""
     checked, aminmax = [], torch.Tensor.aminmax
     monkeypatch.setattr(torch.Tensor, "aminmax", lambda x: checked.append(x) or aminmax(x))
     queue, raw = (F.normalize(torch.randn(12, 6), dim=1) for _ in range(2))
-    for step in range(4):
-        moco_loss(Z, Z, queue)                                 # two calls, as for two views
+    for _ in range(3):
         moco_loss(Z, Z, queue)
-        enqueue(queue, 4 * step % 12, F.normalize(Z[:4], dim=1))
+        enqueue(queue, 0, F.normalize(Z[:4], dim=1))
     assert len(checked) == 2
     moco_loss(Z, Z, raw)
     enqueue(raw, 0, Z)
@@ -170,10 +156,7 @@ def test_a_queue_is_checked_twice(monkeypatch):
         moco_loss(Z, Z, raw)
 
 
-def test_mixed_dtypes_are_accepted():
-    """A queue may have autocast's dtype. check_rows allows size 0 for lower-case letters, as n in "n D"."""
-    labels = LABELS.int(), "N", int
-    check_rows(z1=(Z, "N D"), z2=(None, "M n D", None), z3=(Z[:0].half(), "n D"), labels=labels)
+def test_a_queue_may_have_the_dtype_of_autocast():
     with torch.autocast("cpu", torch.float16):
         assert moco_loss(Z, Z, UNIT.half()).isfinite()
 

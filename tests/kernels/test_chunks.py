@@ -11,13 +11,6 @@ from torch import nn
 from kernels import embed_in_chunks
 
 
-def gradients(z, module):
-    """Return z and the gradients of a loss of it."""
-    module.zero_grad()
-    nn.functional.normalize(z.float(), dim=1)[:, 0].square().sum().backward()
-    return [z.detach().clone(), *(p.grad.clone() for p in module.parameters())]
-
-
 @pytest.mark.parametrize("size", [7, 64])
 def test_running_statistics_are_updated_once_per_chunk(size):
     """Each chunk is normalised by its own statistics, in both passes."""
@@ -28,23 +21,13 @@ def test_running_statistics_are_updated_once_per_chunk(size):
     for embed_all in (lambda: torch.cat([encoder(chunk) for chunk in chunks]),
                       lambda: embed_in_chunks(encoder, chunks, encoder)):
         norm.reset_running_stats()
-        found.append([*gradients(embed_all(), encoder), *(x.clone() for x in encoder.buffers())])
+        encoder.zero_grad()
+        z = embed_all()
+        z.sigmoid().sum().backward()
+        weights, statistics = encoder.parameters(), encoder.buffers()
+        found.append([z, *(p.grad.clone() for p in weights), *(x.clone() for x in statistics)])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
-def test_recomputation_uses_the_same_autocast():
-    torch.manual_seed(2)
-    encoder = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
-    chunks, found = torch.randn(8, 6).split(3), []
-    for embed_all in (lambda: torch.cat([encoder(chunk) for chunk in chunks]),
-                      lambda: embed_in_chunks(encoder, chunks, encoder)):
-        with torch.autocast("cpu", torch.bfloat16):
-            z = embed_all()
-        found.append(gradients(z, encoder))
-    assert torch.equal(found[0][0], found[1][0])
-    for a, b in zip(*found):  # unchunked, a weight's gradients are summed in bfloat16
-        torch.testing.assert_close(a, b, rtol=0.02, atol=2e-3)
 
 
 def test_activations_of_one_chunk_exist_at_a_time():
@@ -88,10 +71,3 @@ def test_changes_before_backward_are_refused(change):
         change(layer)
     with pytest.raises(RuntimeError, match="has changed|modified by an inplace"):
         loss.backward()
-
-
-def test_an_expanded_buffer_is_no_obstacle():
-    layer = nn.Linear(6, 5)
-    layer.register_buffer("scale", torch.ones(1).expand(5))
-    embed_in_chunks(lambda x: layer(x) * layer.scale, torch.randn(8, 6).split(3), layer).sum().backward()
-    assert layer.weight.grad is not None

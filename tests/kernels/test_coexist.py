@@ -1,5 +1,4 @@
 """Our package works beside another installed package called `kernels`: here a made-up one."""
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -70,12 +69,3 @@ def test_a_package_that_fails_to_load_can_be_loaded_again(installed):
             assert error.name == "missing_dependency"
         assert kernels.Layer and sys.loads == 2 and kernels.masks.make_mask
         """, folder=installed, BROKEN="once")
-
-
-@pytest.mark.skipif(any(importlib.metadata.distributions(name="kernels")), reason="it is installed")
-def test_a_second_copy_of_our_package_is_no_other_package(tmp_path):
-    (tmp_path / "kernels").symlink_to(ROOT / "kernels")
-    run("""if True:
-        import kernels
-        assert kernels.__version__ == kernels.VERSION and not hasattr(kernels, "get_kernel")
-        """, folder=tmp_path)

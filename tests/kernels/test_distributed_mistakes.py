@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels import embed_in_chunks, gather, gather_rows, info_nce, nt_xent, own_rows
+from kernels import embed_in_chunks, gather, gather_rows, nt_xent, own_rows
 from kernels.training.loop import all_reduce_gradients
 from running import fork_context, free_port
 
@@ -55,28 +55,12 @@ def count_collectives(size):
     return calls
 
 
-def frozen_in_last_chunk():
-    """Return summed gradients if each rank's last chunk needs no gradient."""
-    encoder, own = make_encoder(), own_rows(ROWS)
-    chunks = views()[:, own].flatten(0, 1).split(1)
-
-    def embed(numbered):
-        number, chunk = numbered
-        z = encoder(chunk)
-        return z.detach() if number == len(chunks) - 1 else z
-
-    z1, z2 = embed_in_chunks(embed, list(enumerate(chunks)), encoder).chunk(2)
-    info_nce(z1, gather_rows(z2, ROWS), 0.3, offset=own.start, normalize=True).backward()
-    all_reduce_gradients(encoder)
-    return [weight.grad for weight in encoder.parameters()]
-
-
 def one_rank(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    torch.save({"transposed": transposed_use(), "frozen": frozen_in_last_chunk(),
-                "collectives": [count_collectives(size) for size in (1, 2, 20)]}, folder / str(rank))
+    collectives = [count_collectives(size) for size in (1, 2, 20)]
+    torch.save({"transposed": transposed_use(), "collectives": collectives}, folder / str(rank))
     dist.destroy_process_group()
 
 
@@ -101,13 +85,6 @@ def test_gradients_of_any_layout_reach_all_ranks(ranks):
 def test_chunks_do_not_communicate(ranks):
     """Elsewhere: gradient caching gathers in each chunk and for each column."""
     assert all(rank["collectives"] == [["gather", "reduce-scatter"]] * 3 for rank in ranks)
-
-
-def test_frozen_chunks_do_not_hang(ranks):
-    """Elsewhere: gradients are summed when the last chunk's backward pass ends. If that chunk has no gradient
-    on one rank, the other ranks wait forever. Here all ranks sum after backward."""
-    assert all(torch.equal(a, b) for rank in ranks for a, b in zip(rank["frozen"], ranks[0]["frozen"]))
-    assert any(gradient.any() for gradient in ranks[0]["frozen"])
 
 
 def test_inputs_changed_in_place_are_an_error():
