@@ -97,7 +97,8 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
     patch_kernels(monkeypatch, WITH_BOUND | (LARGE_D if large_d else {}))
     q, k = positive_pairs(40, 24, dtype)
     k = torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k)
-    q[-1] *= 4                                                 # the bound counts the last rows too
+    q[-1] *= 4                                                 # the bound counts the last rows of both
+    k[-2] *= 100
     compare(LOSSES[loss], q, k, temperature, impl, units=64)
 
 
@@ -223,9 +224,10 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, monkeypatch):
     ("blockwise", torch.float64), *itertools.product(["triton"], TRITON)], ids=str)
 def test_sorted_groups_skip_other_groups(impl, dtype, order, monkeypatch):
     """For sorted groups the work is proportional to the number of pairs within groups; results are the same.
-    A whole tile of rows has no columns, some columns have no rows, and a group is larger than a strip."""
+    A whole tile of rows has no columns, some columns have no rows, a group is larger than a strip, and the
+    last row of a strip, 127, is the first of its group."""
     patch_kernels(monkeypatch, STRIPS | WITH_BOUND | {"blockwise.STRIP_LOGITS": 32 * 100})
-    sizes, widths = torch.tensor([70, 3, 0, 90, 37]), torch.tensor([0, 40, 25, 130, 75])
+    sizes, widths = torch.tensor([127, 10, 0, 90, 37]), torch.tensor([0, 40, 25, 130, 75])
     groups = [torch.arange(5).repeat_interleave(counts) - 2 for counts in (sizes, widths)]
     shuffled = {"only columns sorted": 0, "only rows sorted": 1}.get(order)
     if shuffled is not None:

@@ -195,7 +195,7 @@ def test_collapsed_rows(impl, settings, loss, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("loss", ["lse", "info_nce", "linear", "sigmoid_loss", "queue_loss", "normalize"])
 def test_a_bad_query_does_not_affect_others(impl, settings, dtype, loss, monkeypatch):
-    """NaN or infinity in a query changes its own loss, but no gradient of another query."""
+    """NaN or infinity in a query, and then in the upstream gradient of its lse, reaches no other gradient."""
     patch_kernels(monkeypatch, settings)
     q, k = positive_pairs(20, 20, dtype)
     name, options = ("lse", dict(normalize=True)) if loss == "normalize" else (loss, {})
@@ -203,11 +203,14 @@ def test_a_bad_query_does_not_affect_others(impl, settings, dtype, loss, monkeyp
     for value in (q[4, 3].item(), torch.nan, torch.inf):       # first the right value, for comparison
         x = [y.clone().requires_grad_() for y in (q, k)]
         x[0].data[4, 3] = value
-        found.append(torch.autograd.grad(LOSSES[name](*x, 0.2, impl, **options).sum(), x))
+        value = LOSSES[name](*x, 0.2, impl, **options)
+        found.append(torch.autograd.grad(F.softplus(value).sum() if value.dim() else value, x))
+    # the largest upstream gradient scales weights before they are rounded to float16
+    limits = dict(rtol=1e-3, atol=1e-5) if dtype == torch.float32 else dict(rtol=4e-3, atol=2e-4)
     for dq, dk in found[1:]:
-        torch.testing.assert_close(dq[others], found[0][0][others], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(dq[others], found[0][0][others], **limits)
         if loss == "queue_loss":                               # here each query has its own key
-            torch.testing.assert_close(dk[others], found[0][1][others], rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(dk[others], found[0][1][others], **limits)
 
 
 @eager_and_every_path
