@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from comparing import DEVICE
 
 import kernels
-from cline import contrastive_loss, replaced_token_loss
+from cline import replaced_token_loss
 from dclr import dclr_loss, noise_negatives
 from ease import ease_loss
 from finetune import ood_contrastive_loss, rdrop_loss
@@ -36,9 +36,9 @@ def sup_con_of_a_rank(z, labels, offset=2):
     return kernels.sup_con_loss(PAIRS[OWN], LABELS[OWN], gathered=(z, labels), offset=offset)
 
 
-def perturb(neighbours, noise=Z):
+def perturb(neighbours):
     """Call VaSCL's virtual_augmentation with these and otherwise valid arguments."""
-    return virtual_augmentation(Z, torch.tanh, neighbours, noise, 1.0, 0.05)
+    return virtual_augmentation(Z, torch.tanh, neighbours, Z, 1.0, 0.05)
 
 
 def perturbed_loss(perturbed, neighbours):
@@ -55,7 +55,6 @@ MISTAKES = [
     (lambda: similarity_lse(Z, Z, 0.0), "temperature: 0.0, expected a number above 0"),
     (lambda: similarity_lse(Z, Z, exclude="pair"), 'exclude: "pair" needs k=None .* found a k'),
     (lambda: similarity_lse(Z, Z, exclude=(LABELS, FOUR)), r"column ids: found \(4,\), expected \(8,\)"),
-    (lambda: similarity_lse(Z, Z, similar=(UNIT, Z, 1)), r"row features: found \(5, 6\), expected \(8, E\)"),
     (lambda: similarity_lse(Z.double(), impl="triton"), "impl: 'triton' does not support float64"),
     (lambda: kernels.similarity_topk(Z, Z, 9), "n: 9, expected an integer from 1 to the 8 rows of k"),
     (lambda: info_nce(Z, Z[:5]), r"k: 5 rows, expected at least 8 \+ offset 0"),
@@ -77,23 +76,18 @@ MISTAKES = [
     # chunks
     (lambda: embed_in_chunks(NET, Z, None), "chunks: found Tensor, expected a list of what embed takes"),
     (lambda: embed_in_chunks(NET, CHUNKS, FROZEN), "module: no parameter requires a gradient"),
-    (lambda: embed_in_chunks(NET, list(Z), NET), r"embed: found a tensor \(3,\) for a chunk, expected"),
     # papers
     (lambda: simcse_loss(Z, Z[:4]), r"z2: 4 rows, expected at least 8 \+ offset 0: one positive for each"),
     (lambda: simcse_loss(Z, Z, HARD[:, :, :5]), r"z3: found \(8, 3, 5\), expected \(8, n, 6\)"),
     (lambda: simcse_loss(Z, Z, HARD, ids=HARD[:, :, 0].long()), r"ids: found \(8, 3\), expected \(8, 4\)"),
     (lambda: simclr_loss(Z, Z[:4]), "z2: 4 rows, expected 8 like z1"),
-    (lambda: moco_loss(Z, Z[:4], UNIT), r"k: found \(4, 6\), expected \(8, 6\)"),
     (lambda: moco_loss(Z, Z, 2 * UNIT), "queue: rows of norm 2 to 2, expected unit rows"),
-    (lambda: enqueue(UNIT, 0, WIDE[:2]), r"keys: found \(2, 7\), expected \(n, 6\)"),
     (lambda: selfguided_loss(Z, WIDE), r"h: found \(8, 7\), expected \(8, 6\)"),
     (lambda: selfguided_loss(Z, HARD, gathered=(Z[:4], HARD[:4])), "gathered_c: 4 rows, expected at least 8"),
-    (lambda: contrastive_loss(Z, Z, WIDE), r"antonym: found \(8, 7\), expected \(8, 6\)"),
     (lambda: tacl_loss(HARD, HARD[:, :2], TOKENS), r"teacher: found \(8, 2, 6\), expected \(8, 3, 6\)"),
     (lambda: ease_loss(Z, Z, HARD[:4]), r"hard: found \(4, 3, 6\), expected \(8, m, 6\)"),
     (lambda: nearest_neighbours(Z[:1], 2), "e: 1 row, expected at least 2"),
     (lambda: perturb(LABELS[:, None] - 1), "neighbours: found -1, expected 0 to 7"),
-    (lambda: perturb(LABELS[:, None], Z[:1]), r"noise: found \(1, 6\), expected \(8, 6\)"),
     (lambda: perturbed_loss(Z[:4], LABELS[:, None]), r"perturbed: found \(4, 6\), expected \(8, 6\)"),
     (lambda: noise_negatives(Z, Z, WIDE), r"noise: found \(8, 7\), expected \(k, 6\)"),
     (lambda: dclr_loss(Z, Z[:4], Z, Z, Z[:4], 0.9), r"z2: 4 rows, expected at least 8 \+ offset 0"),

@@ -71,3 +71,16 @@ def test_changes_before_backward_are_refused(change):
         change(layer)
     with pytest.raises(RuntimeError, match="has changed|modified by an inplace"):
         loss.backward()
+
+
+def test_changed_inputs_are_refused():
+    """Elsewhere, the second pass embeds what the first pass, or a data loader that reuses its buffers, has
+    left of the inputs, and gradients are silently wrong."""
+    layer, chunks = nn.Linear(6, 5), [{"x": chunk.clone()} for chunk in torch.randn(8, 6).split(3)]
+    z = embed_in_chunks(lambda chunk: layer(chunk["x"].mul_(2)), chunks, layer)
+    with pytest.raises(RuntimeError, match="a chunk, a parameter or the training mode .* has changed"):
+        z.sum().backward()
+    z = embed_in_chunks(lambda chunk: layer(chunk["x"]), chunks, layer)
+    chunks[1]["x"].zero_()
+    with pytest.raises(RuntimeError, match="a chunk, a parameter or the training mode .* has changed"):
+        z.sum().backward()
