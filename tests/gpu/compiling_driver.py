@@ -2,18 +2,14 @@
 import functools
 from typing import NamedTuple
 
-REGISTERS = 65_536                       # per streaming multiprocessor (SM)
-
 
 class Chip(NamedTuple):
     """Sizes of a GPU, from NVIDIA's data sheets."""
     multiprocessors: int
-    shared: int          # bytes of shared memory per SM
-    most_shared: int     # bytes of shared memory that a program can have
+    shared: int          # bytes of shared memory that a program can have
 
 
-CHIPS = {"sm_80": Chip(108, 167_936, 166_912), "sm_90": Chip(132, 233_472, 232_448),        # A100, H200
-         "sm_100": Chip(148, 233_472, 232_448)}                                             # B200
+CHIPS = {"sm_80": Chip(108, 166_912), "sm_90": Chip(132, 232_448), "sm_100": Chip(148, 232_448)}
 
 
 class CompilingDriver:
@@ -34,7 +30,7 @@ class CompilingDriver:
         return self.target
 
     def get_device_properties(self, device):
-        return dict(max_shared_mem=self.chip.most_shared, max_num_regs=REGISTERS,
+        return dict(max_shared_mem=self.chip.shared, max_num_regs=65_536,
                     multiprocessor_count=self.chip.multiprocessors, warpSize=32)
 
     def load_binary(self, name, binary, shared, device):

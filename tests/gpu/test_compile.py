@@ -1,7 +1,7 @@
 """Compile every Triton kernel for sm_80, sm_90 and sm_100 exactly as a launch would, without a GPU.
 
     python -m pytest tests/gpu/test_compile.py                      the kernels that are nearest to a limit
-    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all 3,000, half an hour
+    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all of them, half an hour
     python tests/gpu/test_compile.py [90]                           print registers, spills and shared memory
 
 The host functions are called as in use, with a driver that compiles and runs nothing. No kernel may spill (8
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TUNED = "3.6", "3.7"           # the tile sizes of the kernels were chosen with these versions of Triton
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # instruction of each GPU generation
 ONE_LOOP = "sums_kernel", "weights_kernel", "sigmoid_kernel"
-DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest"),
-          ("float16", "high")]
+# float16 rows take as many registers as bfloat16 rows
+DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest")]
 # Launches that nearly fill the registers or shared memory of some GPU, by dtype, precision of float32
 # products and kind of temperature; at least one of each kernel.
 TIGHT = {
@@ -64,10 +65,6 @@ def launches(name, precision, scalars):
     )
     from kernels.masks import make_mask
 
-    def is_number(scalar, x):
-        """Replace is_host_scalar, which tells numbers by their device: here all tensors are on the CPU."""
-        return scalar is number
-
     def gradients(small_d, *arguments):
         """Launch the gradient kernels for a small or a large D, whatever D is."""
         gradient.is_small_d = lambda *x: small_d
@@ -75,23 +72,20 @@ def launches(name, precision, scalars):
 
     def with_value(module, name, value, f):
         """Call f while module.name has another value."""
-        before = getattr(module, name)
-        setattr(module, name, value)
-        f()
-        setattr(module, name, before)
+        with mock.patch.object(module, name, value):
+            f()
 
-    launch.is_host_scalar = sigmoid.is_host_scalar = is_number
+    # replaced, because it tells numbers by their device, and here all tensors are on the CPU
+    launch.is_host_scalar = sigmoid.is_host_scalar = lambda scalar, x: scalar is number
     torch.set_float32_matmul_precision(precision)
     half = name != "float32"
     only_features = (name, precision) == ("bfloat16", "highest")  # precision matters for features only
-    like_bfloat16 = name == "float16"                             # it uses as many registers
     one, number, tensor = (torch.ones(()) for _ in range(3))
     t, other_kind = (number, tensor) if scalars == "number" else (tensor, number)
     needs, rows = (True, True, True), torch.ones(3, 512)
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
-             "diagonal ids": dict(exclude=("diagonal", *ids)),
-             "within": dict(within=ids),
+             "diagonal ids": dict(exclude=("diagonal", *ids)), "within": dict(within=ids),
              "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
     for d in (64, 128, 256, 768):
         q, k, square = (torch.zeros(n, d, dtype=getattr(torch, name)) for n in (300, 500, 300))
@@ -104,9 +98,9 @@ def launches(name, precision, scalars):
                 yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, *one_sided)
-            if half and not like_bfloat16:
+            if half:
                 yield f"small d {d} {title}", lambda: gradients(True, *one_sided)
-            for n in (2, 16, 64) if d == 256 and not like_bfloat16 and t is number else ():
+            for n in (2, 16, 64) if d == 256 and t is number else ():
                 yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
         if only_features:
             continue
@@ -140,8 +134,7 @@ def launches(name, precision, scalars):
                 wide = lambda: with_value(fused_forward_backward, "MIN_WIDE_D", 0, strips)
                 yield f"fused {d} {title}, wide", wide
             softmax, after = (q, other, t, mask, rows, columns), (one, 1.0, *needs, q.dtype, True)
-            sides = *softmax, None if columns is None else one, *after
-            few = *softmax, None, *after
+            sides, few = (*softmax, None if columns is None else one, *after), (*softmax, None, *after)
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, *sides)
             if half and title != "targets":
@@ -192,19 +185,17 @@ def table(chip, only=None):
 
 
 def check_compiled(chip, compiled, half):
-    """Return (registers, stack, shared memory and programs per SM as text, list of problems) of a kernel."""
+    """Return (registers, stack and shared memory as text, list of problems) of a kernel."""
     import triton
-    from compiling_driver import CHIPS, REGISTERS
+    from compiling_driver import CHIPS
     registers, stack = resources(compiled.asm["cubin"])
-    shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
-    about, instruction = CHIPS[f"sm_{chip}"], TENSOR_CORE[chip]
-    programs = min(REGISTERS // (registers * threads), about.shared // (shared + 1024))
+    shared, instruction = compiled.metadata.shared, TENSOR_CORE[chip]
     has_product = re.search(r"_dot|\.dot", compiled.asm["ttgir"])
     most_stack = 8 if triton.__version__.startswith(TUNED) else 256     # other versions spill a few registers
     problems = []
     if stack > most_stack:
         problems.append("spills")
-    if shared > about.most_shared:
+    if shared > CHIPS[f"sm_{chip}"].shared:
         problems.append("too much shared memory")
     if half and has_product and instruction not in compiled.asm["ptx"]:
         problems.append(f"no {instruction}")
@@ -213,7 +204,7 @@ def check_compiled(chip, compiled, half):
         done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True)
         if "wgmma" in done.stderr:                                 # a warning
             problems.append("products wait for each other")
-    return f"{registers:9}{stack:6}{shared:8}{programs:6}", problems
+    return f"{registers:9}{stack:6}{shared:8}", problems
 
 
 def tool(name):
@@ -247,27 +238,21 @@ def count_variants():
     triton.compiler.compile = lambda *arguments, **options: Compiled()
     from compiling_driver import compiling_driver
 
-    from kernels import (
-        clip_loss,
-        info_nce,
-        linear_cross_entropy,
-        nt_xent,
-        queue_loss,
-        sigmoid_loss,
-        similarity_lse,
-    )
+    import kernels
     from kernels.gpu import launch
     launch.INTERPRETED = True
     driver.set_active(compiling_driver("sm_90"))
-    ids, on = lambda x: torch.arange(len(x)), dict(impl="triton")
-    losses = {
-        "info_nce": lambda q, k: info_nce(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),
-        "clip_loss": lambda q, k: clip_loss(q, k, **on), "nt_xent": lambda q, k: nt_xent(q, k, **on),
-        "gathered": lambda q, k: nt_xent(q[: 1 + len(q) // 3], k[: 1 + len(q) // 3], gathered=(q, k), **on),
-        "queue_loss": lambda q, k: queue_loss(q, k, k.detach().new_zeros(500, k.shape[1]), **on),
-        "linear": lambda q, k: linear_cross_entropy(q, k, ids(q), **on),
-        "sigmoid_loss": lambda q, k: sigmoid_loss(q[: 1 + len(q) // 3], k, offset=len(q) // 3, **on),
-        "within": lambda q, k: similarity_lse(q, k, within=(ids(q), ids(k)), **on).sum()}
+    losses = {                                                 # own: slice of one rank's rows
+        "info_nce": lambda q, k, own, **on: kernels.info_nce(q[own], k, offset=own.start, **on),
+        "clip_loss": lambda q, k, own, **on: kernels.clip_loss(q, k, **on),
+        "nt_xent": lambda q, k, own, **on: kernels.nt_xent(q, k, **on),
+        "gathered": lambda q, k, own, **on: kernels.nt_xent(
+            q[own], k[own], gathered=(q, k), offset=own.start, **on),
+        "queue_loss": lambda q, k, own, **on: kernels.queue_loss(q, k, k.new_zeros(500, q.shape[1]), **on),
+        "linear": lambda q, k, own, **on: kernels.linear_cross_entropy(q, k, torch.arange(len(q)), **on),
+        "sigmoid_loss": lambda q, k, own, **on: kernels.sigmoid_loss(q[own], k, offset=own.start, **on),
+        "within": lambda q, k, own, **on: kernels.similarity_lse(
+            q, k, within=(torch.arange(len(q)), torch.arange(len(k))), **on).sum()}
     # at most 1,024 rows, or more, also where nt_xent stacks two views
     batches = (512, 1, 5, 16, 63, 64), (1102, 1025, 1040)
     for (name, loss), sizes in itertools.product(losses.items(), batches):
@@ -276,7 +261,8 @@ def count_variants():
                 kernel.device_caches.clear()
             counts = []
             for n in sizes:
-                loss(*(torch.zeros(n, d, dtype=dtype, requires_grad=True) for _ in range(2))).backward()
+                q, k = (torch.zeros(n, d, dtype=dtype, requires_grad=True) for _ in range(2))
+                loss(q, k, slice(n // 3, 1 + 2 * (n // 3)), impl="triton").backward()
                 counts.append([len(kernel.device_caches[90][0]) for kernel in all_kernels()])
             for kernel, first, last in zip(all_kernels(), counts[0], counts[-1]):
                 yield name, kernel.fn.__name__, first, last - first
@@ -318,7 +304,7 @@ if __name__ == "__main__":
             print(*found)
         sys.exit()
     print(f"chip   {'kernel':23}{'dtype':9}{'float32':8}{'τ':7}{'launch':31}"
-          "registers stack  shared programs/SM")
+          "registers stack  shared")
     tight = TIGHT if "--tight" in sys.argv else None
     for chip in map(int, [flag for flag in sys.argv[1:] if flag != "--tight"] or TENSOR_CORE):
         for line, problems in table(chip, tight):

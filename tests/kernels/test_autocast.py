@@ -1,36 +1,17 @@
-"""Every loss for every dtype of rows under every autocast: values and dtypes."""
-import os
-
+"""Every loss for every dtype of rows under every autocast: values, gradients and dtypes."""
 import pytest
 import torch
-from test_kernels import positive_pairs
+import torch.nn.functional as F
+from comparing import DEVICE, GPU, LOSSES, patch_kernels, positive_pairs
 
 import kernels
+from ease import ease_loss
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 TEMPERATURE = 0.2
-
-
-def with_targets(q, k, t, impl):
-    targets = torch.arange(len(q), device=q.device) * 5 % len(k)
-    return kernels.linear_cross_entropy(q, k, targets, ignore_index=0, temperature=t, impl=impl)
-
-
-SOFTMAX = {                             # functions of (q, k, temperature), and keyword arguments
-    "info_nce": kernels.info_nce,
-    "clip_loss": kernels.clip_loss,
-    "nt_xent": kernels.nt_xent,
-    "queue_loss": lambda q, k, t, **options: kernels.queue_loss(q, k, k.detach().flip(0), t, **options),
-    "sigmoid_loss": lambda q, k, t, **options: kernels.sigmoid_loss(q, k, t, -4.0, **options),
-    "sup_con_loss": lambda q, k, t, **options: kernels.sup_con_loss(
-        q.unflatten(0, (-1, 2)), None, t, **options),
-    "labels": lambda q, k, t, **options: kernels.sup_con_loss(
-        q.unflatten(0, (-1, 2)), torch.arange(len(q) // 2, device=q.device) // 2, t, **options),
-    "linear_cross_entropy": with_targets,
-    "similarity_lse": lambda q, k, t, **options: kernels.similarity_lse(q, k, t, **options).sum(),
-    "frozen_keys": lambda q, k, t, **options: kernels.similarity_lse(q, k.detach(), t, **options).sum(),
-    "self": lambda q, k, t, **options: kernels.similarity_lse(q, None, t, exclude="pair", **options).sum(),
-    "similarity_topk": lambda q, k, t, **options: kernels.similarity_topk(q, k, 3, **options)[0].sum()}
+SOFTMAX = LOSSES | {                    # functions of (q, k, temperature, impl)
+    "frozen_keys": lambda q, k, t, impl: kernels.similarity_lse(q, k.detach(), t, impl=impl) + 0 * k.sum(),
+    "topk": lambda q, k, t, impl: kernels.similarity_topk(q, k, 3, impl=impl)[0]}
 DISTANCES = {                           # functions of (q, k)
     "hard": kernels.triplet_loss,
     "semi-hard": lambda q, k: kernels.triplet_loss(q, k, mining="semi-hard"),
@@ -38,7 +19,6 @@ DISTANCES = {                           # functions of (q, k)
     "margin": lambda q, k: kernels.margin_loss(q, k, torch.arange(len(q), device=q.device) % 2)}
 DTYPES = [*((dtype, dtype, autocast) for dtype in (F64, F32, F16, BF16) for autocast in (F16, BF16)),
           *((a, b, half) for half in (F16, BF16) for a, b in ((F32, half), (half, F32)))]
-all_dtypes = pytest.mark.parametrize("q_dtype, k_dtype, autocast", DTYPES, ids=str)
 
 
 def dtype_of_products(impl, q_dtype, k_dtype, autocast):
@@ -47,64 +27,80 @@ def dtype_of_products(impl, q_dtype, k_dtype, autocast):
     return autocast if half else q_dtype
 
 
-@pytest.fixture(autouse=True)
-def rows_on_the_cpu(monkeypatch):
-    """These tests use autocast on the CPU. The rows of test_kernels would be on a GPU if there is one."""
-    monkeypatch.setattr("test_kernels.DEVICE", "cpu")
+# no float64 in Triton, whose interpreter computes wrong products in bfloat16
+CASES = [(impl, *dtypes) for impl in ("eager", "blockwise", "triton") for dtypes in DTYPES
+         if impl != "triton" or dtype_of_products(impl, *dtypes) in (F32, F16, *([BF16] if GPU else []))]
+CASES += [("triton, large D", F32, F32, F16), ("triton, large D", F32, F16, F16)]
+LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 
 
-# no float64 in Triton; its interpreter, which is off if there is a GPU, computes wrong products in bfloat16
-IMPLS = ["eager", "blockwise", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
-CASES = [(impl, *dtypes) for impl in IMPLS for dtypes in DTYPES
-         if impl != "triton" or dtype_of_products(impl, *dtypes) in (F32, F16)]
+def check(f, q, k, autocast, exact_rows, tolerance, scale=1.0):
+    """Compare f(q, k) under autocast, and its gradients, with f of exact_rows, which are float64.
 
-
-def check(f, q, k, autocast, reference, tolerance):
-    """Compare f under autocast with the reference, a float64 value and its gradients, and check dtypes.
-
-    The backward pass runs outside autocast, as it should, and inside.
+    scale  of the upstream gradient. The backward pass runs outside autocast, as it should, and inside
     """
-    leaves, (expected, *gradients) = [x.clone().requires_grad_() for x in (q, k)], reference
-    with torch.autocast("cpu", autocast):
+    leaves, exact_leaves = ([x.detach().requires_grad_() for x in rows] for rows in ((q, k), exact_rows))
+    exact = f(*exact_leaves, exact=True)
+    with torch.autocast(DEVICE, autocast):
         value = f(*leaves)
     assert value.dtype == (F64 if F64 in (q.dtype, k.dtype) else F32)
-    torch.testing.assert_close(value.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(value.double(), exact, rtol=tolerance, atol=tolerance)
     for inside in (False, True) if value.requires_grad else ():
-        with torch.autocast("cpu", autocast, enabled=inside):
-            found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
-        for x, ours, exact in zip(leaves, found, gradients):
-            assert (ours is None) == (exact is None)
-            if ours is not None:
-                assert ours.dtype == x.dtype
-                assert (ours - exact).norm() <= 4 * tolerance * exact.norm()
-
-
-def float64_reference(f, *rows):
-    """Return [value, gradients...] of f in float64; the gradient is None if there is none."""
-    leaves = [x.double().requires_grad_() for x in rows]
-    value = f(*leaves)
-    gradients = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else ()
-    return [value.detach(), *gradients]
+        with torch.autocast(DEVICE, autocast, enabled=inside):
+            found = torch.autograd.grad(value, leaves, scale * torch.ones_like(value), retain_graph=True)
+        expected = torch.autograd.grad(exact, exact_leaves, torch.ones_like(exact), retain_graph=True)
+        for x, gradient, exact_gradient in zip(leaves, found, expected):
+            assert gradient.dtype == x.dtype
+            assert (gradient / scale - exact_gradient).norm() <= 4 * tolerance * exact_gradient.norm()
 
 
 @pytest.mark.parametrize("impl, q_dtype, k_dtype, autocast", CASES, ids=str)
 @pytest.mark.parametrize("loss", SOFTMAX)
-def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast):
+def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast, monkeypatch):
+    """Gradients of float32 rows stay in float32, except in eager: float16 could not hold 1e-7 of them."""
+    if impl == "triton, large D":
+        impl = "triton"
+        patch_kernels(monkeypatch, LARGE_D)
+
+    def f(q, k, exact=False):
+        return SOFTMAX[loss](q, k, TEMPERATURE, "eager" if exact else impl)
+
     product_dtype = dtype_of_products(impl, q_dtype, k_dtype, autocast)
-    pairs = positive_pairs(12, 16, F64)
-    q, k = (x.to(dtype) for x, dtype in zip(pairs, (q_dtype, k_dtype)))
-    rounded = [x.to(product_dtype) for x in (q, k)]
-    reference = float64_reference(lambda q, k: SOFTMAX[loss](q, k, TEMPERATURE, impl="eager"), *rounded)
+    q, k = (x.to(dtype) for x, dtype in zip(positive_pairs(12, 16, F64), (q_dtype, k_dtype)))
+    rounded = [x.to(product_dtype).double() for x in (q, k)]
     tolerance = max(torch.finfo(product_dtype).eps, 1e-12)
     if impl == "eager":                                        # it rounds the products too
         tolerance *= 2 / TEMPERATURE
-    check(lambda q, k: SOFTMAX[loss](q, k, TEMPERATURE, impl=impl), q, k, autocast, reference, tolerance)
+    scale = 1e-7 if q_dtype == k_dtype == F32 and impl != "eager" else 1.0
+    check(f, q, k, autocast, rounded, tolerance, scale)
 
 
-@all_dtypes
+@pytest.mark.parametrize("q_dtype, k_dtype, autocast", DTYPES, ids=str)
 @pytest.mark.parametrize("loss", DISTANCES)
 def test_losses_of_distances(loss, q_dtype, k_dtype, autocast):
     """Autocast does not round them."""
     q, k = (x.to(dtype) for x, dtype in zip(positive_pairs(12, 16, F64), (q_dtype, k_dtype)))
-    tolerance = max(1e-12, *(torch.finfo(dtype).eps for dtype in (q_dtype, k_dtype)))
-    check(DISTANCES[loss], q, k, autocast, float64_reference(DISTANCES[loss], q, k), tolerance)
+    tolerance = max(1e-12, *(2 * torch.finfo(dtype).eps for dtype in (q_dtype, k_dtype)))
+    f = lambda q, k, exact=False: DISTANCES[loss](q, k)
+    check(f, q, k, autocast, [q.double(), k.double()], tolerance)
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "queue_loss", "sup_con_loss", "self_similarity"])
+def test_normalize_divides_in_float32(loss, impl):
+    """The loss has the bits of rows normalised in float32, also if one of q and k has autocast's dtype."""
+    q, k = (3 * x for x in positive_pairs(24, 16, F32))
+    with torch.autocast(DEVICE, F16):
+        for x, y in ((q, k), (q, k.half()), (q.half(), k.half())):
+            found = LOSSES[loss](x, y, TEMPERATURE, impl, normalize=True)
+            units = (F.normalize(rows.float(), dim=1) for rows in (x, y))
+            assert torch.equal(found, LOSSES[loss](*units, TEMPERATURE, impl))
+
+
+def test_ease_reweights_hard_negatives():
+    """EASE needs the share of a row's hard negatives in the sum. Autocast may round this share above 1."""
+    z, noise = (6 * x for x in positive_pairs(64, 32, F32))
+    rows = z, noise.flip(0), (z + 0.05 * noise)[:, None]
+    exact = ease_loss(*(x.double() for x in rows), 0.01, -5.0)
+    with torch.autocast(DEVICE, F16):
+        assert ease_loss(*rows, 0.01, -5.0).item() == pytest.approx(exact.item(), rel=0.02)

@@ -1,27 +1,28 @@
-"""The fused operations, except their values: torch.compile, second derivatives, errors for bad input."""
-import os
+"""The losses as operations of PyTorch: torch.compile, torch.func, second derivatives, views, in-place use.
+
+Also: which gradients are computed, memory of the papers' losses, and machines without Triton.
+"""
 import subprocess
 import sys
 
 import pytest
 import torch
-from test_kernels import DEVICE, both_impls, differentiate, unit_rows
+from comparing import DEVICE, LOSSES, both_impls, differentiate, every_impl, positive_pairs, unit_rows
 
 import kernels
-from kernels import (
-    info_nce,
-    linear_cross_entropy,
-    nt_xent,
-    queue_loss,
-    sigmoid_loss,
-    similarity_lse,
-    similarity_topk,
-)
+import vascl
+from dclr import dclr_loss, noise_negatives
+from ease import ease_loss
+from kernels import info_nce, queue_loss, sigmoid_loss, similarity_lse, similarity_topk
+from running import ROOT, Memory
+from selfguided import selfguided_loss
+from simcse import simcse_loss
+
+# ── derivatives ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
-@pytest.mark.parametrize("loss", [info_nce, kernels.clip_loss, nt_xent, sigmoid_loss],
-                         ids=lambda loss: loss.__name__)
+@every_impl
+@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "sigmoid_loss"])
 def test_compile_breaks_the_graph_once(impl, loss):
     """torch.compile does not look inside a loss, but into eager; results are equal."""
     q, k, t = *(unit_rows(37, 8, torch.float32, seed) for seed in (24, 25)), torch.tensor(0.2, device=DEVICE)
@@ -32,7 +33,7 @@ def test_compile_breaks_the_graph_once(impl, loss):
         return graph.forward
 
     def f(q, k, t):
-        return loss(2 * q, 2 * k, t, impl=impl).exp()
+        return getattr(kernels, loss)(2 * q, 2 * k, t, impl=impl).exp()
 
     torch.compiler.reset()
     compiled = torch.compile(f, backend=backend)
@@ -42,58 +43,55 @@ def test_compile_breaks_the_graph_once(impl, loss):
 
 
 @both_impls
-@pytest.mark.parametrize("f", [lambda q, impl: info_nce(q, q.detach(), 0.1, impl=impl),
-                               lambda q, impl: similarity_lse(q, None, 0.1, impl=impl).sum(),
-                               lambda q, impl: sigmoid_loss(q, q.detach(), 0.1, impl=impl),
-                               lambda q, impl: sigmoid_loss(q.detach(), q, 0.1, impl=impl)])
-def test_second_derivative_raises(impl, f):
-    q = unit_rows(5, 4, torch.float32, 28).requires_grad_()
+@pytest.mark.parametrize("loss", ["info_nce", "self_similarity", "sigmoid_loss", "queue_loss"])
+def test_only_eager_has_second_derivatives_and_torch_func(impl, loss):
+    q, k = (x.requires_grad_() for x in positive_pairs(12, 4, torch.float32))
+    f = lambda q, impl: LOSSES[loss](q, k, 0.1, impl).sum()
     with pytest.raises(RuntimeError, match="second derivatives need; use impl='eager'"):
         torch.autograd.grad(f(q, impl), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.func.grad(f)(q, impl)
     gradient, = torch.autograd.grad(f(q, "eager"), q, create_graph=True)
     torch.autograd.grad(gradient.norm(), q)
+    torch.testing.assert_close(torch.func.grad(f)(q, "eager"), gradient)
+
+
+@both_impls
+def test_any_subset_of_gradients(impl):
+    """All 16 subsets of the gradients of q, k, τ and b; the others are None."""
+    x = *positive_pairs(9, 6, torch.float32), *torch.tensor([0.2, -1.0], device=DEVICE).unbind()
+    leaves = [y.clone().requires_grad_() for y in x]
+    expected = torch.autograd.grad(sigmoid_loss(*leaves, impl="eager"), leaves)
+    for needed in range(16):
+        inputs = [y.detach().requires_grad_(bool(needed >> i & 1)) for i, y in enumerate(x)]
+        loss = sigmoid_loss(*inputs, impl=impl)
+        assert loss.requires_grad == bool(needed)
+        if needed:
+            loss.backward()
+        for y, gradient in zip(inputs, expected):
+            assert (y.grad is not None) == y.requires_grad
+            if y.grad is not None:
+                torch.testing.assert_close(y.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 @both_impls
 def test_a_queue_may_change_before_backward(impl):
     """Backward does not read the queue, so MoCo can enqueue its keys at once."""
-    q, k, queue = (unit_rows(n, 16, torch.float16, 28) for n in (5, 5, 9))
+    q, k, queue = (unit_rows(n, 16, torch.float16, n) for n in (5, 5, 9))
     loss = queue_loss(q.requires_grad_(), k, queue, 0.2, impl=impl)
     queue.zero_()
     loss.backward()
     assert q.grad.any()
 
 
-# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────
-
-Q, K = torch.randn(4, 3), torch.randn(5, 3)
-FOUR, FIVE = torch.arange(4), torch.arange(5)
-lse = similarity_lse
+# ── views ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: lse(torch.randn(4)), r"q: found \(4,\), expected \(N, D\)"),
-    (lambda: lse(Q, torch.randn(5, 3, 1)), r"k: found \(5, 3, 1\), expected"),
-    (lambda: lse(Q, torch.randn(5, 4)), r"k: found \(5, 4\), expected \(K, 3\)"),
-    (lambda: lse(Q, K.double()), "k: dtype torch.float64, expected torch.float32 like q"),
-    (lambda: lse(Q, K.to("meta")), "k: on meta, expected cpu like the other tensors"),
-    (lambda: lse(Q, K[:0]), r"k: found \(0, 3\), expected \(K, 3\), not empty"),
-    (lambda: lse(Q, K, exclude="pair"), r'exclude: "pair" needs k=None .* found a k'),
-    (lambda: lse(torch.randn(3, 2), exclude="pair"), "found 3 rows"),
-    (lambda: lse(Q, K, exclude=(FOUR, FOUR)), r"exclude: column ids: found \(4,\), expected \(5,\)"),
-    (lambda: lse(Q, K, similar=(K, K, 0.5)), r"similar: row features: found \(5, 3\), expected \(4, E\)"),
-    (lambda: lse(Q, K, similar=(Q, K[:, :2], 0.5)), r"column features: found \(5, 2\), expected \(5, 3\)"),
-    (lambda: lse(Q.double(), K.double(), impl="triton"), "impl: 'triton' does not support float64"),
-    (lambda: similarity_topk(Q, K, 6), "n: 6, expected an integer from 1 to the 5 rows of k"),
-    (lambda: info_nce(K, Q), r"k: 4 rows, expected at least 5 \+ offset 0"),
-    (lambda: info_nce(Q, K, offset=-1), "offset: -1, expected this rank's first row among the 5 of k"),
-    (lambda: info_nce(Q, K, symmetric=True), "k: 5 rows, expected 4 like q"),
-    (lambda: nt_xent(Q, K), "z2: 5 rows, expected 4 like z1"),
-    (lambda: linear_cross_entropy(Q, K, FIVE), r"targets: found \(5,\), expected \(4,\)"),
-])
-def test_bad_input_names_the_argument(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_gradient_of_one_row_has_plain_strides():
+    """One row may have any strides, but cuBLAS refuses some of them for the result of a product."""
+    q = torch.ones(3, device=DEVICE).as_strided((1, 3), (1, 1)).requires_grad_()
+    lse = similarity_lse(q, unit_rows(7, 3, torch.float32, 0), impl="blockwise")
+    assert torch.autograd.grad(lse.sum(), q)[0].stride() == (3, 1)
 
 
 @both_impls
@@ -117,17 +115,51 @@ def test_ids_of_two_dtypes(impl):
         assert torch.equal(in_int64, in_8_bits)
 
 
-@pytest.mark.parametrize("needs_gradient", [False, True])
-@pytest.mark.parametrize("f", [
-    lambda q: similarity_lse(q, K, impl="triton"),
-    lambda q: queue_loss(q.half(), q.half(), K.half(), impl="triton"),
-    lambda q: sigmoid_loss(q, K, impl="triton"), lambda q: similarity_topk(q, K, 1, impl="triton")])
-def test_triton_on_the_cpu_needs_the_interpreter(f, needs_gradient, monkeypatch):
+# ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def dclr_from_rows(z, y, impl, form="paper"):
+    noise = noise_negatives(z, y, z[:9] - y[:9], 1, form=form, impl=impl)
+    return dclr_loss(z, y, noise, y, z, 0.9, form=form, impl=impl)
+
+
+def vascl_from_rows(z, y, impl):
+    neighbours = vascl.nearest_neighbours(z, 4, impl=impl)
+    delta = vascl.virtual_augmentation(z, torch.tanh, neighbours, y, 3.0, 0.05)
+    return vascl.neighbourhood_loss(z, z + delta, torch.tanh, neighbours, 0.004)
+
+
+SENTENCE_LOSSES = {
+    "simcse": lambda z, y, impl: simcse_loss(z, y, z - y, 0.05, impl=impl),
+    "simcse ids": lambda z, y, impl: simcse_loss(
+        z, y, torch.stack([z - y, z * y], 1), 0.05, impl=impl, ids=torch.arange(3 * len(z)).view(-1, 3) // 2),
+    "ease": lambda z, y, impl: ease_loss(z, y, torch.stack([y.flip(0), z.flip(0)], 1), 0.1, impl=impl),
+    "selfguided": lambda z, y, impl: selfguided_loss(z, torch.stack([y, z * y], 1), 0.05, impl=impl),
+    "dclr": dclr_from_rows, "dclr code": lambda z, y, impl: dclr_from_rows(z, y, impl, "code"),
+    "vascl": vascl_from_rows}
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager"])
+@pytest.mark.parametrize("name", SENTENCE_LOSSES)
+def test_only_eager_stores_all_pairs_of_a_papers_loss(name, impl):
+    """2,500 × 2,500 logits take 24 MB. DCLR's form="code" computes blocks of them, with any impl."""
+    rows = torch.randn(2, 2500, 6, generator=torch.Generator().manual_seed(17)).unbind()
+    with Memory() as memory:
+        SENTENCE_LOSSES[name](*(x.requires_grad_() for x in rows), impl).backward()
+    blocks = name == "dclr code"
+    assert (memory.peak > (150 if blocks else 23.8)) == (impl == "eager" and not blocks), memory.peak
+
+
+# ── without Triton, or without its interpreter ──────────────────────────────────────────────────────────────
+
+@pytest.mark.parametrize("loss", ["lse", "clip_loss", "queue_loss", "sigmoid_loss"])
+def test_triton_on_the_cpu_needs_the_interpreter(loss, monkeypatch):
     """The error is raised before anything is launched."""
     monkeypatch.setattr("kernels.gpu.launch.INTERPRETED", False)
     monkeypatch.setattr("triton.runtime.jit.KernelInterface.__getitem__", None)
+    q, k = (x.cpu().requires_grad_() for x in positive_pairs(12, 4, torch.float16))
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-        f(Q.clone().requires_grad_(needs_gradient))
+        LOSSES[loss](q, k, 0.1, "triton")
 
 
 def test_without_triton():
@@ -141,7 +173,6 @@ def test_without_triton():
         print(kernels.choose_impl("auto", q))
         kernels.nt_xent(q, q, 1.0, impl="triton")
     """
-    done = subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__) + '/../..',
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "blockwise\n"
     assert "ValueError: impl: 'triton' needs the package triton, which is not installed" in done.stderr

@@ -1,50 +1,42 @@
-"""Replayed losses have the bits of the losses. Triton's interpreter runs the launches of a plan."""
+"""Replayed losses have the bits of the losses. On a CPU, Triton's interpreter runs the launches of a plan."""
 import ctypes
-import os
 from types import SimpleNamespace
 from unittest import mock
 from weakref import ref
 
 import pytest
 import torch
-import torch.nn.functional as F
+from comparing import DEVICE, GPU, LOSSES, labels_of
 from torch.utils.checkpoint import checkpoint
 
 import kernels
 from kernels import checks, replay
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for the interpreter")
-ON = dict(impl="triton")
-IDS, BIAS = torch.arange(200) // 2, torch.full((), -10.0, requires_grad=True)
-QUEUES = {(dtype, d): F.normalize(torch.randn(90, d), dim=1).to(dtype)
-          for dtype in (torch.float16, torch.float32) for d in (32, 33, 272)}
-LOSSES = {
-    "info_nce": lambda q, k, t: kernels.info_nce(q, k, t, **ON),
-    "clip_loss": lambda q, k, t: kernels.clip_loss(q, k, t, normalize=True, **ON),
-    "nt_xent": lambda q, k, t: kernels.nt_xent(q, k, t, **ON),
-    "gathered": lambda q, k, t: kernels.nt_xent(q[:3], k[:3], t, gathered=(q, k), **ON),
-    "queue_loss": lambda q, k, t: kernels.queue_loss(q, k, QUEUES[q.dtype, q.shape[1]], t, **ON),
-    "sigmoid_loss": lambda q, k, t: kernels.sigmoid_loss(q, k, t, BIAS, **ON),
-    "sup_con_loss": lambda q, k, t: kernels.sup_con_loss(torch.stack([q, k], 1), IDS[:len(q)], t, **ON),
-    "ids": lambda q, k, t: (kernels.similarity_lse(q, k, t, exclude=(IDS[:len(q)], IDS[:len(k)]), **ON)
-                            * torch.arange(len(q))).sum(),
+HALF, FLOAT = torch.float16, torch.float32
+BIAS = torch.full((), -10.0, device=DEVICE, requires_grad=True)
+CALLS = {name: lambda q, k, t, loss=loss: loss(q, k, t, "triton") for name, loss in LOSSES.items()} | {
+    "bias": lambda q, k, t: kernels.sigmoid_loss(q, k, t, BIAS, impl="triton"),
+    "normalize": lambda q, k, t: kernels.clip_loss(q, k, t, normalize=True, impl="triton"),
     "frozen keys": lambda q, k, t: kernels.similarity_lse(
-        q, k.detach(), t, within=(IDS[:len(q)], IDS[:len(k)]), **ON).mean(),
+        q, k.detach(), t, within=(labels_of(q), labels_of(k)), impl="triton"),
     "features": lambda q, k, t: kernels.similarity_lse(
-        q, None, t, similar=(q.detach(), q.detach(), 0.3), **ON).sum()}
+        q, None, t, similar=(q.detach(), q.detach(), 0.3), impl="triton")}
+READ_VALUES_ON_A_CPU = () if GPU else ("linear", "ignoring", "gathered_sup_con_loss")
 
 
-def randn(*shape):
-    return torch.randn(*shape) / shape[-1] ** 0.5
+def rows(*shape, dtype=torch.float32):
+    return (torch.randn(shape, device=DEVICE) / shape[-1] ** 0.5).to(dtype)
 
 
 LAYOUTS = {                                                    # functions of (n, d, dtype)
-    "plain": lambda n, d, dtype: (randn(n, d).to(dtype), randn(n, d).to(dtype)),
-    "turned": lambda n, d, dtype: (randn(d, n).to(dtype).T, randn(d, n).to(dtype).T),
-    "not aligned": lambda n, d, dtype: [randn(n, d + 1).to(dtype).flatten()[1:n * d + 1].view(n, d)] * 2,
-    "stepped": lambda n, d, dtype: (randn(2 * n, d).to(dtype)[::2], randn(n, d + 32).to(dtype)[:, 16:d + 16]),
-    "one tensor": lambda n, d, dtype: [randn(n, d).to(dtype)] * 2,
-    "halves": lambda n, d, dtype: randn(2 * n, d).to(dtype).split(n)}
+    "plain": lambda n, d, dtype: [rows(n, d, dtype=dtype) for _ in range(2)],
+    "turned": lambda n, d, dtype: [rows(d, n, dtype=dtype).T for _ in range(2)],
+    "not aligned": lambda n, d, dtype: [rows(n, d + 1, dtype=dtype).flatten()[1:n * d + 1].view(n, d)] * 2,
+    "stepped": lambda n, d, dtype: [rows(2 * n, d + 32, dtype=dtype)[::2, 16:d + 16] for _ in range(2)],
+    "one tensor": lambda n, d, dtype: [rows(n, d, dtype=dtype)] * 2,
+    "halves": lambda n, d, dtype: rows(2 * n, d, dtype=dtype).split(n)}
+
+# ── plans in the interpreter ────────────────────────────────────────────────────────────────────────────────
 
 
 def tensor_at(address, like):
@@ -77,6 +69,10 @@ class Compiled:
 
 @pytest.fixture(autouse=True)
 def replay_on_the_cpu(monkeypatch):
+    """Start each test without plans; on a CPU, replay losses as on a GPU."""
+    monkeypatch.setattr(replay, "PLANS", {})
+    if GPU:
+        return
     launch = replay.Recorder.launch
 
     def launch_in_interpreter(recorder, kernel, run, grid, arguments, named):
@@ -90,58 +86,60 @@ def replay_on_the_cpu(monkeypatch):
     monkeypatch.setattr(replay, "on_gpu", lambda x: True)
     monkeypatch.setattr(replay, "current_stream", lambda index: None)
     monkeypatch.setattr(replay, "capturing", lambda: False)
-    monkeypatch.setattr(replay, "PLANS", {})
     monkeypatch.setattr(checks, "check_number", lambda *values, **named: None)  # it reads CPU tensors
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
 
 
-def leaves(layout, n, d, dtype):
-    """Return leaves q and k in this layout; one leaf twice for "one tensor"."""
-    q, k = (x.detach().requires_grad_() for x in LAYOUTS[layout](n, d, dtype))
-    return (q, q) if layout == "one tensor" else (q, k)
+# ── tests ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def step(loss, q, k, tau, scale):
+def step(loss, leaves, tau, scale):
     """Return the loss and all gradients for an upstream gradient."""
-    wanted = [x for x in (q, k, tau, BIAS) if isinstance(x, torch.Tensor)]
+    wanted = [x for x in (*leaves, tau, BIAS) if isinstance(x, torch.Tensor)]
     for x in wanted:
         x.grad = None
-    value = LOSSES[loss](q, k, tau)
+    value = CALLS[loss](*leaves, tau)
     value *= scale                                             # the loss may be changed in place
-    value.backward()
+    (value * torch.linspace(1, 2, value.numel(), device=DEVICE)).sum().backward()
     return [value.detach(), *(x.grad for x in wanted)]
 
 
-CASES = [*((loss, "plain", *case) for loss in LOSSES
-           for case in (((6, 33), torch.float16, True), ((70, 32), torch.float32, False))),
-         *((loss, layout, (6, 33), torch.float16, False) for loss in ("info_nce", "nt_xent", "sigmoid_loss")
-           for layout in LAYOUTS), ("sigmoid_loss", "halves", (40, 272), torch.float32, True)]
+CASES = [*((loss, "plain", 12, 33, HALF, True) for loss in CALLS if loss not in READ_VALUES_ON_A_CPU),
+         *((loss, "plain", 70, 32, FLOAT, False) for loss in ("info_nce", "nt_xent", "queue_loss", "lse")),
+         *((loss, layout, 8, 33, HALF, False) for loss in ("info_nce", "nt_xent") for layout in LAYOUTS),
+         ("bias", "halves", 40, 272, FLOAT, True)]
 
 
-@pytest.mark.parametrize("loss, layout, shape, dtype, learned", CASES, ids=str)
-def test_same_bits(loss, layout, shape, dtype, learned, monkeypatch):
+@pytest.mark.parametrize("loss, layout, n, d, dtype, learned", CASES, ids=str)
+def test_same_bits(loss, layout, n, d, dtype, learned, monkeypatch):
     """The first call records; the next ones have new rows and upstream gradients."""
-    tau = torch.tensor(0.2, requires_grad=True) if learned else 0.2
-    step(loss, *leaves(layout, *shape, dtype), tau, 1.0)
+    tau = torch.tensor(0.2, device=DEVICE, requires_grad=True) if learned else 0.2
+
+    def new_leaves():
+        q, k = LAYOUTS[layout](n, d, dtype)
+        leaf = q.requires_grad_()
+        return leaf, leaf if q is k else k.requires_grad_()
+
+    step(loss, new_leaves(), tau, 1.0)
     assert all(replay.PLANS.values())
     count = len(replay.PLANS)
     for scale in (0.25, 3.0):
-        q, k = leaves(layout, *shape, dtype)
-        found = step(loss, q, k, tau, scale)
+        leaves = new_leaves()
+        found = step(loss, leaves, tau, scale)
         assert len(replay.PLANS) == count
         with monkeypatch.context() as patch:
             patch.setattr(replay, "on_gpu", lambda x: False)
-            expected = step(loss, q, k, tau, scale)
+            expected = step(loss, leaves, tau, scale)
         for a, b in zip(found, expected, strict=True):
             assert a is b is None or torch.equal(a, b)
 
 
 def one(q, k, **named):
-    return kernels.info_nce(q, k, named.pop("temperature", 0.2), **named, **ON)
+    return kernels.info_nce(q, k, named.pop("temperature", 0.2), **named, impl="triton")
 
 
 def test_what_differs_has_another_plan():
-    q, k = (randn(6, 32).half().requires_grad_() for _ in range(2))
+    q, k = (rows(6, 32, dtype=HALF).requires_grad_() for _ in range(2))
     shifted = torch.cat([k.flatten()[:1], k.flatten()])[1:].view(6, 32).detach().requires_grad_()
     gathered, turned = k.detach().requires_grad_(), k.detach().T.contiguous().T.requires_grad_()
     gathered.own_rows = 0, 6
@@ -153,9 +151,9 @@ def test_what_differs_has_another_plan():
         count = len(replay.PLANS)
         call()
         assert len(replay.PLANS) == count + 1
-    q, k = (randn(6, 32).requires_grad_() for _ in range(2))
+    q, k = (rows(6, 32).requires_grad_() for _ in range(2))
     one(q, k)
-    for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
+    for context in (torch.no_grad(), torch.autocast(DEVICE, HALF)):
         with context:
             one(q, k)
     torch.set_default_dtype(torch.float64)
@@ -164,19 +162,18 @@ def test_what_differs_has_another_plan():
     assert len(replay.PLANS) == 17 and all(replay.PLANS.values())
 
 
-def test_errors_memory_and_second_derivatives(monkeypatch):
-    q, k = (torch.randn(6, 32, requires_grad=True) for _ in range(2))
-    for _ in range(3):
+def test_errors_are_those_of_the_loss():
+    q, k = (rows(6, 32).requires_grad_() for _ in range(2))
+    for _ in range(2):
         with pytest.raises(ValueError, match="k: 5 rows, expected at least 6"):
             one(q, k[:5])
-    all_q, all_k = q.detach(), k.detach()
-    all_q.gathered_from, all_k.gathered_from, all_q.own_rows, all_k.own_rows = ref(q), ref(k), (0, 6), (0, 6)
     assert not replay.PLANS
+    all_q, all_k = q.detach(), k.detach()                      # as gather_rows marks its result
+    all_q.gathered_from, all_k.gathered_from, all_q.own_rows, all_k.own_rows = ref(q), ref(k), (0, 6), (0, 6)
     for _ in range(2):
-        kernels.clip_loss(q, k, gathered=(all_q, all_k), **ON)
+        kernels.clip_loss(q, k, gathered=(all_q, all_k), impl="triton")
         with pytest.raises(ValueError, match=r"gathered: found \(text, image\)"):
-            kernels.clip_loss(q, k, gathered=(all_k, all_q), **ON)
-    assert replay.PLANS.popitem()[1]
+            kernels.clip_loss(q, k, gathered=(all_k, all_q), impl="triton")
     with pytest.raises(RuntimeError, match="second derivatives need; use impl='eager'"):
         torch.autograd.grad(one(q, k), q, create_graph=True)
     loss = one(q, k)
@@ -184,14 +181,25 @@ def test_errors_memory_and_second_derivatives(monkeypatch):
         k.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    for _ in range(2):                                         # float64 is not replayed
+        gradient, = torch.autograd.grad(kernels.info_nce(q.double(), k.double(), 0.2), q, create_graph=True)
+        gradient.sum().backward()
+
+
+def test_large_problems_and_many_keys_are_not_replayed(monkeypatch):
+    q, k = (rows(6, 32) for _ in range(2))
+    monkeypatch.setattr(replay, "MAX_PLANS", 2)
+    losses = [one(q, k, temperature=0.1 + 0.1 * i).item() for i in range(4)]
+    assert len(replay.PLANS) == 2 and len(set(losses)) == 4
+    monkeypatch.setattr(replay, "MAX_PLANS", 9)
     monkeypatch.setattr(replay, "MAX_WORKSPACE", 100)
-    assert one(q[:4], k).isfinite() and list(replay.PLANS.values())[-1] is None      # too large: as before
+    assert one(q[:4], k).isfinite() and list(replay.PLANS.values())[-1] is None
     monkeypatch.setattr(replay, "copy_of", mock.Mock(side_effect=torch.OutOfMemoryError))
     assert one(q[:3], k).isfinite() and list(replay.PLANS.values())[-1] is None
 
 
 def test_a_checkpoint_sees_the_same_in_both_passes():
-    q, k = (randn(6, 32).requires_grad_() for _ in range(2))
+    q, k = (rows(6, 32).requires_grad_() for _ in range(2))
     for _ in range(2):
         checkpoint(one, q, k, use_reentrant=False).backward()
     assert all(replay.PLANS.values())
@@ -199,7 +207,7 @@ def test_a_checkpoint_sees_the_same_in_both_passes():
 
 def test_hooks_may_change_strides_and_alignment_of_what_is_saved():
     """save_on_cpu brings turned rows back as contiguous ones."""
-    q, k = leaves("turned", 70, 32, torch.float16)
+    q, k = (x.requires_grad_() for x in LAYOUTS["turned"](70, 32, HALF))
     expected = torch.autograd.grad(one(q, k), (q, k))
     for shift in (0, 1):
         def pack(x):
@@ -208,16 +216,3 @@ def test_hooks_may_change_strides_and_alignment_of_what_is_saved():
             loss = one(q, k)
         for a, b in zip(torch.autograd.grad(loss, (q, k)), expected):
             assert torch.equal(a, b)
-
-
-def test_the_number_of_plans_is_limited(monkeypatch):
-    monkeypatch.setattr(replay, "MAX_PLANS", 2)
-    q, k = (randn(6, 32) for _ in range(2))
-    losses = [one(q, k, temperature=0.1 + 0.1 * i).item() for i in range(4)]
-    assert len(replay.PLANS) == 2 and len(set(losses)) == 4
-
-
-def test_float64_may_be_differentiated_twice():
-    q, k = (torch.randn(6, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    for _ in range(2):
-        torch.autograd.grad(kernels.info_nce(q, k, 0.2), q, create_graph=True)[0].sum().backward()

@@ -1,0 +1,276 @@
+"""Gradients and values at the limits of the dtypes: underflow, overflow, cancellation, NaN and infinity."""
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import (
+    DEVICE,
+    LOSSES,
+    TRITON,
+    both_impls,
+    differentiate,
+    every_impl,
+    patch_kernels,
+    positive_pairs,
+    unit_rows,
+)
+
+from kernels import (
+    info_nce,
+    linear_cross_entropy,
+    margin_loss,
+    sigmoid_loss,
+    similarity_topk,
+    sup_con_loss,
+    triplet_loss,
+)
+from kernels.losses import semi_hard_negatives
+
+# the fused implementations: blockwise with one strip and with several; Triton with its code paths for few
+# rows, for many rows, and for a large D
+MANY_ROWS = {"gpu.shift.FEW_ROWS": 0, "masks.FEW_ROWS": 0, "heuristics.FEW_ROWS": 0}
+FUSED = {"one strip": ("blockwise", {}),
+         "strips": ("blockwise", {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 3}),
+         "few rows": ("triton", {}), "many rows": ("triton", MANY_ROWS),
+         "large D": ("triton", MANY_ROWS | {"heuristics.MAX_SMALL_D": 0})}
+every_path = pytest.mark.parametrize("impl, settings", FUSED.values(), ids=FUSED)
+eager_and_every_path = pytest.mark.parametrize("impl, settings", [("eager", {}), *FUSED.values()],
+                                               ids=["eager", *FUSED])
+
+
+def relative_error(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+# ── small and large gradients ───────────────────────────────────────────────────────────────────────────────
+
+
+@both_impls
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+def test_gradient_is_accurate_for_small_losses(impl, dtype):
+    """At a loss of 5e-3, eager loses digits in 1 − 0.995, the positive's gradient weight; ours must not."""
+    q = unit_rows(256, 64, torch.float64, 19)
+    k = F.normalize(q + 0.5 * unit_rows(256, 64, torch.float64, 20), dim=1).to(dtype)
+    q = q.to(dtype)
+
+    def f(impl, *x):  # times 1000, because float16 cannot hold such small gradients
+        return differentiate(lambda q, k: 1000 * info_nce(q, k, 0.07, impl=impl), *x)
+
+    exact = f("eager", q.double(), k.double())
+    error, eager = (relative_error(f(how, q, k)[1], exact[1]) for how in (impl, "eager"))
+    assert 1 < exact[0] < 10
+    assert error < {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+    assert error < eager / 4
+
+
+@both_impls
+def test_sup_con_gradient_in_float16(impl):
+    """It is the difference of two gradients, each of which would overflow in float16."""
+    z = F.normalize(unit_rows(4, 16, torch.float64, 47)[:, None] + 0.1 * unit_rows(
+        16, 16, torch.float64, 48).view(4, 4, 16), dim=2).view(8, 2, 16).half()
+    labels = torch.arange(8, device=DEVICE) // 2
+    found, exact = (differentiate(lambda z: 2.0 ** 16 * sup_con_loss(z, labels, impl=how), rows)[1]
+                    for how, rows in ((impl, z), ("eager", z.double())))
+    assert relative_error(found, exact) < 0.05
+
+
+@both_impls
+def test_repeated_targets_in_float16(impl):
+    """The gradient of a frequent word sums over a thousand rows; summed in float16 it would stop growing."""
+    h, w = unit_rows(1500, 16, torch.float16, 45), unit_rows(40, 16, torch.float16, 46)
+    targets = torch.zeros(1500, dtype=torch.long, device=DEVICE)
+
+    def weight_gradient(impl, *x):
+        return differentiate(
+            lambda *x: 1000 * linear_cross_entropy(*x, targets, temperature=0.2, impl=impl), *x)[2]
+
+    exact = weight_gradient("eager", h.double(), w.double())
+    assert relative_error(weight_gradient(impl, h, w), exact) < 1e-3
+
+
+@pytest.mark.parametrize("bias, scale", [(-18.0, 1e9), (30.0, 1.0)])
+def test_sigmoid_weights_in_float16(bias, scale):
+    """Weights of e⁻¹⁸, below float16's range, and of 1 give correct gradients of keys without a positive."""
+    q, k = (2 * unit_rows(n, 8, torch.float16, n) for n in (40, 50))
+
+    def gradient(impl, *x):
+        return differentiate(lambda *x: scale * sigmoid_loss(*x, 4.0, bias, impl=impl), *x)[2][40:]
+
+    assert relative_error(gradient("triton", q, k), gradient("eager", q.double(), k.double())) < 2e-3
+
+
+@every_impl
+def test_one_class(impl):
+    """The loss and its gradient are 0."""
+    h, w = unit_rows(4, 8, torch.float32, 21), unit_rows(1, 8, torch.float32, 22)
+    targets = torch.zeros(4, dtype=torch.long, device=DEVICE)
+    found = differentiate(lambda h, w: linear_cross_entropy(h, w, targets, impl=impl), h, w)
+    assert not any(x.any() for x in found)
+
+
+# ── normalize=True ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@every_impl
+def test_normalize_accepts_any_length(impl):
+    """A zero row has cosine 0 and F.normalize's gradient. Squares of float16 must not overflow or vanish."""
+    lengths = torch.logspace(-1.7, 1.7, 20, dtype=torch.float64, device=DEVICE)[:, None]
+    units = positive_pairs(20, 24, torch.float64)
+    q, k = (units[0] * lengths).float(), (units[1] * lengths.roll(7, 0)).float()
+    q[3], k[5] = 0, 0
+    assert not similarity_topk(q[3:4], k, 2, normalize=True, impl=impl)[0].any()
+    f = lambda q, k: info_nce(q, k, 0.07, normalize=True, impl=impl)
+    exact = differentiate(
+        lambda q, k: info_nce(F.normalize(q), F.normalize(k), 0.07, impl="eager"), q.double(), k.double())
+    for found, expected in zip(differentiate(f, q, k), exact):
+        assert expected.isfinite().all() and expected.abs().max() < 1e13
+        errors, sizes = ((x if x.dim() else x[None]).norm(dim=-1) for x in (found - expected, expected))
+        assert (errors <= 1e-4 * sizes + 1e-5).all()
+    for length in (6e4, 1e-4):                                 # float16 ranges from 6e-8 to 65504
+        x, y = ((length * x).half() for x in units)
+        exact = info_nce(F.normalize(x.double()), F.normalize(y.double()), 0.07).item()
+        assert f(x, y).item() == pytest.approx(exact, rel=0.01)
+
+
+@both_impls
+def test_normalize_divides_a_float32_gradient_by_the_lengths(impl):
+    """Gradients of unit rows, here about 1e-8, underflow in float16; divided by a length of 1e-3 they fit."""
+    rows = [(1e-3 * x).half() for x in positive_pairs(20, 24, torch.float64)]
+    found, exact = (differentiate(lambda q, k: 1e-6 * info_nce(q, k, 0.3, normalize=True, impl=how), *x)
+                    for how, x in ((impl, rows), ("eager", [x.double() for x in rows])))
+    assert all(relative_error(a, b) < 0.02 for a, b in zip(found[1:], exact[1:]))
+
+
+# ── large logits ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def largest_errors(loss, impl, q, k, t):
+    """Return the relative errors of value, dq, dk in the maximum norm, for float32 q and k."""
+    exact = differentiate(lambda *x: LOSSES[loss](*x, t, "eager"), q.double(), k.double())
+    found = differentiate(lambda *x: LOSSES[loss](*x, t, impl), q, k)
+    return [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, exact)]
+
+
+@every_path
+@pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "queue_loss",
+                                  "sigmoid_loss", "sup_con_loss", "lse"])
+def test_large_logits(impl, settings, loss, monkeypatch):
+    """For logits up to 1e9, and in blockwise beyond 1e20, gradients are as accurate as eager's: a rounded lse
+    would scale a row's gradient.
+    Above 2e9 Triton overflows on a GPU, and since version 3.9 in the interpreter too: a fused multiply-add
+    keeps the part of a logit that rounding drops, and exp2 of that part overflows."""
+    patch_kernels(monkeypatch, settings)
+    rows = [unit_rows(30, 24, torch.float32, seed) for seed in (70, 71)]
+    largest = [(1.0, 1e13)] if impl == "blockwise" else []
+    for temperature, norm in [(1e-4, 1), (1e-7, 1), (1.0, 3e4), *largest]:
+        q, k = (norm * x for x in rows)
+        eager, found = (largest_errors(loss, how, q, k, temperature) for how in ("eager", impl))
+        assert all(a <= 3 * b + 1e-5 for a, b in zip(found, eager)), (temperature, norm)
+
+
+@every_path
+@pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "info_nce", "linear", "sigmoid_loss",
+                                  "sup_con_loss"])
+def test_collapsed_rows(impl, settings, loss, monkeypatch):
+    """Rows are (nearly) equal, so most gradients cancel to 0. Errors may come from the rounding of rows, but
+    not from the rounding of logits, which are 10,000, unless the CPU multiplies equal rows differently."""
+    patch_kernels(monkeypatch, settings)
+    one, t = unit_rows(1, 24, torch.float32, 74), torch.tensor(1e-4, device=DEVICE)
+    equal = [(one.expand(n, 24) / t) @ one.expand(m, 24).T for n in range(1, 11) for m in range(1, 81)]
+    allowed = (8 * torch.finfo(torch.float32).eps + max(x.max() - x.min() for x in equal)) / 1e-4 / 40
+
+    def f(impl, *x):
+        return differentiate(lambda *x: LOSSES[loss](*x, impl), *x)
+
+    for spread in (0.0, 1e-6):
+        q, k = (F.normalize(one + spread * unit_rows(40, 24, torch.float32, seed), dim=1)
+                for seed in (75, 76))
+        exact, eager = f("eager", q.double(), k.double(), t.double()), f("eager", q, k, t)
+        for a, b, c in zip(f(impl, q, k, t)[1:3], exact[1:], eager[1:]):
+            assert (a - b).abs().max() <= 4 * (c - b).abs().max() + allowed      # 3.5 in strips on an H200
+
+
+# ── NaN and infinity ────────────────────────────────────────────────────────────────────────────────────────
+
+@eager_and_every_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", ["lse", "info_nce", "linear", "sigmoid_loss", "queue_loss", "normalize"])
+def test_a_bad_query_does_not_affect_others(impl, settings, dtype, loss, monkeypatch):
+    """NaN or infinity in a query, and then in the upstream gradient of its lse, reaches no other gradient."""
+    patch_kernels(monkeypatch, settings)
+    q, k = positive_pairs(20, 20, dtype)
+    name, options = ("lse", dict(normalize=True)) if loss == "normalize" else (loss, {})
+    others, found = torch.arange(20, device=DEVICE) != 4, []
+    for value in (q[4, 3].item(), torch.nan, torch.inf):       # first the right value, for comparison
+        x = [y.clone().requires_grad_() for y in (q, k)]
+        x[0].data[4, 3] = value
+        total = LOSSES[name](*x, 0.2, impl, **options)
+        upstream = torch.ones_like(total)
+        if total.dim() and len(found):
+            upstream[4] = value
+        found.append(torch.autograd.grad(total, x, upstream))
+    for dq, dk in found[1:]:
+        torch.testing.assert_close(dq[others], found[0][0][others], rtol=1e-3, atol=1e-5)
+        if loss == "queue_loss":                               # here each query has its own key
+            torch.testing.assert_close(dk[others], found[0][1][others], rtol=1e-3, atol=1e-5)
+
+
+@eager_and_every_path
+def test_ignored_rows_may_hold_nan(impl, settings, monkeypatch):
+    """A row whose target is ignore_index changes neither the loss nor the gradients, and gets gradient 0."""
+    patch_kernels(monkeypatch, settings)
+    h, w = unit_rows(9, 20, torch.float32, 77), unit_rows(12, 20, torch.float32, 78)
+    targets = torch.arange(9, device=DEVICE).masked_fill_(torch.arange(9, device=DEVICE) % 4 == 1, -100)
+
+    def f(*x):
+        return linear_cross_entropy(*x, targets, impl=impl)
+
+    clean = differentiate(f, h.masked_fill((targets < 0)[:, None], 0), w)
+    for value in (torch.nan, torch.inf):
+        h[1], h[5, 2] = value, value
+        found = differentiate(f, h, w)
+        assert all(torch.equal(a, b) for a, b in zip(found, clean)) and not found[1][targets < 0].any()
+
+
+@every_impl
+def test_nan_is_the_nearest_neighbour(impl):
+    """As in torch.topk, NaN counts as the largest, so it is visible and the same in all implementations."""
+    q, k = unit_rows(6, 20, torch.float32, 79), unit_rows(70, 20, torch.float32, 80)
+    q[1], k[3, 2], k[66] = torch.nan, torch.nan, torch.nan
+    values, columns = similarity_topk(q, k, 4, exclude="diagonal", impl=impl)
+    assert values[1].isnan().all() and len(columns[1].unique()) == 4 and (columns >= 0).all()
+    for row in (0, 2, 3, 4, 5):
+        found = {66} if row == 3 else {3, 66}                  # column 3 is on row 3's diagonal
+        assert values[row].isnan().sum() == len(found) and set(columns[row, : len(found)].tolist()) == found
+        clean = [j for j in range(70) if j not in (3, 66, row)]
+        expected = (k.double()[clean] @ q.double()[row]).topk(4 - len(found))[0].float()
+        torch.testing.assert_close(values[row, len(found):], expected)
+
+
+# ── distances ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("mining", ["hard", "semi-hard"])
+def test_mining_rows_far_from_0(mining):
+    """Negatives are right in float32 although rows are far from 0, where products lose digits."""
+    a, noise = (8 * unit_rows(60, 64, torch.float32, seed) for seed in (28, 29))
+    a += 300
+    found, exact = (triplet_loss(a.to(dtype), (a + 0.3 * noise).to(dtype), mining=mining, margin=30.0)
+                    for dtype in (torch.float32, torch.float64))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_semi_hard_negatives_in_several_blocks():
+    """The first block has 1,997 of the 2,100 rows."""
+    a, p = torch.randn(2, 2100, 3, generator=torch.Generator().manual_seed(26), dtype=torch.float64)
+    far = torch.cdist(a, p)
+    farther = far.masked_fill(far <= far.diagonal()[:, None], torch.inf)
+    none = farther.isinf().all(1)
+    expected = torch.where(none, far.fill_diagonal_(-1).argmax(1), farther.argmin(1))
+    assert torch.equal(semi_hard_negatives(a, p), expected) and 0 < none.sum() < 2100
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_distances_of_half_types_are_computed_in_float32(dtype):
+    x, y = (unit_rows(6, 4, dtype, seed) for seed in (22, 23))
+    for loss in (triplet_loss, lambda x, y: margin_loss(x, y, torch.arange(6, device=DEVICE) % 2)):
+        assert loss(x, y).dtype == torch.float32 and loss(x, y) == loss(x.float(), y.float())
