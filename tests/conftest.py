@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreter import make_interpreter_faster
     make_interpreter_faster()
-ON_THE_GPU = "test_kernels test_ops test_fuzz test_losses test_pair_losses test_chunks test_compile".split()
+ON_THE_GPU = {f"test_{name}" for name in
+              "kernels rounding fuzz autocast ops checks replay compile".split()}
 
 
 @pytest.fixture(autouse=True)

@@ -68,13 +68,13 @@ def places(bert, trained, spoiled, documents, tmp_path):
     candidates = tmp_path / "candidates.csv"
     starts = range(0, len(lines) - 19, 20)
     articles.write_text("\n".join(" ".join(lines[i : i + 20]) for i in starts), "utf-8")
-    letters.write_text("".join(f"{letter} " * 16 + "\n" for letter in "abcdefghijkl"))     # all spans are equal
+    letters.write_text("".join(f"{letter} " * 16 + "\n" for letter in "abcdefghijkl"))   # equal spans
     rows = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:41]
     with open(candidates, "w", newline="", encoding="utf-8") as file:
         # a text, its reference, and candidates from best to worst: entailed, contradicting, unrelated
         csv.writer(file).writerows([*a[:2], a[1], a[2], b[1]] for a, b in zip(rows, rows[1:]))
-    return dict(zip(("bert", "trained", "spoiled", "train.txt", "held-out.txt"),
-                    (bert, trained, spoiled, *documents))) | {x.name: x for x in (articles, letters, candidates)}
+    models = dict(bert=bert, trained=trained, spoiled=spoiled)
+    return models | {path.name: path for path in (*documents, articles, letters, candidates)}
 
 
 def check_learning(name, out, printed):
@@ -208,8 +208,8 @@ def train_ranks(count, name, words, folder):
     return [row["loss"] for row in metrics(folder / "out") if row["step"]], norms
 
 
-# script: its flags in test_processes_equal_one, where nothing but masks is random. Processes draw other images in
-# simclr.py and moco.py; a test in tests/training/images replaces their augmentation.
+# script: its flags in test_processes_equal_one, where nothing but masks is random. Processes draw other
+# images in simclr.py and moco.py; a test in tests/training/images replaces their augmentation.
 POOLED = ["--pooling", "avg"]
 RANKS = {
     "simcse": POOLED, "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
