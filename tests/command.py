@@ -3,6 +3,7 @@
 The processes are forked from a server that has imported PyTorch, transformers and the scripts, because a new
 Python needs five seconds for these imports.
 """
+import functools
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -55,6 +56,20 @@ def run_here(name, flags, folder, setup, data):
         runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
     else:
         __import__(name).main(flags, data=data)
+
+
+def start_rank(rank, count, port, words, folder, setup=None):
+    """Start one of `count` processes in a folder of its own, and return it. Several are those of torchrun."""
+    Path(folder).mkdir(parents=True)
+    return start(words, folder, functools.partial(become_rank, rank, count, port, setup))
+
+
+def become_rank(rank, count, port, setup):
+    if count > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if setup:
+        setup()
 
 
 def run(words, folder, setup=None, data=None):

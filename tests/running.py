@@ -173,30 +173,6 @@ def one_of_several(rank, world_size, port, name, out, flags):
         torch.save(run(name, out, *flags).norms, out / "norms")
 
 
-def start(name, out, *flags, before=None, **variables):
-    """Start a script in a forked process, and return it. The file `out`.err gets what it writes to stderr.
-
-    before      function without arguments that the process calls first
-    variables   environment variables of the process
-    """
-    arguments = name, [*map(str, flags), "--out", str(out)], f"{out}.err", before, variables
-    process = fork_context().Process(target=run_in_fork, args=arguments)
-    process.start()
-    return process
-
-
-def run_in_fork(name, flags, errors, before, variables):
-    """Run a script in this process, which `start` has forked."""
-    os.environ.update(variables)
-    for path, descriptor in ((os.devnull, 1), (errors, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    torch.cuda.is_available = lambda: False
-    torch.set_num_threads(1)
-    if before:
-        before()
-    importlib.import_module(name).main(flags)
-
-
 def rejects(name, capfd, wanted, *argv):
     """Check that a script's main rejects its flags: exit code 2, one line on stderr, no file changed.
 

@@ -18,9 +18,6 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-import simcse
-from running import embed_saved as embed
-from running import metrics, small_bert
 from simcse import simcse_loss
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,17 +140,3 @@ def test_negatives_of_their_own_query_in_docs_others():
     exec(next(block for language, block in read(OTHERS)[1] if "within=" in block), names)
     logits = torch.einsum("nd,ncd->nc", q, torch.cat([positive[:, None], n], 1)) / 0.05
     assert torch.allclose(names["loss"], F.cross_entropy(logits, torch.zeros(4, dtype=torch.int64)))
-
-
-def test_mrasp2_command_in_docs_others(tmp_path):
-    """The loss is that of mRASP2: each source against all targets of the batch, with mean pooling."""
-    flags = next(flags for program, flags in commands(OTHERS) if "en-de.tsv" in flags)
-    rows = [("A man eats.", "Ein Mann isst."), ("It rains.", "Es regnet."), ("Two dogs.", "Zwei Hunde.")]
-    data = tmp_path / "en-de.tsv"
-    data.write_text("".join(f"{a}\t{b}\n" for a, b in rows))
-    bert = small_bert(tmp_path / "bert")
-    more = ["--batch-size", 3, "--steps", 1, "--max-length", 64, "--model", bert, "--out", tmp_path / "out"]
-    simcse.main([*shlex.split(flags.replace("en-de.tsv", str(data))), *map(str, more)])
-    source, target = [F.normalize(embed(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
-    expected = F.cross_entropy(source @ target.T / 0.1, torch.arange(3)).item()
-    assert metrics(tmp_path / "out")[0]["loss"] == pytest.approx(expected, abs=1e-4)

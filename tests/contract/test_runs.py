@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
@@ -14,8 +13,9 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from command import DATA, ROOT, SCRIPTS, metrics, run, start, train, weights
+from command import DATA, ROOT, SCRIPTS, metrics, run, start_rank, train, weights
 from kernels.training.text import mlm
+from running import free_port
 
 STS = ["--dev", DATA / "sts.tsv"]
 SENTENCES = ["--model", "scratch", "--data", DATA / "sentences.txt", *STS]
@@ -165,10 +165,8 @@ def test_rows_from_python(tmp_path):
     assert weights(tmp_path / "memory") == weights(tmp_path / "file")
 
 
-def record_norms(variables, path):
-    """Set environment variables, and append the gradients' norms before clipping and before each step to a
-    file."""
-    os.environ.update(variables)
+def record_norms(path):
+    """Append the gradients' norms before clipping and before each step to a file."""
     mlm.mask_tokens = mask_every_fourth
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -189,18 +187,12 @@ def record_norms(variables, path):
     register_optimizer_step_pre_hook(before_step)
 
 
-def train_ranks(count, name, words, folder):
+def train_ranks(count, words, folder):
     """Train in several processes; return the losses and the gradient norms of rank 0."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = []
+    port, processes = free_port(), []
     for rank in range(count):
-        (folder / str(rank)).mkdir(parents=True)
-        variables = {} if count == 1 else dict(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port))
-        processes.append(start([name, *words, "--out", folder / "out"], folder / str(rank),
-                               functools.partial(record_norms, variables, folder / str(rank) / "norms")))
+        processes.append(start_rank(rank, count, port, [*words, "--out", folder / "out"], folder / str(rank),
+                                    functools.partial(record_norms, folder / str(rank) / "norms")))
     for rank, process in enumerate(processes):
         process.join(60)
         assert process.exitcode == 0, (folder / str(rank) / "errors").read_text()
@@ -240,11 +232,11 @@ def test_processes_equal_one(case, tmp_path, places):
     process without chunks. The model has no dropout."""
     name = case.split()[0]
     data = RUNS[name][0][RUNS[name][0].index("--data") + 1]
-    words = ["--model", "bert", "--data", data, "--batch-size", 8, "--steps", 3, "--lr", 1e-3, *RANKS[case]]
-    words = [places.get(word, word) for word in words]
+    words = [name, "--model", "bert", "--data", data, "--batch-size", 8, "--steps", 3, "--lr", 1e-3]
+    words = [places.get(word, word) for word in [*words, *RANKS[case]]]
     has_chunks = name not in ("cline", "tacl", "childtuning", "docs/more/finetune")
-    losses, norms = train_ranks(1, name, words, tmp_path / "one")
-    several = train_ranks(3, name, [*words, *["--chunk-size", 3] * has_chunks], tmp_path / "three")
+    losses, norms = train_ranks(1, words, tmp_path / "one")
+    several = train_ranks(3, [*words, *["--chunk-size", 3] * has_chunks], tmp_path / "three")
     assert len(losses) >= 3 and several[0] == pytest.approx(losses, rel=1e-5, abs=1e-5)
     assert norms and several[1] == pytest.approx(norms, rel=1e-4)
 

@@ -128,34 +128,6 @@ def test_memory_bank(size):
         assert torch.allclose(loss.bank, bank, rtol=0, atol=1e-15)
 
 
-def test_call_of_the_training_loop_of_open_clip():
-    """Some of its models return a bias although the loss is ClipLoss. Its gradient is 0."""
-    x, y, scale, bias = inputs("siglip", 5)
-    bias.requires_grad_()
-    names = dict(image_features=x, text_features=y, logit_scale=scale, logit_bias=bias)
-    output = ours("clip")(**names, output_dict=True)
-    assert torch.autograd.grad(output["contrastive_loss"], bias)[0] == 0
-
-
-@pytest.mark.parametrize("title", LABELLED)
-def test_trainer_and_multiple_losses_of_metric_learning(title):
-    """Three steps with SGD change the weights as with the library's loss. A miner's pairs are refused."""
-    trainers, x = pytest.importorskip("pytorch_metric_learning.trainers"), inputs(title, 60)[0]
-    data, weights, (mine, other) = [*zip(x, LABELS["many"].tolist())], [], (ours(title), theirs(title))
-    multiple = pytest.importorskip(METRIC).MultipleLosses([mine, other])
-    for loss in mine, other, multiple:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(16, 8).double()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1 if loss is not multiple else 0.05)
-        trainers.MetricLossOnly(
-            dict(trunk=model), dict(trunk_optimizer=optimizer), 20, dict(metric_loss=loss), data,
-            data_device="cpu", dataloader_num_workers=0).train()
-        weights.append(model.weight.detach())
-    assert_equal(weights, [weights[1]] * 3)
-    with pytest.raises(ValueError, match="indices_tuple: found the pairs of a miner, expected None"):
-        mine(x, LABELS["many"], (torch.tensor([0]),) * 4)
-
-
 @pytest.mark.parametrize("title", [*PAIRS, "bank", *LABELLED])
 def test_autocast(title):
     """Under autocast the loss is near that of float32, for rows of either type."""
