@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from saved_encoders import make_encoder, save
 from transformers import AutoModel, AutoTokenizer, BertConfig
 
+from families import DECODERS, ENCODERS
 from kernels.training.flags import POOLINGS
 from kernels.training.text import tokens
 from kernels.training.text.encoders import init_linear
@@ -51,9 +52,8 @@ def test_chunks_give_the_gradients_of_the_whole_batch(limits, bert):
 
 
 @pytest.mark.parametrize("family, pooling, use", [
-    ("Bert", "avg", "keep"), ("Roberta", "cls", "keep"), ("MPNet", "cls", "train-only"),
-    ("XLM", "avg_first_last", "train-only"), ("DebertaV2", "avg", "keep"), ("ModernBert", "cls", "keep"),
-    ("Qwen2", "avg_top2", "keep"), ("Llama", "last", "train-only")])
+    *((name, "cls", "keep") for name in ENCODERS), *((name, "last", "train-only") for name in DECODERS),
+    ("Bert", "avg", "keep"), ("XLM", "avg_first_last", "train-only"), ("Qwen2", "avg_top2", "keep")])
 def test_saved_folders(family, pooling, use, folder_of, tmp_path):
     """Our embeddings and the definition applied to the files in the folder agree, also for heads and prompts.
     --evaluate loads the same model, and so does the end of a run."""
