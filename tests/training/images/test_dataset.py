@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModel, ConvNextImageProcessor
+from transformers import AutoModel, ConvNextImageProcessor
 
 import moco
 import simclr
@@ -40,15 +40,6 @@ def make_dataset(data, crops=simclr.CROPS, **more):
     return images
 
 
-def centre_crops(images, split):
-    """Return the evaluation views of a split, (N, S, S, 3) float32 in [0, 255]."""
-    views, = images.views(split, [(0, range(len(split)))])
-    return 255 * views.permute(0, 2, 3, 1)
-
-
-# ── views and labels ──
-
-
 @pytest.mark.parametrize("size, share", [(32, 1), (33, 0.875)])
 def test_evaluation_uses_centre_crop(size, share, tmp_path):
     """Views of up to 32 pixels show the whole shorter side of an image, larger views show 0.875 of it."""
@@ -58,39 +49,20 @@ def test_evaluation_uses_centre_crop(size, share, tmp_path):
     part = photo.crop((left, top, 120 - left, 80 - top))
     expected = part.resize((size, size), Image.Resampling.BICUBIC)
     images = make_dataset(tmp_path, image_size=size)
-    assert np.array_equal(centre_crops(images, images.train)[0].round().byte(), np.asarray(expected))
+    view, = next(images.views(images.train, [(0, [0])]))
+    assert np.array_equal((255 * view).round().byte().permute(1, 2, 0), np.asarray(expected))
 
 
-def test_default_view_size(tmp_path):
-    """Arrays: their shorter side. Files: the largest shorter side, at most 224 or the model's input size."""
-    arrays, files = write(tmp_path / "x.npz", dict(images=np.zeros((3, 40, 48, 3), np.uint8))), tmp_path / "x"
-    (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 36}}')
-    for i, (height, width, size) in enumerate([(40, 50, 40), (45, 300, 45), (30, 30, 45), (230, 240, 224)]):
-        write(files / f"{i}.png", np.zeros((height, width, 3), np.uint8))
-        assert make_dataset(files).size == size and make_dataset(files, model=tmp_path).size == 36
-    assert make_dataset(arrays).size == make_dataset(arrays, model=tmp_path).size == 40
-
-
-def test_training_views_of_resumed_runs_and_of_ranks(tmp_path, monkeypatch):
-    """They are random crops of at least min_area, flipped, in the order of the seed. In a batch, all first
-    views come before all second ones."""
+def test_training_views_are_flipped_crops_of_shuffled_images(tmp_path, monkeypatch):
+    """Crops have at least min_area."""
     flipped = []
     monkeypatch.setattr(dataset, "flip", lambda x: flipped.append(len(x)) or x)
     images = make_dataset(write(tmp_path / "x.npz", dict(images=IMAGES)))
-
-    def training_views(step=0, rank=0, ranks=1):
-        for name, value in dict(is_initialized=ranks > 1, get_rank=rank, get_world_size=ranks).items():
-            monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
-        run = SimpleNamespace(args=SimpleNamespace(batch_size=5), step=step)
-        images.start_training_views(run, 5, min_area=0.3)
-        return [*images.training_views]
-
+    images.start_training_views(SimpleNamespace(args=SimpleNamespace(batch_size=5), step=0), 5, min_area=0.3)
+    found = [*images.training_views]
     order = [(step // 2, rows) for step, rows in zip(range(5), batches(12, 5, seed=3, min_rows=5))]
-    expected = [*images.views(images.train, order, simclr.CROPS._replace(min_area=0.3), 2)]
-    assert flipped == [10] * 5
-    assert equal(training_views(), expected) and equal(training_views(step=3), expected[3:])
-    first, second = zip(*(views[0].chunk(2) for views in (training_views(0, rank, 2) for rank in range(2))))
-    assert torch.equal(torch.cat([*first, *second]), expected[0])
+    expected = images.views(images.train, order, simclr.CROPS._replace(min_area=0.3), 2)
+    assert flipped == [10] * 5 and equal(found, [*expected])
 
 
 def test_labels_are_numbered_without_gaps(tmp_path):
@@ -100,29 +72,10 @@ def test_labels_are_numbered_without_gaps(tmp_path):
     images = make_dataset(write(tmp_path / "x.npz", large))
     assert images.train.labels.tolist() == [0, 1, 0, 1] and images.test.labels.tolist() == [2, 0, 3]
     assert images.classes == ["5", "1000000000000", "4", "6"]
-    for name in ("data/a", "data/c", "dev/b", "dev/c", "named/5"):
-        write(tmp_path / name / "0.png", np.resize(IMAGES[0], (9, 20, 3)))
+    for name in ("data/a", "data/c", "dev/b", "dev/c"):
+        write(tmp_path / name / "0.png", IMAGES[0])
     images = make_dataset(tmp_path / "data", dev=tmp_path / "dev")
     assert images.train.labels.tolist() == [0, 1] and images.test.labels.tolist() == [2, 1]
-    images = make_dataset(tmp_path / "x.npz", dev=tmp_path / "named")              # of another size
-    assert images.test.labels.tolist() == [0] and centre_crops(images, images.test).shape == (1, 8, 8, 3)
-
-
-def test_label_fraction_keeps_a_share_of_each_class(tmp_path):
-    """The seed decides which images are kept, at least one of each class, and images keep their labels."""
-    labels = np.repeat([4, 7, 9], [100, 30, 2])
-    arrays = np.arange(132, dtype=np.uint8)[:, None, None, None].repeat(3, 3)
-    data, kept = write(tmp_path / "x.npz", dict(images=arrays, labels=labels)), []
-    for seed in (1, 1, 2):
-        images = make_dataset(data, seed=seed)
-        simclr.subsample(images, 0.1)
-        kept.append(centre_crops(images, images.train)[:, 0, 0, 0].round().int().tolist())
-        assert images.train.labels.tolist() == [[4, 7, 9].index(labels[row]) for row in kept[-1]]
-        assert images.train.labels.bincount().tolist() == [10, 3, 1] and len({*kept[-1]}) == 14
-    assert kept[0] == kept[1] != kept[2]
-
-
-# ── evaluation ──
 
 
 @pytest.mark.parametrize("k", [1, 7, 200])
@@ -170,11 +123,7 @@ def test_linear_probe(tmp_path, monkeypatch):
     assert found == pytest.approx(100 * (predicted == images.test.labels).double().mean().item())
 
 
-# ── encoders ──
-
-
-@pytest.mark.parametrize("name, millions", [("resnet-18", 11.18), ("resnet-34", 21.28), ("resnet-50", 23.51),
-                                            ("resnet-101", 42.50), ("resnet-152", 58.14)])
+@pytest.mark.parametrize("name, millions", [("resnet-18", 11.18), ("resnet-50", 23.51)])
 def test_sizes_of_resnets(name, millions):
     """They have the papers' numbers of parameters. For 32 pixels the stem keeps the size of the image."""
     with torch.device("meta"):
@@ -195,15 +144,10 @@ def test_saved_encoder(size, tmp_path):
     model, images = result.model, make_dataset(data, moco.CROPS)
     expected, names = images.encode_split(images.train, model), dict(AutoModel=AutoModel)
     exec(re.sub(r"(\w+(\.\w+)?\(.*\))$", r"loaded = \1", result.said["load"]), names)
-    try:
-        processor = AutoImageProcessor.from_pretrained(out)
-    except ImportError:                    # some versions of transformers (5.17) need torchvision here
-        processor = ConvNextImageProcessor.from_pretrained(out)
+    processor = ConvNextImageProcessor.from_pretrained(out)
     features = names["loaded"].eval()(**processor([*pixels], return_tensors="pt")).pooler_output.flatten(1)
     if size == 8:
         torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-5)
-        with pytest.raises(RuntimeError, match="mismatched"):  # instead of a different network
-            AutoModel.from_pretrained(out)
     else:                                                      # the processor resizes first and crops then
         assert torch.cosine_similarity(features, expected).min() > 0.99
     encoder, normalisation = encoders.load_image_encoder(str(out)), encoders.read_mean_std(str(out))
@@ -271,16 +215,8 @@ def test_two_processes_equal_one(tmp_path):
 
 
 @pytest.mark.parametrize("name, flags, expected", [
-    ("simclr", "--batch-size 25", r"x\.npz: 12 images, expected at least --batch-size, which is 25"),
     ("simclr", "--supervised", r"--supervised needs labels, but x\.npz has none; .*"),
-    ("simclr", "--dev x.npz", r"--dev x\.npz: x\.npz has no labels, but kNN compares .*"),
-    ("simclr", "--data y.npz", r"y\.npz: no class of the test images \(1, \.\.\.\) is a class of .*"),
-    ("moco", "--queue-size 10", "--queue-size 10: expected a multiple of 4, the keys per step; try 8"),
-    ("moco", "--queue-size 12 --symmetric", "--queue-size 12: expected a multiple of 8, .*"),
-    ("moco", "--queue-size 8", "--bn-splits 8: expected a divisor of --batch-size, which is 4"),
-    ("moco", "--queue-size 8 --bn-splits 2 --chunk-size 3", "--chunk-size 3: expected a multiple of 2, .*")])
+    ("moco", "--queue-size 10", "--queue-size 10: expected a multiple of 4, the keys per step; try 8")])
 def test_mistakes(name, flags, expected, cwd, capfd):
     write(Path("x.npz"), dict(images=IMAGES))
-    write(Path("y.npz"), dict(images=IMAGES[:1], labels=np.array([0]), test_images=IMAGES[:1],
-                              test_labels=np.array([1])))
     rejects(name, capfd, expected, "--data", "x.npz", "--model", "tiny", "--batch-size", 4, *flags.split())

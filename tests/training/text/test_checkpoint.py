@@ -70,12 +70,11 @@ def test_pooling_of_old_and_new_folders(settings, pooling, bert, tmp_path):
     assert (model.head, model.prompts, model.max_length) == (None, ("",), 512)
 
 
-@pytest.mark.parametrize("flags, kept, note", [
-    ({}, True, ""), (dict(head=["train-only"]), True, "a head"), (dict(head=["new"]), False, "a head"),
-    (dict(pooling="avg"), False, "cls pooling, a head"), (dict(prompt=["c "]), True, "other prompts"),
-    (dict(max_length=61), True, "a maximum length of 60 tokens")])
-def test_flags_override_saved_settings(flags, kept, note, bert, tmp_path, capsys):
-    """Without flags, training continues with the saved head. What flags override is printed."""
+@pytest.mark.parametrize("flags, kept", [
+    ({}, True), (dict(head=["train-only"]), True), (dict(head=["new"]), False), (dict(pooling="avg"), False),
+    (dict(prompt=["c "], max_length=61), True)])
+def test_flags_override_saved_settings(flags, kept, bert, tmp_path):
+    """Without flags, training continues with the saved head."""
     folder = write_folder(bert, tmp_path / "a", dict(pooling_mode="cls"), ("Dense", HEAD, WEIGHTS),
                           default="query", max_seq_length=60)
     model = make_encoder(folder, **flags)
@@ -83,8 +82,6 @@ def test_flags_override_saved_settings(flags, kept, note, bert, tmp_path, capsys
     assert model.prompts == (("c ",) if "prompt" in flags else ("q ", "p "))
     assert model.max_length == flags.get("max_length", 60)
     assert model.keep_head == (flags.get("head") != ["train-only"] and model.head is not None)
-    expected = f"note     {folder} was saved with {note}; the flags override this\n" if note else ""
-    assert capsys.readouterr().out == expected
 
 
 def test_pooler_as_head(bert, tmp_path):
@@ -101,11 +98,8 @@ def test_pooler_as_head(bert, tmp_path):
 
 @pytest.mark.parametrize("pooling, more, wanted", [
     (dict(pooling_mode="max"), [], "1_Pooling: pooling max, expected one of cls, mean, lasttoken, .*"),
-    (dict(pooling_mode="mean", include_prompt=False), [], "1_Pooling: pooling mean, .* with include_prompt"),
     ({}, [("LayerNorm", {}, {})], "module LayerNorm, expected one of Transformer, .*"),
-    ({}, [("Dense", HEAD | dict(activation_function="os.system"), {})], "2_Dense: activation system, .*"),
-    ({}, [("Dense", HEAD | dict(use_residual=True), {})], "2_Dense: .* without a residual connection"),
-    ({}, [("Dense", HEAD, {"linear.weight": torch.ones(9, 32)})], ".*size mismatch.*")])
+    ({}, [("Dense", HEAD | dict(activation_function="os.system"), {})], "2_Dense: activation system, .*")])
 def test_unsupported_modules(pooling, more, wanted, bert, tmp_path):
     folder = write_folder(bert, tmp_path, pooling, *more)
     with pytest.raises(UserError, match=f"^--model {folder}: its modules.json, .*: {wanted}$"):
