@@ -9,7 +9,6 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from kernels import gather_rows, info_nce, own_rows
 from kernels.training import loop
-from kernels.training.errors import UserError
 from kernels.training.loop import batches, steps_per_epoch, warmup_cosine, warmup_linear
 from kernels.training.precision import unit_rows
 from running import fork_context, free_port
@@ -40,13 +39,6 @@ def test_last_batch_with_too_few_rows_is_skipped(rows, least):
     sizes = [len(batch) for batch in order(steps + 1, rows=rows, least=least)]
     last = [rows % 4] if rows % 4 >= least else []
     assert sizes == [4] * (rows // 4) + last + [4]             # and the first batch of the next epoch
-
-
-def test_last_batch_with_fewer_rows_than_ranks_is_refused(monkeypatch):
-    """The number of steps does not depend on the number of ranks, so such a batch cannot be skipped."""
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="the last batch of an epoch has 2 of 68 rows, fewer than the 3 .*"):
-        steps_per_epoch(68, 33)
 
 
 @pytest.mark.parametrize("ours, theirs", [(warmup_linear, get_linear_schedule_with_warmup),

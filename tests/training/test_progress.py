@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, call
 import pytest
 
 import simcse
-from running import KEPT, metrics, rejects
+from running import KEPT, metrics
 
 
 @pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
@@ -29,9 +29,3 @@ def test_trackers_get_the_numbers_of_metrics(name, package, cwd, monkeypatch):
         assert added == [call(key, value, 1) for key, value in numbers.items()]
         folder = Path("out/tensorboard")
         assert tracker.SummaryWriter.call_args_list == [call(folder, purge_step=step) for step in (1, 2)]
-
-
-def test_tracker_that_is_missing(cwd, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    wanted = "--log wandb: the package wandb is not installed; pip install wandb, or leave --log out"
-    rejects("simcse", capfd, wanted, *KEPT, "--log", "wandb")

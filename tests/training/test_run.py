@@ -5,7 +5,6 @@ import re
 import resource
 import shutil
 import signal
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import simcse
-from kernels.training.errors import UserError, command, fail
+from kernels.training.errors import UserError
 from kernels.training.out import atomic_file, check_out
 from running import KEPT, SMALL, equal, metrics, rejects, saved_weights
 
@@ -58,17 +57,6 @@ def test_a_signal_stops_the_run_after_its_step_is_saved(kind, cwd, capfd):
 def test_a_second_signal_stops_at_once(cwd):
     stop_in_step(2, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)], *FLAGS, "--out", "out")
     assert saved_step("out") == 1
-
-
-def test_nohup_and_threads_keep_their_signals(cwd):
-    """nohup ignores SIGHUP, and Python handles no signals in a thread of another program."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with pytest.raises(SystemExit, match="2"):
-        command(lambda argv=None: (signal.raise_signal(signal.SIGHUP), fail("it went on")))()
-    thread = threading.Thread(target=simcse.main, args=([*KEPT, "--out", "out"],))
-    thread.start()
-    thread.join()
-    assert saved_step("out") == 1 and Path("out/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("keep, during, after", [
