@@ -22,12 +22,11 @@ def test_spans(bert):
     --max-length tokens. Anchors lie in cells that are not adjacent; positives overlap or touch their anchor.
     Each span has special tokens at its ends."""
     model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert))
-    model.tokenizer.backend_tokenizer.enable_padding(length=20)                # like that of a MiniLM
     args = SimpleNamespace(max_length=64, spans=[2, 3])
     positions = np.arange(1000, 4000, dtype=np.int32)          # a document whose tokens are positions
     ends = [model.tokenizer.cls_token_id, model.tokenizer.sep_token_id]
     document = np.concatenate([ends[:1], positions, ends[1:]])
-    lengths, starts_before, ends_after = {0: [], 1: []}, [], []
+    lengths, sides = {0: [], 1: []}, set()
     for seed in range(300):
         anchors, *positives = declutr.sample_spans([document], model, args, random.Random(seed))
         assert [len(view) for view in (anchors, *positives)] == [2] * 4
@@ -39,31 +38,15 @@ def test_spans(bert):
                 assert list(row[1:-1]) == list(range(row[1], row[1] + len(row) - 2))
                 assert row[1] <= anchor[-2] + 3 and row[-2] >= anchor[1] - 3   # two tokens may be truncated
                 lengths[view is not anchors].append(len(row) - 2)
-                if view is not anchors:
-                    starts_before.append(row[1] < anchor[1])
-                    ends_after.append(row[-2] > anchor[-2])
+                sides.add(np.sign(row[1] - anchor[1]))
     for is_positive, mean in (0, 2 / 3), (1, 1 / 3):
         found = np.array(lengths[is_positive])
         assert found.min() >= 32 and abs(found.mean() - (32 + mean * 32 - 0.5)) < 0.7
-    assert 0.27 < np.mean(starts_before) < 0.67 and 0.27 < np.mean(ends_after) < 0.67
+    assert sides == {-1, 0, 1}
 
 
-@pytest.mark.parametrize("free, left, possible", [
-    (9, 2, range(9)), (4, 2, range(4)), (3, 2, [0, 2]), (9, 3, range(9)), (8, 3, [0, 7]), (1, 1, [0])])
-def test_cells_of_anchors(free, left, possible):
-    """As in the released code, an anchor takes any free cell, or the first or the last one if fewer than
-    left² are free. All are equally likely. This cell and its neighbours in the list are then not free."""
-    rng, counts = random.Random(0), dict.fromkeys([10 * i for i in possible], 0)
-    for _ in range(4000):
-        cells = [10 * i for i in range(free)]
-        drawn = declutr.sample_cell(cells, left, rng)
-        counts[drawn] += 1
-        assert cells == [10 * i for i in range(free) if abs(10 * i - drawn) > 10]
-    assert all(count == pytest.approx(4000 / len(possible), rel=0.15) for count in counts.values())
-
-
-@pytest.mark.parametrize("pooling, chunks", [("avg", []), ("avg_first_last", ["--chunk-size", 2])])
-def test_masked_anchors_are_embedded(pooling, chunks, tmp_path, bert, monkeypatch):
+@pytest.mark.parametrize("chunks", [[], ["--chunk-size", 2]])
+def test_masked_anchors_are_embedded(chunks, tmp_path, bert, monkeypatch):
     """--form code: one pass over masked anchors gives their embeddings and the masked-LM loss, whose decoder
     is tied to the word embeddings. Positives are not masked."""
     spans = [[row[0] for row in SENTENCES[start : start + 4]] for start in (0, 4, 8)]
@@ -76,9 +59,8 @@ def test_masked_anchors_are_embedded(pooling, chunks, tmp_path, bert, monkeypatc
 
     monkeypatch.setattr(declutr, "sample_spans", lambda *_: tokens)
     monkeypatch.setattr(mlm, "mask_tokens", mask_even_ids)
-    flags = ["--steps", 1, "--max-length", 8, "--lr", 0, "--pooling", pooling, "--spans", 1, 2,
-             "--batch-size", 4, "--form", "code", *chunks]
-    result = run_text("declutr", tmp_path / "run", DOCUMENT * 4, "--model", bert, *flags)
+    flags = ["--steps", 1, "--max-length", 8, "--lr", 0, "--spans", 1, 2, "--batch-size", 4, "--form", "code"]
+    result = run_text("declutr", tmp_path / "run", DOCUMENT * 4, "--model", bert, *flags, *chunks)
     lm, z, losses = result.model.lm.eval(), [], []
     lm.zero_grad()
     for view, rows in enumerate(tokens):
@@ -86,8 +68,7 @@ def test_masked_anchors_are_embedded(pooling, chunks, tmp_path, bert, monkeypatc
             maskable = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids)) & (view == 0)
             masked, chosen = mask_even_ids(ids, maskable, tokenizer)
             output = lm(input_ids=masked[None], output_hidden_states=True)
-            hidden = output.hidden_states[-1]
-            z.append((hidden if pooling == "avg" else (hidden + output.hidden_states[1]) / 2)[0].mean(0))
+            z.append(output.hidden_states[-1][0].mean(0))
             losses.append(F.cross_entropy(output.logits[0][chosen], ids[chosen], reduction="none"))
     anchors, *positives = torch.stack(z).chunk(3)
     contrast = formulas.nt_xent(anchors, sum(positives) / 2, 0.05, normalize=True)
@@ -104,8 +85,7 @@ def test_masked_anchors_are_embedded(pooling, chunks, tmp_path, bert, monkeypatc
 @pytest.mark.parametrize("anchors", [1, 2])
 def test_loss_of_spans(anchors, tmp_path, bert, monkeypatch):
     """The loss compares eight anchors with the means of their three positives; other anchors of the document
-    are negatives. With --form paper the masked LM gets the clean anchors, and its decoder is untied. Short
-    documents are left out."""
+    are negatives. With --form paper the masked LM gets the clean anchors, and its decoder is untied."""
     spans = [[row[0] for row in SENTENCES[start : start + 8]] for start in (0, 8, 16, 24)]
     tokenizer = AutoTokenizer.from_pretrained(bert)
     tokens = [tokenise(view, tokenizer, 512)[0] for view in spans]
@@ -113,9 +93,7 @@ def test_loss_of_spans(anchors, tmp_path, bert, monkeypatch):
     batches, nothing = [], torch.zeros(())
     monkeypatch.setattr(declutr, "masked_lm_loss", lambda _, batch, impl: batches.append(batch) or nothing)
     flags = ["--steps", 1, "--max-length", 8, "--spans", anchors, 3, "--batch-size", 8 // anchors]
-    documents = [*DOCUMENT * 9, ["a " * 16 * anchors], ["a " * (16 * anchors - 1)]]
-    result = run_text("declutr", tmp_path, documents, "--model", bert, *flags)
-    assert result.said["spans"].startswith(f"10 of 11 documents have at least {16 * anchors} tokens")
+    result = run_text("declutr", tmp_path, DOCUMENT * 9, "--model", bert, *flags)
     seen = [ids[mask.bool()].tolist() for group in batches[0] for _, ids, mask in zip(*group)]
     assert sorted(seen) == sorted([*ids] for ids in tokens[0])
     z, *positives = [embed_saved(bert, view, "avg").double() for view in spans]
@@ -123,10 +101,3 @@ def test_loss_of_spans(anchors, tmp_path, bert, monkeypatch):
     assert result.losses == pytest.approx([expected.item()], abs=1e-4)
     decoder = result.model.lm.get_output_embeddings()
     assert decoder.weight is not result.model.encoder.get_input_embeddings().weight
-
-
-def test_learning_rate(tmp_path, bert):
-    """The rate rises from 1/32 of --lr during a tenth of the steps, and falls again."""
-    flags = ["--model", bert, "--steps", 10, "--max-length", 8, "--spans", 1, 1, "--batch-size", 2]
-    rates = [row["lr"] / 5e-5 for row in run_text("declutr", tmp_path, DOCUMENT * 4, *flags).steps]
-    assert rates == pytest.approx([1 / 32, *((1 + 31 * left / 9) / 32 for left in range(9, 0, -1))])

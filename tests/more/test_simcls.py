@@ -3,7 +3,6 @@ import csv
 import itertools
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,7 +32,7 @@ def reference_ranking_loss(scores, reference, margin, form):
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])
-@pytest.mark.parametrize("n, c, margin", [(4, 1, 0.01), (3, 5, 0.01), (5, 4, 0.5), (2, 16, 0)])
+@pytest.mark.parametrize("n, c, margin", [(4, 1, 0.01), (5, 4, 0.5)])
 def test_ranking_loss(form, n, c, margin):
     check_equal(lambda s, r: simcls.ranking_loss(s, r, margin, form),
                 lambda s, r: reference_ranking_loss(s, r, margin, form), randn(n, c, 0), randn(n, 1, 1)[:, 0])
@@ -49,28 +48,9 @@ def test_columns_of_the_ranking_loss(tmp_path, bert):
     assert step["loss"] == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_columns_of_json(tmp_path):
-    """Columns are found by their names, and a list of candidates has one column per candidate."""
-    (tmp_path / "a.jsonl").write_text(2 * '{"candidates": ["c", "d"], "text": "a", "reference": "b"}\n')
-    args = simcls.make_parser().parse_args(["--data", str(tmp_path / "a.jsonl"), "--batch-size", "2"])
-    assert [cells for _, cells in simcls.load_data(args.data, args)] == [["a", "b", "c", "d"]] * 2
-    assert (args.count, args.epochs, args.lr) == (4, 5, 2e-3)  # released code
-
-
-def test_candidates_are_truncated_before_their_end_token():
-    """--candidate-length applies to candidates only, which keep their last token, [SEP]."""
-    rows = [np.arange(9), np.arange(20, 26)]
-    tokens = SimpleNamespace(views=lambda places, count: [[rows[i] for i in places]] * count)
-    model, args = SimpleNamespace(batch=lambda *views: views), SimpleNamespace(count=4, candidate_length=6)
-    views = simcls.make_batch(tokens, [0, 1], model, args)
-    short = [[0, 1, 2, 3, 4, 8], rows[1].tolist()]
-    assert [[ids.tolist() for ids in view] for view in views[2:]] == [short] * 2
-    assert views[0] is views[1] and views[0][0] is rows[0]
-
-
 def test_nearest_candidate_is_chosen(tmp_path):
     """Scores of the candidates with the highest cosine, of each text's best candidate, and how often the
-    first one is chosen, which is all that is known without a column of scores."""
+    first one is chosen."""
     scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
     rows = [[*row, " ".join(map(str, x.tolist()))] for row, x in zip(ROWS, scores)]
     texts = sorted({text for row in ROWS for text in row})
@@ -82,8 +62,6 @@ def test_nearest_candidate_is_chosen(tmp_path):
     expected = {"chosen": scores[range(12), at].mean().item(), "best": scores.amax(1).mean().item()}
     found = simcls.evaluate(model, simcls.load_dev(write(tmp_path / "x.csv", HEADER, *rows)))
     assert found == pytest.approx(expected | {"first": first}, abs=1e-6) and 0 < first < 100
-    bare = simcls.load_dev(write(tmp_path / "y.csv", HEADER[:6], *ROWS))
-    assert simcls.evaluate(model, bare) == {"first": pytest.approx(first)}
 
 
 def test_run(tmp_path):
