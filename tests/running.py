@@ -153,26 +153,6 @@ def fork_context():
     return multiprocessing.get_context("forkserver")
 
 
-def run_distributed(world_size, name, out, flags):
-    """Run a script in several processes; return the gradient norms of rank 0."""
-    arguments = world_size, free_port(), name, out, flags
-    fork_context()
-    torch.multiprocessing.start_processes(one_of_several, arguments, world_size, start_method="forkserver")
-    return torch.load(out / "norms")
-
-
-def one_of_several(rank, world_size, port, name, out, flags):
-    """Run one process (rank) of run_distributed."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.is_available = lambda: False
-    torch.set_num_threads(1)
-    if rank:                                                   # not run(): rank 0 may still write its files
-        importlib.import_module(name).main([*map(str, flags), "--out", str(out)])
-    else:
-        torch.save(run(name, out, *flags).norms, out / "norms")
-
-
 def rejects(name, capfd, wanted, *argv):
     """Check that a script's main rejects its flags: exit code 2, one line on stderr, no file changed.
 

@@ -202,7 +202,8 @@ def train_ranks(count, words, folder):
 
 # script: its flags in test_processes_equal_one, where nothing but masks is random. Processes draw other
 # images in simclr.py and moco.py; a test in tests/training/images replaces their augmentation.
-POOLED = ["--pooling", "avg"]
+POOLED, CIL = ["--pooling", "avg"], ["--mlm-weight", 0, "--classifier-dropout", 0]
+FINETUNE = ["--data", DATA / "topics_dev.tsv", "--ood-epochs", 1, "--supcon-weight", 0.5, "--rdrop-weight", 0.5]
 RANKS = {
     "simcse": POOLED, "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
     "dclr": [*POOLED, "--guide", "bert"],
@@ -214,10 +215,8 @@ RANKS = {
                           "--views", "dropout", "dropout", "--adversarial", 0.5],
     "docs/more/declutr": ["--data", "letters.txt", "--max-length", 4, "--spans", 2, 3, "--mlm-weight", 0],
     "docs/more/simcls": POOLED,
-    "docs/more/cil": ["--mlm-weight", 0, "--classifier-dropout", 0],
-    "docs/more/cil code": ["--mlm-weight", 0, "--classifier-dropout", 0, "--form", "code"],
-    "docs/more/finetune": ["--data", DATA / "topics_dev.tsv", "--ood-epochs", 1, "--supcon-weight", 0.5,
-                           "--rdrop-weight", 0.5, "--form", "code"]}
+    "docs/more/cil": CIL, "docs/more/cil code": [*CIL, "--form", "code"],
+    "docs/more/finetune": FINETUNE, "docs/more/finetune code": [*FINETUNE, "--form", "code"]}
 
 
 def mask_every_fourth(ids, maskable, tokenizer):
