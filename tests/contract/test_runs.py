@@ -203,7 +203,8 @@ def train_ranks(count, words, folder):
 # script: its flags in test_processes_equal_one, where nothing but masks is random. Processes draw other
 # images in simclr.py and moco.py; a test in tests/training/images replaces their augmentation.
 POOLED, CIL = ["--pooling", "avg"], ["--mlm-weight", 0, "--classifier-dropout", 0]
-FINETUNE = ["--data", DATA / "topics_dev.tsv", "--ood-epochs", 1, "--supcon-weight", 0.5, "--rdrop-weight", 0.5]
+FINETUNE = ["--data", DATA / "topics_dev.tsv", "--ood-epochs", 1, "--supcon-weight", 0.5,
+            "--rdrop-weight", 0.5]
 RANKS = {
     "simcse": POOLED, "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
     "dclr": [*POOLED, "--guide", "bert"],
