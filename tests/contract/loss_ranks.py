@@ -1,8 +1,8 @@
-"""The losses on 1, 2 and 3 processes with unequal shares of a batch: python loss_ranks.py FOLDER.
+"""The losses on three processes with unequal shares of a batch: python loss_ranks.py FOLDER.
 
 Every process has the whole batch, takes its own rows, and computes its share of each loss, so that shares and
-gradients of all processes add up to those of the batch. WORLD-RANK in the folder holds what a process found:
-{name of the loss: {part: tensor}}. WORLD 0 is one process that computes the losses without gathered rows.
+gradients of all processes add up to those of the batch. The files 0, 1 and 2 in the folder hold what the
+processes found: {name of the loss: {part: tensor}}. The file "alone" has the losses without gathered rows.
 """
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ import simclr
 import simcse
 import vascl
 
-ROWS, T = 13, 0.3                                              # shares of 13; 6 and 7; 4, 4 and 5 rows
+ROWS, T = 13, 0.3                                              # shares of 4, 4 and 5 rows
 LABELS, IDS, PHI = torch.arange(ROWS) * 5 % 4, torch.arange(ROWS) * 5 % 9, 0.3
 
 
@@ -118,16 +118,14 @@ def compute_shares(alone=False):
     return found
 
 
-def run_process(number, folder):
-    """Run process 0 to 5: rank 0 of 1, ranks 0 and 1 of 2, ranks 0 to 2 of 3. The first is also WORLD 0."""
+def run_process(rank, folder):
     torch.set_num_threads(1)
-    world, rank = [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)][number]
-    if world == 1:
-        torch.save(compute_shares(alone=True), folder / "0-0")
-    dist.init_process_group("gloo", f"file://{folder}/group-of-{world}", rank=rank, world_size=world)
-    torch.save(compute_shares(), folder / f"{world}-{rank}")
+    if rank == 0:
+        torch.save(compute_shares(alone=True), folder / "alone")
+    dist.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=3)
+    torch.save(compute_shares(), folder / str(rank))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.start_processes(run_process, (Path(sys.argv[1]),), 6, start_method="fork")
+    torch.multiprocessing.start_processes(run_process, (Path(sys.argv[1]),), 3, start_method="fork")
