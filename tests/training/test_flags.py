@@ -1,5 +1,4 @@
 """Wrong flags, and checksums of the inputs that flags name, by which --resume notices changed inputs."""
-import importlib
 import json
 import os
 from pathlib import Path
@@ -27,19 +26,6 @@ def test_wrong_flags(script, flags, wanted, cwd, capfd):
 
 
 # ── checksums of inputs ──
-
-SCRIPTS = "simclr moco simcse selfguided cline tacl ease vascl dclr childtuning finetune".split()
-NO_INPUT = {"--out", "--prompt", "--columns", "--text-columns", "--label-column", "--child-filter",
-            "--layer-study", "--save-triples", "--dev-columns"}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_input_flag_has_a_checksum(script):
-    parser = importlib.import_module(script).make_parser()
-    names = {flag.option_strings[-1] for flag in parser._actions
-             if flag.nargs != 0 and flag.type is None and not flag.choices}
-    assert {name[2:].replace("-", "_") for name in names - NO_INPUT} <= parser.inputs.keys()
-
 
 @pytest.mark.parametrize("flag, value, change", [
     ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # of the same size
