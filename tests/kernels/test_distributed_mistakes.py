@@ -1,7 +1,7 @@
 """Mistakes that users of other libraries report for contrastive losses on several processes, one test each.
 
 Three processes have 2, 2 and 3 of 7 rows. One process with the textbook formulas gives the expected numbers.
-Related tests: gradients of all losses and scripts (tests/scripts/test_gathering.py), wrappers of PyTorch
+Related tests: gradients of all losses and scripts on several processes (tests/contract), wrappers of PyTorch
 (test_distributed_docs.py), and random states of all ranks after --resume (tests/training/test_run.py).
 """
 import functools

@@ -1,7 +1,7 @@
 """Losses of one rank's rows against the rows of all ranks: parts of the loss of one process.
 
 Ranks are simulated in one process here: each part gets its slice of the rows, and all rows as gathered rows.
-tests/scripts/test_gathering.py and test_distributed_mistakes.py use processes.
+test_distributed_mistakes.py and tests/contract use processes.
 """
 import pytest
 import torch
