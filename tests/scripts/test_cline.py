@@ -1,8 +1,7 @@
-"""cline.py: the three losses against transformers' own head and one text at a time, the scores, means over
-ranks. Replaced words are tested in tests/training/papers, whole runs in tests/contract."""
+"""cline.py: the three losses against transformers' own head and one text at a time, the scores.
+Replaced words are tested in tests/training/papers, whole runs in tests/contract."""
 import itertools
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -87,15 +86,3 @@ def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
     assert model.training and result["hits"] == pytest.approx(100 * np.mean((margins > 0).tolist()))
     wanted = [margins.mean().item(), rtd.item(), cts.item()]
     assert [result[name] for name in ("margin", "rtd", "cts")] == pytest.approx(wanted, rel=1e-3)
-
-
-def test_ranks_add_up_to_means_over_all_tokens(monkeypatch):
-    """Ranks have different numbers of tokens. max(s, 0), which is no mean, is added once, not per rank."""
-    counts, losses = torch.tensor([[3.0, 5, 2], [4, 0, 6]]), torch.rand(2, 3)
-    s = torch.tensor([0.3, -1, 2])
-    ranks = Mock(is_initialized=lambda: True, all_reduce=lambda x: x.copy_(counts.sum(0)))
-    monkeypatch.setattr(cline, "dist", ranks)
-    total = sum(cline.total_loss(cline.scale_to_global_means(own, n), s, share=n[2] / 8)
-                for own, n in zip(losses, counts.tolist()))
-    means = (losses * counts).sum(0) / counts.sum(0)
-    torch.testing.assert_close(total, loss_formulas.total_loss(means, s))

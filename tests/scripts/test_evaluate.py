@@ -1,14 +1,12 @@
 """Which checkpoint a script keeps, and what --evaluate scores."""
 import copy
-import csv
 import importlib
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from running import DATA, NLI, SENTENCES, equal, few_pairs, rejects, run, run_text, saved_weights
+from running import DATA, NLI, equal, few_pairs, run_text, saved_weights
 
 SMALL = ["--model", "scratch", "--batch-size", 8]
 
@@ -49,36 +47,3 @@ def test_the_mean_over_test_sets(cwd, bert, capsys):
     both = evaluate("simcse", capsys, *flags, "--test", *files, "--dev", DATA / "sts.tsv")
     assert both.startswith("test ") and both.endswith(" mean")
     assert float(both.split()[1]) == pytest.approx(np.mean(alone), abs=0.006)
-
-
-def test_cline(cwd, capfd):
-    """Training holds out the last rows of a file. --evaluate on these rows alone gives the same scores."""
-    rows = [(a, a.replace(" ", " so "), b) for (a,), (b,) in zip(SENTENCES[:60], SENTENCES[60:120])]
-    for name, part in ("all.csv", rows), ("last.csv", rows[40:]), ("same.csv", [("A b.", "A b.", "A c.")]):
-        with open(name, "w", newline="") as file:
-            csv.writer(file).writerows([("original", "synonym", "antonym"), *part])
-    result = run("cline", Path("out"), "--data", "all.csv", *SMALL, "--steps", 4, "--held-out-rows", 20)
-    found = re.search(r"(hits .*), RTD [\d.]+(, CTS [\d.]+)", result.said["held"])
-    line = evaluate("cline", capfd, "--model", "out", "--data", "last.csv")
-    assert line == f"test     {found[1]}{found[2]}, 20 triples of last.csv"
-    wanted = "same.csv: no row has a replaced word in both copies; expected .*"
-    rejects("cline", capfd, wanted, "--evaluate", "--model", "out", "--data", "same.csv")
-
-
-def test_childtuning_of_a_regression(cwd, capsys):
-    """Scores that --evaluate prints are those of the run."""
-    Path("few.tsv").write_text("".join(f"{row[0]}\t{i % 5}.5\n" for i, row in enumerate(SENTENCES[:40])))
-    flags = ["--data", "few.tsv", "--mode", "none", "--epochs", 2, "--dev", "few.tsv", "--model", "scratch"]
-    result = run("childtuning", Path("out"), *flags)
-    line = evaluate("childtuning", capsys, "--model", "out", "--dev", "few.tsv")
-    assert line == f"test     {result.said['dev'].split(': ')[1]}  few.tsv"
-
-
-@pytest.mark.parametrize("name, flags, wanted", [
-    ("moco", ["--data", "x.npy"], "--model resnet-50: a new model has learnt nothing; .*"),
-    ("simclr", ["--data", "x.npy", "--model", "y"], "--evaluate: expected labelled test images, .*"),
-    ("childtuning", ["--dev", "good.csv", "--model", "encoder"], "--model encoder: .* a classifier.*")])
-def test_what_cannot_be_evaluated(name, flags, wanted, cwd, bert, capfd):
-    np.save("x.npy", np.zeros((4, 8, 8, 3), np.uint8))
-    Path("encoder").symlink_to(bert)
-    rejects(name, capfd, wanted, "--evaluate", *flags)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import childtuning
 from running import DATA, few_images, run
 
 # ── defaults of flags ───────────────────────────────────────────────────────────────────────────────────────
@@ -30,7 +29,6 @@ V1, V2 = dict(head_layers=1, temperature=0.07, blur=0), dict(head_layers=2, temp
 # script, flags, defaults
 DEFAULTS = [
     ("simcse", "--columns 1", SIMCSE | dict(batch_size=64, lr=3e-5, epochs=1)),
-    ("simcse", "--columns 1 2", SIMCSE | dict(batch_size=512, lr=5e-5, epochs=3)),
     ("simcse", "--columns 1 2 3", SIMCSE | dict(batch_size=512, lr=5e-5, epochs=3)),
     ("selfguided", "--columns 1", SG | dict(view_pooling="max")),
     ("selfguided", "--columns 1 --form code", SG | dict(view_pooling="mean")),
@@ -50,7 +48,6 @@ DEFAULTS = [
         temperature=0.05, phi=0.9, noise_per_sentence=1, noise_steps=4, noise_step_size=1e-3,
         noise_temperature=0.05, batch_size=128, epochs=3, lr=3e-5, max_length=32, eval_every=125,
         guide="princeton-nlp/unsup-simcse-bert-base-uncased")),
-    ("dclr", "--columns 1 --temperature 0.2", dict(noise_temperature=0.2)),
     ("childtuning", "", CHILD | dict(fisher_batch_size=1, fisher_clip=0, fisher_samples=None)),
     ("childtuning", "--form code", CHILD | dict(fisher_batch_size=16, fisher_clip=1, fisher_samples=None)),
     ("simclr", "", dict(lr=1.0, lr_scaling="linear", weight_decay=1e-6, warmup_epochs=10, temperature=0.5,
@@ -68,10 +65,8 @@ DEFAULTS = [
     ("simclr", "--recipe v2", dict(lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, epochs=800,
                                    temperature=0.1, head_layers=3, form="code")),
     ("simclr", "--supervised", dict(temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
-    ("simclr", "--supervised --recipe cifar", dict(temperature=0.5, crop=0.08, supervised=True)),
     ("simclr", "--finetune DATA", dict(batch_size=1024, epochs=60, lr=0.005, lr_scaling="sqrt",
                                        weight_decay=0, warmup_epochs=0, from_layer=1)),
-    ("simclr", "--finetune DATA --from-layer 0", dict(from_layer=0)),
     ("simclr", "--distill t", dict(epochs=400, lr=0.1, lr_scaling="sqrt", temperature=1, batch_size=4096)),
     ("moco", "--recipe v1", IMAGENET | V1 | dict(v1=True)),
     ("moco", "--recipe v2", IMAGENET | V2 | dict(v1=False)),
@@ -107,15 +102,6 @@ def test_defaults_of_flags(name, flags, wanted, large_files):
     assert {key: getattr(args, key) for key in wanted} == wanted
 
 
-@pytest.mark.parametrize("form, mode, given, wanted", [
-    ("paper", "F", None, 3), ("code", "none", None, 3), ("code", "F", None, 0), ("code", "D", None, 0),
-    ("code", "D", 0.2, 5), ("paper", "none", 0.0, 0)])
-def test_warmup_of_childtuning(form, mode, given, wanted):
-    """It is a tenth of the 25 steps, rounded up, but 0 in modes F and D of the released code."""
-    args = SimpleNamespace(form=form, mode=mode, warmup_ratio=given)
-    assert childtuning.warmup_steps(args, 25) == wanted
-
-
 # ── optimizers, clipping and learning rates ─────────────────────────────────────────────────────────────────
 
 LINEAR = [1 - step / 10 for step in range(10)]                 # decay to 0 from the first step on
@@ -144,9 +130,12 @@ RUNS = {
     "vascl": ([*ONE_COLUMN, "--neighbours", 2, "--head-lr", 0.1], [1] * 10, None,
               [ADAM | dict(lr=1e-3), ADAM | dict(lr=0.1)]),
     "dclr": ([*ONE_COLUMN, "--guide", "GUIDE"], LINEAR, 1, [ADAM]),
-    "childtuning": ([*CHILD_RUN, "none"], WARM_UP, 1, [ADAM | dict(weight_decay=0.01), ADAM]),
-    "childtuning code": ([*CHILD_RUN, "F", "--form", "code"], LINEAR, 1,
-                         [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
+    "childtuning": ([*CHILD_RUN, "F"], WARM_UP, 1,
+                    [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
+    "childtuning code F": ([*CHILD_RUN, "F", "--form", "code"], LINEAR, 1,
+                           [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
+    "childtuning code": ([*CHILD_RUN, "none", "--form", "code"], WARM_UP, 1,
+                         [ADAM | dict(weight_decay=0.01), ADAM]),
     "simclr": ([*PICTURES, "--warmup-epochs", 1], WARM_COSINE, None, [dict(trust=0.001, momentum=0.9)]),
     "moco": (MOCO, COSINE, None, [dict(momentum=0.9, nesterov=False, weight_decay=5e-4)]),
     "moco v1": ([*MOCO, "--v1"], [1] * 6 + [0.1] * 2 + [0.01] * 2, None, [dict(momentum=0.9)])}

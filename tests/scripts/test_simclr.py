@@ -1,7 +1,5 @@
-"""simclr.py: LARS and other optimizers, projection heads, --no-normalize, and the stages of v2. Augmentation
-and --label-fraction are tested in tests/training/images, several processes in test_image_ranks.py."""
-import contextlib
-import io
+"""simclr.py: LARS and other optimizers, projection heads and the stages of v2. Augmentation, --label-fraction
+and several processes are tested in tests/training/images."""
 from functools import partial
 from types import SimpleNamespace
 
@@ -69,9 +67,9 @@ def test_weight_decay_and_classifiers(optimizer, decay, trust):
 # ── the model and the loss ──
 
 
-@pytest.mark.parametrize("layers", [0, 1, 3])
+@pytest.mark.parametrize("layers", [0, 3])
 @pytest.mark.parametrize("form, norm, norms", [
-    ("paper", None, False), ("code", None, True), ("paper", True, True), ("code", False, False)])
+    ("paper", None, False), ("code", None, True), ("paper", True, True)])
 def test_layers_of_projection_heads(form, norm, norms, layers):
     """With batch norms, linear layers have no bias, and the bias of the last norm is not trained."""
     args = SimpleNamespace(head_layers=layers, projection_dim=4, form=form, head_norm=norm)
@@ -97,24 +95,7 @@ def test_batch_norms_are_synchronised_and_saved_as_plain_ones(tmp_path):
     assert equal(loaded.state_dict(), head.state_dict())
 
 
-def test_no_normalize_computes_in_float32():
-    """Similarities are dot products, which would overflow float16 if projections are long."""
-    args, z = flags("--no-normalize", "--precision", "bf16"), 1000 * torch.randn(6, 8)
-    loss, _ = simclr.compute_loss(lambda x: x, (z, None), 3, args)
-    torch.testing.assert_close(loss, simclr.simclr_loss(*z.chunk(2), 0.5, normalize=False, impl="eager"))
-
-
 # ── SimCLR v2 ──
-
-
-def test_distillation_loss():
-    """The loss equals the paper's formula, and the teacher gets no gradient."""
-    student, teacher = randn(4, 3, requires_grad=True), randn(4, 3, requires_grad=True)
-    wanted = -((teacher / 0.5).softmax(1).detach() * (student / 0.5).log_softmax(1)).sum(1).mean()
-    found = simclr_v2.distillation_loss(student, teacher, 0.5)
-    both = ([loss, *torch.autograd.grad(loss, student, retain_graph=True)] for loss in (found, wanted))
-    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.grad(found, teacher, allow_unused=True) == (None,)
 
 
 @pytest.mark.parametrize("given", ["--distill t --temperature 0.3", "--finetune x"])
@@ -131,7 +112,8 @@ def test_loss_of_a_classifier(given, monkeypatch):
     loss, _ = tuning.compute_loss(lambda x: logits * torch.equal(x, views), [*range(8)])
     wanted = F.cross_entropy(logits, labels[4:8])
     if tuning.teacher:
-        wanted = simclr_v2.distillation_loss(logits, teacher.eval()(views), 0.3)
+        p, q = (teacher.eval()(views) / 0.3).softmax(1), (logits / 0.3).log_softmax(1)
+        wanted = -(p * q).sum(1).mean()
     torch.testing.assert_close(loss, wanted / 2)
 
 
@@ -140,8 +122,7 @@ SMALL = ["--model", "resnet-small", "--batch-size", 20, "--eval-every", 50, "--p
 
 def test_finetuning_and_distillation(tmp_path):
     """Fine-tuning keeps --from-layer layers of the saved head, uses a fraction of each class, and learns. The
-    saved classifier gives the same logits after loading, --evaluate scores it, and a student learns from it.
-    """
+    saved classifier gives the same logits after loading, and a student learns from it."""
     with np.load(DATA / "shapes.npz") as file:
         x, y = file["images"][:260, ::2, ::2] // 2, file["labels"][:260] % 3
     x[np.arange(260), :, :, y] += 120                          # each class has a colour
@@ -160,10 +141,6 @@ def test_finetuning_and_distillation(tmp_path):
     assert result.steps[-1]["dev_top1"] > 60 and result.steps[-1]["loss"] < 1
     images, loaded = torch.rand(4, 3, 16, 16), load_classifier(tuned)
     assert torch.equal(loaded(images), result.model.eval()(images)) and loaded.classes == ["5", "6", "7"]
-    for more, score in (["--data", data], f"{result.steps[-1]['dev_top1']:.2f}"), (["--dev", data], ""):
-        with contextlib.redirect_stdout(io.StringIO()) as lines:               # --data is for probe and kNN
-            simclr.main([*map(str, ["--evaluate", "--model", tuned, "--probe-epochs", 0, *more])])
-        assert f"classifier {score}" in lines.getvalue()
     given = ["--distill", tuned, "--data", data, *SMALL, "--lr", 0.03, "--warmup-epochs", 0, "--steps", 60]
     assert run("simclr", student, *given, "--temperature", 0.7).steps[-1]["dev_top1"] > 60
     assert load_classifier(student).classes == loaded.classes

@@ -1,6 +1,5 @@
-"""tacl.py: tiny losses, the student's three losses against transformers' own, its scores, the frozen teacher,
+"""tacl.py: the student's three losses against transformers' own, its scores, the frozen teacher,
 what is saved. Sentence pairs and masks are tested in tests/training/papers."""
-import json
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -10,33 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertForPreTraining, BertModel, DistilBertConfig
-from transformers import DistilBertForMaskedLM as DistilBertLM
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertForPreTraining, BertModel
 
 import loss_formulas
 import tacl
-from formulas import both_impls, randn
+from families import small_model
 from loss_formulas import cosines
 from running import SENTENCES, equal, run
-
-both_forms = pytest.mark.parametrize("form", ["paper", "code"])
-
-
-@both_impls
-def test_tiny_losses_and_batches_without_masks(impl):
-    """A loss far below float32's resolution near 1 is accurate. Without masks, loss and gradient are 0;
-    padding is never an anchor, even if it is masked."""
-    wide, masked = F.normalize(randn(27, 48, 4), dim=1).view(3, 9, 48), torch.arange(27).view(3, 9) % 4 == 1
-    others = [torch.cat([wide[b, :i], wide[b, i + 1 :]]) @ wide[b, i] for b, i in masked.nonzero()]
-    tiny = np.mean([torch.log1p(torch.exp((x - 1) / 0.01).sum()).item() for x in others])
-    assert tiny < 1e-15
-    student = wide.float().requires_grad_()
-    assert tacl.tacl_loss(student, wide.float(), masked, impl=impl).item() == pytest.approx(tiny, rel=1e-2)
-    loss = tacl.tacl_loss(student, -wide.float(), masked, ~masked, impl=impl)
-    assert loss == 0 and not torch.autograd.grad(loss, student)[0].any()
-
-
-# ── the model and its three losses ──
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +29,19 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, bert):
-    """Write three models with the tokenizer of `bert`: a BERT with all its heads, and a DistilBERT (with
-    dropout) with and without its masked-LM head."""
-    home, tokenizer = tmp_path_factory.mktemp("models"), AutoTokenizer.from_pretrained(bert)
+def with_heads(tmp_path_factory, bert):
+    """Write a BERT with all its heads and the tokenizer of `bert`."""
+    folder, tokenizer = tmp_path_factory.mktemp("heads"), AutoTokenizer.from_pretrained(bert)
     torch.manual_seed(1)
-    shape = dict(num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=len(tokenizer),
-                 hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    config = DistilBertConfig(vocab_size=len(tokenizer), dim=32, n_layers=2, n_heads=2, hidden_dim=64)
-    models = {"bert": BertForPreTraining(BertConfig(hidden_size=32, initializer_range=0.2, **shape)),
-              "distilbert-lm": DistilBertLM(config)}
-    models["distilbert"] = models["distilbert-lm"].distilbert
-    for parameter in models["bert"].cls.parameters():          # biases, too
+    model = BertForPreTraining(BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=len(tokenizer), initializer_range=0.2, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0))
+    for parameter in model.cls.parameters():                   # biases, too
         torch.nn.init.normal_(parameter, std=0.3)
-    for name, model in models.items():
-        model.save_pretrained(home / name)
-        tokenizer.save_pretrained(home / name)
-    return home
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def build(flags, model, **changes):
@@ -85,13 +60,13 @@ def padded(rows, part, width):
     return torch.stack([F.pad(torch.tensor(row[part]), (0, width - len(row[0]))) for row in rows]).long()
 
 
-@both_forms
+@pytest.mark.parametrize("form", ["paper", "code"])
 @pytest.mark.parametrize("grad_accum, weight", [(1, 1), (4, 0.5)])
-def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, folders):
+def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, with_heads):
     """Losses and gradients of micro-batches equal BertForPreTraining's own losses and the contrastive loss of
     the whole batch; the decoder computes no logits. `evaluate` returns the same losses, and the accuracy."""
     changes = dict(form=form, grad_accum=grad_accum, contrastive_weight=weight, impl="eager")
-    model, teacher, args, rows, sentences = build(files, folders / "bert", **changes)
+    model, teacher, args, rows, sentences = build(files, with_heads, **changes)
     for parameter in model.encoder.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)   # unlike its teacher
     values, seen, decoder = Counter(), [], model.lm.get_output_embeddings()
@@ -113,7 +88,7 @@ def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, fol
     inputs = dict(attention_mask=real, token_type_ids=segments)
     library = model.lm(masked_ids, **inputs, labels=ids.where(is_masked, -100), next_sentence_label=labels,
                        output_hidden_states=True)
-    t = BertModel.from_pretrained(folders / "bert").eval()(ids, **inputs).last_hidden_state.detach().double()
+    t = BertModel.from_pretrained(with_heads).eval()(ids, **inputs).last_hidden_state.detach().double()
     s = library.hidden_states[-1].double()
     contrast = loss_formulas.tacl_loss(s, t, is_masked, real, 0.01, form)
     (library.loss + weight * contrast).backward()
@@ -133,10 +108,10 @@ def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, fol
     assert 0.05 < np.mean(right) < 1
 
 
-def test_token_similarity(files, folders):
+def test_token_similarity(files, with_heads):
     """Of each layer: without [CLS] and [SEP] the mean over sentences, with them the mean over token pairs. A
     sentence of one word has no similarity of its own."""
-    model, teacher, args, rows, sentences = build(files, folders / "bert")
+    model, teacher, args, rows, sentences = build(files, with_heads)
     found = tacl.evaluate(model, (rows, sentences), args, teacher)
     assert len(sentences[0][0]) == 3 and len(sentences) == 9
     states = [model.encoder(torch.tensor(ids)[None].long(), output_hidden_states=True).hidden_states
@@ -150,31 +125,17 @@ def test_token_similarity(files, folders):
         assert found["similarity_special"][layer] == pytest.approx(both.item(), abs=1e-5)
 
 
-def test_contrastive_weight_0_does_not_run_the_teacher(files, folders):
-    """In training; `evaluate` still computes the contrastive loss and the accuracy."""
-    model, _, args, rows, sentences = build([*files, "--contrastive-weight", 0], folders / "bert")
-    micro_batch, = tacl.make_batch(rows, model.train(), args)
-    loss, values = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args, teacher=None)
-    assert {*values} == {"loss", "mlm", "nsp"} and loss == values["mlm"] + values["nsp"]
-    scores = tacl.evaluate(model, (rows, sentences), args, model.encoder)
-    assert scores["contrast"] > 0 and scores["accuracy"] > 0
-
-
-@pytest.mark.parametrize("name, missing", [
-    ("distilbert", {"vocab_layer_norm", "vocab_projector", "vocab_transform", "next sentence"}),
-    ("distilbert-lm", {"next sentence"}), ("scratch", set())])
-def test_missing_heads_and_frozen_teacher(name, missing, files, folders):
-    """Heads that the checkpoint lacks are trained. The teacher is neither trained nor saved, and
+def test_missing_heads_and_frozen_teacher(tmp_path, files):
+    """Heads that a DistilBERT lacks are trained. The teacher is neither trained nor saved, and
     model.train() does not turn its dropout on."""
-    model, teacher, args, rows, _ = build(files, name if name == "scratch" else folders / name)
-    if name == "distilbert-lm":
-        stored = DistilBertLM.from_pretrained(folders / name).state_dict()
-        assert equal(dict(model.lm.state_dict()), dict(stored))
+    folder = small_model("DistilBert", tmp_path, max_position_embeddings=512, initializer_range=0.02)
+    model, teacher, args, rows, _ = build(files, folder)
     micro_batch, = tacl.make_batch(rows, model, args)
     model.train()
     loss, values = tacl.compute_loss(model, micro_batch, tacl.mean_weights(rows), args, teacher)
     loss.backward()
-    assert set(model.missing_heads) == missing
+    heads = {"vocab_layer_norm", "vocab_projector", "vocab_transform", "next sentence"}
+    assert set(model.missing_heads) == heads
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert values["nsp"].item() == pytest.approx(math.log(2), abs=0.05)
     assert not any(p.requires_grad or p in {*model.parameters()} for p in teacher.parameters())
@@ -188,12 +149,10 @@ def test_missing_heads_and_frozen_teacher(name, missing, files, folders):
 
 
 def test_saved_student(tmp_path, files, bert):
-    """The printed line loads the encoder of state.pt, with its pooler but without heads and teacher, and the
-    tokenizer does not truncate."""
+    """The printed line loads the encoder of state.pt, with its pooler but without heads and teacher."""
     result, out = run("tacl", tmp_path / "out", *files, "--model", bert, "--steps", 2), tmp_path / "out"
     model = eval(result.said["load"], {"AutoModel": AutoModel})
     inside = {name.removeprefix("lm.bert."): weight for name, weight in result.state["model"].items()
               if name.startswith("lm.bert.")}
     assert equal(dict(model.state_dict()), inside) and {*load_file(out / "model.safetensors")} == {*inside}
     assert any("pooler" in name for name in inside) and not any("teacher" in x for x in result.state["model"])
-    assert json.loads((out / "tokenizer.json").read_text())["truncation"] is None
