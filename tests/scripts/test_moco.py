@@ -1,5 +1,5 @@
 """moco.py: queue, memory bank, key encoder, split and shuffled batch norms. The order of a step's parts is
-tested in tests/training/images/test_dataset.py, several processes in test_image_ranks.py."""
+tested in tests/training/images/test_dataset.py, several processes in tests/contract."""
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
