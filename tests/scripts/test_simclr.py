@@ -1,5 +1,5 @@
 """simclr.py: LARS and other optimizers, projection heads, --no-normalize, and the stages of v2. Augmentation
-and --label-fraction are tested in tests/training/images, several processes in test_image_ranks.py."""
+and --label-fraction are tested in tests/training/images, several processes in tests/contract."""
 import contextlib
 import io
 from functools import partial
