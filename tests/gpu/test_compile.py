@@ -223,63 +223,6 @@ def resources(cubin):
     return int(re.search(r"REG:(\d+)", printed)[1]), int(re.search(r"STACK:(\d+)", printed)[1])
 
 
-def count_variants():
-    """Yield (loss, kernel, count, later count): how often a kernel is compiled for the first batch of a run,
-    and then for batches that are smaller."""
-    import torch
-    import triton.compiler
-    from triton.runtime import driver
-
-    class Compiled:
-        """Stands for a compiled kernel; nothing is compiled, because only their number matters."""
-        packed_metadata = function = None
-        launch_metadata, run = (staticmethod(lambda *arguments: None) for _ in range(2))
-
-    triton.compiler.compile = lambda *arguments, **options: Compiled()
-    from compiling_driver import compiling_driver
-
-    import kernels
-    from kernels.gpu import launch
-    launch.INTERPRETED = True
-    driver.set_active(compiling_driver("sm_90"))
-    losses = {                                                 # own: slice of one rank's rows
-        "info_nce": lambda q, k, own, **on: kernels.info_nce(q[own], k, offset=own.start, **on),
-        "clip_loss": lambda q, k, own, **on: kernels.clip_loss(q, k, **on),
-        "nt_xent": lambda q, k, own, **on: kernels.nt_xent(q, k, **on),
-        "gathered": lambda q, k, own, **on: kernels.nt_xent(
-            q[own], k[own], gathered=(q, k), offset=own.start, **on),
-        "queue_loss": lambda q, k, own, **on: kernels.queue_loss(q, k, k.new_zeros(500, q.shape[1]), **on),
-        "linear": lambda q, k, own, **on: kernels.linear_cross_entropy(q, k, torch.arange(len(q)), **on),
-        "sigmoid_loss": lambda q, k, own, **on: kernels.sigmoid_loss(q[own], k, offset=own.start, **on),
-        "within": lambda q, k, own, **on: kernels.similarity_lse(
-            q, k, within=(torch.arange(len(q)), torch.arange(len(k))), **on).sum()}
-    # at most 1,024 rows, or more, also where nt_xent stacks two views
-    batches = (512, 1, 5, 16, 63, 64), (1102, 1025, 1040)
-    for (name, loss), sizes in itertools.product(losses.items(), batches):
-        for d, dtype in (128, torch.bfloat16), (768, torch.bfloat16), (768, torch.float32):
-            for kernel in all_kernels():
-                kernel.device_caches.clear()
-            counts = []
-            for n in sizes:
-                q, k = (torch.zeros(n, d, dtype=dtype, requires_grad=True) for _ in range(2))
-                loss(q, k, slice(n // 3, 1 + 2 * (n // 3)), impl="triton").backward()
-                counts.append([len(kernel.device_caches[90][0]) for kernel in all_kernels()])
-            for kernel, first, last in zip(all_kernels(), counts[0], counts[-1]):
-                yield name, kernel.fn.__name__, first, last - first
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="triton exists on Linux only")
-def test_other_batch_sizes_compile_few_kernels():
-    """A kernel may have variants for forward and backward, rows and columns, but a short last batch compiles
-    nothing."""
-    command = [sys.executable, __file__, "--variants"]
-    done = subprocess.run(command, env=compiling_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [line.split() for line in done.stdout.splitlines()]
-    assert len({kernel for _, kernel, first, _ in found if int(first)}) > 12
-    assert [line for line in found if int(line[2]) > 2 or int(line[3])] == []
-
-
 def compiling_environment():
     """Return an environment without TRITON_INTERPRET, for a process that compiles."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -299,10 +242,6 @@ def test_spills_shared_memory_and_tensor_cores(chip):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    if "--variants" in sys.argv:
-        for found in count_variants():
-            print(*found)
-        sys.exit()
     print(f"chip   {'kernel':23}{'dtype':9}{'float32':8}{'τ':7}{'launch':31}"
           "registers stack  shared")
     tight = TIGHT if "--tight" in sys.argv else None

@@ -15,10 +15,9 @@ SOFTMAX = LOSSES | {                    # functions of (q, k, temperature, impl)
 DISTANCES = {                           # functions of (q, k)
     "hard": kernels.triplet_loss,
     "semi-hard": lambda q, k: kernels.triplet_loss(q, k, mining="semi-hard"),
-    "triplet": lambda q, k: kernels.triplet_loss(q, k, k.flip(0)),
     "margin": lambda q, k: kernels.margin_loss(q, k, torch.arange(len(q), device=q.device) % 2)}
-DTYPES = [*((dtype, dtype, autocast) for dtype in (F64, F32, F16, BF16) for autocast in (F16, BF16)),
-          *((a, b, half) for half in (F16, BF16) for a, b in ((F32, half), (half, F32)))]
+DTYPES = [(F64, F64, F16), (F32, F32, F16), (F32, F32, BF16), (F16, F16, F16), (F16, F16, BF16),
+          (BF16, BF16, F16), (F32, F16, F16), (F16, F32, F16), (F32, BF16, BF16)]
 
 
 def dtype_of_products(impl, q_dtype, k_dtype, autocast):

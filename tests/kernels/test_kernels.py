@@ -5,8 +5,6 @@ number of rows; settings inside the package force them for small matrices of sev
 rows and columns) or several strips.
 """
 import itertools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -64,7 +62,7 @@ CODE_PATHS = {
     "separate backward": (SEPARATE_BACKWARD | WITH_BOUND, "offset gathered_nt_xent ignoring",
                           "info_nce linear ignoring"),
     "separate backward in blocks": (SEPARATE_BACKWARD | ALL_IN_BLOCKS,
-                                    "info_nce clip_loss nt_xent linear lse self_similarity sigmoid_loss",
+                                    "clip_loss nt_xent linear lse self_similarity sigmoid_loss",
                                     "offset clip_loss nt_xent gathered_nt_xent sigmoid_loss"),
     "separate backward in blocks with bound": (SEPARATE_BACKWARD | ALL_IN_BLOCKS | WITH_BOUND,
                                                "clip_loss linear self_similarity", "clip_loss nt_xent")}
@@ -75,10 +73,11 @@ CODE_PATHS = {
     for loss in (full if dtype == torch.float32 else half).split()], ids=str)
 def test_every_code_path(path, dtype, loss, monkeypatch):
     patch_kernels(monkeypatch, CODE_PATHS[path][0])
-    compare(LOSSES[loss], *positive_pairs(150, 40, dtype), units=32)
+    rows = 75 if loss == "nt_xent" else 150                    # it stacks two views
+    compare(LOSSES[loss], *positive_pairs(rows, 40, dtype), units=32)
 
 
-@pytest.mark.parametrize("name, d", list(zip(MASKS, itertools.cycle([24, 16, 257]))))
+@pytest.mark.parametrize("name, d", list(zip(MASKS, [24, 16, 257, *[24, 16] * 3])))
 @pytest.mark.parametrize("dtype", TRITON, ids=str)
 def test_every_mask_across_tiles(dtype, name, d):
     q, k, mask = unit_rows(130, d, dtype, 0), unit_rows(140, d, dtype, 1), masks(130, 140)[name]
@@ -100,25 +99,6 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
     q[-1] *= 4                                                 # the bound counts the last rows of both
     k[-2] *= 100
     compare(LOSSES[loss], q, k, temperature, impl, units=64)
-
-
-def test_a_triangle_has_each_tile_once():
-    import triton
-    import triton.language as tl
-
-    from kernels.gpu import tiles
-
-    @triton.jit
-    def tiles_kernel(X, Y, side, tile_at: tl.constexpr):
-        x, y = tile_at(tl.program_id(0), side, side, True)
-        tl.store(X + tl.program_id(0), x)
-        tl.store(Y + tl.program_id(0), y)
-
-    for side in range(1, 15):
-        x, y = torch.full((2, side * (side + 1) // 2), -1, dtype=torch.int32, device=DEVICE)
-        tiles_kernel[len(x),](x, y, side, tiles.tile_at)
-        found = sorted(tuple(sorted(pair)) for pair in zip(x.tolist(), y.tolist()))
-        assert found == [(i, j) for i in range(side) for j in range(i, side)]
 
 
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
@@ -277,14 +257,6 @@ def test_blockwise_never_holds_the_matrix(loss, monkeypatch):
 # ── on a GPU ────────────────────────────────────────────────────────────────────────────────────────────────
 
 on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
-
-
-@on_a_gpu
-def test_first_launch_of_a_thread():
-    """PyTorch's backward thread has no CUDA context before its first launch, and descriptors need one."""
-    code = ("import torch, kernels; q, k = torch.rand(2, 5000, 128, device='cuda').bfloat16().unbind();"
-            "kernels.nt_xent(q.requires_grad_(), k, 10.0).backward()")
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @on_a_gpu
