@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import DATA, train
 from good import write_good_files
 from transformers import AutoModel
 
+from command import DATA, train
 from families import small_model
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from command import run
 from good import change_files, with_settings, words
+
+from command import run
 
 
 class Bomb:

@@ -1,4 +1,4 @@
-"""simclr.py: LARS and other optimizers, projection heads and the stages of v2. Augmentation, --label-fraction
+"""simclr.py: LARS and other optimizers, projection heads and the stages of v2. Augmentation
 and several processes are tested in tests/training/images."""
 from functools import partial
 from types import SimpleNamespace
