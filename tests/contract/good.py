@@ -4,8 +4,9 @@ import os
 import shutil
 
 import numpy as np
-from command import DATA, train
 from PIL import Image
+
+from command import DATA, train
 
 TEXT = "--model scratch --batch-size 4 --steps 1"
 IMAGES = "--data few.npz --model resnet-small --batch-size 8 --steps 1 --probe-epochs 0"
@@ -13,13 +14,18 @@ FLAGS = {
     "simclr": IMAGES,
     "moco": f"{IMAGES} --queue-size 16 --bn-splits 2",
     "simcse": f"--data few.csv {TEXT}",
-    "selfguided": f"--data few.txt {TEXT}",
+    "selfguided": f"--data few.txt --projection-dim 16 {TEXT}",
     "cline": f"--data few.txt --wordnet {DATA / 'wordnet'} --tagger lexicon {TEXT} --held-out-rows 2",
     "tacl": f"--data documents.txt {TEXT} --max-length 32",
     "ease": f"--data entities.tsv {TEXT}",
     "vascl": f"--data few.txt {TEXT} --neighbours 2",
     "dclr": f"--data few.txt --guide bert {TEXT} --phi 0.99",
-    "childtuning": f"--data topics.tsv --mode F {TEXT}"}
+    "childtuning": f"--data topics.tsv --mode F {TEXT}",
+    "docs/more/consert": f"--data few.txt {TEXT}",
+    "docs/more/declutr": f"--data articles.txt {TEXT} --max-length 8",
+    "docs/more/simcls": f"--data candidates.csv {TEXT}",
+    "docs/more/cil": f"--data relations.jsonl {TEXT}",
+    "docs/more/finetune": f"--data topics.tsv --supcon-weight 0.3 {TEXT}"}
 
 
 def words(command):
@@ -36,10 +42,13 @@ def write_good_files(here, bert):
     """
     for name, new, rows in [("nli.csv", "few.csv", 13), ("sentences.txt", "few.txt", 12),
                             ("sentences.txt", "documents.txt", 12), ("sts.tsv", "sts.tsv", 5),
-                            ("entities.tsv", "entities.tsv", 13), ("topics.tsv", "topics.tsv", 25)]:
+                            ("entities.tsv", "entities.tsv", 13), ("topics.tsv", "topics.tsv", 25),
+                            ("relations.jsonl", "relations.jsonl", 40), ("nli.csv", "candidates.csv", 13)]:
         lines = (DATA / name).read_bytes().splitlines(True)[:rows]
         (here / new).write_bytes((b"\n" if new == "documents.txt" else b"").join(
             b"".join(lines[i : i + 3]) for i in range(0, rows, 3)))
+    sentences = (here / "few.txt").read_text("utf-8").splitlines()
+    (here / "articles.txt").write_text("\n".join(f"{sentence} " * 5 for sentence in sentences), "utf-8")
     with np.load(DATA / "shapes.npz") as file:
         arrays = {name: file[name][:16] for name in file}
     np.savez(here / "few.npz", **arrays)

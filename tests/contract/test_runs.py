@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from good import FLAGS, words
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from command import DATA, ROOT, SCRIPTS, metrics, run, start_rank, train, weights
@@ -55,9 +56,9 @@ RUNS = {
                             "--dev", DATA / "topics_dev.tsv", "--supcon-weight", 0.3], 120,
                            ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30)}
 
-# flags that --form code needs beside those of RUNS; moco.py and simcse.py have no --form
-FORMS = {name: [] for name in SCRIPTS if name not in ("moco", "simcse")} | {
-    "childtuning": ["--mode", "D"], "selfguided": ["--temperature", 0.05]}
+# flags that --form code needs; moco.py and simcse.py have no --form
+FORMS = {name: "" for name in SCRIPTS if name not in ("moco", "simcse")} | {
+    "childtuning": "--mode D", "selfguided": "--temperature 0.05", "tacl": "--max-length 128"}
 
 
 @pytest.fixture
@@ -101,19 +102,14 @@ def die_after(steps):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_learns_and_resumes_after_a_kill(name, tmp_path, places):
-    """The killed and resumed run has the metrics and the saved weights of the uninterrupted run, bit by bit.
-    --evaluate prints the score of the saved model again."""
+def test_learning(name, tmp_path, places):
+    """The score of the trained model is better than before training. --evaluate prints it again."""
     flags, steps, scored, pattern, _ = RUNS[name]
     flags, scored = ([places.get(flag, flag) for flag in words] for words in (flags, scored))
-    words, out = [name, *flags, "--steps", steps, "--eval-every", steps // 2], tmp_path / "out"
-    done = check_learning(name, tmp_path / "whole", train([*words, "--out", "whole"], tmp_path))
-    killed = run([*words, "--out", out], tmp_path, setup=functools.partial(die_after, steps // 2 + 3))
-    assert killed.code == -signal.SIGKILL and metrics(out)[-1]["step"] < steps, killed.errors
-    train([name, "--out", out, "--resume"], tmp_path)
-    assert metrics(out) == metrics(tmp_path / "whole")
-    assert weights(out) and weights(out) == weights(tmp_path / "whole")
-    printed = train([name, "--evaluate", "--model", out, *scored], tmp_path)
+    printed = train([name, *flags, "--steps", steps, "--eval-every", steps // 2, "--out", "out"],
+                    tmp_path)
+    done = check_learning(name, tmp_path / "out", printed)
+    printed = train([name, "--evaluate", "--model", "out", *scored], tmp_path)
     if name == "cline":                                        # training held out a part of these texts
         assert float(re.search(r"hits ([0-9.]+)", printed)[1]) > 50
         return
@@ -122,37 +118,47 @@ def test_a_run_learns_and_resumes_after_a_kill(name, tmp_path, places):
     assert re.search(rf" {re.escape(re.search(pattern, done)[2])}\b", printed), printed
 
 
+@pytest.mark.parametrize("name", FLAGS)
+def test_resume_after_a_kill(name, here):
+    """The killed and resumed run has the metrics and the saved weights of the uninterrupted run, bit by bit.
+    It was killed in step 4, and resumes after step 3, whose checkpoint it had saved."""
+    command = words(f"{name} --steps 6 --eval-every 3")
+    train([*command, "--out", "whole"], here)
+    killed = run(command, here, setup=functools.partial(die_after, 4))
+    assert killed.code == -signal.SIGKILL and metrics(here / "out")[-1]["step"] < 6, killed.errors
+    train([name, "--out", "out", "--resume"], here)
+    assert len(metrics(here / "out")) >= 6 and metrics(here / "out") == metrics(here / "whole")
+    assert weights(here / "out") and weights(here / "out") == weights(here / "whole")
+
+
 @pytest.mark.parametrize("name", FORMS)
-def test_form_code(name, tmp_path, places):
+def test_form_code(name, here):
     """After three steps, its weights are not those of --form paper."""
-    words = [places.get(flag, flag) for flag in RUNS[name][0]]
     for form in ("paper", "code"):
-        train([name, *words, *FORMS[name], "--form", form, "--steps", 3, "--out", form], tmp_path)
-    found = weights(tmp_path / "paper"), weights(tmp_path / "code")
+        train(words(f"{name} {FORMS[name]} --form {form} --steps 3 --out {form}"), here)
+    found = weights(here / "paper"), weights(here / "code")
     assert found[0] and found[1] and found[0] != found[1]
 
 
-def test_copies_need_only_kernels(tmp_path, places):
+def test_copies_need_only_kernels(here):
     """All ten scripts run in a folder with nothing but them and kernels/, without the project around it, and
     without Triton, which does not exist for all systems."""
-    home = tmp_path / "home"
-    shutil.copytree(ROOT / "kernels", home / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels", here / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     commands = []
     for name in SCRIPTS:
-        shutil.copy(ROOT / f"{name}.py", home)
-        words = [str(places.get(flag, flag)) for flag in RUNS[name][0]]
-        commands.append([f"{name}.py", *words, "--out", f"out/{name}", "--steps", "2"])
+        shutil.copy(ROOT / f"{name}.py", here)
+        commands.append([f"{name}.py", *words(name)[1:], "--out", f"out/{name}"])
     code = "import runpy, sys\nsys.modules['triton'] = None\n"
     code += "for command in eval(sys.stdin.read()):\n    sys.argv = command\n"
     code += "    runpy.run_path(command[0], run_name='__main__')\n"
     env = {key: os.environ[key] for key in os.environ.keys() - {"PYTHONPATH", "TRITON_INTERPRET"}}
     env["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run([sys.executable, "-c", code], cwd=home, env=env, input=repr(commands),
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, env=env, input=repr(commands),
                           capture_output=True, encoding="utf-8")
     assert done.returncode == 0 and done.stdout.count("\ndone ") == 10, done.stderr
     for name in SCRIPTS:
-        assert {"args.json", "config.json"} <= {path.name for path in (home / "out" / name).iterdir()}
-        assert weights(home / "out" / name)
+        assert {"args.json", "config.json"} <= {path.name for path in (here / "out" / name).iterdir()}
+        assert weights(here / "out" / name)
 
 
 def test_rows_from_python(tmp_path):
