@@ -129,14 +129,3 @@ def test_cpc_class_in_docs_others():
         scores = torch.stack([features @ (W.weight @ context) for context in contexts])        # zᵀ W c
         expected = F.cross_entropy(scores, torch.arange(len(scores)))
         assert torch.allclose(loss, expected) and torch.allclose(bound, math.log(len(scores)) - expected)
-
-
-def test_negatives_of_their_own_query_in_docs_others():
-    """A query is compared with its positive and its own negatives only."""
-    torch.manual_seed(0)
-    shapes = (4, 6), (4, 6), (4, 3, 6)
-    q, positive, n = (F.normalize(torch.randn(*shape).double(), dim=-1) for shape in shapes)
-    names = dict(torch=torch, F=F, similarity_lse=kernels.similarity_lse, q=q, positive=positive, n=n)
-    exec(next(block for language, block in read(OTHERS)[1] if "within=" in block), names)
-    logits = torch.einsum("nd,ncd->nc", q, torch.cat([positive[:, None], n], 1)) / 0.05
-    assert torch.allclose(names["loss"], F.cross_entropy(logits, torch.zeros(4, dtype=torch.int64)))

@@ -213,16 +213,6 @@ def vectors_of_process(title, rank):
     return results(ours(title, **settings), x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4], *scalars)
 
 
-def bank_of_process(rank):
-    """Return the bank after a step with the page's change for several processes, which gathers the keys."""
-    whole = "gather_rows(out1.detach(), len(out1) * dist.get_world_size())"
-    assert f"`{whole}`" in PAGE and BLOCKS["bank"].count("out1.detach()") == 1
-    code = "import torch.distributed as dist\nfrom kernels import gather_rows\n"
-    loss = ours("bank", code=code + BLOCKS["bank"].replace("out1.detach()", whole), memory_bank_size=(20, 16))
-    results(loss.double(), *(part[4 * rank : 4 * rank + 4] for part in inputs("bank", 8)))
-    return loss.bank
-
-
 def texts_of_process(title, rank, bert):
     """Return the loss and the averaged gradient of this process's four of eight rows."""
     model = load(bert).double()
@@ -239,7 +229,7 @@ def one_process(rank, port, bert, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    found = {title: vectors_of_process(title, rank) for title in PAIRS} | {"bank": bank_of_process(rank)}
+    found = {title: vectors_of_process(title, rank) for title in PAIRS}
     if importlib.util.find_spec("sentence_transformers"):
         found |= {title: texts_of_process(title, rank, bert) for title in TEXT}
     torch.save(found, folder / f"{rank}.pt")
@@ -266,11 +256,6 @@ def test_pairs_of_two_processes(title, processes):
     rows = [torch.cat(parts) for parts in zip(gradients[:2], others[:2])]
     scalars = [sum(parts) for parts in zip(gradients[2:], others[2:])]
     assert_equal([(loss + other) / 2, *rows, *scalars], [wanted_loss, *(2 * part for part in wanted)])
-
-
-def test_memory_bank_of_two_processes(processes):
-    for found in processes:
-        torch.testing.assert_close(found["bank"][:8], inputs("bank", 8)[1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("title", TEXT)

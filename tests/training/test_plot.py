@@ -17,8 +17,8 @@ def write_run(folder, *rows):
 
 
 def test_panels(cwd):
-    """Each folder has a line of its colour in each panel for which it has data. Runs whose names differ in a
-    number share a colour and a label. Run a has scores of step 0, and a layer study."""
+    """Each folder has a line in each panel for which it has data. Run a has scores of step 0, and a layer
+    study."""
     pytest.importorskip("matplotlib")
     scores = [dict(dev_spearman=10 * i, dev_alignment=i / 8, dev_uniformity=-i) for i in range(3)]
     write_run("a", dict(step=0, **scores[0], dev_similarity=[0.9, 0.8]), dict(step=1, loss=3.5),
@@ -40,10 +40,6 @@ def test_panels(cwd):
     assert [values for _, values in layers] == [[0.9, 0.8], [0.1, 0]]
     assert precision == [([0.01, 0.02], [0.9, 0.8])]           # of the largest area
     assert [values for _, values in study] == [[0, 2], [1, 3], [0, 7], [6, 8]]
-    colours = [line.get_color() for axis in figure.axes[:2] for line in axis.lines]
-    assert colours == ["C0", "C1", "C1", "C0", "C1"]
-    assert figure.axes[1].get_ylabel() == "dev Spearman · 100 or dev kNN, %"
-    assert [text.get_text() for text in figure.legends[0].texts] == ["a", "b"]
 
 
 def test_bad_input(cwd, capfd):
