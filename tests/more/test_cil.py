@@ -13,7 +13,7 @@ import cil_bags
 from cil import bag_attention, bag_scores, cil_loss
 from cil_bags import WORD, WordEditor, marked_text, precision_recall, protected
 from formulas import both_impls, check_equal, cosine, randn
-from running import DATA, SENTENCES
+from running import DATA, SENTENCES, run
 
 FLAGS = ["--model", "scratch", "--data", DATA / "relations.jsonl"]
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
@@ -117,6 +117,14 @@ def test_loss_of_a_batch(form, tmp_path, monkeypatch):
     expected, = torch.autograd.grad(bag_loss, weight)
     loss.backward()
     torch.testing.assert_close(weight.grad, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_weight_of_the_contrastive_loss(tmp_path):
+    """It rises to 10: 10 · tanh(step / (2 · warm-up steps)), with steps from 1."""
+    flags = ["--batch-size", 4, "--steps", 3, "--warmup-steps", 2, "--mlm-weight", 0]
+    steps = run("cil", tmp_path / "out", *FLAGS, *flags).steps
+    weights = [(row["loss"] - row["bag"]) / row["contrast"] for row in steps]
+    assert weights == pytest.approx([10 * math.tanh(step / 4) for step in (1, 2, 3)], rel=1e-4)
 
 
 def test_protected_tokens():

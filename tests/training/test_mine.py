@@ -69,6 +69,8 @@ def test_negatives_are_the_nearest_candidates(flags, slots, monkeypatch):
             assert torch.allclose(s, z[found] @ z[row[0]])
             sampled += map(ranked.index, found)
     assert {*sampled} == {*range(last - first + 1)} and len(sampled) > 20
+    args.seed = 7
+    assert torch.equal(mine.mine(rows, q, k, args)[0], negatives) == (last - first + 1 == n)
 
 
 @pytest.mark.parametrize("out", ["out.csv", "out.jsonl"])

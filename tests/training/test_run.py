@@ -80,6 +80,7 @@ def test_keep_state(keep, during, after, cwd, capfd):
     ("metrics.jsonl", lambda old: b"{\n", "", "--resume: .* or metrics.jsonl in out cannot be read .*"),
     ("args.json", None, "", "--resume: args.json, .* in out cannot be read .*"),
     ("args.json", bytes, "--pooling cls", r"--resume: pooling was avg in out, now it is cls"),
+    ("args.json", bytes, "--seed 7", r"--resume: seed was 42 in out, now it is 7"),
     ("args.json", bytes, "--steps 9", "--resume: steps was 1 in out, now it is 9; to train .* --out NEW")])
 def test_resume_refuses(file, change, flags, wanted, cwd, capfd, finished):
     """A changed flag is named, and so are files that are missing or damaged."""
