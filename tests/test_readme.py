@@ -3,7 +3,6 @@
 The other commands need data that is not in the repository."""
 import argparse
 import importlib.util
-import math
 import os
 import re
 import shlex
@@ -115,17 +114,3 @@ def test_links():
     for path in DOCUMENTS:
         prose = read(path)[2]
         assert all((path.parent / link).exists() for link in re.findall(r"\]\(([^):#]+)\)", prose)), path
-
-
-def test_cpc_class_in_docs_others():
-    """For each step ahead, the loss is InfoNCE over all times and sequences; the bound is log N − loss."""
-    names = {}
-    exec(next(block for language, block in read(OTHERS)[1] if language == "python"), names)
-    torch.manual_seed(0)
-    cpc, c, z = names["CPC"](5, 6, steps=2).double(), *(torch.randn(3, 8, d).double() for d in (5, 6))
-    losses, bounds = cpc(c, z)
-    for k, (W, loss, bound) in enumerate(zip(cpc.predict, losses, bounds), 1):
-        features, contexts = z[:, k:].reshape(-1, 6), c[:, : 8 - k].reshape(-1, 5)
-        scores = torch.stack([features @ (W.weight @ context) for context in contexts])        # zᵀ W c
-        expected = F.cross_entropy(scores, torch.arange(len(scores)))
-        assert torch.allclose(loss, expected) and torch.allclose(bound, math.log(len(scores)) - expected)
