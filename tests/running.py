@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,17 +117,6 @@ def equal(a, b):
     if isinstance(a, list):
         return len(a) == len(b) and all(map(equal, a, b))
     return torch.equal(a, b) if torch.is_tensor(a) else a == b
-
-
-def multiplications(f):
-    """Return (f(), number of multiply-adds, times two, in its matrix products)."""
-    def add_product(total, a, b, **others):
-        return 2 * a[0] * a[1] * b[1]
-
-    in_place = {torch.ops.aten.addmm_: add_product}            # FlopCounterMode does not know it
-    counter = FlopCounterMode(display=False, custom_mapping=in_place)
-    with counter:
-        return f(), counter.get_total_flops()
 
 
 def free_port():

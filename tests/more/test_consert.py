@@ -89,6 +89,14 @@ def test_first_loss_matches_the_formula(columns, objective, tmp_path, bert):
     assert step["loss"] == pytest.approx(expected.item(), abs=1e-4)
 
 
+def test_dropout(folder_of, tmp_path):
+    """The encoder's dropout is that of the flag, 0 by default, and not that of the model's folder."""
+    for flags, p in ([], 0), (["--dropout", 0.3], 0.3):
+        result = run_text("consert", tmp_path / f"{p}", SENTENCES[:4], "--model", folder_of("Bert"),
+                          "--batch-size", 4, "--steps", 1, *flags)
+        assert {x.p for x in result.model.modules() if isinstance(x, torch.nn.Dropout)} == {p}
+
+
 def test_noise_is_along_the_gradient(bert):
     """The noise has length ε on each real token of the anchors, and increases the loss."""
     maker, model, args = make(bert, ["shuffle", "dropout"], adversarial=0.1)

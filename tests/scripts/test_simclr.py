@@ -2,6 +2,7 @@
 and several processes are tested in tests/training/images."""
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -118,6 +119,15 @@ def test_loss_of_a_classifier(given, monkeypatch):
 
 
 SMALL = ["--model", "resnet-small", "--batch-size", 20, "--eval-every", 50, "--probe-epochs", 0]
+
+
+def test_the_seed_decides_which_labels_are_kept():
+    def kept(seed):
+        train = SimpleNamespace(labels=torch.arange(60) % 3, keep_only=Mock())
+        simclr_v2.subsample(SimpleNamespace(seed=seed, train=train), 0.25)
+        return train.keep_only.call_args.args[0].tolist()
+
+    assert kept(1) == kept(1) != kept(2) and [row % 3 for row in kept(1)].count(0) == 5
 
 
 def test_finetuning_and_distillation(tmp_path):
