@@ -11,12 +11,13 @@ from kernels.training.text.tokens import group_by_length, tokenise, tokenise_tab
 TEXTS = ["Yes.", "He sang a very long song about the sea.", "No.", "\u00e4", "We rest.", "It rains."]
 
 
-@pytest.mark.parametrize("at_once", [10, 2**21])
-def test_tokens_are_those_of_each_text(at_once, tmp_path, bert, monkeypatch, capsys):
-    """Tokens are in the order of the texts, with prompts, truncated to the maximum length, and without the
-    padding that some tokenizers add. They do not depend on how many characters are tokenised at once."""
+@pytest.mark.parametrize("at_once, side", [(10, "right"), (2**21, "left")])
+def test_tokens_are_those_of_each_text(at_once, side, tmp_path, bert, monkeypatch, capsys):
+    """Tokens are in the order of the texts, with prompts, truncated to the maximum length on the tokenizer's
+    side, and without the padding that some tokenizers add. They do not depend on how many characters are
+    tokenised at once."""
     monkeypatch.setattr(tokens, "MAX_CHARS", at_once)
-    tokenizer = AutoTokenizer.from_pretrained(bert)
+    tokenizer = AutoTokenizer.from_pretrained(bert, truncation_side=side)
     model = SimpleNamespace(tokenizer=tokenizer, max_length=512,
                             add_prompts=lambda cells: ["q " + cell for cell in cells],
                             forward=lambda input_ids, token_type_ids: None)
