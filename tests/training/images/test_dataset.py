@@ -125,6 +125,13 @@ def test_linear_probe(tmp_path, monkeypatch):
     model.eval.assert_called_once()                            # batch norms use and keep their statistics
 
 
+def test_accuracy_of_a_classifier():
+    """Classes are matched by name. An image of a class that the model does not have counts as an error."""
+    images = Mock(classes=["cat", "dog", "ant"], test=Mock(labels=torch.tensor([0, 1, 2, 2])))
+    images.encode_split.return_value = torch.eye(2)[[1, 1, 0, 1]]
+    assert evaluation.accuracy(Mock(classes=["ant", "cat"]), images) == 50
+
+
 @pytest.mark.parametrize("name, millions", [("resnet-18", 11.18), ("resnet-50", 23.51)])
 def test_sizes_of_resnets(name, millions):
     """They have the papers' numbers of parameters. For 32 pixels the stem keeps the size of the image."""
