@@ -43,7 +43,7 @@ npy = lambda bomb, old: written(lambda value, file: np.save(file, value), object
 npz = lambda bomb, old: written(lambda value, file: np.savez(file, images=value), objects(bomb))
 npy_header = lambda bomb, old: b"\x93NUMPY\x01\0\0\1" + f"exec({bomb.text!r})".ljust(256).encode()
 cifar = lambda protocol: lambda bomb, old: pickle.dumps(
-    {b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8, b"batch_label": bomb}, protocol)
+    {b"batch_label": bomb, b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8}, protocol)
 settings = lambda **more: lambda bomb, old: with_settings(**more)(old)
 # careless readers: functions of the path of the program
 trust = lambda kind: lambda path: getattr(transformers, kind).from_pretrained(

@@ -107,7 +107,7 @@ def test_defaults_of_flags(name, flags, wanted, large_files):
 LINEAR = [1 - step / 10 for step in range(10)]                 # decay to 0 from the first step on
 WARM_UP = [0, *(1 - step / 9 for step in range(9))]            # one step of warm-up, a tenth of the steps
 COSINE = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
-WARM_COSINE = [0, *((1 + math.cos(math.pi * step / 9)) / 2 for step in range(9))]
+WARM_COSINE = [0, 1 / 2, *((1 + math.cos(math.pi * step / 8)) / 2 for step in range(8))]       # two steps
 TEXT = ["--model", "scratch", "--lr", 1e-3, "--batch-size", 4, "--data"]
 ONE_COLUMN, TRIPLES = [*TEXT, DATA / "sentences.txt"], [*TEXT, DATA / "nli.csv"]
 CHILD_RUN = [*TEXT, DATA / "topics.tsv", "--mode"]
@@ -116,7 +116,7 @@ PICTURES = ["--model", "resnet-small", "--lr", 0.32, "--batch-size", 8, "--probe
 MOCO = [*PICTURES, "--queue-size", 16, "--bn-splits", 2]
 ADAM, ROBERTA = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0), dict(betas=(0.9, 0.999), eps=1e-6)
 # script, flags, learning rates of ten steps, norm to which gradients are clipped, settings of each group of
-# weights. An epoch of images has one step.
+# weights. An epoch of eight images has one step, or two steps of four images.
 RUNS = {
     "simcse": (TRIPLES, LINEAR, 1, [ADAM]),
     "selfguided": ([*ONE_COLUMN, "--projection-dim", 16], WARM_UP, 1,
@@ -136,7 +136,8 @@ RUNS = {
                            [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
     "childtuning code": ([*CHILD_RUN, "none", "--form", "code"], WARM_UP, 1,
                          [ADAM | dict(weight_decay=0.01), ADAM]),
-    "simclr": ([*PICTURES, "--warmup-epochs", 1], WARM_COSINE, None, [dict(trust=0.001, momentum=0.9)]),
+    "simclr": ([*PICTURES, "--batch-size", 4, "--warmup-epochs", 1], WARM_COSINE, None,
+               [dict(trust=0.001, momentum=0.9)]),
     "moco": (MOCO, COSINE, None, [dict(momentum=0.9, nesterov=False, weight_decay=5e-4)]),
     "moco v1": ([*MOCO, "--v1"], [1] * 6 + [0.1] * 2 + [0.01] * 2, None, [dict(momentum=0.9)])}
 
@@ -151,7 +152,7 @@ def test_optimizers_and_learning_rates(name, tmp_path, bert, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     flags = [paths.get(flag, flag) for flag in flags]
     result = run(name.split()[0], tmp_path / "out", *flags, "--steps", 10)
-    lr = 0.32 * 8 / 256 if "IMAGES" in RUNS[name][0] else 1e-3
+    lr = 0.32 * result.args.batch_size / 256 if "IMAGES" in RUNS[name][0] else 1e-3
     assert [step["lr"] for step in result.steps] == pytest.approx([lr * rate for rate in rates])
     assert {call.args[1] for call in clip.call_args_list} == ({norm} if norm else set())
     found = result.run.optimizer.param_groups

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kernels.training.flags import fill_defaults
 from kernels.training.out import fingerprints
 from running import rejects
 
@@ -23,6 +24,12 @@ GOOD_DATA = "--data good.csv --model scratch --batch-size"
     ("simcse", f"{GOOD_DATA} 2 --lr nan", "argument --lr: nan: expected a number of at least 0")])
 def test_wrong_flags(script, flags, wanted, cwd, capfd):
     rejects(script, capfd, wanted, *flags.split())
+
+
+def test_a_flag_given_as_0_is_no_missing_flag():
+    args = SimpleNamespace(warmup_steps=0, blur=None)
+    fill_defaults(args, dict(warmup_steps=9, blur=0.5))
+    assert vars(args) == dict(warmup_steps=0, blur=0.5)
 
 
 # ── checksums of inputs ──

@@ -165,7 +165,8 @@ def test_saved_encoder(size, tmp_path):
 
 
 def test_moco_updates_the_key_encoder_before_it_encodes_keys(tmp_path, monkeypatch):
-    """Momentum is 0, so key encoder and query encoder have equal weights whenever keys are encoded."""
+    """Momentum is 0, so key encoder and query encoder have equal weights whenever keys are encoded. Both keys
+    of an image enter the queue."""
     def checked(model, *rest, encode=moco.encode_keys):
         weights = dict(model.key.named_parameters())
         assert equal(weights, {name: w for name, w in model.named_parameters() if name in weights})
@@ -173,7 +174,8 @@ def test_moco_updates_the_key_encoder_before_it_encodes_keys(tmp_path, monkeypat
 
     monkeypatch.setattr(moco, "encode_keys", checked)
     data = write(tmp_path / "x.npz", dict(images=IMAGES))
-    run("moco", tmp_path / "out", "--data", data, *MOCO, "--momentum", 0)
+    result = run("moco", tmp_path / "out", "--data", data, *MOCO, "--momentum", 0, "--symmetric")
+    assert result.run.extra_state["pointer"] == 2 * 2 * 6 % 24                 # two steps, two keys per image
 
 
 CASES = ["moco --symmetric", "moco --memory-bank", "simclr", "simclr --supervised",
