@@ -29,6 +29,13 @@ def test_first_loss_matches_the_formula(columns, flag, value, tmp_path, bert):
     assert ("mlm" in step) == (flag == "--mlm-weight" and value > 0)
 
 
+@pytest.mark.parametrize("columns, is_kept", [(1, False), (2, True), (3, True)])
+def test_head_of_the_first_token(columns, is_kept, tmp_path, bert):
+    """The head is saved and used at inference, except after unsupervised training (paper)."""
+    rows = [row[:columns] for row in NLI[:12]]
+    assert run_text("simcse", tmp_path, rows, "--model", bert, *ONE_BATCH).model.keep_head == is_kept
+
+
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
 def test_set_dropout_equals_dropout_in_the_config(family, tmp_path):
     """set_dropout gives the same bits as loading the model with this dropout in its config, also for families
