@@ -2,7 +2,9 @@
 import csv
 import itertools
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +48,14 @@ def test_columns_of_the_ranking_loss(tmp_path, bert):
     reference, *scores = [torch.cosine_similarity(text, other) for other in others]
     expected = reference_ranking_loss(torch.stack(scores, 1), reference, 0.05, "code")
     assert step["loss"] == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_cut_candidates_keep_their_last_token():
+    model, ids = Mock(), np.arange(9)
+    args = SimpleNamespace(candidate_length=5, count=3)
+    simcls.make_batch(Mock(views=lambda *_: [[ids], [ids], [ids]]), [0], model, args)
+    text, reference, candidates = model.batch.call_args.args
+    assert candidates[0].tolist() == [0, 1, 2, 3, 8] and len(text[0]) == len(reference[0]) == 9
 
 
 def test_nearest_candidate_is_chosen(tmp_path):
