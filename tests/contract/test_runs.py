@@ -212,7 +212,7 @@ POOLED, CIL = ["--pooling", "avg"], ["--mlm-weight", 0, "--classifier-dropout", 
 FINETUNE = ["--data", DATA / "topics_dev.tsv", "--ood-epochs", 1, "--supcon-weight", 0.5,
             "--rdrop-weight", 0.5]
 RANKS = {
-    "simcse": POOLED, "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
+    "simcse": [*POOLED, "--mlm-weight", 0.1], "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
     "dclr": [*POOLED, "--guide", "bert"],
     "selfguided": [*POOLED, "--projection-dim", 16, "--view-pooling", "mean"],
     "cline": [*WORDNET[:4], "--form", "code", "--held-out-rows", 2],

@@ -18,7 +18,6 @@ GOOD_FLAGS = {
 # script and flags, files that are not those of GOOD_FILES, message
 MISTAKES = [
     ("vascl --neighbours 2", {}, "--neighbours 2: expected fewer than --batch-size, which is 2"),
-    ("dclr --guide scratch", {}, "--guide scratch: a new model is untrained; name a folder or .*"),
     ("ease", {"entities.csv": "sent0,sent1\nA,b\n"}, "entities.csv: columns sent0, sent1; .* text .*"),
     ("ease", {"entities.csv": f"{ENTITIES}Pigs,Pig,Pig\n"}, r"entities.csv line 5: 0 hard .* \(1\)"),
     ("ease --entity-vectors vectors --entity-map none", {}, "--entity-map none: vectors has .* 3 .* 128; .*"),

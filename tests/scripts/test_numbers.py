@@ -138,13 +138,14 @@ RUNS = {
                          [ADAM | dict(weight_decay=0.01), ADAM]),
     "simclr": ([*PICTURES, "--batch-size", 4, "--warmup-epochs", 1], WARM_COSINE, None,
                [dict(trust=0.001, momentum=0.9)]),
+    "simclr sqrt": ([*PICTURES, "--warmup-epochs", 0, "--lr-scaling", "sqrt"], COSINE, None, [{}]),
     "moco": (MOCO, COSINE, None, [dict(momentum=0.9, nesterov=False, weight_decay=5e-4)]),
     "moco v1": ([*MOCO, "--v1"], [1] * 6 + [0.1] * 2 + [0.01] * 2, None, [dict(momentum=0.9)])}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_optimizers_and_learning_rates(name, tmp_path, bert, monkeypatch):
-    """In ten steps. The rate of image scripts is multiplied by batch / 256."""
+    """In ten steps. The rate of image scripts is multiplied by batch / 256, or by the root of the batch."""
     flags, rates, norm, groups = RUNS[name]
     (tmp_path / "documents").write_text("A man eats.\nHe likes it.\n\nA dog runs.\nIt is fast.\n")
     paths = dict(IMAGES=few_images(tmp_path, 8), GUIDE=bert, DOCUMENTS=tmp_path / "documents")
@@ -152,7 +153,8 @@ def test_optimizers_and_learning_rates(name, tmp_path, bert, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     flags = [paths.get(flag, flag) for flag in flags]
     result = run(name.split()[0], tmp_path / "out", *flags, "--steps", 10)
-    lr = 0.32 * result.args.batch_size / 256 if "IMAGES" in RUNS[name][0] else 1e-3
+    batch = result.args.batch_size
+    lr = 0.32 * (batch**0.5 if "sqrt" in name else batch / 256) if "IMAGES" in RUNS[name][0] else 1e-3
     assert [step["lr"] for step in result.steps] == pytest.approx([lr * rate for rate in rates])
     assert {call.args[1] for call in clip.call_args_list} == ({norm} if norm else set())
     found = result.run.optimizer.param_groups

@@ -16,7 +16,6 @@ GOOD_DATA = "--data good.csv --model scratch --batch-size"
 @pytest.mark.parametrize("script, flags, wanted", [
     ("simcse", "", "the following arguments are required: --data"),
     ("simcse", "--resume --out none", "--resume: no run in none"),
-    ("simcse", "--data good.csv --dev=", "--dev: empty; expected a name"),
     ("simclr", "--data a.npz --finetune b.npz", "--finetune gives the training data; leave out --data"),
     ("simcse", f"{GOOD_DATA} 4", r"good\.csv: 3 rows, expected at least 2 and at least --batch-size \(4\)"),
     ("simcse", f"{GOOD_DATA} 2 --max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
@@ -37,7 +36,6 @@ def test_a_flag_given_as_0_is_no_missing_flag():
 @pytest.mark.parametrize("flag, value, change", [
     ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # of the same size
     ("test", ["b.txt", "a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
-    ("transfer", ["b.txt,a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
     ("guide", "model", lambda: Path("model/config.json").write_text('{"act": "relu"}')),
     ("model", "model", lambda: Path("model/new.json").touch()),
     ("data", "images", lambda: Path("images/a/0.png").write_text("smaller")),
