@@ -119,6 +119,11 @@ def test_loss_of_a_batch(form, tmp_path, monkeypatch):
     torch.testing.assert_close(weight.grad, expected, atol=1e-4, rtol=1e-3)
 
 
+def test_the_seed_decides_how_copies_are_edited(tmp_path):
+    copies = [[copy.tolist() for _, copy in build(tmp_path, "--seed", seed)[1]] for seed in (1, 1, 2)]
+    assert copies[0] == copies[1] != copies[2]
+
+
 def test_weight_of_the_contrastive_loss(tmp_path):
     """It rises to 10: 10 · tanh(step / (2 · warm-up steps)), with steps from 1."""
     flags = ["--batch-size", 4, "--steps", 3, "--warmup-steps", 2, "--mlm-weight", 0]

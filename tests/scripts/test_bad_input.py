@@ -10,17 +10,14 @@ ENTITIES = "text,entity,negative_entity\nA cat,Cat,Dog|Sun\nA dog,Dog,Cat|Sun\nT
 GOOD_FILES = {
     "entities.csv": ENTITIES, "texts.txt": "A dog.\nA cat.\n",
     "documents.txt": "A man eats.\nHe likes it.\n\nA dog runs.\nIt is fast.\n",
-    "vectors": "ENTITY/Cat\t1 2 3\nENTITY/Dog\t4 5 6\n",
     "labels.tsv": "sentence\tlabel\nI ran.\tmotion\nI sat.\trest\nHe ran.\tmotion\nHe sat.\trest\n"}
 GOOD_FLAGS = {
     "vascl": "--data texts.txt --neighbours 1", "dclr": "--data texts.txt --guide bert",
     "ease": "--data entities.csv", "tacl": "--data documents.txt", "childtuning": "--data labels.tsv"}
 # script and flags, files that are not those of GOOD_FILES, message
 MISTAKES = [
-    ("vascl --neighbours 2", {}, "--neighbours 2: expected fewer than --batch-size, which is 2"),
     ("ease", {"entities.csv": "sent0,sent1\nA,b\n"}, "entities.csv: columns sent0, sent1; .* text .*"),
     ("ease", {"entities.csv": f"{ENTITIES}Pigs,Pig,Pig\n"}, r"entities.csv line 5: 0 hard .* \(1\)"),
-    ("ease --entity-vectors vectors --entity-map none", {}, "--entity-map none: vectors has .* 3 .* 128; .*"),
     ("tacl --model bert --teacher other", {}, "--teacher other: its vocabulary is not that of bert; .*"),
     ("childtuning", {"labels.tsv": "sentence\tlabel\nA\tx\nB\tx\n"}, "labels.tsv: every label is 'x'; .*"),
     ("childtuning --task regression", {"labels.tsv": "A\t1.5\nB\tx\n"}, "labels.tsv line 2: label 'x', .*"),
