@@ -70,6 +70,13 @@ MISTAKES = [
     ("childtuning --dev a.tsv", {"a.tsv": "sentence\tlabel\nA\tkitchen\nB\tgarden\n"},
      "a.tsv line 3 | garden | topics.tsv | kitchen"),
     ("ease --entity-vectors a.txt", {"a.txt": "1 2\nENTITY/A 1 2\n"}, "a.txt | entities | ENTITY/"),
+    ("ease --data a.csv", {"a.csv": "sent0,sent1\nA,b\n"}, "a.csv | columns sent0, sent1 | text"),
+    ("ease --data a.csv", {"a.csv": "text,entity,negative_entity\n" + "A,B,C\n" * 4 + "D,E,E\n"},
+     "a.csv line 6 | 0 hard"),
+    ("childtuning --data a.tsv", {"a.tsv": "sentence\tlabel\n" + "A\tx\n" * 5}, "a.tsv | every label is 'x'"),
+    ("childtuning --task regression --data a.tsv", {"a.tsv": "A\t1\n" * 4 + "B\tx\n"},
+     "a.tsv line 5 | label 'x'"),
+    ("childtuning --mode D --child-filter h.0", {}, "--child-filter h.0 | no parameter name"),
     ("moco --data photos", {"photos/3.png": "no image"}, "photos | 3.png | --skip-damaged"),
     ("simclr --data few.npz", {"few.npz": lambda old: old[:-99]}, "few.npz"),
     # ── models ──

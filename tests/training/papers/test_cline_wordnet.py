@@ -33,3 +33,9 @@ def test_lexicon_tags_words():
     found = "|".join(f"{text[start:end]} {pos}" if pos else text[start:end] for start, end, pos in words)
     assert found == ("Dogs noun|chased verb|him|,|and|the|Captain|was|late adj|;|12|women's|hounds noun|"
                      "didn't|.")
+
+
+def test_the_part_of_speech_with_the_most_senses_wins():
+    wordnet = WordNet(DATA / "wordnet")
+    wordnet.senses["verb"]["hound"] = [0] * 9
+    assert [*tag_words(["hound"], None, wordnet)] == [[(0, 5, "verb")]]
