@@ -106,7 +106,7 @@ CASES = {
                x1=Q, x2=K[:37], same=N % 3 == 0)],
     "losses of ranks": [
         *cases(of_ranks(kernels.nt_xent, "z1", "z2"), formulas.nt_xent, {},
-               dict(z1=TILES["q"][:75], z2=TILES["k"][:75]), dict(z1=LARGE["q"][:900], z2=LARGE["k"][:900]),
+               dict(z1=TILES["q"][:75], z2=TILES["k"][:75]), dict(z1=LARGE["q"][:530], z2=LARGE["k"][:530]),
                z1=Q, z2=K[:37], temperature=T),
         *cases(of_ranks(kernels.clip_loss, "image", "text"), formulas.clip_loss, {}, LONG_PAIRS,
                image=Q, text=K[:37], temperature=T),
