@@ -21,7 +21,7 @@ LENGTHS = {**{file.name: ([file], 440, 440) for file in SCRIPTS}, "the ten scrip
            "simcse.py": ([ROOT / "simcse.py"], 215, 215), "README.md": ([ROOT / "README.md"], 130, 130),
            "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), *BENCHMARK}, 4_490, 3_600),
            "benchmark and figures": (BENCHMARK, 539, 350), "training": (TRAINING, 4_340, 3_900),
-           "papers and tools": (PAPERS, 1_780, 1_300), "further papers": (MORE, 1_844, 1_500),
+           "papers and tools": (PAPERS, 1_780, 1_300), "further papers": (MORE, 1_842, 1_500),
            "tests": (list((ROOT / "tests").rglob("*.py")), 9_000, 9_000)}
 T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training.images"
 # {folder: folders that its modules may import, beside itself}; "": the scripts
@@ -80,7 +80,7 @@ def folder_of(module):
 @pytest.mark.parametrize("file", CODE, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_imports_go_one_way(file):
     own = folder_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    allowed = MAY_IMPORT[own] | {own} | ({TEXT} if file in TOOLS else set())
+    allowed = MAY_IMPORT[own] | ({own} - {""}) | ({TEXT} if file in TOOLS else set())
     for module in imports(file):
         leaf = "leaf" in allowed and ".".join(module.split(".")[:2]) in LEAVES
         assert folder_of(module) in allowed or leaf, module

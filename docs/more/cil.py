@@ -287,8 +287,6 @@ def main(argv=None):
     load_command = f'AutoModel.from_pretrained("{args.out}")'
     total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size)
     run.begin(model, optimizer, total, warmup)
-    if run.rank == 0:                                          # the copy of cil.py in --out imports this file
-        (run.out / "cil_bags.py").write_bytes(Path(cil_bags.__file__).read_bytes())
     if dev and run.step == 0:
         run.log_initial_scores(evaluate(model, dev, args))
     model.train()

@@ -124,8 +124,8 @@ class Run:
         with out.writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / out.UNFINISHED).touch()
-            if self.script.is_file():                          # not `python - < simcse.py`
-                (self.out / self.script.name).write_bytes(self.script.read_bytes())
+            for file in self.script.parent.glob(f"{self.script.stem}*.py"):    # cil.py needs cil_bags.py
+                (self.out / file.name).write_bytes(file.read_bytes())
         with out.atomic_file(self.out / "args.json") as file:
             more = dict(command=self.args.command, kernels=VERSION)
             json.dump(self.settings() | more, file, indent=1)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,7 +122,8 @@ def test_learning(name, tmp_path, places):
 @pytest.mark.parametrize("name", FLAGS)
 def test_resume_after_a_kill(name, here):
     """The killed and resumed run has the metrics and the saved weights of the uninterrupted run, bit by bit.
-    It was killed in step 4, and resumes after step 3, whose checkpoint it had saved."""
+    It was killed in step 4, and resumes after step 3, whose checkpoint it had saved. --out has a copy of the
+    script and of the files that only this script imports."""
     command = words(f"{name} --steps 6 --eval-every 3")
     train([*command, "--out", "whole"], here)
     killed = run(command, here, setup=functools.partial(die_after, 4))
@@ -129,6 +131,8 @@ def test_resume_after_a_kill(name, here):
     train([name, "--out", "out", "--resume"], here)
     assert len(metrics(here / "out")) >= 6 and metrics(here / "out") == metrics(here / "whole")
     assert weights(here / "out") and weights(here / "out") == weights(here / "whole")
+    code = {path.name for path in (ROOT / name).parent.glob(f"{Path(name).name}*.py")}
+    assert code and code <= {path.name for path in (here / "out").iterdir()}
 
 
 @pytest.mark.parametrize("name", FORMS)
