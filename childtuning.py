@@ -1,9 +1,9 @@
 """Child-Tuning: Raise a Child in Large Language Model: Towards Effective and Generalizable Fine-tuning.
 Xu, Luo, Zhang, Tan, Chang, Huang, Huang, EMNLP 2021, arXiv 2109.05687.
 
-AdamW fine-tunes a pretrained text classifier, but only a part of the weights, the child network, gets its
-gradient g. A mask M is 1 for the weights w of the child, 0 for all others, and ⊙ multiplies element-wise. The
-data are N texts x_n with labels y_n, and p is --reserve-p. --mode none is plain AdamW; the other modes are:
+AdamW fine-tunes a pretrained text classifier, but uses only the gradients g of a part of the weights, the
+child network. The mask M is 1 for weights of the child network, else 0, and ⊙ multiplies element-wise. The
+data are N texts x_n with labels y_n. p is --reserve-p. --mode none is plain AdamW; the other modes are:
     --mode F     task-free: M is sampled at every step.  g ← g ⊙ M / p,  M_i ~ Bernoulli(p)
     --mode D     task-driven: M is computed once, before training.  g ← g ⊙ M,  M_i = 1 for the fraction p of
                  the weights with the largest Fisher information  F_i = 1/N Σ_n (∂ log P(y_n | x_n) / ∂w_i)²
@@ -12,25 +12,25 @@ data are N texts x_n with labels y_n, and p is --reserve-p. --mode none is plain
     torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv --metric matthews
     python childtuning.py --evaluate --model out/childtuning --data cola_dev.tsv
 
-The paper compares the modes over ten seeds. A loop in the shell and a table do this:
+The paper compares the modes over ten seeds. These commands train all models and print a table:
     for mode in none F D; do for seed in 42 43 44 45 46 47 48 49 50 51; do
       python childtuning.py --data rte.tsv --dev dev.tsv --mode $mode --seed $seed --out out/rte/$mode-$seed
     done; done
     python -m kernels.training.papers.childtuning_modes out/rte
 
 Data: .csv .tsv .json .jsonl with one or two columns of text and one column of labels:
-    text     given by --text-columns, else named sentence, or sentence1 and sentence2, else all but the label
-    label    given by --label-column, else named label or score, else the last column
-A label may be any text. If all labels are numbers and one has a decimal point, the task is regression.
+    text     --text-columns; else columns named sentence, or sentence1 and sentence2; else all but the label
+    label    --label-column; else a column named label or score; else the last column
+A label may be any text. If all labels are numbers, and some have a decimal point, the task is regression.
 
 Published result: the mean dev score on CoLA, RTE, MRPC and STS-B (GLUE) is 1.5 to 8.6 points above that of
-plain AdamW, depending on the model. D is at least as good as F. The authors used --form code with our other
-defaults. Their --reserve-p is 0.2 for CoLA and STS-B, 0.3 for RTE, and for MRPC 0.4 (F) and 0.1 (D). As in
-their code, the score of a run is that of its last step.
+plain AdamW, depending on the model. In general, mode D is at least as good as mode F. The authors used
+--form code and the default of each other flag, except --reserve-p: 0.2 for CoLA and STS-B, 0.3 for RTE, and
+for MRPC 0.4 (mode F) or 0.1 (mode D). As in their code, the score of a run is the score after its last step.
 
-With --form code the Fisher information has dropout, and --fisher-batch-size, --fisher-clip, --child-filter
-and --warmup-ratio have other defaults. Departures from the released code: all processes share the masks and
-the Fisher information, and a step whose gradient is not finite is skipped.
+With --form code the Fisher information is computed with dropout, and --fisher-batch-size, --fisher-clip,
+--child-filter and --warmup-ratio have other defaults. Departures from the released code: all processes share
+the masks and the Fisher information, and a step whose gradient is not finite is skipped.
 """
 import math
 
@@ -49,7 +49,7 @@ from kernels.training.text.classifier import classify, make_batch, task_loss, to
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-RELEASED = dict(epochs=3, lr=4e-5)                             # defaults of flags
+RELEASED = dict(epochs=3, lr=4e-5)                             # defaults of flags, from the released script
 SCRATCH = dict(epochs=12, lr=2e-3)
 FISHER = {"paper": dict(fisher_batch_size=1, fisher_clip=0.0),
           "code": dict(fisher_batch_size=16, fisher_clip=1.0)}
@@ -77,7 +77,7 @@ def make_parser():
     add("--fisher-clip", type=at_least(0),
         help="norm to which Fisher gradients are clipped; 0: off; default 0 (paper), or 1 with --form code")
     add("--child-filter",
-        help="D masks only weights with NAME in their names, and trains the others in full; default all "
+        help="mode D masks only weights whose names contain NAME, and trains the others in full; default all "
              "but the head, or layer with --form code")
     add("--warmup-ratio", group="training", type=ratio,
         help="fraction of the steps for warm-up; default 0.1 (paper), or 0 for F and D with --form code")
@@ -88,7 +88,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return [(texts, label)]; for the labels see classifier.load_rows. Set the flags that were not given."""
+    """Return the rows [(texts, label)] of a file, see classifier.load_rows. Set flags that were not given."""
     fill_defaults(args, (SCRATCH if args.model == "scratch" else RELEASED) | FISHER[args.form])
     if not 0 < args.reserve_p <= 1:
         fail(f"--reserve-p {args.reserve_p}: expected a number above 0 and at most 1")
@@ -111,26 +111,26 @@ def build_model(args, run):
 
 
 def child_gradients(gradients, masks, mode, p):
-    """Return the child's gradients, for lists of tensors: g ⊙ M / p in mode F, g ⊙ M in mode D. Where M is 0
-    they are 0, even if g is NaN. A mask may be None: then the whole g is returned."""
+    """Return the child network's gradients, a list: g ⊙ M / p in mode F, g ⊙ M in mode D. Where M is 0, the
+    result is 0, even if g is NaN. Where a mask in the list is None, g is returned unchanged."""
     scale = 1 / p if mode == "F" else 1
     return [g if M is None else torch.where(M, g, 0) * scale for g, M in zip(gradients, masks)]
 
 
 class ChildTuningAdamW(torch.optim.Optimizer):
-    """AdamW that uses only the gradients of the child network, g from child_gradients. .grad is not changed.
+    """AdamW with the gradients g of child_gradients instead of the full gradients. .grad is not changed.
 
         m ← β1 m + (1 − β1) g            v ← β2 v + (1 − β2) g²
-        w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t), with t from 1 on
-        w ← w − lr · weight_decay · w    without correct_bias: a = lr
+        w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t) in step t = 1, 2, ...
+        w ← w − lr · weight_decay · w    if correct_bias is False: a = lr
 
     mode        "none" | "F": M ~ Bernoulli(p), sampled at every step | "D": M is given by `masks`
     reserve_p   p of mode F, in (0, 1]; 1: no masks. Parameter groups may differ in mode, reserve_p, lr, ...
     masks       {parameter: bool tensor}, or a function from a parameter to its mask, called at every step.
-                Mode F uses them instead of sampling. A parameter whose mask is None gets its full gradient
-    generator   of mode F; None: one with seed 0, so that ranks sample alike. state_dict() holds its state
-    source      Xu et al. 2021; the update is that of the released optimizer, an AdamW of early versions of
-                transformers, where weight decay follows the step and applies to all weights
+                Given masks replace the samples of mode F. A parameter without a mask gets its full gradient
+    generator   torch.Generator of mode F, saved by state_dict(); None: seed 0, so that all ranks sample alike
+    source      Xu et al. 2021. The update is that of the released optimizer, AdamW of early versions of
+                transformers: weight decay comes after the step, and applies to masked weights, too
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, correct_bias=True,
@@ -166,7 +166,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         return loss
 
     def update(self, weights, group):
-        """Apply the update above to weights of a group."""
+        """Apply the update in the docstring of the class to the weights of one parameter group."""
         lr, (beta1, beta2) = group["lr"], group["betas"]
         for w in weights:
             if not self.state[w]:
@@ -181,14 +181,14 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(m, g, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, g, g, 1 - beta2)
-        roots = torch._foreach_rsqrt(v)                        # √v is 1 / rsqrt(v): a CPU's sqrt(0) is slow
+        roots = torch._foreach_rsqrt(v)                        # √v as 1 / rsqrt(v): on a CPU, sqrt(0) is slow
         torch._foreach_reciprocal_(roots)
         torch._foreach_add_(roots, group["eps"])
         torch._foreach_addcdiv_(weights, m, roots, [-x for x in a])
         torch._foreach_add_(weights, weights, alpha=-lr * group["weight_decay"])
 
     def get_mask(self, w, group):
-        """Return the mask M of a weight in mode F or D: a bool tensor, or None for its full gradient."""
+        """Return the mask M of the weight w in mode F or D: a bool tensor, or None for the full gradient."""
         if callable(self.masks):
             return self.masks(w)
         if self.masks is not None:
@@ -215,8 +215,8 @@ class ChildTuningAdamW(torch.optim.Optimizer):
 
 
 def sample_mask(w, p, generator):
-    """Return a bool tensor of w's shape: True with probability p, exact to 2^-32."""
-    # two int32 from each random int64: bernoulli_ takes five times as long on a CPU
+    """Return a random bool tensor of w's shape, True with probability p, up to an error of 2^-32."""
+    # each random int64 gives two int32; on a CPU, bernoulli_ would take five times as long
     pairs = torch.empty((w.numel() + 1) // 2, dtype=torch.int64, device=generator.device)
     pairs.random_(-2**63, None, generator=generator)
     bound = min(round(p * 2**32) - 2**31, 2**31 - 1)
@@ -224,11 +224,11 @@ def sample_mask(w, p, generator):
 
 
 def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter=None):
-    """Return the child network of mode D: the fraction reserve_p of the weights, those with the largest F.
+    """Return the masks of mode D: True for the weights with the largest F, a fraction reserve_p of all.
 
     batches, loss, max_grad_norm, name_filter    as in fisher_information, which computes F
-    returns    ({name: F ≥ threshold}, threshold). The threshold is the percentile 100 (1 − reserve_p) of all
-               F together, as numpy interpolates it. If it is 0, all weights are kept (released code)
+    returns    ({name: mask F ≥ threshold}, threshold). The threshold is the percentile 100 (1 − reserve_p)
+               of the F of all weights (np.percentile). If it is 0, all masks are True (released code)
     """
     if not 0 < reserve_p <= 1:
         raise ValueError(f"reserve_p: found {reserve_p}, expected a number in (0, 1]")
@@ -239,17 +239,17 @@ def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter
 
 
 def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=None):
-    """Return {name: F}, F = 1/N Σ (∂ loss(model, batch) / ∂w)² over N batches: w's shape, float32 or float64.
+    """Return {name of a weight w: F}, where F = 1/N Σ (∂ loss(model, batch) / ∂w)² over N batches.
 
-    It is the empirical Fisher information: labels come from the data. In the paper a batch is one row, in the
-    released code 16 rows. The model stays in train or eval mode as it is, and .grad is not changed.
+    F is the empirical Fisher information: labels come from the data. In the paper a batch is one row, in the
+    released code 16 rows. F has the shape of w, and is float32 or float64. F is 0 for frozen and unused
+    weights. Batches with a gradient that is not finite are skipped. .grad and the model's mode do not change.
 
-    batches        inputs of loss, one after the other. Under torchrun each rank passes its own share of them,
-                   and gets F of all batches
-    loss           loss(model, batch) → scalar
-    max_grad_norm  clip each tensor's gradient to this norm before squaring (released code: 1.0); None: do not
+    batches        iterable. Under torchrun each rank passes a share of the batches, and gets F of all batches
+    loss           function(model, batch) → scalar
+    max_grad_norm  norm to which each tensor's gradient is clipped (released code: 1.0); None: no clipping
     name_filter    function(name) → bool, or text that a name must contain (released code: "layer"); None: all
-    source         Xu et al. 2021. Weights without gradient have F = 0; non-finite batches are skipped
+    source         Xu et al. 2021
     """
     def is_included(name):
         return name_filter(name) if callable(name_filter) else (name_filter or "") in name
@@ -317,7 +317,7 @@ def find_child(model, rows, args):
 
 
 def make_optimizer(model, args):
-    """Return the optimizer for args.mode. D's masks are empty: find_child computes them."""
+    """Return the optimizer of --mode. In mode D its masks are empty; main replaces them by find_child's."""
     generator = torch.Generator(model.device).manual_seed(args.seed)
     return ChildTuningAdamW(decay_groups(model, args.weight_decay), args.lr, eps=1e-8, mode=args.mode,
                             reserve_p=args.reserve_p, masks={} if args.mode == "D" else None,
@@ -325,7 +325,7 @@ def make_optimizer(model, args):
 
 
 def warmup_steps(args, total):
-    """Return the number of warm-up steps; by default 0 in modes F and D with --form code, as released."""
+    """Return the number of warm-up steps: by default a tenth of all; 0 in modes F and D with --form code."""
     fraction = args.warmup_ratio
     if fraction is None:
         fraction = 0.0 if args.form == "code" and args.mode != "none" else 0.1
@@ -333,7 +333,7 @@ def warmup_steps(args, total):
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the task loss of a global batch of `rows` rows, and the values to log."""
+    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log."""
     inputs, labels = batch
     loss = task_loss(classify(model, inputs), labels) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
@@ -350,7 +350,7 @@ def main(argv=None):
     train, dev = load_data(args.data, args), load_data(args.dev, args) if args.dev else []
     run = Run(args, __file__)
     model = build_model(args, run)
-    fisher_rng_state = torch.get_rng_state()                   # for dropout in the Fisher pass
+    fisher_rng_state = torch.get_rng_state()                   # for the dropout in find_child
     train = tokenise_texts(train, model, args.max_length, training=True)
     dev = tokenise_texts(dev, model, args.max_length)
     epoch = steps_per_epoch(len(train), args.batch_size)
@@ -376,7 +376,7 @@ def main(argv=None):
             optimizer.step()
         else:
             run.extra_state["skipped"] += 1
-            values = logged                                    # those of the step before
+            values = logged                                    # log the values of the last step
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
         logged = run.values

@@ -2,10 +2,11 @@
 2020, arXiv 1911.05722; v2: Improved Baselines with Momentum Contrastive Learning. Chen, Fan, Girshick, He,
 arXiv 2003.04297.
 
-Of two random views of each image, the encoder maps one to a query q, and a copy of the encoder maps the other
-to its key k. The query is pulled to its key and pushed from a queue with the keys of earlier batches. Only
-queries get gradients. The weights θ_k of the copy are a running mean of the encoder's weights θ_q:
-θ_k ← m θ_k + (1 − m) θ_q. With unit vectors q, k and a queue n_1 ... n_K,
+The encoder maps one random view of an image to a query q. The key encoder, a copy of the encoder, maps a
+second view to the key k of this query. Training pulls the query towards its key, and pushes it away from the
+keys of earlier batches, which are stored in a queue. The encoder gets gradients; the weights θ_k of the key
+encoder are a running mean of the encoder's weights θ_q: θ_k ← m θ_k + (1 − m) θ_q. For unit vectors q and k,
+the keys n_1 ... n_K in the queue, and the temperature τ, the loss is
 
     L = mean over queries of −log( exp(q·k / τ) / ( exp(q·k / τ) + Σ_j exp(q·n_j / τ) ) )
 
@@ -13,32 +14,33 @@ queries get gradients. The weights θ_k of the copy are a running mean of the en
     python moco.py --recipe v1 --data imagenet/train --dev imagenet/val --out out/moco-v1
     python moco.py --recipe demo --data cifar-10-batches-py --symmetric --out out/demo
 
-The loss rises at first, while the queue fills with real keys. Batch norms would let a query recognise its key
-by the statistics that both share. So batch norms see --bn-splits parts of the batch separately, and the
-images for keys are shuffled over these parts.
+The queue starts with random vectors. While keys replace these vectors, the loss rises. If a query and its key
+shared batch-norm statistics, the encoder could match them by these statistics. So batch norms normalise
+--bn-splits parts of the batch separately, and images are shuffled before the key encoder encodes them.
 
---memory-bank trains the paper's baseline (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978). It has no second
-encoder, but stores a vector for each image, a running mean of the image's queries. The key of an image is its
-own vector, and the negatives are the vectors of random images.
+--memory-bank trains a baseline of the paper (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978). There is no
+key encoder: the key of an image is a stored vector, which is a running mean of this image's queries. The
+negatives are the stored vectors of random images.
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
-    .tsv      image files and labels
-    .npz      images, labels, test_images, test_labels (uint8, N x H x W x 3), or these as .npy in a folder
+    .tsv      a table of image files and their labels
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or .npy files of these names
     .npy      images
-Labels are for evaluation. Image files are decoded when needed; views are cropped from the full resolution.
+Labels are only used for evaluation. Image files are decoded when they are needed. Views are cropped from
+images in full resolution.
 
-Published test accuracy of the three commands, after 200 epochs:
+Published test accuracies of the three commands, after 200 epochs:
     67.7 % linear    v2, ImageNet, ResNet-50
     60.6 % linear    v1, ImageNet, ResNet-50
-    85.3 % kNN       demo (by the authors), CIFAR-10, ResNet-18; without --symmetric 82.6 %
+    85.3 % kNN       the authors' demo, CIFAR-10, ResNet-18 (without --symmetric: 82.6 %)
 
 Departures from the released code:
 - The released code needs several GPUs; this script also runs on one.
 - The released code blurs with three box filters (Pillow); this script blurs with a Gaussian.
-- The demo's kNN compares outputs of the head; this script's compares features of the encoder.
-- In the demo, a part of the batch is every 8th image; here it is a run of consecutive images.
-- The demo counts epochs from 1 in the cosine of its learning rate; this script counts from 0.
+- The demo's kNN compares outputs of the projection head; this script's kNN compares the encoder's features.
+- In the demo, a batch-norm part has every 8th image of the batch; in this script, consecutive images.
+- In the cosine schedule of the learning rate, the demo counts epochs from 1; this script counts from 0.
 """
 import copy
 import math
@@ -76,7 +78,7 @@ RECIPES = {
 BANK = V1 | dict(queue_size=4096, momentum=0.5, crop=0.2)
 FLAG_RECIPES = {"memory_bank": Recipe("Wu et al. 2018, released code", BANK)}
 
-# Defaults for flags that were not given: views of up to 32 pixels (authors' demo), and larger ones (paper).
+# defaults of flags: for views of at most 32 pixels (authors' demo), and for larger views (paper)
 SMALL = dict(queue_size=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
 LARGE = dict(queue_size=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
 
@@ -99,15 +101,15 @@ def make_parser():
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
     add("--v1", action="store_true",
-        help="MoCo v1: linear head, τ 0.07, other colour jitter, no blur, learning rate falling in two steps")
+        help="MoCo v1: linear head, τ 0.07, other colour jitter, no blur, step decay of the learning rate")
     add("--queue-size", type=at_least(1, int),
         help="K, number of keys in the queue; default 65536 (paper), or 4096 for views up to 32 px (demo)")
     add("--momentum", type=ratio,
         help="m, momentum of the key encoder; default 0.999 (paper), or 0.99 for views up to 32 px (demo)")
     add("--symmetric", action="store_true",
-        help="use each view once as query and once as key, and add both losses (demo)")
+        help="use each view once as a query and once as a key, and add both losses (demo)")
     add("--bn-splits", type=at_least(1, int), default=8,
-        help="parts of the global batch with batch-norm statistics of their own; default 8 (paper)")
+        help="parts of the global batch, each with its own batch-norm statistics; default 8 (paper)")
     add("--memory-bank", action="store_true",
         help="store one vector per image instead of a queue, with the defaults of Wu et al.; --queue-size is "
              "then the number of negatives, and --momentum that of the stored vectors")
@@ -117,13 +119,13 @@ def make_parser():
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# as in torchvision: aspect ratios are log-uniform; if no crop fits, the view is cut from the centre
+# as in torchvision: aspect ratios are log-uniform; if no random crop fits, the centre crop is used
 CROPS = Crops(min_area=0.08, attempts=10, sample_aspect=lambda u: 3 / 4 * (16 / 9) ** u,
               aspect_limits=(3 / 4, 4 / 3), bicubic=False)
 
 
 def load_data(path, args):
-    """Load the images, and set the flags whose defaults depend on the size of images or on --v1."""
+    """Load the images, and set the flags whose defaults depend on the image size or on --v1."""
     if args.memory_bank and args.symmetric:
         fail("--symmetric: a memory bank uses one view per image; leave one of the flags out")
     images = ImageDataset(args, CROPS)
@@ -137,7 +139,7 @@ def load_data(path, args):
         fail(f"--bn-splits {args.bn_splits}: expected a divisor of --batch-size, which is {args.batch_size}")
     part = args.batch_size // args.bn_splits
     if part < 2:
-        fail(f"--bn-splits {args.bn_splits}: parts of a single image, which batch norm sets to 0; lower it")
+        fail(f"--bn-splits {args.bn_splits}: parts of 1 image, expected at least 2; choose a smaller number")
     if args.chunk_size and args.chunk_size % part:
         fail(f"--chunk-size {args.chunk_size}: expected a multiple of {part}, --batch-size / --bn-splits")
     log("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {images.describe()}")
@@ -148,15 +150,15 @@ def load_data(path, args):
 
 
 def make_batch(images, args):
-    """Return (views for queries, views for keys) of this rank's n images of the next batch: two lists of one
-    tensor (n, 3, S, S) float32 in [0, 1], or of two with --symmetric."""
+    """Return (views for queries, views for keys) of this rank's n images in the next batch. Each is a list of
+    one tensor (n, 3, S, S) float32 in [0, 1], or with --symmetric of two tensors."""
     x1, x2 = augment(next(images.training_views), args).chunk(2)
-    return ([x2, x1], [x1, x2]) if args.symmetric else ([x1], [x2])  # keys enter the queue in this order
+    return ([x2, x1], [x1, x2]) if args.symmetric else ([x1], [x2])  # keys of x1 enter the queue first
 
 
 def augment(x, args):
-    """Apply colour jitter, grey and blur to crops (n, 3, S, S) float32 in [0, 1]. v1 applies grey first and
-    then a stronger jitter, without blur."""
+    """Apply random colour jitter, greyscale and blur to crops (n, 3, S, S) float32 in [0, 1]. With --v1,
+    greyscale comes first, the jitter is stronger, and there is no blur."""
     if args.v1:
         x = torch.where(bernoulli_mask(0.2, x), grey(x), x)
         return jitter(x, 0.4, 0.4, 1)
@@ -165,7 +167,7 @@ def augment(x, args):
     return torch.where(bernoulli_mask(args.blur, x), blur(x), x) if args.blur else x
 
 
-# mean and standard deviation of each channel
+# (means, standard deviations) of the red, green and blue channels
 CIFAR_STATISTICS = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -187,7 +189,7 @@ def build_model(args, images, run):
     if not args.memory_bank:
         model.key = copy.deepcopy(model).requires_grad_(False)
     queue = F.normalize(torch.randn(num_keys, dim), dim=1)
-    model.register_buffer("queue", queue.to(LOSS_DTYPE) if run.bf16 else queue)  # dtype of its matmuls
+    model.register_buffer("queue", queue.to(LOSS_DTYPE) if run.bf16 else queue)  # the loss's dtype
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
     log("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
                  f"{'memory bank' if args.memory_bank else 'queue'} of {num_keys:,}")
@@ -198,22 +200,22 @@ def build_model(args, images, run):
 
 
 def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
-    """Return the mean over queries of −log softmax of a query's key among this key and the queue.
+    """Return the mean over queries of −log softmax of the query's key, among this key and those in the queue.
 
-    q, k       (N, D) queries and their keys, any float type; normalised here; k gets no gradient
-    queue      (K, D) unit keys of earlier batches, without gradient; may be in autocast's dtype
-    returns    scalar float32, float64 for float64
+    q, k       (N, D) queries and their keys, any float type and norm; k gets no gradient
+    queue      (K, D) keys of earlier batches: unit rows, without gradient; dtype of q or of autocast
+    returns    scalar: float64 for float64 inputs, else float32
     source     He et al. 2020, eq. 1
     """
     check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
     check_unit("queue", queue)
-    # the mean of −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); kernels/eager.py has the plain formula
+    # mean over queries of −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); plain PyTorch: kernels/eager.py
     return queue_loss(unit_rows(q, 1e-12), unit_rows(k, 1e-12).detach(), queue, temperature, impl=impl)
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss for a global batch of `rows` images, and the values to log. batch
-    has two lists: this rank's views (n, 3, S, S) for queries, and keys (rows, D) of all ranks."""
+    """Return this rank's part of the loss of a global batch of `rows` images, and the values to log. batch:
+    (views, keys), lists of this rank's views (n, 3, S, S) for queries and of all ranks' keys (rows, D)."""
     views, keys = batch
     own, loss = own_rows(rows), 0
     for x, k in zip(views, keys):
@@ -226,19 +228,17 @@ def compute_loss(model, batch, rows, args):
 
 @torch.no_grad()
 def update_key_encoder(key_encoder, query_encoder, momentum):
-    """θ_k ← m θ_k + (1 − m) θ_q for all parameters, paired by their order (He et al. 2020, eq. 2).
-
-    The key encoder keeps its own batch-norm statistics. momentum 0 copies, 1 freezes. Parameters should be
-    float32: half types would round 1 − m = 1e-3 away.
-    """
+    """Update the key encoder's parameters, which have the order of the query encoder's: θ_k ← m θ_k +
+    (1 − m) θ_q (He et al. 2020, eq. 2). Batch-norm statistics do not change. Parameters should be float32:
+    in half precision, an update with 1 − m = 1e-3 would be rounded away."""
     torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
 
 
 @torch.no_grad()
 def enqueue(queue, pointer, keys):
-    """Write keys (N, D) over the oldest ones in the queue (K, D), from row `pointer` on; return the next row.
+    """Write keys (N, D) over the oldest keys in queue (K, D), from row `pointer` on; return the new pointer.
 
-    The queue is a ring buffer, changed in place: call this after backward. Raises ValueError if N > K.
+    The queue is a ring buffer, changed in place, so call enqueue after backward. Raises ValueError if N > K.
     """
     check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
     checks.check_integer("pointer", pointer, 0, len(queue) - 1)
@@ -250,8 +250,8 @@ def enqueue(queue, pointer, keys):
 
 @torch.no_grad()
 def encode_keys(model, views, rows):
-    """Return unit keys (rows, D) of all ranks' views (n, 3, S, S). The views are shuffled before encoding,
-    so that their batch-norm splits are not those of the queries (shuffling BN)."""
+    """Return the unit keys (rows, D) of all ranks. views (n, 3, S, S) are this rank's. All views are shuffled
+    first, so that a batch-norm part has other images for keys than for queries (shuffling BN)."""
     views = gather_rows(views, rows)
     order = torch.randperm(rows, device=views.device)
     if dist.is_initialized():
@@ -262,8 +262,8 @@ def encode_keys(model, views, rows):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm over every `split_size` consecutive images separately, as on unsynchronised GPUs. Running
-    mean and variance are means over these splits (demo)."""
+    """Batch norm with separate statistics for each part of `split_size` consecutive images, as on GPUs that
+    do not synchronise them. The running mean and variance are averages over the parts (demo)."""
 
     def forward(self, x):
         if not self.training or len(x) <= self.split_size:
@@ -292,13 +292,13 @@ def use_split_batch_norm(encoder, split_size):
 
 
 def step_decay(step, total):
-    """Return 1, 0.1 after 60 % of `total`, 0.01 after 80 % (paper)."""
+    """Return the learning rate's factor: 1, then 0.1 from 60 % and 0.01 from 80 % of `total` on (paper)."""
     decays = [fraction for fraction in (0.6, 0.8) if step >= fraction * total]
     return 0.1 ** len(decays)
 
 
 def lr_factor(epoch, epochs, args):
-    """Return the factor of the learning rate in an epoch: half a cosine, or with --v1 step_decay (paper)."""
+    """Return the learning rate's factor in an epoch: cosine decay, or with --v1 step_decay (paper)."""
     return step_decay(epoch, epochs) if args.v1 else 0.5 * (1 + math.cos(math.pi * epoch / epochs))
 
 
@@ -331,14 +331,14 @@ def main(argv=None):
     lr = args.lr * args.batch_size / 256
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=args.weight_decay)
-    run.extra_state["pointer"] = 0                             # next row of the queue; a memory bank has none
+    run.extra_state["pointer"] = 0                             # row of the queue to replace next
     run.begin(model, optimizer, total)
     if run.extra_state["pointer"] >= args.queue_size:
         fail(f"--resume: {args.out}/state.pt is damaged: its queue pointer is not below {args.queue_size}")
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1 if args.memory_bank else 2)
     model.train()
-    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
+    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
         set_lr(optimizer, lr * lr_factor((step - 1) // epoch, total / epoch, args))
         if args.memory_bank:
             loss, values = compute_bank_loss(model, augment(next(images.training_views), args), picked, args)

@@ -1,18 +1,18 @@
 """Self-Guided Contrastive Learning for BERT Sentence Representations. Kim, Yoo, Lee, ACL 2021, arXiv
 2106.07345.
 
-A pretrained encoder is its own teacher. There are two copies: T is tuned, except for its embedding layer, and
-F stays fixed. T's [CLS] vector c_i of sentence i is pulled towards the sentence's views h_ik and pushed away
-from the views of other sentences. View h_ik is the output of layer k of F, pooled over tokens. All vectors go
-through one projection head, which is dropped after training. Let φ(u, v) = exp(cos(u, v) / τ), where τ is
-the temperature, let θ_T and θ_F be the weights of the copies, and λ the weight of the regulariser:
+A pretrained encoder is its own teacher. There are two copies of it: T is tuned, except for its embedding
+layer, and F stays fixed. View h_ik of sentence i is the output of layer k of F, pooled over tokens. Training
+pulls T's [CLS] vector c_i of sentence i towards the views of this sentence, and pushes it away from the views
+of other sentences. All vectors pass through one projection head, which is dropped after training. θ_T and θ_F
+are the weights of T and F, λ is the weight of a regulariser, τ the temperature, φ(u, v) = exp(cos(u, v) / τ):
 
     L = mean over i, k of −log( φ(c_i, h_ik) / ( φ(c_i, h_ik) + Σ_{j≠i} Σ_n φ(c_i, h_jn) ) ) + λ ‖θ_T − θ_F‖²
 
 This is --objective opt3. The others use one view h_i per sentence, whose layer is sampled at each step:
-    opt2    negatives of c_i are the h_j of other sentences
-    opt1    negatives of c_i are the h_j and the c_j
-    base    as opt1, and the h_i are anchors too, with positives c_i (NT-Xent)
+    opt2    the negatives of c_i are the views h_j of other sentences
+    opt1    the negatives of c_i are the h_j and the c_j of other sentences
+    base    like opt1, but the views h_i are also anchors, with the positives c_i (NT-Xent)
 
     python selfguided.py --data stsb-all.tsv --dev stsb-dev.tsv --test stsb-test.tsv
     torchrun --nproc-per-node 4 selfguided.py --data wiki.txt --dev stsb-dev.tsv --batch-size 64
@@ -20,22 +20,21 @@ This is --objective opt3. The others use one view h_i per sentence, whose layer 
 
 Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file with one sentence per
 cell. Its columns are those of --columns, else sentence1 and sentence2, else all columns that are not numeric.
-A file of scored pairs can be used, too; the scores are ignored. The authors train on all of STS-B, including
-its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
-the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
+A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B, also
+on its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
+the score is first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
-Published result for the first command: BERT-base reaches 77.23 Spearman on STS-B test, and 74.62 as the mean
-of seven STS test sets.
+Published Spearman correlation (times 100) of BERT-base with the first command: 77.23 on STS-B test, and 74.62
+on average over seven STS test sets.
 
 Departures from the released code:
-  - In the released code, --objective base crashes; this script computes it as in the paper.
-  - In the released code, --objective opt2 omits one negative; this script has all of them.
-  - The released code scores the last step; this script scores the best checkpoint on --dev.
+  - In the released code, --objective base crashes; this script follows the paper.
+  - In the released code, --objective opt2 omits one negative; this script uses all negatives.
+  - The released code scores the model of the last step; this script scores the best checkpoint on --dev.
   - The released code may stop early; this script does not.
   - The released code has weight decay, which shrinks weights by 0.03 % in total; this script has none.
---form code follows the released code in two other points: views are mean-pooled instead of max-pooled, and
-F has dropout.
+--form code follows the released code in two other points: views are pooled by mean, and F has dropout.
 """
 import copy
 import math
@@ -77,11 +76,11 @@ def make_parser():
         batch_size=(16, "16 (paper)"), epochs=(1, "1 (paper)"),
         lr=(5e-5, "5e-5 (paper); linear warm-up over a tenth of the steps, then linear decay to 0"))
     add("--objective", choices=OBJECTIVES, default="opt3",
-        help="loss to train with; default opt3 (paper); see above for the others")
+        help="loss to train with, see above; default opt3 (paper)")
     add("--layers", type=at_least(0, int), nargs="+",
-        help="layers of F that give views; 0: the word embeddings; default all (paper)")
+        help="layers of F whose outputs are views; 0: the word embeddings; default all (paper)")
     add("--view-pooling", choices=("max", "mean", "sum"),
-        help="how token states of a layer are pooled into a view; default max (paper), mean with --form code")
+        help="how a layer's token states are pooled into a view; default max (paper), mean with --form code")
     add("--regulariser-weight", type=at_least(0), default=0.1,
         help="λ, weight of the squared distance ‖θ_T − θ_F‖²; default 0.1 (paper)")
     add("--layer-study", nargs="?", const="", metavar="FILE", group="evaluation",
@@ -97,7 +96,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return [(place, (sentence,))], one entry for each cell of the columns that hold sentences."""
+    """Return [(place, (sentence,))] of all cells with a sentence; place is, for example, "line 3"."""
     check_layer_study(args)
     names = "sentence1", "sentence2"
     roles = {"sentence": names} if args.columns else None
@@ -107,7 +106,7 @@ def load_data(path, args):
     columns = [i for i, name in enumerate(header or []) if normalise_name(name) in names]
     if args.columns:
         columns = range(width)
-    elif len(columns) < 2:                                     # take all columns that are not numeric
+    elif len(columns) < 2:                                     # use all columns that are not numeric
         columns = [i for i in range(width)
                    if not all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in rows)]
     for place, cells in rows:
@@ -127,7 +126,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return (the tuned copy T with its projection head, the fixed copy F of its encoder)."""
+    """Return (T, F): T is a SentenceEncoder with a projection head, F the fixed copy of T's transformer."""
     model = build_encoder(args, run)
     encoder, config = model.encoder, model.encoder.config
     model.layers = args.layers or range(config.num_hidden_layers + 1)
@@ -141,7 +140,7 @@ def build_model(args, run):
     model.projection = torch.nn.Sequential(linears[0], torch.nn.GELU(), linears[1], torch.nn.GELU())
     model.to(run.device)
     embeddings = getattr(encoder, "embeddings", encoder.get_input_embeddings()).requires_grad_(False)
-    not_copied = {id(table): table for table in embeddings.parameters()}   # for deepcopy: T and F share these
+    not_copied = {id(table): table for table in embeddings.parameters()}   # by deepcopy: T and F share them
     fixed = copy.deepcopy(encoder, not_copied).requires_grad_(False).train(args.form == "code")
     log("model", f"{describe_model(model, args)}; {args.view_pooling} views of {len(model.layers)} layers")
     return model, fixed
@@ -151,17 +150,17 @@ def build_model(args, run):
 
 
 def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
-    """Return the mean loss of B sentences, without the regulariser. Vectors are normalised here.
+    """Return the loss without the regulariser: the mean over all pairs of an anchor and a positive.
 
-    c            (B, D) [CLS] vectors after the projection head, any float type; a zero vector has cosine 0
-    h            (B, D) or (B, L, D) views after the projection head; only opt3 takes L > 1
-    objective    "base"  anchors c_i and h_i, negatives c_j and h_j of other sentences: NT-Xent, mean over 2B
-                 "opt1"  anchors c_i, negatives c_j and h_j
-                 "opt2"  anchors c_i, negatives h_j
-                 "opt3"  anchors c_i, negatives h_jn of all layers n; mean over the B · L positives h_ik
-    gathered     (c, h) of all ranks, with gradient; None: one process
-    offset       this rank's first row in gathered
-    returns      scalar float32, float64 for float64; a single sentence has loss 0
+    c            (B, D) [CLS] vectors of any norm and float type, after the projection head
+    h            (B, D) or (B, L, D) views, one or L per sentence, after the projection head; L > 1: opt3 only
+    objective    "base"  anchors c_i and h_i, positives of each other, negatives c_j and h_j, j ≠ i (NT-Xent)
+                 "opt1"  anchors c_i, positives h_i, negatives c_j and h_j
+                 "opt2"  anchors c_i, positives h_i, negatives h_j
+                 "opt3"  anchors c_i, positives h_ik of the layers k, negatives h_jn of all layers n
+    gathered     (c, h) of all ranks, with gradient; None: there is one process
+    offset       index in `gathered` of this rank's first row
+    returns      scalar: float64 for float64 inputs, else float32; 0 for a single sentence
     source       Kim et al. 2021, the objectives of SG and SG-OPT
     """
     checks.check_choice("objective", objective, *OBJECTIVES)
@@ -179,15 +178,15 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
         all_c, all_h = c, h
     else:
         all_c, all_h = [unit_rows(z) for z in gathered]
-    sentences = torch.arange(len(all_c), device=c.device)      # ids: an anchor skips keys of its own sentence
+    sentences = torch.arange(len(all_c), device=c.device)      # ids: no negative has its anchor's id
     anchors, anchor_ids = c, torch.arange(len(c), device=c.device) + offset
     keys, key_ids = all_h.flatten(0, -2), sentences.repeat_interleave(h.shape[1])
     if objective in ("base", "opt1"):
         keys, key_ids = torch.cat([keys, all_c]), torch.cat([key_ids, sentences])
     if objective == "base":                                    # anchor h_i has the positive c_i
         anchors, anchor_ids = torch.cat([c, h[:, 0]]), anchor_ids.repeat(2)
-        h = torch.cat([h, c[:, None]])                         # now the positives of all anchors
-    # log Σ exp over the keys of other sentences
+        h = torch.cat([h, c[:, None]])                         # the positives of all anchors
+    # log Σ exp of the logits of an anchor's negatives
     negatives = similarity_lse(anchors, keys, temperature, exclude=(anchor_ids, key_ids), impl=impl)
     positives = (anchors[:, None].to(negatives.dtype) * h).sum(2) / temperature          # (anchors, L)
     # = log(exp positive + exp negatives) − positive
@@ -196,7 +195,7 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
 
 @torch.no_grad()
 def add_regulariser_gradient(model, fixed, args):
-    """Add the gradient of λ ‖θ_T − θ_F‖² to T's gradients. Return ‖θ_T − θ_F‖², summed over all weights."""
+    """Add the gradient of λ ‖θ_T − θ_F‖² to T's gradients. Return ‖θ_T − θ_F‖²."""
     pairs = zip(model.encoder.parameters(), fixed.parameters())
     tuned, start = zip(*((w, start) for w, start in pairs if w.grad is not None))
     differences = torch._foreach_sub(tuned, start)
@@ -205,9 +204,9 @@ def add_regulariser_gradient(model, fixed, args):
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the contrastive loss of a batch with `rows` rows over all ranks, and the
-    values to log. batch: (tokens from model.batch, layer_views) of this rank's rows. add_regulariser_gradient
-    adds the regulariser after the backward pass."""
+    """Return this rank's part of the contrastive loss of a global batch of `rows` rows, and the values to
+    log. batch: (tokens, views) of this rank's rows, from model.batch and layer_views. The loss is without the
+    regulariser: add_regulariser_gradient adds its gradient after the backward pass."""
     tokens, views = batch
     if args.objective != "opt3":                               # sample one layer for each sentence
         layer = torch.randint(views.shape[1], (len(views), 1, 1), device=views.device)
@@ -225,7 +224,7 @@ def compute_loss(model, batch, rows, args):
 
 
 def layer_views(model, fixed, tokens, args):
-    """Return the views (rows, layers, H) float32: hidden states of the fixed copy, pooled over tokens."""
+    """Return the views (rows, layers, H) float32: outputs of the layers of F, pooled over tokens."""
     return pool_layers(model, fixed, tokens, model.layers, [args.view_pooling])[:, :, 0]
 
 
@@ -259,7 +258,7 @@ def main(argv=None):
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
-        # every rank adds the whole gradient, and logs its share of the distance
+        # every rank adds the whole gradient; the logged shares of the distance are summed over ranks
         values["distance"] = add_regulariser_gradient(model, fixed, args) * (len(own) / len(picked))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -2,9 +2,10 @@
 Hinton, ICML 2020, arXiv 2002.05709; SimCLR v2, Chen et al., NeurIPS 2020, arXiv 2006.10029; SupCon, Khosla et
 al., NeurIPS 2020, arXiv 2004.11362.
 
-An encoder and a projection head map two random views of each image to vectors z. The two views of an image
-are pulled together and pushed away from the views of all other images. After training, the head is dropped.
-The loss NT-Xent for N images, with u = z / |z|, s(i, j) = u_i·u_j / τ and i' the other view of i's image, is
+An encoder and a projection head map two random views of each image to two vectors z. Training pulls the two
+vectors together and pushes them away from the vectors of all other images. After training, the projection
+head is dropped. N images have 2N views; i' is the other view of the image of view i. With u = z / |z|, the
+temperature τ and s(i, j) = u_i·u_j / τ, the loss (NT-Xent) is
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
     python simclr.py --recipe cifar --data cifar-10-batches-py --out out/simclr
@@ -13,21 +14,21 @@ The loss NT-Xent for N images, with u = z / |z|, s(i, j) = u_i·u_j / τ and i' 
     python simclr.py --finetune train --label-fraction 0.01 --model out/v2 --dev val --out out/tuned
     python simclr.py --distill out/tuned --model resnet-18 --data train --dev val --out out/student
 
---supervised is SupCon, where the positives P(i) of i are all other views with i's label:
+--supervised trains with the SupCon loss. The positives P(i) of view i are all other views with i's label:
     L = 1/2N Σ_i 1/|P(i)| Σ_{p∈P(i)} [ −s(i, p) + log Σ_{j≠i} exp s(i, j) ]
 --finetune (v2) trains the encoder, the first layer of its head, and a new classifier on labelled images.
---distill (v2) trains a student. The student's prediction P_s(y | x) of class y for image x learns to match
-the prediction P_t(y | x) of a teacher, which is a fine-tuned model:
+--distill (v2) trains a student to match a teacher, which is a fine-tuned model. P_s and P_t are the
+probabilities that the student and the teacher give to class y for image x, at temperature τ:
     L = 1/N Σ_x −Σ_y P_t(y | x; τ) log P_s(y | x; τ)
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
-    .tsv      image files and labels
-    .npz      images, labels, test_images, test_labels (uint8, N x H x W x 3), or these as .npy in a folder
+    .tsv      a table of image files and their labels
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or .npy files of these names
     .npy      images
-Image files are decoded when they are needed, and views are cropped from the full resolution.
+Image files are decoded when they are needed. Views are cropped from images in full resolution.
 
-Published test accuracies, and the flags that come closest to each setup (none is published for our defaults):
+Published test accuracies, with the flags that come closest to each setup; none is published for the defaults:
     CIFAR-10    about 91 % linear           --recipe cifar
                 83.2 % kNN, 85.6 % linear   --optimizer sgd --lr 0.06 --warmup-epochs 0 --weight-decay 5e-4
                                             --crop 0.2 --grey 0.1 (dkobak/simclr-cifar10, head 512-1024-128)
@@ -41,7 +42,7 @@ Published test accuracies, and the flags that come closest to each setup (none i
 Departures from the released code:
 - The released loss is twice the mean over views; this script's loss is the mean (paper).
 - The released head has batch norms; this script's head has them only with --form code.
-- The released code resizes without antialiasing; this script resizes arrays without it, image files with it.
+- The released code resizes without antialiasing; this script uses antialiasing, but only for image files.
 - SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
 - v2 has selective kernels, wider networks, and distillation with labels; this script has none of these.
 """
@@ -81,7 +82,7 @@ RECIPES = {
     "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(epochs=800,
         lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code"))}
 FLAG_RECIPES = {
-    "supervised": Recipe("SupCon's CIFAR-10 command, its factor τ / 0.07 moved to lr and decay", dict(
+    "supervised": Recipe("SupCon's CIFAR-10 command, lr and decay for a loss without factor τ / 0.07", dict(
         temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
     "finetune": Recipe("SimCLR v2, 1 % of the labels", dict(batch_size=1024, epochs=60,
         lr=0.005, lr_scaling="sqrt", weight_decay=0.0, warmup_epochs=0, from_layer=1)),
@@ -116,11 +117,11 @@ def make_parser():
     add("--supervised", action="store_true",
         help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
     add("--finetune", reads="training data", metavar="DATA",
-        help="fine-tune --model with a classifier on the labelled images DATA, used instead of --data (v2)")
+        help="fine-tune --model with a classifier on the labelled images DATA, which replace --data (v2)")
     add("--label-fraction", type=at_least(1e-9, most=1), default=1.0,
         help="fraction of the images of each class that --finetune uses; default 1")
     add("--from-layer", type=at_least(0, int), default=0,
-        help="keep this many of the first layers of --model's head; default 0, or 1 with --finetune (v2)")
+        help="keep the first N linear layers of --model's head; default 0, or 1 with --finetune (v2)")
     add("--distill", reads="model", metavar="TEACHER",
         help="train --model to match the predictions of TEACHER, a fine-tuned model, on --data (v2)")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
@@ -136,7 +137,7 @@ def make_parser():
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# crop areas and aspect ratios are uniform; if no crop fits, the view is the whole image
+# areas and aspect ratios of crops are uniformly distributed; if no crop fits, the whole image is used
 CROPS = Crops(min_area=0.08, attempts=100, sample_aspect=lambda u: 3 / 4 + (4 / 3 - 3 / 4) * u,
               aspect_limits=(1e-9, 1e9), bicubic=True)
 
@@ -155,7 +156,7 @@ def check_flags(args):
 
 
 def load_data(path, args):
-    """Load the images for training and evaluation, and set the flags whose defaults depend on their size."""
+    """Load the images for training and evaluation, and set flags whose defaults depend on the image size."""
     images = ImageDataset(args, CROPS)
     fill_defaults(args, dict(colour=0.5, blur=0.0) if images.is_small else dict(colour=1.0, blur=0.5))
     modes = [name for name in ("supervised", "finetune", "distill") if getattr(args, name)]
@@ -171,14 +172,14 @@ def load_data(path, args):
 
 
 def make_batch(rows, images, args):
-    """Return (views, labels) for this rank's n images of a global batch: all first views, then all second
-    views, (2n, 3, S, S) float32 in [0, 1]; the labels of all ranks' images with --supervised, else None."""
+    """Return (views, labels). views (2n, 3, S, S) float32 in [0, 1]: the n first views of this rank's images,
+    then the n second views. labels: of the images `rows` (all ranks'); None without --supervised."""
     views = augment(next(images.training_views), args)
     return views, images.train.labels[rows].to(views.device) if args.supervised else None
 
 
 def augment(x, args):
-    """Apply colour jitter, grey and blur to crops (n, 3, S, S) float32 in [0, 1]."""
+    """Apply random colour jitter, greyscale and blur to crops (n, 3, S, S) float32 in [0, 1]."""
     x = jitter(x, 0.8 * args.colour, 0.2 * args.colour, 0.8)
     x = torch.where(bernoulli_mask(args.grey, x), grey(x), x)
     if args.blur:
@@ -187,12 +188,12 @@ def augment(x, args):
 
 
 def build_model(args, images, run, tuning=None):
-    """Build the encoder with a projection head, or with the classifier of `tuning`, a FinetuneOrDistill."""
+    """Build the encoder with a projection head, or with the classifier of tuning, a FinetuneOrDistill."""
     encoder = load_image_encoder(args.model, images.is_small)
     width = encoder.config.hidden_sizes[-1]
     if args.model in nets.RESNETS:
         for stage in encoder.encoder.stages:
-            for block in stage.layers:                         # each block starts as the identity (paper)
+            for block in stage.layers:                         # each block starts as the identity
                 nn.init.zeros_(block.layer[-1].normalization.weight)
     head = tuning.make_head(width) if tuning else projection_head(width, args)
     classes = tuning.classes if tuning else None
@@ -206,8 +207,8 @@ def build_model(args, images, run, tuning=None):
 
 
 def projection_head(width, args):
-    """Return the head: linear layers with ReLU between them. With --form code a batch norm follows each
-    linear layer, and the bias of the last norm is not trained."""
+    """Return the projection head: linear layers with a ReLU between two layers. With --head-norm, a batch
+    norm follows each linear layer, and the bias of the last batch norm stays 0."""
     use_norms = args.form == "code" if args.head_norm is None else args.head_norm
     layers = []
     for i in range(args.head_layers):
@@ -227,22 +228,22 @@ def projection_head(width, args):
 
 
 def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=True, impl="auto"):
-    """Return NT-Xent: the mean over the 2N views of −log softmax of the other view of the same image.
+    """Return the NT-Xent loss: the mean over 2N views of −log softmax of the other view of the same image.
 
-    z1, z2        (N, D) projections of the two views, any float type; normalised here
-    gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: one process
-    offset        this rank's first row in `gathered`
-    normalize     False: similarities are dot products of the projections as they are
-    returns       scalar float32, float64 for float64; 0 for one image; half the released value
+    z1, z2        (N, D) projections of the first views and of the second views, any float type
+    gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: there is one process
+    offset        index in `gathered` of this rank's first row
+    normalize     True: similarities are cosines; False: they are dot products of the given projections
+    returns       scalar: float64 for float64 inputs, else float32; half the value of the released code
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
-    # the mean over views of −log( e^{s(i,i')} / Σ_{j≠i} e^{s(i,j)} ); kernels/eager.py has the plain formula
+    # mean over the views i of −log( e^{s(i,i')} / Σ_{j≠i} e^{s(i,j)} ); kernels/eager.py: in plain PyTorch
     return nt_xent(z1, z2, temperature, gathered=gathered, offset=offset, normalize=normalize, impl=impl)
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss for a global batch of `rows` images, and the values to log. Both
-    views go through the encoder in one call, so that batch norms see all of them (or all of a chunk)."""
+    """Return this rank's part of the loss of a global batch of `rows` images, and the values to log. batch:
+    (views, labels). Without --chunk-size, the first and the second views share batch-norm statistics."""
     views, labels = batch
     z = torch.stack(model(views).chunk(2), 1)                  # (n, 2, D)
     own, gathered = own_rows(rows), None
@@ -261,15 +262,15 @@ def compute_loss(model, batch, rows, args):
 
 def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, *, gathered=None, offset=0,
                  impl="auto"):
-    """Return SupCon, with the logarithm inside the sum: mean over views of mean −log softmax of positives.
+    """Return the SupCon loss: the mean over all views of the mean −log softmax of the view's positives.
 
-    features          (N, V, D) projections of V views, any float type; normalised here
-    labels            (N,) integers: positives are all other views of the same label; None: of the same sample
-    base_temperature  multiply by temperature / base_temperature (released code: 0.07); None: do not (paper)
+    features          (N, V, D) projections of V views of N images, any float type and norm
+    labels            (N,) integers: positives are all other views of the same label; None: of the same image
+    base_temperature  multiply the loss by temperature / base_temperature (released code: 0.07); None: by 1
     gathered          (features, labels) of all ranks, (M, V, D) with gradient and (M,); None: one process
-    offset            this rank's first row in `gathered`
-    returns           scalar float32, float64 for float64; a view without positives counts as 0 in the mean
-    source            Khosla et al. 2020, L^sup_out
+    offset            index in `gathered` of this rank's first row
+    returns           scalar: float64 for float64 inputs, else float32; a view without positives counts as 0
+    source            Khosla et al. 2020, L^sup_out: the logarithm is inside the sum over positives
     """
     check_rows(features=(features, "N V D"), labels=(labels, "N", int, None))
     return kernels.sup_con_loss(features, labels, temperature, base_temperature, gathered=gathered,
@@ -282,8 +283,8 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
 def linear_probe(model, images, run):
     """Train a linear layer on frozen features of random crops, and return its test accuracy in percent.
 
-    SimCLR   Nesterov momentum, learning rate 0.1 · batch / 256 with cosine decay. A batch has 512 images, or
-             4096 and weight decay (ImageNet) if images are large and an epoch has 100 such batches
+    SimCLR   Nesterov momentum, learning rate 0.1 · batch / 256 with cosine decay, 512 images per batch. With
+             409,600 or more images and views above 32 px: 4096 images per batch and weight decay 1e-6
     SupCon   learning rate 5, multiplied by 0.2 after 60, 75 and 90 % of the steps
     """
     supervised = run.args.supervised
@@ -323,7 +324,7 @@ def main(argv=None):
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1 if model.classes else 2)
     model.train()
-    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches (paper)
+    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, lr))
         if tuning:
             loss, values = tuning.compute_loss(model, picked)

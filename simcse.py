@@ -1,9 +1,9 @@
 """SimCSE: Simple Contrastive Learning of Sentence Embeddings. Gao, Yao, Chen, EMNLP 2021, arXiv 2104.08821.
 
-Training pulls the embedding of a sentence towards its positive and pushes it away from the other sentences of
-the batch. Unsupervised, the positive is the sentence itself, encoded a second time: only dropout makes the
-two embeddings differ. Supervised, the positive is an entailed sentence, and a contradicting sentence is a
-hard negative. For N anchors z1_i with positives z2_i and hard negatives z3_i, if there are any:
+Training pulls the embedding of a sentence, the anchor, towards its positive and pushes it away from the other
+sentences of the batch. In unsupervised training, the positive is the same sentence, encoded again with
+another dropout mask. In supervised training, the anchor entails its positive and contradicts its hard
+negative. For N anchors z1_i with positives z2_i and, if there are any, hard negatives z3_i, the loss is
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_j exp s(z1_i, z2_j) + Σ_j α^[i=j] exp s(z1_i, z3_j) ) ]
 
@@ -14,16 +14,16 @@ and 1 for all others; the flag --hard-negative-weight is w = log α.
     python simcse.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/unsupervised
     torchrun --nproc-per-node 4 simcse.py --data nli_for_simcse.csv --dev stsb-dev.tsv --out out/supervised
 
-Data: a .txt file has one sentence per line; .csv .tsv .json .jsonl .parquet files have columns, chosen by
---columns, else by a header of common names (sent0 sent1 hard_neg, query positive negative_1 ...), else by
+Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file. Its columns are given
+by --columns, or by a header with common names (sent0 sent1 hard_neg, query positive negative_1 ...), or by
 their order. The number of columns decides the kind of training:
-    1 column   unsupervised             I ate an apple.
-    2 columns  anchor, positive         I ate an apple.,Someone ate fruit.
-    3 columns  and a hard negative      I ate an apple.,Someone ate fruit.,Nobody ate.
-    4 or more  and several of these     I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
-A JSON row may have lists: {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]} is one row per positive.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
-the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
+    1 column   unsupervised                     I ate an apple.
+    2 columns  anchor, positive                 I ate an apple.,Someone ate fruit.
+    3 columns  anchor, positive, hard negative  I ate an apple.,Someone ate fruit.,Nobody ate.
+    4 or more  with several hard negatives      I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
+A JSON row with lists, {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}, is read as one row per positive.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
+the score is first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
 
 Published results of BERT-base (Spearman × 100), for the second and the third command:
     unsupervised    82.5 on STS-B dev    76.25 as the mean of seven STS test sets
@@ -65,7 +65,7 @@ def make_parser():
         columns=(None, "chosen by the header, else all"), negatives=(None, "those of each row"),
         eval_every=(125, "125 (released scripts; the paper has 250)"),
         pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
-        head=(None, "as saved with --model, else for cls keep (train-only if unsupervised), else none"),
+        head=(None, "as saved with --model, else keep for cls pooling (train-only if unsupervised), or none"),
         batch_size=(None, "512, or 64 if unsupervised (paper), 32 with --model scratch"),
         epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
         lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))
@@ -79,19 +79,19 @@ def make_parser():
     return parser
 
 
-# Defaults of flags that were not given, by the number of columns (the paper's for BERT-base)
+# {number of columns: defaults of flags}, the paper's values for BERT-base
 DEFAULTS_BY_COLUMNS = {
     1: dict(mode="unsupervised", batch_size=64, lr=3e-5, epochs=1),
     2: dict(mode="pairs", batch_size=512, lr=5e-5, epochs=3),
     3: dict(mode="supervised", batch_size=512, lr=5e-5, epochs=3)}
-SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # with --model scratch
+SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # used with --model scratch
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
-    """Return the Table of --data, and set the defaults that depend on its number of columns."""
+    """Return the Table of --data, and set the flags whose defaults depend on its number of columns."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns,
                                negatives=args.negatives)
     columns = len(next(iter(table))[1])
@@ -99,7 +99,7 @@ def load_data(path, args):
     fill_defaults(args, DEFAULTS_BY_COLUMNS[min(columns, 3)] | scratch)
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
-    args.count = max(columns, 2)                               # texts per row; unsupervised: the text twice
+    args.count = max(columns, 2)                               # views per row; unsupervised: 2 of one text
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
     log_first_row(table)
     return table
@@ -124,29 +124,29 @@ def build_model(args, run):
 
 def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
                 anchor_ids=None, impl="auto"):
-    """Return the mean loss of N anchors. Embeddings of any length and float type are normalised here.
+    """Return the mean loss of N anchors. Embeddings may have any norm and float type; they are normalised.
 
-    z1                    (N, D) anchors; a zero vector has cosine 0 with all others
-    z2                    (M, D) positives; row offset + i belongs to anchor i
-    z3                    (M, D) or (M, n, D) hard negatives, 1 or n per row; None: no hard negatives
+    z1                    (N, D) anchors; a zero vector has cosine 0 with every vector
+    z2                    (M, D) positives of the anchors of all ranks; row offset + i belongs to anchor i
+    z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2; None: none
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
-    offset                this rank's first row in z2, z3 and ids, which are gathered from all ranks
-    ids                   (M, 1 + n) integers, ids of the texts in z2 and z3, to leave out negatives that
-                          equal the anchor's positive; None: all are kept
-    anchor_ids            (M,) integers, with ids: also leave out negatives that equal the anchor, or another
-                          positive of the same anchor
-    returns               scalar float32, float64 for float64; an anchor without negatives has loss 0
+    offset                row of z2, z3 and ids that belongs to this rank's first anchor
+    ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives that equal the
+                          anchor's positive are left out of the loss; None: no negatives are left out
+    anchor_ids            (M,) integers that identify the texts of the anchors. With ids: negatives that equal
+                          the anchor, or another positive of the same anchor, are left out, too
+    returns               scalar: float64 for float64 inputs, else float32; 0 for an anchor without negatives
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
     equal_texts.check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids)
-    hard = []                                                  # one (M, D) tensor per hard negative of a row
+    hard = []                                                  # list of n tensors (M, D)
     if z3 is not None:
         hard = [z3] if z3.ndim == 2 else z3.unbind(1)
     z1, z2, *hard = [unit_rows(z) for z in (z1, z2, *hard)]
     if ids is not None:
         return equal_texts.loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight,
                                                     offset, impl, anchor_ids)
-    local = slice(offset, offset + len(z1))                    # the rows of z2 and z3 of these anchors
+    local = slice(offset, offset + len(z1))                    # rows of z2 and z3 that belong to the anchors
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
     positive = (z1 * z2[local]).sum(1) / temperature
@@ -157,9 +157,9 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
 
 
 def compute_loss(model, batch, rows, args, ids=None, anchor_ids=None):
-    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log.
-    batch: of model.batch, with this rank's texts; ids, anchor_ids: as for simcse_loss (--ignore-equal)."""
-    z1, *keys = model(batch).chunk(args.count)                 # anchors; positives and any hard negatives
+    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log. batch:
+    this rank's texts, from model.batch. ids, anchor_ids: see simcse_loss; None without --ignore-equal."""
+    z1, *keys = model(batch).chunk(args.count)                 # keys: positives, then hard negatives
     z2, *hard = [gather_keys(z, rows, args) for z in keys]
     with loss_autocast(z1, args):
         loss = simcse_loss(z1, z2, torch.stack(hard, 1) if hard else None, args.temperature,
