@@ -2,40 +2,41 @@
 Li, Zheng, ACL 2021, arXiv 2107.00440.
 
 Each text gets two copies in which words are replaced: a synonym text, which keeps the meaning, and an antonym
-text, which changes it. One encoder learns three tasks: guess masked tokens of the original (MLM), detect the
-replaced tokens in both copies (RTD), and embed the original nearer to its synonym text than to its antonym
-text (CTS). With h the [CLS] vector of a text, h_t the vector of its token t, a learned vector w, the sigmoid
-σ, and a learned number s_i for each loss L_i:
+text, which changes the meaning. One encoder learns three tasks: predict masked tokens of the original (MLM,
+masked language modelling), detect the replaced tokens in both copies (RTD, replaced token detection), and
+embed the original nearer to its synonym text than to its antonym text (CTS, the contrastive loss). h is the
+[CLS] vector of a text, h_t is the vector of token t, w is a learned vector, σ is the sigmoid, and s_i is a
+learned number for each loss L_i:
 
     L_CTS = mean over originals of −log( exp(h·h_syn) / ( exp(h·h_syn) + exp(h·h_ant) ) )
-    L_RTD = mean over tokens of the copies of the binary cross entropy of σ(w·h_t) against "t was replaced"
+    L_RTD = mean over tokens t of the copies of −log σ(w·h_t) if t was replaced, else −log(1 − σ(w·h_t))
     L     = Σ over i in (MLM, RTD, CTS) of exp(−s_i) L_i + max(s_i, 0)
 
     python cline.py --model scratch --data tests/data/sentences.txt --wordnet tests/data/wordnet
     python cline.py --data wikipedia.txt --wordnet /usr/share/wordnet --out out/cline
     torchrun --nproc-per-node 4 cline.py --data triples.csv --out out/triples
 
-Data, one row per line: .txt has one text per line. .csv .tsv .json .jsonl .parquet have columns, which are
-found by --columns, by a header (original, synonym, antonym ...) or by their order:
-    1 column   text. --tagger finds nouns, verbs, adjectives and adverbs; WordNet gives words to replace them
+Data: a .txt file has one text per line; .csv .tsv .json .jsonl .parquet files have columns, chosen by
+--columns, else by a header (original, synonym, antonym ...), else by their order:
+    1 column   text. --tagger finds nouns, verbs, adjectives and adverbs; WordNet has words to replace them
     3 columns  original, synonym text, antonym text. Words that differ from the original count as replaced
-    5 columns  as --save-triples writes them: the three texts, then for each copy a list of the words that
-               could be replaced. Each word is start:end:code; start and end count characters of the copy.
+    5 columns  the same three texts, and for each copy a list of its words that could have been replaced, as
+               --save-triples writes it. A word is start:end:code; start and end count characters of the copy.
                Codes: 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
 
 Expected: training raises two scores on the held-out rows. "hits" is the percentage of originals that are
 nearer to their synonym text than to their antonym text; "margin" is the mean of h·h_syn − h·h_ant.
-Published result: after fine-tuning (by docs/more/finetune.py), CLINE scores 1.6 points more than RoBERTa-base
-on four contrast sets (mean), and 0.5 points more on four adversarial test sets. The authors trained with our
-defaults and a spaCy model as --tagger; --data was Wikipedia and BookCorpus. No result is published for
---form code.
+Published result after fine-tuning (see docs/more/finetune.py): CLINE scores on average 1.6 points more than
+RoBERTa-base on four contrast sets, and 0.5 points more on four adversarial test sets. The authors trained
+with our defaults, a spaCy model as --tagger, and Wikipedia and BookCorpus as --data. No result is published
+for --form code.
 
 Departures from the released code, for both values of --form:
-- The released code cuts the joined texts into blocks of 254 tokens; here each row is one text.
+- The released code cuts the joined texts into blocks of 254 tokens; this script takes each row as one text.
 - The released code puts one space between any two words; this script keeps the spaces as they are.
 - The released code inflects words with the package lemminflect; this script uses WordNet's forms and rules.
 - The released code keeps rows in which a copy equals the original; this script skips them.
-- The released code averages over the tokens of each GPU; this script averages over those of all GPUs.
+- The released code averages over the tokens of each GPU; this script averages over the tokens of all GPUs.
 - The released script starts from random weights; this script starts from --model.
 --form code follows the released code in all other points:
     vector of a text    tanh(W h + b) instead of h
@@ -79,10 +80,10 @@ def make_parser():
         lr=(None, "1e-4 (paper), or 2e-3 with --model scratch; linear decay to 0"),
         warmup_steps=(None, "1/60 of all steps (paper), 1/100 for --form code, 1/10 for scratch"),
         eval_every=(1000, "1000 (released scripts)"))
-    parser.set_defaults(pooling="cls")                         # the vector of a text, for build_encoder
+    parser.set_defaults(pooling="cls")                         # the vector of a text is that of [CLS]
     add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
     add("--tagger", group="data", reads="model",
-        help="part-of-speech tagger: the name of a spaCy model; lexicon: take the part of speech from "
+        help="part-of-speech tagger: the name of a spaCy model, or lexicon to look parts of speech up in "
              "WordNet; default en_core_web_sm, or lexicon if spaCy is not installed")
     add("--save-triples", group="data", metavar="PATH",
         help="save the generated triples to this new .csv file, which can later be used as --data")
@@ -95,8 +96,8 @@ def make_parser():
     return parser
 
 
-# Defaults of each --form, and those of --model scratch. length: number of steps, of which the first
-# length // warmup_part are for warm-up.
+# Defaults of flags that were not given: those of --form, of which --model scratch replaces some by SCRATCH.
+# length: number of steps. warmup_part: a run of n steps has n // warmup_part steps of warm-up.
 FORMS = {"paper": dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, length=30_000, lr=1e-4,
                        max_length=512, warmup_part=60, eps=1e-8),
          "code": dict(synonym_rate=0.5, antonym_rate=0.5, batch_size=128, length=1_000_000, lr=1e-4,
@@ -108,7 +109,7 @@ SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
 
 
 def load_data(path, args):
-    """Return (texts, WordNet) for one column, (triples, None) for three or five; set flags not given."""
+    """Return (texts, WordNet) if --data has one column, else (triples, None). Set flags not given."""
     header, table = read_table(path, lambda cells: empty_cell(cells[:3]), roles=ROLES, columns=args.columns)
     place, cells = next(iter(table))
     if len(cells) not in (1, 3, 5):
@@ -125,16 +126,16 @@ def load_data(path, args):
 
 
 def make_batch(rows, model):
-    """Return [(places (n,), ids, mask, labels, targets (n, L))], padded groups of texts of similar length.
+    """Divide the texts of rows (from tokenise_triples) into groups of similar length, and pad each group.
 
-    places are indices into [*originals, *synonym texts, *antonym texts] of the rows. labels are the classes
-    of RTD, −100 where a token does not count. targets are the ids of masked tokens, −100 elsewhere. Tokens
-    are masked in training only, and in the originals only.
+    Return [(places (n,), ids, mask, labels, targets (n, L))]. places are indices into the list [*originals,
+    *synonym texts, *antonym texts]. labels are RTD's classes, −100 for tokens that do not count. targets are
+    the original ids of masked tokens, −100 for other tokens. Only originals are masked, and only in training.
     """
     originals, synonyms, antonyms, synonym_labels, antonym_labels, _ = zip(*rows)
     texts = [*originals, *synonyms, *antonyms]
     labels = [*(np.full(len(ids), -100) for ids in originals), *synonym_labels, *antonym_labels]
-    special = torch.tensor(model.tokenizer.all_special_ids)    # the padding token is one of them
+    special = torch.tensor(model.tokenizer.all_special_ids)
     batch = []
     for group in group_by_length([len(ids) for ids in texts], model.device):
         places = torch.tensor(group)
@@ -153,7 +154,7 @@ def make_batch(rows, model):
 
 
 def build_model(args, run):
-    """Build the encoder with a masked-LM head, RTD's head, the weights of the losses, and (code) a pooler."""
+    """Return the encoder with heads for MLM and RTD, and the s_i. --form code adds a layer tanh(W h + b)."""
     model = build_encoder(args, run, "cls", "keep" if args.form == "code" else None, AutoModelForMaskedLM)
     config, size = model.encoder.config, model.encoder.config.hidden_size
     model.rtd = torch.nn.Linear(size, 1, bias=False)
@@ -163,7 +164,7 @@ def build_model(args, run):
     for part in model.rtd.modules():
         if isinstance(part, torch.nn.Linear):
             init_linear(part, config)
-    model.log_variances = torch.nn.Parameter(torch.zeros(3))   # s of MLM, RTD, CTS
+    model.log_variances = torch.nn.Parameter(torch.zeros(3))   # s_i of MLM, RTD, CTS
     return model.to(run.device)
 
 
@@ -171,11 +172,11 @@ def build_model(args, run):
 
 
 def contrastive_loss(original, synonym, antonym, form="paper"):
-    """Return CTS, a mean over rows: −log softmax of o·s against o·a (paper), or two logistic losses (code).
+    """Return L_CTS, a mean over B rows. It pulls originals to synonym texts, and away from antonym texts.
 
-    original, synonym, antonym   o, s, a: (B, D) vectors of the texts, any float type; they are not normalised
+    original, synonym, antonym   (B, D) vectors o, s, a of the texts, any float type; they are not normalised
     form        "paper": softplus(o·a − o·s) | "code": ( softplus(−o·s / D) + softplus(o·a / D) ) / 2
-    returns     scalar float32, float64 for float64; ln 2 if the three vectors are equal (paper)
+    returns     scalar, float32 (float64 for float64 input); with "paper" ln 2 if s = a
     source      Wang et al. 2021, L_CTS; kandorm/CLINE
     """
     checks.check_choice("form", form, "paper", "code")
@@ -189,23 +190,23 @@ def contrastive_loss(original, synonym, antonym, form="paper"):
 
 
 def replaced_token_loss(logits, labels, form="paper"):
-    """Return RTD, the mean cross entropy of "was this token replaced?" over the tokens that count.
+    """Return L_RTD, the mean cross entropy of classifying tokens as kept or replaced.
 
-    logits      (rows, L) logits of "replaced" (paper) | (rows, L, 3) logits of kept, replaced in a synonym
-                text, replaced in an antonym text (code); any float type
-    labels      (rows, L) integers: −100 for tokens that do not count, 0 for kept ones, above 0 for replaced
-                ones (code: the class, 0 to 2)
-    returns     scalar float32, float64 for float64; 0 with gradient 0 if no token counts
+    logits      any float type. "paper": (rows, L), the logit of "this token was replaced" | "code": (rows,
+                L, 3), logits of kept, replaced in a synonym text, replaced in an antonym text
+    labels      (rows, L) integers: −100 for tokens that do not count, 0 for kept tokens, above 0 for replaced
+                tokens; with "code" the class, 0 to 2
+    returns     scalar, float32 (float64 for float64 input); 0 with gradient 0 if no token counts
     source      Wang et al. 2021, L_RTD; kandorm/CLINE
     """
     checks.check_choice("form", form, "paper", "code")
-    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2         # any number is accepted
+    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2         # any number of dimensions
     letters = " ".join("abcdefgh"[:dimensions])
     shape = f"{letters} three" if form == "code" else letters
     check_rows(labels=(labels, letters, int), logits=(logits, shape), three=3)
     if form == "code":
         checks.check_index("labels", labels, 3, -100)
-    labels = labels.long()                                     # uint8 has no −100: it would become 156
+    labels = labels.long()                                     # a uint8 tensor would read −100 as 156
     counts = labels != -100
     logits, labels = logits[counts].to(torch.promote_types(logits.dtype, torch.float32)), labels[counts]
     if form == "code":
@@ -217,12 +218,12 @@ def replaced_token_loss(logits, labels, form="paper"):
 
 
 def total_loss(losses, log_variances, share=1.0):
-    """Return Σ_i exp(−s_i) L_i + max(s_i, 0): losses with learned weights. The best s_i is ln max(L_i, 1).
+    """Return the total loss L = Σ_i exp(−s_i) L_i + max(s_i, 0). It is smallest if s_i = ln max(L_i, 1).
 
-    losses          L_i: a sequence or tensor of T scalars (in this script MLM, RTD, CTS)
-    log_variances   s_i: T scalar tensors, or (T,). At 0 the derivative of max(s, 0) is 1 (released code)
-    share           this rank's share of max(s_i, 0), if L_i are this rank's parts of losses over all ranks
-    returns         scalar, differentiable in both
+    losses          L_i: a sequence or tensor of T scalars (in this script L_MLM, L_RTD, L_CTS)
+    log_variances   s_i: T scalar tensors, or (T,). max(s, 0) has derivative 1 at s = 0 (released code)
+    share           factor of max(s_i, 0): if L_i are a rank's parts of global losses, its share of the rows
+    returns         scalar, differentiable in losses and log_variances
     source          kandorm/CLINE
     """
     checks.check_scalars("losses", losses)
@@ -234,7 +235,7 @@ def total_loss(losses, log_variances, share=1.0):
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the total loss of a global batch of `rows` rows, and the values to log."""
+    """Return this rank's part of the loss L of a global batch of `rows` rows, and the values to log."""
     vectors, logits, labels, states, targets = encode(model, batch)
     own = len(vectors) // 3                                    # rows of this rank
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
@@ -247,10 +248,10 @@ def compute_loss(model, batch, rows, args):
 
 
 def encode(model, batch):
-    """Encode a batch for the losses, in float32.
+    """Encode a batch of make_batch. Return the inputs of the three losses, with numbers in float32.
 
-    returns   vectors (3 · rows, H) of [*originals, *synonym texts, *antonym texts]; RTD's logits and classes
-              of the tokens that count; the decoder's inputs for the masked tokens, and the ids of these
+    returns   vectors (3 · rows, H) of [*originals, *synonym texts, *antonym texts]; logits and classes of RTD
+              for the tokens that count; inputs of MLM's decoder for the masked tokens, and their ids
     """
     vectors, logits, states = [], [], []
     for _, ids, mask, labels, targets in batch:
@@ -282,7 +283,7 @@ def evaluate_triples(model, rows, args):
     """Score triples without masking any token.
 
     returns   {"hits": percentage of originals that are nearer to their synonym text than to their antonym
-              text, "margin": mean of h·h_syn − h·h_ant, "cts", "rtd": the losses}
+              text, "margin": mean of h·h_syn − h·h_ant, "cts": L_CTS, "rtd": L_RTD}
     """
     model.eval()
     rows = sorted(rows, key=lambda row: len(row[0]))
@@ -302,7 +303,7 @@ def evaluate_triples(model, rows, args):
 
 
 def evaluate_and_save(model, held_out, run, args):
-    """Score the held-out rows and save the model. The last model is kept, not the best one (paper)."""
+    """Score the held-out rows. Save the model whatever the scores are: the last model is kept (paper)."""
     scores = evaluate_triples(model, held_out, args) if held_out else {}
     if run.should_save(scores):
         save(model, run)
@@ -333,7 +334,7 @@ def split_held_out(tokens, args):
 
 
 def make_optimizer(model, args):
-    """Return AdamW, without weight decay of biases, layer norms and the weights of the losses."""
+    """Return AdamW with weight decay for matrices only, not for biases, layer norms and the s_i."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [dict(params=matrices, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
@@ -348,7 +349,7 @@ def main(argv=None):
     model = build_model(args, run)
     if wordnet:
         triples = make_triples(triples, wordnet, args)
-    args.max_length = min(args.max_length, model.max_length)  # in training build_encoder has checked it
+    args.max_length = min(args.max_length, model.max_length)  # --evaluate: it may exceed the model's limit
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:
         return run_evaluation(model, tokens, args)

@@ -1,46 +1,47 @@
 """DCLR: Debiased Contrastive Learning of Unsupervised Sentence Representations. Zhou, Zhang, Zhao, Wen, ACL
 2022, arXiv 2205.00656.
 
-DCLR is unsupervised SimCSE (simcse.py) with other negatives. First, a frozen encoder, the guide, finds
-sentences that are similar to an anchor; they are not its negatives. Second, noise vectors n_k are negatives
-of all anchors: Gaussian vectors, made harder by a few steps of gradient ascent. For N anchors z1_i with
-positives z2_i, the same sentences under another dropout mask:
+DCLR is unsupervised SimCSE (simcse.py) with other negatives. First, a frozen encoder (the guide) finds
+sentences that are similar to an anchor; these sentences are not negatives of the anchor. Second, noise
+vectors n_k are negatives of all anchors. They start as Gaussian vectors, and a few steps of gradient ascent
+make them more similar to the anchors. For N sentences with anchor z1_i and positive z2_i (two dropout masks):
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]
 
-s(a, b) is cos(a, b) / τ with the temperature τ. w_ij is 0 if the guide's embeddings f have cos(f_i, f_j) ≥ φ,
-else 1. Each step moves every n_k by the length β along the gradient of Σ_i log Σ_k exp(cos(z1_i, n_k) / τ_u),
-with a temperature τ_u of its own.
+s(a, b) is cos(a, b) / τ with the temperature τ. The weight w_ij is 0 if the guide's embeddings f_i and f_j of
+two sentences have cos(f_i, f_j) ≥ φ; all other weights are 1. A step of gradient ascent moves each n_k by the
+length β along the gradient of Σ_i log Σ_k exp(cos(z1_i, n_k) / τ_u), where τ_u is a second temperature.
 
     python simcse.py --model scratch --data tests/data/sentences.txt --out out/guide
     python dclr.py --model scratch --guide out/guide --data tests/data/sentences.txt --dev tests/data/sts.tsv
     torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
 
 Data: a .txt file with one sentence per line, or one column of a .csv .tsv .json .jsonl or .parquet file.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
-the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
+the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
 
-Published result of the released code (the third command with --form code): BERT-base reaches 77.22 Spearman
-as the mean of seven STS test sets, SimCSE 76.25. None is published for --form paper.
-Flags of the released scripts for other models; SimCSE-X is an unsupervised SimCSE checkpoint of model X:
+Published result of the released code (the third command with --form code): BERT-base reaches a mean
+Spearman × 100 of 77.22 on seven STS test sets (SimCSE: 76.25). No result is published for --form paper.
+Flags of the released scripts for other models (SimCSE-X is an unsupervised SimCSE checkpoint of model X):
     RoBERTa-base    --model roberta-base --guide SimCSE-RoBERTa-base --phi 0.85 --noise-per-sentence 2.5
     BERT-large      --model SimCSE-BERT-large --head pooler --batch-size 256 --epochs 1 --noise-per-sentence 3
     RoBERTa-large   --model SimCSE-RoBERTa-large --head pooler --batch-size 256 --epochs 1 --lr 1e-5
                     --guide SimCSE-RoBERTa-base --phi 0.85 --noise-per-sentence 5
-The authors advise a search over --phi and --noise-per-sentence.
+The authors advise trying several values of --phi and --noise-per-sentence.
 
 Departures from the released code:
   - The released code reads an empty cell as one space; this script reports an error.
   - With several GPUs, the released code divides the gradient by the number of GPUs; this script does not.
-  - The released code attends to padding in training; this script masks it.
-  - The released code runs the guide with dropout; this script runs it without.
-  - The released code compares the guide's cosine with 20 φ τ; this script compares it with φ.
-  - The released code selects the checkpoint on STS-B and SICK-R; this script selects it on --dev.
---form code follows the released code in three other points. The loss is the mean over i and j of −log q_ii
-if j = i, else −log(1 − q_ij). There q_i is the softmax of w_ij s_ij over all keys j. The noise maximises
-Σ_i log( Σ_k exp(cos(z1_i, n_k) / τ_u) + Σ_j exp(cos(z1_i, z2_j) / τ_u) ). The head has two layers, the
-pretrained pooler and a new one.
-The paper has separate noise for each sentence; the released code and this script share it within a batch.
+  - The released code attends to padding in training; this script masks padding.
+  - The released code runs the guide with dropout; this script runs the guide without dropout.
+  - The released code compares the guide's cosine with 20 φ τ; this script compares the cosine with φ.
+  - The released code selects the checkpoint on STS-B and SICK-R; this script selects by the --dev score.
+--form code follows the released code in three other points:
+  - The loss is the mean over anchors i and keys j of −log q_ii for j = i and −log(1 − q_ij) for j ≠ i. Keys
+    are all positives and noise vectors, q_i is the softmax of w_ij s_ij over j, and s_ij is s(z1_i, key j).
+  - The noise maximises Σ_i log( Σ_k exp(cos(z1_i, n_k) / τ_u) + Σ_j exp(cos(z1_i, z2_j) / τ_u) ).
+  - The head has two layers: the pretrained pooler and a new layer.
+The paper draws separate noise for each sentence; the released code and this script draw it once per batch.
 """
 import argparse
 
@@ -102,7 +103,7 @@ SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       #
 
 
 def load_data(path, args):
-    """Return the Table of sentences, and set the defaults of flags that were not given."""
+    """Return --data as a Table of sentences, and set the defaults of flags that were not given."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     place, cells = next(iter(table))
     if len(cells) != 1:
@@ -119,7 +120,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the encoder with its pooling and head, and with a masked-LM decoder if --mlm-weight is given."""
+    """Return the encoder with its pooling and head, and with a masked-LM decoder if --mlm-weight is not 0."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     model = build_encoder(args, run, "cls", "train-only", auto)
     if args.form == "code" and model.head_origin == "new" and model.pooler[0] is not None:
@@ -131,13 +132,13 @@ def build_model(args, run):
 
 
 def build_guide(args, run):
-    """Return the guide, which is neither trained nor saved. It embeds as its folder describes, or else by the
-    output of its pooler (released code)."""
+    """Return the guide, frozen and in eval mode. Its saved settings decide how it pools. Without saved
+    settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
     guide_args = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(guide_args, run, flag="--guide")
     if guide.saved_settings is None and guide.pooler[0] is not None:
         guide.head, guide.head_origin = guide.pooler[0], "pooler"
-        guide.keep_head = True                                 # also in eval mode
+        guide.keep_head = True                                 # apply the pooler in eval mode, too
     log("guide", describe_model(guide, guide_args))
     return guide.eval().requires_grad_(False).to(run.device)
 
@@ -146,15 +147,15 @@ def build_guide(args, run):
 
 
 def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, offset=0, impl="auto"):
-    """Return the mean loss L of N anchors. Vectors of any length and float type are normalised here.
+    """Return the loss L, the mean over N anchors. All vectors are normalised by this function.
 
-    z1           (N, D) anchors; a zero vector has cosine 0 with all others
-    z2           (M, D) positives; row offset + i belongs to anchor i
-    noise        (K, D) negatives of all anchors, which get no gradient; K may be 0
-    f1, f2, phi  guide embeddings of the rows of z1 and z2, and the threshold, as in instance_weights
-    form         "paper": the denominator has negatives only | "code": one_vs_all_loss, in plain PyTorch
-    offset       this rank's first row in z2 and f2, which are gathered from all ranks
-    returns      scalar float32, float64 for float64; an anchor without negatives has loss 0
+    z1           (N, D) anchors of any float type; a zero vector has cosine 0 with all vectors
+    z2           (M, D) positives; row offset + i is the positive of anchor i
+    noise        (K, D) negatives of all anchors, without gradient; K may be 0
+    f1, f2, phi  (N, E) and (M, E) guide embeddings of the sentences of z1 and z2, and the threshold φ
+    form         "paper": the denominator has negatives only | "code": the loss of one_vs_all_loss
+    offset       index of this rank's first row in z2 and f2, which have the rows of all ranks
+    returns      scalar, float32 (float64 for float64 input). The loss of an anchor without negatives is 0
     source       Zhou et al. 2022, the instance-weighted objective
     """
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), noise=(noise, "k D"), f1=(f1, "N E"), f2=(f2, "M E"))
@@ -167,11 +168,11 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     z1, z2 = unit_rows(z1), unit_rows(z2)
     f1, f2, noise = [unit_rows(x.detach()) for x in (f1, f2, noise)]
     if form == "code":
-        with torch.autocast(z1.device.type, enabled=False):    # no half precision in its plain products
+        with torch.autocast(z1.device.type, enabled=False):    # one_vs_all_loss needs full precision
             return one_vs_all_loss(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
-    local = slice(offset, offset + len(z1))                    # the rows of z2 that belong to these anchors
+    local = slice(offset, offset + len(z1))                    # the rows of z2 that are the positives
     positive = (z1 * z2[local]).sum(1) / temperature
-    # log Σ_{j≠i} w_ij exp s(z1_i, z2_j); similar= applies w without storing it
+    # log Σ_{j≠i} w_ij exp s(z1_i, z2_j); the argument `similar` applies the weights w
     negatives = similarity_lse(z1, z2, temperature, exclude="diagonal", similar=(f1, f2, phi), offset=offset,
                                impl=impl)
     if len(noise):
@@ -182,14 +183,14 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
 @torch.no_grad()
 def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, form="paper", *,
                     all_reduce=None, impl="auto"):
-    """Return the noise (K, D) after `steps` steps of gradient ascent that make it harder for all anchors.
+    """Make noise more similar to the anchors by `steps` steps of gradient ascent. Return new noise (K, D).
 
-    z1, z2     (N, D) raw embeddings of anchors and (M, D) of positives, any float type; they get no gradient
+    z1, z2     (N, D) anchors and (M, D) positives of any norm and float type; they get no gradient
     noise      (K, D) starting points, for example from torch.randn; K may be 0
-    step_size  β, length of each row's step; a row with gradient 0 stays in place (released code: becomes 0)
-    form       "paper": the objective is Σ_i log Σ_k exp s(z1_i, n_k) | "code": its sum has all z2_j too
-    all_reduce on several ranks: torch.distributed.all_reduce. z1 has this rank's anchors; z2 and noise are
-               those of all ranks
+    step_size  β, length of a row's step. A row with gradient 0 stays in place (released code: it becomes 0)
+    form       "paper": objective Σ_i log Σ_k exp s(z1_i, n_k) | "code": the inner sum includes all z2_j, too
+    all_reduce on several ranks: torch.distributed.all_reduce. Then z1 has the anchors of this rank, z2 has
+               the positives of all ranks, and the noise is equal on all ranks
     source     Zhou et al. 2022, noise-based negatives
     """
     check_rows(z1=(z1, "N D"), z2=(z2, "N D" if all_reduce is None else "m D"), noise=(noise, "k D"))
@@ -200,7 +201,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     checks.check_integer("steps", steps, 0)
     checks.check_number("step_size", step_size)
     z1, z2 = unit_rows(z1), unit_rows(z2)
-    batch_lse = z1.new_tensor(-torch.inf)                      # log of a sum without terms
+    batch_lse = z1.new_tensor(-torch.inf)                      # log 0: the paper's sum has no positives
     if form == "code":
         batch_lse = similarity_lse(z1, z2, temperature, impl=impl)
     for _ in range(steps if len(noise) else 0):
@@ -210,13 +211,13 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
             gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
         if all_reduce is not None:
             all_reduce(gradient)
-        largest = gradient.abs().amax(1, keepdim=True)         # squares of a tiny gradient would underflow
+        largest = gradient.abs().amax(1, keepdim=True)         # avoids underflow of squares in normalize
         noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
     return noise.detach()
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
+    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log.
     batch: (tokens of both views from model.batch, guide embeddings) of this rank's rows."""
     tokens, f1 = batch
     z1, z2 = model(tokens).chunk(2)
@@ -240,10 +241,10 @@ def compute_loss(model, batch, rows, args):
 
 
 def instance_weights(f1, f2, phi, *, offset=0):
-    """Return the weights w (N, M): 0 where cos(f1_i, f2_j) ≥ phi and j is not i + offset, else 1.
+    """Return the weights w (N, M): w_ij is 0 if cos(f1_i, f2_j) ≥ phi and j ≠ i + offset; all others are 1.
 
-    f1, f2   (N, E) and (M, E) raw embeddings from the guide
-    offset   this rank's first row in f2, which is gathered from all ranks
+    f1, f2   (N, E) and (M, E) guide embeddings, not normalised
+    offset   index of this rank's first row in f2, which has the rows of all ranks
     source   Zhou et al. 2022, instance weighting
     """
     check_rows(offset, f1=(f1, "N E"), f2=(f2, "M E"))
@@ -255,35 +256,35 @@ def instance_weights(f1, f2, phi, *, offset=0):
 
 
 def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
-    """Return the released code's loss: the mean over N anchors and M keys of −log q_ii and −log(1 − q_ij).
+    """Return the released code's loss, the mean over i and j of −log q_ii (j = i) or −log(1 − q_ij) (j ≠ i).
 
-    q_i is the softmax over j of w_ij s_ij: a weight of 0 sets a logit to 0 and does not remove its term. For
-    the largest negative, 1 − q is summed from the other terms, because q may round to 1.
+    q_i is the softmax of w_ij s_ij over keys j. A weight of 0 sets the logit to 0, so the sum keeps a term
+    exp(0). For the largest negative, 1 − q is computed as the sum of the other q, because q may round to 1.
     """
-    def block(z1, keys, start, end):                           # the sum over these anchors and all keys
+    def block(z1, keys, start, end):                           # sum over anchors start..end and all keys
         s = z1 @ keys.T / temperature
         s[:, : len(f2)] *= instance_weights(f1[start:end], f2, phi, offset=offset + start)
-        own = offset + torch.arange(start, end, device=s.device)[:, None]      # column of the positive
-        hardest = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)        # of the largest negative
+        own = offset + torch.arange(start, end, device=s.device)[:, None]      # columns of the positives
+        hardest = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)        # columns of largest negatives
         lse = s.logsumexp(1)
         lse_negatives = s.scatter(1, own, -torch.inf).logsumexp(1)
         lse_but_hardest = s.scatter(1, hardest, -torch.inf).logsumexp(1)
-        others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)  # q of the others
+        others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)  # q of other keys
         # −log(1 − q) of the largest negative, −log q of the positive, −log(1 − q) of the other negatives
         return (lse - lse_but_hardest - F.logsigmoid(s.gather(1, own)[:, 0] - lse_negatives)
                 - torch.log1p(-others).sum(1)).sum()
 
     z1, keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys)]
-    if isinstance(temperature, torch.Tensor):                  # so that it gets its gradient through z1
+    if isinstance(temperature, torch.Tensor):                  # a tensor τ gets its gradient through z1
         z1, temperature = z1 / temperature, 1.0
-    if len(keys) == 1:                                         # no negatives: a softmax over one key
+    if len(keys) == 1:                                         # no negatives: the loss is 0
         return F.cross_entropy(z1 @ keys.T, torch.zeros(1, dtype=torch.int64, device=keys.device))
     return BlockwiseSum.apply(block, z1, keys, max(1, 2**22 // len(keys))) / (len(z1) * len(keys))
 
 
 class BlockwiseSum(torch.autograd.Function):
-    """Σ block(z1[start:end], keys, start, end) over blocks of `size` rows. forward also computes each block's
-    gradients, so that only one block is in memory at a time."""
+    """Sum block(z1[start:end], keys, start, end) over blocks of `size` rows of z1. forward also computes the
+    gradients of each block, so that only one block is in memory at a time."""
 
     @staticmethod
     def forward(ctx, block, z1, keys, size):
@@ -330,7 +331,7 @@ def main(argv=None):
     evaluator.evaluate_before(model, run)
     model.train()
     for step, picked in run.steps(total, len(tokens)):
-        set_lr(optimizer, args.lr * (total - step + 1) / total)  # linear decay; step 1 has the full rate
+        set_lr(optimizer, args.lr * (total - step + 1) / total)  # linear decay from the full rate at step 1
         own = picked[own_rows(len(picked))]
         with torch.no_grad():
             f1 = guide(guide.batch(*guide_tokens.views(own, 1)))

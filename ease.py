@@ -1,20 +1,20 @@
 """EASE: Entity-Aware Contrastive Learning of Sentence Embedding. Nishikawa et al., NAACL 2022, arXiv
 2205.04260.
 
-EASE adds a second loss to SimCSE's: a sentence that links to a Wikipedia entity is pulled towards the vector
-of this entity. It is pushed away from the entities of other sentences and from hard negatives, which are
-entities of the same type to which the sentence's page does not link. All languages share the entities, which
-aligns the embeddings of their sentences. Sentence i has embeddings z_i and z'_i (two dropout masks), an
-entity vector e_i = W E[entity], and hard negatives h_ik = W E[negative]:
+EASE adds an entity loss to SimCSE's loss. Each sentence links to a Wikipedia entity. The entity loss pulls
+the sentence towards the vector of this entity. It pushes the sentence away from the entities of other
+sentences and from hard negatives: entities of the same type to which the sentence's page has no link. All
+languages share the entities, which aligns sentences of different languages. Sentence i has embeddings z_i and
+z'_i (two dropout masks), an entity vector e_i = W E[entity], and hard negatives h_ik = W E[negative]:
 
     L = L_sim + λ L_ent,     L_sim = SimCSE's loss of anchors z_i and positives z'_i
     L_ent = −1/N Σ_i log( exp(cos(z_i, e_i) / τ)
                           / Σ_j [ exp(cos(z_i, e_j) / τ) + Σ_k exp(cos(z_i, h_jk) / τ + w [i = j]) ] )
 
-E has a trained vector for each entity, and W maps it to the space of the sentences; both are dropped after
-training. The logit w is added for the sentence's own hard negatives only: [i = j] is 1 if i = j, else 0. The
-temperature τ divides the cosine: with the paper's τ = 100 and λ = 0.01, the entity loss has a small effect.
-No entity equal to the sentence's own is used as a negative (--equal-entities).
+The table E has a trained vector for each entity. W maps these vectors to the space of the sentences. E and W
+are dropped after training. [i = j] is 1 if i = j and 0 if not, so w is added only to the logits of a
+sentence's own hard negatives. With the paper's temperature τ = 100 and weight λ = 0.01, the entity loss has a
+small effect. By default, the sentence's own entity is never used as a negative (--equal-entities).
 
     python ease.py --model scratch --data tests/data/entities.tsv --dev tests/data/sts.tsv
     python ease.py --data ease-dataset-en.json --entity-vectors enwiki_768d.txt --dev stsb-dev.tsv
@@ -22,25 +22,25 @@ No entity equal to the sentence's own is used as a negative (--equal-entities).
         --dev stsb-dev.tsv --model bert-base-multilingual-cased --pooling avg --entity-temperature 10 \\
         --batch-size 256 --lr 5e-5 --out out/18
 
-Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns (with aliases in parentheses):
+Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns (other names in parentheses):
     text (sentence)                  required
     positive_entity (entity)         required
-    negative_entity                  candidates for hard negatives: a JSON list, or separated by |
-    entity_type                      used without negative_entity: types of the entity, separated by |. The
-                                     candidates have one of these, drawn at random, and are not on the page
+    negative_entity                  candidates for hard negatives: a JSON list, or titles separated by |
+    entity_type                      types of the entity, separated by |, read if there is no negative_entity.
+                                     Candidates have one of these, drawn at random, and are not on the page
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
-the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
+the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
 
-Published results of the released code (second command, --form code), mean Spearman of seven STS test sets:
-BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). None is published for --form paper.
+Published results of the released code (second command with --form code), mean Spearman of seven STS sets:
+BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). No result is published for --form paper.
 
 Departures from the released code:
-  - Under torchrun the released code does not gather entities and fails; this script gathers them.
+  - On several GPUs the released code fails, as it does not gather the entities; this script gathers them.
   - The released code keeps the last checkpoint; this script keeps the one with the best --dev score.
---form code follows the released code in all other points: W has a bias and a tanh, w is 1, negatives come
-only from a sentence's group of 8 rows of the batch, equal entities are negatives, and hard negatives are
-sampled once, not in every epoch.
+--form code follows the released code in all other points: W has a bias and is followed by tanh; w is 1; the
+batch is divided into groups of 8 rows, and all negatives come from the sentence's own group; an entity that
+equals the sentence's entity is a negative; hard negatives are sampled once, not in every epoch.
 """
 import math
 import random
@@ -86,8 +86,8 @@ def make_parser():
     add("--equal-entities", choices=("mask", "keep"),
         help="mask or keep negatives equal to the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
-        help="take a sentence's negatives only from its group of this many rows of the batch; default the "
-             "whole batch, 8 with --form code")
+        help="divide the batch into groups of this many rows; a sentence's negatives are in its group; "
+             "default the whole batch, 8 with --form code")
     add("--entity-vectors", group="model", reads="vectors",
         help="initial entity vectors E: a text file of Wikipedia2Vec, also .gz or .bz2; default random")
     add("--entity-map", group="model", choices=("linear", "tanh", "none"),
@@ -96,7 +96,7 @@ def make_parser():
     return parser
 
 
-# Defaults of flags that were not given: the paper's, changed by --form code and by --model scratch
+# Defaults of flags that were not given. Those of --form code and --model scratch replace those of the paper.
 PAPER_DEFAULTS = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01,
                       hard_negative_weight=0.0, equal_entities="mask", warmup_steps=500, batch_size=128,
                       epochs=1, lr=3e-5)
@@ -108,14 +108,14 @@ SCRATCH_DEFAULTS = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg"
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# name of a column → what the column holds
+# accepted name of a column → what the column holds
 COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "entity": "entity",
            "negative_entity": "negatives", "entity_type": "type",
            "page": "page", "article": "page", "origin_entity": "page"}
 
 
 def load_data(path, args):
-    """Return ([(place, (sentence,))], records, titles), the last two from make_records, and set defaults."""
+    """Return sentences [(place, (text,))], and make_records' records and titles; set defaults of flags."""
     header, table = read_table(path, join=True)
     names = [normalise_name(name) for name in header or []]
     column_of = {kind: names.index(normalise_name(name)) for name, kind in COLUMNS.items()
@@ -127,7 +127,7 @@ def load_data(path, args):
     code = CODE_DEFAULTS if args.form == "code" else {}
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
     fill_defaults(args, PAPER_DEFAULTS | code | scratch | dict(hard_negatives=1 if source else 0))
-    if args.hard_negative_weight > 80:                         # exp(w) must be a float32
+    if args.hard_negative_weight > 80:                         # exp(w) must not overflow
         fail(f"--hard-negative-weight {args.hard_negative_weight:g}: expected at most 80")
     if args.hard_negatives and not source:
         fail(f"--hard-negatives {args.hard_negatives}: {path} has no column negative_entity or entity_type")
@@ -149,8 +149,8 @@ def load_data(path, args):
 
 
 def sample_entities(records, epoch, args):
-    """Return (n, 1 + m) int64: the entity of each record, and m different hard negatives. They depend only on
-    the seed, the epoch and the row, not on --resume or the number of GPUs."""
+    """Return (n, 1 + m) int64: for each of n records its entity and m different, random hard negatives. The
+    choice depends only on the seed, the epoch and the row, not on --resume or the number of GPUs."""
     samples = []
     for row, entity, candidates, excluded in records:
         rng = random.Random(f"{args.seed} {epoch} {row}")
@@ -164,7 +164,7 @@ def sample_entities(records, epoch, args):
 
 
 def build_model(args, run, titles):
-    """Return the encoder with its pooling and head, and with the entities E and their map W."""
+    """Return the encoder with its pooling and head, and with the entity table E and its map W."""
     model = build_encoder(args, run, "cls", "train-only")
     log("model", describe_model(model, args))
     add_entities(model, titles, args)
@@ -172,7 +172,7 @@ def build_model(args, run, titles):
 
 
 def add_entities(model, titles, args):
-    """Add the table E of entity vectors and the map W to the model. They are not saved with the encoder."""
+    """Add the table E of entity vectors and the map W to the model. E and W are not saved."""
     width = model.width
     vectors = torch.empty(len(titles), width).uniform_(-0.05, 0.05)
     found = 0
@@ -196,28 +196,28 @@ def add_entities(model, titles, args):
 
 def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_ids=None, *, hard_ids=None,
               offset=0, impl="auto"):
-    """Return L_ent, the mean over N sentences. Vectors of any length are normalised here.
+    """Return L_ent, the mean over N sentences. All vectors are normalised by this function.
 
-    z            (N, D) sentences, any float type, computed in float32 at least; a zero vector has cosine 0
-    entity       (M, D) entities after the map W; row offset + i belongs to sentence i
-    hard         (M, m, D) hard negatives after W; None or m = 0: no hard negatives
-    temperature  τ, which divides the cosine
-    hard_logit   w ≤ 80, added to the logits of a sentence's own hard negatives, not of other sentences'
-    entity_ids   (M,) integers: an entity with the id of a sentence's own entity is not a negative of that
-                 sentence; None: all other entities are negatives
-    hard_ids     (M, m) ids of hard negatives, used together with entity_ids; a sentence's own hard negatives
-                 must not have its entity's id
-    offset       this rank's first row in entity, hard and ids, which are gathered from all ranks
-    returns      scalar float32, float64 for float64; a single sentence without hard negatives has loss 0
+    z            (N, D) sentences of any float type; a zero vector has cosine 0 with all vectors
+    entity       (M, D) entity vectors after the map W; row offset + i is the entity of sentence i
+    hard         (M, m, D) vectors of m hard negatives per sentence, after W; None or m = 0: no hard negatives
+    temperature  τ, by which the cosine is divided
+    hard_logit   w, at most 80; it is added only to the logits of a sentence's own hard negatives
+    entity_ids   (M,) integers that number the entities: vectors with the id of a sentence's entity are not
+                 negatives of this sentence; None: all other vectors are negatives
+    hard_ids     (M, m) ids of the hard negatives, read only if entity_ids is given. A hard negative must not
+                 have the id of its sentence's entity
+    offset       index of this rank's first row in entity, hard and ids, which have the rows of all ranks
+    returns      scalar, float32 (float64 for float64 input); 0 for one sentence without hard negatives
     source       Nishikawa et al. 2022, the entity contrastive objective
     """
     check_rows(offset, z=(z, "N D"), entity=(entity, "M D"), hard=(hard, "M m D", None),
                entity_ids=(entity_ids, "M", int, None), hard_ids=(hard_ids, "M m", int, None))
-    checks.check_number("hard_logit", hard_logit, -math.inf, 80)               # e^w must be a float32
+    checks.check_number("hard_logit", hard_logit, -math.inf, 80)               # e^w must not overflow
     z, entity = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity)]
     checks.check_same_dtype(z=z, entity=entity)
     z, entity = F.normalize(z, dim=1, eps=1e-8), F.normalize(entity, dim=1, eps=1e-8)
-    local = slice(offset, offset + len(z))                     # rows that belong to these sentences
+    local = slice(offset, offset + len(z))                     # rows of these N sentences
     ids = torch.arange(len(entity), device=z.device) if entity_ids is None else entity_ids.long()
     keys, key_ids = entity, ids
     if hard is not None:
@@ -228,8 +228,8 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     negatives = similarity_lse(z, keys, temperature, exclude=(ids[local], key_ids), impl=impl)
     positive = (z * entity[local]).sum(1) / temperature
     if hard is not None and hard_logit:
-        # In the sum S the own hard negatives have weight 1 and the share r. With weight e^w instead, the sum
-        # is S (1 + (e^w − 1) r). The kernels may round products otherwise, so that r would exceed 1.
+        # Let r be the share of a sentence's own hard negatives in S, the sum over all negatives. Adding w to
+        # their logits turns S into S (1 + (e^w − 1) r). As r and S are rounded differently, r may exceed 1.
         share = ((z[:, None] * hard[local]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
         share = share.clamp(max=1)
         negatives = negatives + torch.log1p(math.expm1(hard_logit) * share)
@@ -237,14 +237,14 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
-    batch: (tokens of both views from model.batch, ids from sample_entities) of this rank's rows."""
+    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log.
+    batch: (tokens of both views from model.batch, entities from sample_entities) of this rank's rows."""
     tokens, ids = batch
     z1, z2 = model(tokens).chunk(2)
     own, n = own_rows(rows), len(z1)
     ids = gather_rows(ids, rows)
-    # all ranks look up the entities of all ranks, because the rows of LazyEmbedding must agree
-    e = model.entity_map(model.entities(ids)[own])             # (n, 1 + m, H)
+    # each rank looks up the entities of all ranks, so that all ranks update the same rows of the table E
+    e = model.entity_map(model.entities(ids)[own])             # (n, 1 + m, D)
     if args.negative_group_size:
         offset = 0
         groups = zip(*[x.split(args.negative_group_size) for x in (z1, z2, e, ids[own])])
@@ -289,7 +289,7 @@ def main(argv=None):
     for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, rates[step - 1])
         own = picked[own_rows(len(picked))]
-        epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # released code: one sample
+        epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # code: sample only once
         ids = sample_entities([records[i] for i in own], epoch, args).to(run.device)
         loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), ids), len(picked), args)
         optimizer.zero_grad()

@@ -1,10 +1,11 @@
 """TaCL: Improving BERT Pre-training with Token-aware Contrastive Learning. Su, Liu, Meng, Lan, Shu, Shareghi,
 Collier, Findings of NAACL 2022, arXiv 2111.04198.
 
-A pretrained BERT, the student, is trained further with its masked-LM and next-sentence losses. A frozen copy,
-the teacher, reads the same text without masks. At a masked position i, the student's vector s_i is pulled to
-the teacher's t_i and pushed from the teacher's other vectors of that sequence. So the tokens of a sentence
-become less similar. M has the positions chosen for masking, j runs over i's sequence, and sim is the cosine:
+A pretrained BERT, the student, is trained further with its masked-LM and next-sentence losses (L_MLM, L_NSP)
+and a contrastive loss. A frozen copy, the teacher, reads the same text without masks. At a masked position i,
+the student's vector s_i is pulled towards the teacher's vector t_i and pushed away from the teacher's other
+vectors of the sequence. This makes the tokens of a sentence less similar to each other. M is the set of
+masked positions, j runs over all positions of the sequence of i, and sim is the cosine:
 
     L = L_MLM + L_NSP + mean over i in M of −log( exp(sim(s_i, t_i) / τ) / Σ_j exp(sim(s_i, t_j) / τ) )
 
@@ -13,25 +14,24 @@ become less similar. M has the positions chosen for masking, j runs over i's seq
     python tacl.py --model scratch --data train.txt --dev dev.txt
     torchrun --nproc-per-node 8 tacl.py --data wikipedia.txt --dev held-out.txt --out out/tacl
 
-Data: one sentence per line, a blank line between documents. The first two commands make such files.
-The data are read as a stream, --shuffle-buffer documents at a time. --dev has the same format. An evaluation
-on --dev reports the three losses, and
-    accuracy            percentage of masked tokens whose nearest teacher token is at the same position
-    token similarity    mean cosine of two tokens of a sentence, two numbers per layer: without [CLS] and
-                        [SEP], averaged over sentences; with them, over token pairs (paper's figure)
+Data (--data, --dev): one sentence per line, a blank line between documents. The first two commands make
+such files. An evaluation on --dev reports the three losses and two other scores:
+    accuracy            percentage of masked positions i where t_i is the teacher's vector nearest to s_i
+    token similarity    mean cosine of two tokens of a sentence. Each layer has two numbers: the mean over
+                        sentences without [CLS] and [SEP], and the mean over token pairs with both (paper)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
-Published results of bert-base-uncased, without → with TaCL on English Wikipedia (our defaults). Each model
-was fine-tuned with the example scripts of transformers:
+Published results of bert-base-uncased before → after TaCL's training on English Wikipedia (our defaults).
+Each model was fine-tuned with the example scripts of transformers. EM is the rate of exact matches:
     GLUE                 79.6      → 81.2
     SQuAD 1.1 (EM/F1)    80.8/88.5 → 81.6/89.0
     SQuAD 2.0 (EM/F1)    73.4/76.8 → 74.4/77.5
-These are results of the released code (--form code); none is published for --form paper.
+They are results of the released code (--form code). No result is published for --form paper.
 
 Departures:
-- The released code's sum over j includes padding up to --max-length; here it does so with --form code.
+- The released code sums over padding up to --max-length, too; this script does so only with --form code.
 - The paper sums over M, and the released code averages per GPU; this script averages over the global batch.
-- The released code's teacher has dropout; this script's has none (see docs/fidelity.md).
+- The released code's teacher has dropout; this script's teacher has none (see docs/fidelity.md).
 - The released code makes all pairs once, in memory; this script makes new pairs in every pass over the data.
 """
 import contextlib
@@ -81,7 +81,7 @@ def make_parser():
     add("--contrastive-weight", type=at_least(0), default=1.0,
         help="weight of the contrastive loss; 0: off; default 1 (paper)")
     add("--similarity", choices=("cosine", "dot"), default="cosine",
-        help="similarity of token vectors; dot: not divided by τ; default cosine (paper)")
+        help="similarity of token vectors; dot: dot product, not divided by τ; default cosine (paper)")
     add("--whole-word", action="store_true", help="mask whole words (an option of the released code)")
     add("--grad-accum", group="training", type=at_least(1, int), default=1,
         help="number of micro-batches that each batch is split into; default 1")
@@ -90,7 +90,7 @@ def make_parser():
     return parser
 
 
-# Defaults for flags that were not given: those of the paper, and those of --model scratch.
+# Defaults of flags that were not given, from the paper and for --model scratch
 PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
 SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
@@ -99,7 +99,7 @@ SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
 
 def load_data(path, args):
-    """Check a whole file and return how many documents have two or more sentences; set flags not given."""
+    """Check a file, set flags not given, and return the number of documents of two or more sentences."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.max_length < 5:
         fail(f"--max-length {args.max_length}: expected at least 5: [CLS], two [SEP], a token per sentence")
@@ -113,10 +113,10 @@ def load_data(path, args):
 
 
 def make_batch(rows, model, args):
-    """Split rows into --grad-accum micro-batches of similar length, and pad these to their longest row
-    (paper) or to --max-length (code).
+    """Divide rows into --grad-accum micro-batches, each of rows of similar length. Pad a micro-batch to its
+    longest row (--form paper) or to --max-length (--form code).
 
-    rows      [(ids, segments, label, masked ids, is_masked)]
+    rows      [(ids, segments, label, masked ids, is_masked)]; label: whether the second text is random
     returns   [(ids, masked ids, segments, real, is_masked (n, L), labels (n,))]; real is False at padding
     """
     rows = sorted(rows, key=lambda row: len(row[0]))
@@ -143,12 +143,12 @@ def mean_weights(rows):
 
 
 def build_model(args, run):
-    """Return (the student with its heads, the teacher: a frozen encoder)."""
+    """Return the student with its heads, and the teacher, a frozen encoder without heads."""
     model = torch.nn.Module()
     model.device, model.bf16 = run.device, run.bf16
     model.lm, model.tokenizer, model.missing_heads = load_pretraining_model("--model", args.model, args)
     model.encoder, width = model.lm.base_model, model.lm.config.hidden_size
-    model.nsp = None                                           # BERT has a next-sentence head of its own
+    model.nsp = None                                           # None: the next-sentence head is part of lm
     if not hasattr(getattr(model.lm, "cls", None), "seq_relationship"):
         layers = torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
         model.nsp = torch.nn.Sequential(*layers).apply(model.lm._init_weights)
@@ -172,7 +172,7 @@ def build_model(args, run):
 
 
 def load_teacher(model, args):
-    """Return the encoder that --teacher names; raise UserError if it does not fit the student."""
+    """Return the encoder that --teacher names. Raise UserError if it does not fit the student."""
     lm, tokenizer, _ = load_pretraining_model("--teacher", args.teacher, args)
     found, expected = lm.config.hidden_size, model.lm.config.hidden_size
     if found != expected:
@@ -183,7 +183,7 @@ def load_teacher(model, args):
 
 
 def load_pretraining_model(flag, name, args):
-    """Return (model with a masked-LM head, tokenizer, head layers that the checkpoint lacks)."""
+    """Return a model with a masked-LM head, its tokenizer, and the heads that its checkpoint lacks."""
     texts = None if args.evaluate else ("\n".join(lines) for lines, _ in corpus.read_documents(args.data))
     model, tokenizer = load_text_model(name, texts, AutoModelForPreTraining, flag)
     like_bert = hasattr(model.base_model, "embeddings") and has_decoder(model)
@@ -199,17 +199,17 @@ def load_pretraining_model(flag, name, args):
 
 def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, form="paper", *,
               similarity="cosine", impl="auto"):
-    """Return the mean over masked tokens of −log softmax of the teacher's token at the same place among the
-    teacher's tokens of the same sequence.
+    """Return the contrastive loss, the mean over all masked positions i: the cross entropy of finding t_i, by
+    its similarity to s_i, among the teacher's vectors t_j of the same sequence.
 
-    student, teacher   (B, L, D) hidden states of the masked and of the unmasked sequences, any float type;
-                       normalised here, a zero vector has cosine 0 with all; the teacher gets no gradient
-    masked             (B, L) bool or integers: non-zero at masked tokens, which are the anchors
-    attention_mask     (B, L) bool or integers: 0 at padding, which is never an anchor; None: no padding
-    form               "paper": the denominator has a sequence's tokens | "code": also its padding
-    similarity         "cosine" | "dot": dot products, not divided by the temperature (released code)
-    returns            scalar float32, float64 for float64; 0 with gradient 0 if there is no anchor
-    memory             copies of the anchors and of the teacher's tokens, but no (B, L, L) similarities
+    student, teacher   (B, L, D) hidden states s of the masked and t of the unmasked sequences, any float
+                       type. A zero vector has cosine 0 with all vectors. The teacher gets no gradient
+    masked             (B, L) bool or numbers: non-zero at masked positions
+    attention_mask     (B, L) bool or numbers: 0 at padding, which never counts as masked; None: no padding
+    form               "paper": the denominator excludes padding | "code": it includes padding
+    similarity         "cosine" | "dot": dot product, not divided by the temperature (released code)
+    returns            scalar, float32 (float64 for float64 input); 0 with gradient 0 without masked positions
+    memory             copies of the masked s and of t, but no (B, L, L) similarities with impl "auto"
     source             Su et al. 2022; mean instead of sum: released code
     """
     q, k, groups, own = pack_tokens(student, teacher, masked, attention_mask, form, similarity)
@@ -219,17 +219,17 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
         return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
     temperature = temperature if similarity == "cosine" else 1.0
     positives = own, torch.arange(len(k), device=k.device)
-    # log Σ_j exp s(q_i, k_j) over the tokens j of i's sequence, except the positive
+    # log Σ_j exp s(q_i, k_j) over all tokens j of the sequence of i, except for the positive of i
     others = similarity_lse(q, k, temperature, exclude=positives, within=groups, impl=impl)
     positive = (q.to(others.dtype) * k[own].to(others.dtype)).sum(1) / temperature
     return -F.logsigmoid(positive - others).mean()             # = log(exp positive + exp others) - positive
 
 
 def pack_tokens(student, teacher, masked, attention_mask, form, similarity):
-    """Put the tokens of all sequences one after the other; without padding in the paper's form.
+    """Select queries (the student's masked tokens) and keys (the teacher's tokens) for tacl_loss.
 
-    returns   anchors (N, D), the teacher's tokens (M, D), (sequence of each anchor, of each teacher token),
-              index of each anchor's positive among the teacher tokens (N,)
+    returns   queries (N, D); keys (M, D), without padding (paper) or with padding (code); sequence numbers
+              (of the queries (N,), of the keys (M,)); index of each query's positive among the keys (N,)
     """
     check_rows(masked=(masked, "B L", bool, int, float), student=(student, "B L D"),
                teacher=(teacher, "B L D"), attention_mask=(attention_mask, "B L", bool, int, float, None))
@@ -251,7 +251,7 @@ def pack_tokens(student, teacher, masked, attention_mask, form, similarity):
 
 def compute_loss(model, micro_batch, weights, args, teacher):
     """Return this rank's part of the loss for a micro-batch, and the values to log. weights: mean_weights of
-    the global batch. In training with --contrastive-weight 0 the teacher is not run."""
+    the global batch. The teacher does not run in training with --contrastive-weight 0."""
     ids, masked_ids, segments, real, is_masked, labels = micro_batch
     token_weight, pair_weight = weights
     contrast = None
@@ -260,7 +260,7 @@ def compute_loss(model, micro_batch, weights, args, teacher):
         if args.contrastive_weight or not model.training:
             with torch.no_grad():
                 targets = run_encoder(teacher, ids, segments, real, layers=False).last_hidden_state.float()
-            normalised = args.similarity == "cosine"           # other rows could overflow float16
+            normalised = args.similarity == "cosine"           # dot products could overflow float16
             with loss_autocast(student, args) if normalised else contextlib.nullcontext():
                 contrast = tacl_loss(student, targets, is_masked, real, args.temperature, args.form,
                                      similarity=args.similarity, impl=args.impl)
@@ -283,13 +283,13 @@ def compute_loss(model, micro_batch, weights, args, teacher):
 
 
 def forward_student(model, masked_ids, segments, real, is_masked):
-    """Return last hidden states (n, L, H) float32, the decoder's inputs at masked tokens, and next-sentence
-    logits (n, 2). The decoder, by far the widest layer, is skipped: decoder_loss applies it later."""
+    """Run the student. Return its last hidden states (n, L, H) float32, the inputs of its decoder at masked
+    tokens, and next-sentence logits (n, 2). The decoder is skipped; decoder_loss applies it later."""
     decoder_inputs = []
 
     def take_inputs(_, inputs):
         decoder_inputs.append(inputs[0][is_masked].float())
-        return inputs[0][:0]                                   # no rows: the decoder has nothing to compute
+        return inputs[0][:0]                                   # no rows, so that the decoder computes nothing
 
     with model.lm.get_output_embeddings().register_forward_pre_hook(take_inputs):
         output = run_encoder(model.lm, masked_ids, segments, real)
@@ -299,7 +299,7 @@ def forward_student(model, masked_ids, segments, real, is_masked):
 
 
 def run_encoder(model, ids, segments, real, layers=True):
-    """Run an encoder, or a model around it. layers: return the hidden states of all layers, too."""
+    """Run an encoder, or a model around an encoder. layers: also return the hidden states of all layers."""
     types = {"token_type_ids": segments} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
     return model(input_ids=ids, attention_mask=real, output_hidden_states=layers, **types)
 
@@ -308,8 +308,8 @@ def run_encoder(model, ids, segments, real, layers=True):
 
 
 def load_dev(path, documents, model, args):
-    """Return (pairs, sentences): rows for make_batch, the same at every evaluation. In the rows of sentences,
-    is_masked marks all tokens except [CLS] and [SEP]. documents: their number in the file."""
+    """Return the sentence pairs and the sentences of a file as rows for make_batch. In the rows of sentences,
+    is_masked marks all tokens except [CLS] and [SEP]. documents: number of documents in the file."""
     rng = random.Random(f"{args.seed} dev")
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
     documents, _ = corpus.next_documents(path, 0, min(documents, args.dev_pairs), model)
@@ -323,9 +323,9 @@ def load_dev(path, documents, model, args):
 
 
 def token_similarity(hidden, mask):
-    """Return the mean cosine (B,) of two different tokens of each sequence, NaN if it has fewer than two.
-    hidden (B, L, D); mask (B, L) bool, the tokens that count."""
-    # without (L, L) similarities: Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|²
+    """Return the mean cosine of two different tokens of each sequence, (B,); NaN for fewer than two tokens.
+    hidden: (B, L, D) vectors of the tokens; mask: (B, L) bool, True for the tokens that count."""
+    # Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|², which needs no (L, L) similarities
     unit = F.normalize(hidden, dim=2, eps=1e-8) * mask[:, :, None]
     count = mask.sum(1)
     return (unit.sum(1).square().sum(1) - unit.square().sum((1, 2))) / (count * (count - 1))
@@ -333,8 +333,8 @@ def token_similarity(hidden, mask):
 
 @torch.no_grad()
 def evaluate(model, dev, args, teacher):
-    """Return the losses, "accuracy" (see the top), and the token similarity of each layer, 0 being the word
-    embeddings: "similarity" without [CLS] and [SEP], "similarity_special" with both (released code)."""
+    """Return the losses, "accuracy", and the token similarity of the word embeddings and of each layer:
+    "similarity" without [CLS] and [SEP], "similarity_special" with both (see the top of this file)."""
     model.eval()
     rows, sentences = dev
     weights, totals = mean_weights(rows), Counter()
@@ -342,7 +342,7 @@ def evaluate(model, dev, args, teacher):
         for micro_batch in make_batch(rows[i : i + 32], model, args):
             _, values = compute_loss(model, micro_batch, weights, args, teacher)
             totals.update({name: value.item() for name, value in values.items()})
-    inner, special, pairs = [], [], []                         # per batch: (layers, n), (layers, n), (n,)
+    inner, special, pairs = [], [], []                         # of each batch: (layers, n), (layers, n), (n,)
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
         for ids, _, segments, real, is_inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
@@ -357,7 +357,7 @@ def evaluate(model, dev, args, teacher):
 
 
 def run_evaluation(args):
-    """--evaluate: score the documents of --dev, without the losses of heads that the checkpoint lacks."""
+    """--evaluate: score --dev or, if not given, --data, without losses of heads that the checkpoint lacks."""
     path, run = args.dev or args.data, Run(args, __file__)
     documents, (model, teacher) = load_data(path, args), build_model(args, run)
     scores = evaluate(model, load_dev(path, documents, model, args), args, teacher)
@@ -397,7 +397,7 @@ def main(argv=None):
     model, teacher = build_model(args, run)
     dev = load_dev(args.dev, dev_documents, model, args) if args.dev else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6, weight_decay=0.0, fused=True)
-    run.extra_state["place"] = [0, 0, 0]                       # in the stream, see stream_pairs
+    run.extra_state["place"] = [0, 0, 0]                       # position in the stream, see stream_pairs
     run.begin(model, optimizer, args.steps)
     load_command = f'AutoModel.from_pretrained("{args.out}")'
     if dev and run.step == 0:
@@ -423,7 +423,7 @@ def main(argv=None):
         optimizer.step()
         run.log_metrics(dict(values), lr=optimizer.param_groups[0]["lr"])
         if run.eval_due and run.should_save(evaluate(model, dev, args, teacher) if dev else {}):
-            save_student(model, run, load_command)             # always: the last model is kept (paper)
+            save_student(model, run, load_command)             # always saved: the last model is kept (paper)
     change = ""
     if dev:
         before, after = run.extra_state["before"], run.extra_state["saved"]

@@ -1,18 +1,18 @@
 """VaSCL: Virtual Augmentation Supported Contrastive Learning of Sentence Representations. Zhang, Xiao, Zhu,
 Ma, Arnold, Findings of ACL 2022, arXiv 2110.08552.
 
-The loss has two terms. The first is SimCLR's (NT-Xent), for two dropout views of each sentence. The second
-has virtual augmentations: the embedding e_i of sentence i plus a perturbation δ_i of length Δ. Its direction
-makes e_i + δ_i hard to tell from the K nearest neighbours N(i), the sentences j of the batch with the largest
-e_i·e_j. The term pulls e_i and e_i + δ_i together and pushes both away from the neighbours. With a projection
-head g that is dropped after training, z_i = g(e_i) / |g(e_i)|, z*_i = g(e_i + δ_i) / |g(e_i + δ_i)|, a
-temperature τ, and P_i = exp(z_i·z*_i / τ):
+The loss has two terms. The first is SimCLR's NT-Xent for two dropout views of each sentence. The second uses
+a virtual augmentation of sentence i: its embedding e_i plus a perturbation δ_i of length Δ. δ_i makes
+e_i + δ_i hard to tell from the nearest neighbours N(i), the K other sentences j of the batch with the largest
+e_i·e_j. The second term pulls e_i and e_i + δ_i together, and pushes both away from the neighbours. τ is the
+temperature, and g is a projection head that is dropped after training. With z_i = g(e_i) / |g(e_i)|,
+z*_i = g(e_i + δ_i) / |g(e_i + δ_i)| and P_i = exp(z_i·z*_i / τ):
 
-    L = NT-Xent of the z of both views
+    L = NT-Xent of the vectors z of both views
         + mean over i and a ∈ {z_i, z*_i} of
           −log( P_i / ( P_i + Σ_{k∈N(i)} [ exp(a·z_k / τ) + exp(a·z*_k / τ) ] ) )
-    δ_i = Δ ∇_i / |∇_i|,   ∇_i = gradient of −log( P_i / ( P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ) ) ) in δ_i,
-                           taken at a random δ_i of length Δ
+    δ_i = Δ ∇_i / |∇_i|,   ∇_i = gradient of −log( P_i / ( P_i + Σ_{k∈N(i)} exp(z*_i·z_k / τ) ) )
+                           with respect to δ_i, at a random δ_i of length Δ
 
     python vascl.py --model scratch --data tests/data/sentences.txt --dev tests/data/sts.tsv
     python vascl.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/vascl
@@ -22,22 +22,21 @@ Data: a .txt file has one sentence per line; .csv .tsv .json .jsonl .parquet fil
 --columns, else by a header of common names (sentence1 sentence2, query positive ...), else by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns (without a header,
-the score first or last). The checkpoint with the best --dev score is kept; without --dev, the last one.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
+the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
 
 Published results, mean Spearman of seven STS test sets, for the second command:
     RoBERTa-base     76.96 (SimCSE 76.57)
     RoBERTa-large    79.04 (SimCSE 78.90), with --model roberta-large
 
-The default is --form code, the released code: its second term trains only the head, through z*, and the
-encoder learns from NT-Xent alone. In --form paper no gradient is stopped, so the second term also trains the
-encoder. No result is published for --form paper. In our runs with it (docs/results.md), a pretrained encoder
-collapsed with the released Δ = 15. With a smaller Δ (--relative-radius), none of three encoders collapsed,
-but only one of them was better than without the second term.
---form paper also starts from a Gaussian random δ, the released code from a uniform one.
+The default is --form code, which follows the released code: the second term trains only the head, through
+z*, and the encoder learns from NT-Xent alone. With --form paper the second term also trains the encoder, and
+the random δ is Gaussian instead of uniform. No result is published for --form paper. In our runs with --form
+paper (docs/results.md), a pretrained encoder collapsed with the released code's Δ = 15. With a smaller Δ
+(--relative-radius), none of three encoders collapsed, but only one was better than without the second term.
 
 Departures from the released code:
-  - On several GPUs, the released code takes wrong rows as neighbours; this script searches the whole batch.
+  - On several GPUs, the released code uses wrong rows as neighbours; this script searches the whole batch.
   - The released code reads an empty cell as a full stop; this script reports an error.
 """
 import functools
@@ -124,10 +123,10 @@ def load_data(path, args):
 
 
 class DistinctRows:
-    """The rows of a table without duplicates: equal sentences would be each other's neighbours (paper)."""
+    """The rows of a table without duplicates. Equal sentences would be each other's neighbours (paper)."""
 
     def __init__(self, table):
-        hashes = bytearray()                                   # 8 bytes per row, as texts may exceed memory
+        hashes = bytearray()                                   # 8 bytes per row; the texts may exceed memory
         for _, cells in table:
             hashes += hashlib.blake2b(repr(cells).encode(), digest_size=8).digest()
         _, first = np.unique(np.frombuffer(hashes, np.uint64), return_index=True)
@@ -142,7 +141,7 @@ class DistinctRows:
 
 
 def build_model(args, run):
-    """Return the encoder with its pooling, and with the projection head g as model.projection."""
+    """Return the encoder with its pooling; its attribute `projection` is the projection head g."""
     model = build_encoder(args, run, "avg", columns=2 if args.mode == "pairs" else 1)
     linears = [torch.nn.Linear(model.width, size, bias=False) for size in (model.width, 128)]
     model.projection = torch.nn.Sequential(linears[0], torch.nn.ReLU(), linears[1])
@@ -156,13 +155,13 @@ def build_model(args, run):
 def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper", *, gather=None):
     """Return the second term of L, the mean over the 2N anchors z_i and z*_i.
 
-    e, perturbed   (N, D) raw embeddings and e + δ, float32 or float64
-    head           callable (N, D) → (N, F); its output is normalised here
-    neighbours     (N, K) int64 row numbers of the neighbours, as from nearest_neighbours
+    e, perturbed   (N, D) embeddings e and e + δ, float32 or float64, not normalised
+    head           projection head: callable (N, D) → (N, F). This function normalises its output
+    neighbours     (N, K) int64 row numbers of the neighbours, as nearest_neighbours returns them
     form           "paper": gradient to e, perturbed and the head | "code": only to the head, through z*
-    gather         on several ranks: a function that returns the rows of all ranks, such as gather_rows, with
-                   gradient; neighbours are row numbers in its result
-    returns        scalar float32, float64 for float64, 0 for K = 0; takes O(N·K·F) memory
+    gather         on several ranks: function from this rank's rows to the rows of all ranks, with gradient,
+                   such as gather_rows. The row numbers in neighbours then refer to the rows of all ranks
+    returns        scalar, float32 (float64 for float64 input); 0 if K = 0. Memory: O(N·K·F)
     source         Zhang et al. 2022, the neighbourhood-constrained loss
     """
     check_rows(e=(e, "N D"), perturbed=(perturbed, "N D"), neighbours=(neighbours, "N k", int))
@@ -180,16 +179,15 @@ def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"
 @torch.enable_grad()
 def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper", *,
                          gather=None):
-    """Return the perturbation δ (N, D), without gradient: it makes e hard to tell from its neighbours.
+    """Return the perturbations δ (N, D), without gradient. They make e + δ hard to tell from neighbours of e.
 
-    e            (N, D) raw embeddings, float32 or float64; neither e nor the head gets a gradient, and the
-                 head's buffers do not change
-    head         as in neighbourhood_loss
+    e            (N, D) embeddings, float32 or float64, not normalised; e gets no gradient
+    head         as in neighbourhood_loss; the head gets no gradient, and its buffers do not change
     neighbours   as in neighbourhood_loss
-    noise        (N, D) random vectors of any length, the first directions: Gaussian (paper) or uniform (code)
-    radius       Δ, length of every row of δ; but a row with gradient 0 gets δ = 0
-    steps        gradient steps, each of which replaces the direction; 0 keeps the direction of the noise
-    form         "paper" | "code": both make the same δ from the same noise
+    noise        (N, D) random vectors, the first directions of δ: Gaussian (paper) or uniform (released code)
+    radius       Δ, the length of each row of δ, except that a row with gradient 0 gets δ = 0
+    steps        gradient steps, each of which replaces the direction of δ; 0 keeps the direction of the noise
+    form         "paper" | "code": both give the same δ for the same noise
     gather       as in neighbourhood_loss
     source       Zhang et al. 2022, the virtual augmentation
     """
@@ -198,7 +196,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     check_common_arguments(e, head, neighbours, temperature, form, gather)
     checks.check_number("radius", radius, 0)
     checks.check_integer("steps", steps, 0)
-    if isinstance(head, torch.nn.Module):                      # keep running statistics out of these passes
+    if isinstance(head, torch.nn.Module):                      # do not change running statistics
         buffers = {name: buffer.clone() for name, buffer in head.named_buffers()}
         head = functools.partial(torch.func.functional_call, head, buffers)
 
@@ -211,7 +209,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
         negatives = (others[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        # the mean over the rows of all ranks, so that the 1e-8 in unit() has the same effect on any rank
+        # mean over the rows of all ranks: so the 1e-8 in unit() has the same effect for any number of ranks
         loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).sum() / len(others)
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
@@ -220,9 +218,9 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
 def nearest_neighbours(e, k, *, gathered=None, offset=0, impl="auto"):
     """Return N(i) as (N, K) int64: the K = min(k, M − 1) other rows with the largest e_i·e_j, largest first.
 
-    e           (N, D) raw embeddings, any float type. The (N, M) matrix of products is never stored
-    gathered    (M, D) e of all ranks, whose row numbers are returned; None: e
-    offset      this rank's first row in gathered
+    e           (N, D) embeddings of this rank, any float type, not normalised
+    gathered    (M, D) embeddings of all ranks, whose row numbers are returned; None: e
+    offset      index of this rank's first row in gathered
     """
     everything = e if gathered is None else gathered
     check_rows(offset, e=(e, "N D"), gathered=(everything, "M D"))
@@ -235,12 +233,12 @@ def nearest_neighbours(e, k, *, gathered=None, offset=0, impl="auto"):
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
-    batch: this rank's rows, as model.batch returns them."""
+    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log.
+    batch: both views of this rank's rows, as model.batch returns them."""
     e1, e2 = model(batch).chunk(2)
     own, head = own_rows(rows), model.projection
     unit1, unit2 = project(head, e1), project(head, e2)
-    gathered = None                                            # this rank has all rows
+    gathered = None                                            # None: this rank has all rows
     if len(unit1) < rows:
         gathered = gather_keys(torch.stack([unit1, unit2], 1), rows, args).unbind(1)
     with loss_autocast(e1, args):
@@ -267,12 +265,12 @@ def compute_loss(model, batch, rows, args):
 
 
 def mean_distance_to_centroid(e):
-    """Return the spread of e (N, D): the mean distance of its rows from their mean."""
+    """Return the mean distance of the rows of e (N, D) from their mean."""
     return (e - e.mean(0)).norm(dim=1).mean()
 
 
 def check_common_arguments(e, head, neighbours, temperature, form, gather):
-    """Raise ValueError if an argument that both functions on neighbours have is wrong."""
+    """Check arguments of neighbourhood_loss and virtual_augmentation; raise ValueError for a wrong one."""
     checks.check_callable("head", head)
     if gather is None:
         checks.check_index("neighbours", neighbours, len(e))
@@ -283,7 +281,7 @@ def check_common_arguments(e, head, neighbours, temperature, form, gather):
 
 
 def project(head, e):
-    """Return the projections z of embeddings e (N, D), normalised to length 1."""
+    """Return z, the outputs of the projection head for embeddings e (N, D), normalised to length 1."""
     return F.normalize(head(e), dim=1, eps=1e-8)
 
 
