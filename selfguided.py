@@ -23,7 +23,7 @@ cell. Its columns are those of --columns, else sentence1 and sentence2, else all
 A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B, also
 on its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
-the score is first or last. The checkpoint with the best --dev score is kept; without --dev, the last one.
+the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
 
 Published Spearman correlation (times 100) of BERT-base with the first command: 77.23 on STS-B test, and 74.62
 on average over seven STS test sets.
