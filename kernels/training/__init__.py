@@ -1,22 +1,22 @@
-"""Training code that does not belong to one paper. Scripts import names from the modules.
+"""The training code behind the scripts. A script imports what it needs from these modules.
 
-This folder is the core, which every run needs. A module imports only from modules above it:
+The modules of this folder are shared by all scripts. Each module imports only from modules above it:
 
-errors      errors of the user, printed lines, @command
-progress    progress bars, remaining time
-data        tables of texts, from files or memory; columns and their roles
-flags       the command line: shared flags, presets of several flags, --resume
-ranks       processes of a run: torchrun's variables, joining the process group
-out         the folder --out: atomic writes, model cards; checksums of inputs
-trackers    --log: TensorBoard and Weights & Biases
+errors      user errors, printed messages, and @command, which prints an error without a traceback
+progress    progress bars and the remaining time
+data        tables of texts, from files or from memory, and the roles of their columns
+flags       the command line: flags that scripts share, --recipe (presets of several flags), --resume
+ranks       the processes (ranks) of a run: torchrun's variables, joining the process group
+out         the output folder --out: atomic writes, model cards, and checksums of the inputs
+trackers    --log: sends metrics to TensorBoard or Weights & Biases
 loop        batch order, learning-rate schedules, AdamW without bias correction, gradient all-reduce
-precision   half precision in losses, and in the rows that ranks exchange
+precision   half precision in losses and in the rows that ranks send to each other
 run         a training run: progress, resume, signals, metrics
-pretrained  opens model folders and hub names without running their code
+pretrained  opens a pretrained model, from a folder or the hub, without running its code
 
-text/       sentences: tokens, encoders, checkpoints, masked LM, evaluation
+text/       sentences: tokens, encoders, checkpoints, masked language models, evaluation
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
-papers/     parts of single papers; each file is named after the script that reads it
+papers/     code for one paper each; a file name begins with the name of the script that imports the file
 
-Tools: mine (hard negatives), plot (runs), probes (--transfer, --cluster), equal_texts (--ignore-equal)
+Tools: mine (hard negatives), plot (figures), probes (--transfer, --cluster), equal_texts (--ignore-equal)
 """

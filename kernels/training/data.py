@@ -1,11 +1,11 @@
-"""Tables of texts: data files (.txt .csv .tsv .json .jsonl .parquet, also .gz) or rows in memory.
+"""Tables of texts: rows in memory, or data files (.parquet, or .txt .csv .tsv .json .jsonl, also with .gz).
 
-A table is checked once, then read row by row, so that a file does not have to fit in memory. Errors name the
-file and the row, what was found, and what is expected.
+read_table checks all rows first. Each pass over a file reads row by row, so that only a .json file must fit
+in memory. An error message names the file and the row, and says what was found and what is expected.
 
-Columns have roles, such as anchor, positive and negative. They are chosen by --columns, else by a header of
-common names, else by their order. Nothing is guessed from what cells look like: the first row is printed with
-its roles instead.
+Columns have roles, such as anchor, positive and negative. --columns assigns the roles. Without --columns, a
+header with usual column names does, and without such a header, the order of the columns. The content of cells
+plays no part, so log_first_row prints the first row with its roles, for the user to check.
 """
 import csv
 import functools
@@ -23,7 +23,7 @@ from pathlib import Path
 from .errors import fail, log
 from .progress import progress
 
-# {role: its usual column names}, as normalise_name returns them. For REPEATABLE_ROLES a number may follow.
+# {role: usual column names, as normalise_name returns them}; names of REPEATABLE_ROLES may end in a number
 SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
                     "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
                     "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
@@ -31,17 +31,17 @@ REPEATABLE_ROLES = "negative", "candidate"
 OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
                    entity positiveentity negativeentity entitytype page article originentity
                    original synonym antonym synonymwords antonymwords""".split()
-FIRST_ROWS = 20                                                # rows that tell the separator and the columns
-NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # Python's float() also takes 1_0, nan and inf
+FIRST_ROWS = 20                                                # rows in which separator and columns are found
+NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
 SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
-csv.field_size_limit(2**24)                                    # Python's limit is 131,072 characters
+csv.field_size_limit(2**24)                                    # in characters; Python's default is 131,072
 
 
-# ── file formats: they yield (place, row), where a row is a list of cells or a dict {column: cell} ──────────
+# ── file formats: readers yield (place, row), such as ("line 3", cells); cells: a list or {column: cell} ────
 
 
 class RowError(Exception):
-    """What is wrong with a row, and what is expected."""
+    """Says what is wrong in a row, and what is expected. Readers yield this error in place of the row."""
 
 
 def read_lines(path):
@@ -53,7 +53,7 @@ def read_lines(path):
         try:
             for number, line in enumerate(file, 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if "\0" in text:                               # UTF-16 has NUL in each Latin letter
+                if "\0" in text:                               # UTF-16 encodes a Latin letter with a NUL
                     raise UnicodeError
                 bar.update(len(line))
                 yield text
@@ -64,13 +64,13 @@ def read_lines(path):
 
 
 def read_txt(path):
-    """Yield one text per line."""
+    """Yield (place, [text]) for each line of a .txt file."""
     for number, line in enumerate(read_lines(path), 1):
         yield f"line {number}", [line.rstrip("\r\n")]
 
 
 def read_csv(path, separator, **options):
-    """Yield the cells of rows. options: further arguments of csv.reader."""
+    """Yield (place, cells) for each row of a .csv or .tsv file. options: further arguments of csv.reader."""
     check_separator(path, [*itertools.islice(read_lines(path), FIRST_ROWS)], separator)
     reader, line = csv.reader(read_lines(path), delimiter=separator, **options), 1
     try:
@@ -82,8 +82,8 @@ def read_csv(path, separator, **options):
 
 
 def check_separator(path, lines, separator):
-    """Fail if the first lines of a file seem to have another separator than its name says: a header with
-    usual names, or equally many separators in all lines."""
+    """Fail if the first lines of a file seem to have another separator: `separator` is not equally frequent
+    in all lines, and another one is, or it splits the first line into usual column names."""
     counts = {other: {line.count(other) for line in lines} for other in SEPARATORS}
     for other in SEPARATORS.keys() - {separator}:
         equally_many = len(counts[other]) == 1 and 0 not in counts[other] and len(lines) > 2
@@ -95,7 +95,7 @@ def check_separator(path, lines, separator):
 
 
 def read_jsonl(path):
-    """Yield one JSON value per line."""
+    """Yield (place, JSON value) for each line of a .jsonl file."""
     for number, line in enumerate(read_lines(path), 1):
         try:
             yield f"line {number}", json.loads(line)
@@ -105,7 +105,7 @@ def read_jsonl(path):
 
 
 def read_json(path):
-    """Yield the items of one JSON list."""
+    """Yield (place, item) for each item of a .json file, which must contain one list."""
     try:
         content, number, reason = json.loads("".join(read_lines(path))), 1, "expected a JSON list of rows"
     except (ValueError, RecursionError) as error:
@@ -117,7 +117,7 @@ def read_json(path):
 
 
 def read_parquet(path):
-    """Yield dicts."""
+    """Yield (place, {column: cell}) for each row of a .parquet file."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -137,10 +137,9 @@ READERS = {".txt": read_txt, ".csv": functools.partial(read_csv, separator=",", 
 
 
 def rows_in_memory(data):
-    """Return the rows of a list of texts or rows, a dict of columns, a DataFrame, a Dataset or an array.
-
-    pandas, polars and datasets are not imported: their tables have the attributes columns or column_names.
-    """
+    """Return the rows of data in memory: a list of texts or rows, a dict of columns, a DataFrame, a Dataset
+    or an array. Tables of pandas, polars and datasets are recognised by their attribute columns or
+    column_names, without importing these packages."""
     kind = type(data)
     if hasattr(kind, "columns") or hasattr(kind, "column_names"):
         names = getattr(data, "column_names", None) or data.columns
@@ -153,14 +152,14 @@ def rows_in_memory(data):
             fail(f"data of type {kind.__name__}: columns of lengths {lengths}, expected lists of one length")
         return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
     rows = to_python(data)
-    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):          # also a Dataset of PyTorch
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):          # a list or a PyTorch Dataset
         return [to_row(to_python(rows[i])) for i in range(len(rows))]
     fail(f"data of type {kind.__name__}: expected texts or rows in a list or array, a dict of columns, a "
          "DataFrame, or a path")
 
 
 def to_row(row):
-    """Return a row of a list as a list or dict of cells; what is no row is returned unchanged."""
+    """Convert an item of a list of rows to a list or dict of cells. Return other items unchanged."""
     if isinstance(row, str):
         return [row]
     if hasattr(row, "_asdict"):                                # a namedtuple
@@ -169,8 +168,8 @@ def to_row(row):
 
 
 def to_python(value):
-    """Return an array or column as a list, and a number of NumPy as Python's."""
-    for method in ("to_list", "tolist", "to_pylist"):          # of polars and pandas, NumPy, pyarrow
+    """Convert an array or column to a list, a NumPy number to a Python number. Return others unchanged."""
+    for method in ("to_list", "tolist", "to_pylist"):          # polars and pandas; NumPy; pyarrow
         if hasattr(value, method):
             return getattr(value, method)()
     return value
@@ -183,14 +182,15 @@ class Table:
     """The rows of a data file, or rows in memory. Iterating yields (place, cells) for each row.
 
     data        a path, another Table, or rows in memory (see rows_in_memory)
-    roles       {role: usual column names}: read the columns in the order of the roles; None: all columns
-    columns     names or numbers of the columns to read instead, in the order of the roles
-    names       column names: the first row of a .csv or .tsv is a header if it has all of them
-    join        join a list of texts in a cell by |; otherwise a list has one entry per positive or negative
+    roles       {role: usual column names}: sort the columns by role. None: columns have no roles
+    columns     names, or numbers from 1, of the columns to read, in the order of the roles; None: all columns
+    names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
+    join        True: a cell that is a list becomes one text, joined by |. False: each entry of the list is a
+                positive or negative
     negatives   repeat or cut the negatives of each row to this number; None: all rows must have equally many
-
-    header      names of the columns that are read, with their roles if any; None: the columns have no names
-    cell_roles  role of each column that is read, if there are roles
+    Attributes:
+    header      names of the columns that are read, as "role name" if there are roles; None: no names
+    cell_roles  role of each column that is read; not set if the columns have no roles
     """
 
     def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=None):
@@ -214,7 +214,7 @@ class Table:
 
     @functools.cached_property
     def digest(self):
-        """The checksum of rows in memory, which --resume compares."""
+        """The SHA-1 checksum of the rows in memory. --resume compares the checksum to detect changed data."""
         return hashlib.sha1(repr(self.rows).encode("utf-8", "surrogatepass")).hexdigest()
 
     def __len__(self):
@@ -225,7 +225,7 @@ class Table:
             yield from ((place, cells) for cells in self.convert(row))
 
     def raw_rows(self):
-        """Yield (place, row) without the header; a row is a list, a dict, or a RowError."""
+        """Yield (place, row) for each row after the header. A row is a list, a dict, or a RowError."""
         if self.path:
             rows = READERS[self.kind](self.path)
         else:
@@ -233,7 +233,8 @@ class Table:
         return itertools.islice(rows, int(self.has_header), None)
 
     def find_columns(self, names):
-        """Find header, keys (of dicts) and indices from the first rows. Fail if they do not fit the roles."""
+        """Set header, keys (the columns of dict rows) and indices (the columns to read) from the first rows.
+        Fail if the columns do not fit the roles."""
         first = [row for _, row in itertools.islice(self.raw_rows(), FIRST_ROWS)]
         first = [row for row in first if isinstance(row, (list, dict)) and row]
         if not first:
@@ -260,7 +261,7 @@ class Table:
             self.cell_roles = [name.split()[0] for name in names]
 
     def select_columns(self, found):
-        """Set header and indices from --columns. found: the column names, if there are any."""
+        """Set header and indices from --columns. found: names of all columns, or [] if they have no names."""
         names = [normalise_name(name) for name in found]
         index_of = {str(i + 1): i for i in range(self.width)}
         index_of |= {name: i for i, name in enumerate(names) if names.count(name) == 1}
@@ -275,7 +276,8 @@ class Table:
             self.header = [f"{role_by_position(i, self.roles)} {name}" for i, name in enumerate(self.header)]
 
     def order_by_role(self, names):
-        """Set header and indices so that columns are in the order of their roles. Fail if one has none."""
+        """Set header and indices so that the columns are in the order of the roles. Fail if a column has no
+        role, or if a role is missing or doubled."""
         order, found = list(self.roles), [role_of(name, self.roles) for name in names]
         unknown = [name or "(no name)" for name, role in zip(names, found) if role is None]
         doubled = [role for role in order if role not in REPEATABLE_ROLES and found.count(role) > 1]
@@ -295,8 +297,8 @@ class Table:
         self.header = [f"{found[i]} {names[i]}" for i in self.indices]
 
     def convert(self, row):
-        """Return the rows of texts that one row of the file gives: one for each positive in a list. Raises
-        RowError if it is wrong."""
+        """Convert one row of the data to a list of rows of texts: one row for each positive if the positives
+        are a list, else one row. Raise RowError if the row is wrong."""
         if isinstance(row, RowError):
             raise row
         if isinstance(row, dict) and self.keys:
@@ -314,7 +316,7 @@ class Table:
         return [[to_text(cell, self.kind) for cell in cells] for cells in rows]
 
     def spread(self, row):
-        """Return one row per positive, with one cell per negative, of a row whose cells may be lists."""
+        """Split a row whose cells may be lists. Return one row for each positive, with all negatives."""
         cells = {"before": [], "positives": [[]], "negatives": [], "after": []}
         for role, cell in zip(self.cell_roles, row):
             if role in REPEATABLE_ROLES:
@@ -339,7 +341,7 @@ class Table:
 
 
 def to_text(cell, kind):
-    """Return a cell as text. Raises RowError if it is no text or number."""
+    """Return a cell as text. Raise RowError if the cell is neither a text nor a number."""
     if isinstance(cell, str):
         if kind == ".tsv" and '""' in cell and cell[0] == cell[-1] == '"':
             raise RowError("a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or "
@@ -353,10 +355,10 @@ def to_text(cell, kind):
 
 
 def read_table(path, check=None, **options):
-    """Check all rows of a data file or Table, and return (header, Table). Fail on wrong rows.
+    """Check all rows of a data file or Table, and return (header, Table). Fail if a row is wrong.
 
-    check     function of a row's cells: returns an error message, or None
-    options   of Table
+    check     function: cells of a row → error message, or None if the row is right
+    options   further arguments of Table
     """
     table, count, errors = Table(path, **options), 0, []
     for place, row in table.raw_rows():
@@ -380,8 +382,8 @@ def read_table(path, check=None, **options):
 
 
 def read_numbers(path, columns):
-    """Return the numbers in these columns of a data file or Table, one list per row. Fail on other cells, and
-    on numbers that float32 cannot hold."""
+    """Return the numbers in some columns of a data file or Table, as one list per row. Fail if a cell is not
+    a number, or if a number is too large for float32."""
     def error(cells):
         if not all(re.fullmatch(NUMBER, cell.strip()) and abs(float(cell)) < 3e38 for cell in cells):
             return f"found {', '.join(cells)[:60]}, expected numbers"
@@ -394,25 +396,25 @@ def read_numbers(path, columns):
 
 
 def normalise_name(name):
-    """Return the name in lower case, without spaces, dashes and underscores."""
+    """Return a column name in lower case, without spaces, dashes and underscores."""
     return re.sub(r"[\s_-]+", "", name.casefold())
 
 
 def role_of(name, roles):
-    """Return the role of a column with this name, or None."""
+    """Return the role of a column with this name, or None if the name is not usual for a role."""
     name = normalise_name(name)
     return next((role for role, names in roles.items()
                  if name in names or role in REPEATABLE_ROLES and name.rstrip("0123456789") in names), None)
 
 
 def role_by_position(index, roles):
-    """Return the role of a column without a name. Columns after the last role have that role, too."""
+    """Return the role of a column at a position, from 0. Columns beyond the last role also have that role."""
     return list(roles)[min(index, len(roles) - 1)]
 
 
 def has_known_names(row, roles=SENTENCE_COLUMNS):
     """Return whether at least two cells of a row, or its only cell, are usual column names. An empty first
-    cell does not count: pandas writes it as the name of its index."""
+    cell is ignored, because pandas writes an empty name for its index column."""
     row = row[1:] if row and not row[0].strip() else row
     known = sum(normalise_name(cell) in OTHER_COLUMNS or role_of(cell, roles) is not None for cell in row)
     return known >= min(2, len(row)) > 0
@@ -434,9 +436,9 @@ def describe_table(table, header):
 
 
 def log_first_row(table):
-    """Print the first row with the role of each cell, so that a user sees what is trained."""
+    """Print the first row with the role of each cell, so that the user can check the roles."""
     cells, names = next(iter(table))[1], table.cell_roles
-    more = names[-1:] * (len(cells) - len(names))              # a list of hard negatives has one name
+    more = names[-1:] * (len(cells) - len(names))              # further hard negatives have the last name
     log("first", show_cells(names + more, cells))
 
 
@@ -447,16 +449,14 @@ def show_cells(names, cells):
 
 
 def empty_cell(cells):
-    """Return an error message if a cell is empty, else None: a `check` of read_table."""
+    """Return an error message if a cell is empty, else None. read_table takes this function as `check`."""
     return None if all(map(str.strip, cells)) else "an empty cell; fill it or delete the row"
 
 
 def iter_texts(path, max_rows=100_000):
-    """Yield one text, its cells joined by newlines, for each of at most `max_rows` rows.
-
-    --model scratch builds its vocabulary from these texts. Wrong rows are included, because columns that the
-    script does not read may contain anything.
-    """
+    """Yield one text for each of the first `max_rows` rows: all cells of the row, joined by newlines. --model
+    scratch builds its vocabulary from these texts. Rows are not checked, because they include cells that the
+    script does not read."""
     for _, row in itertools.islice(Table(path).raw_rows(), max_rows):
         if isinstance(row, (dict, list)):
             cells = row.values() if isinstance(row, dict) else row

@@ -1,4 +1,4 @@
-"""Errors of the user, printed lines, and @command, which prints one line instead of a traceback."""
+"""User errors, printed messages, and @command, which prints an error as one line, without a traceback."""
 import contextlib
 import functools
 import inspect
@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# An error of ours is one line on the screen: transformers must not print its own warnings around it.
+# A run prints an error as one line. This setting stops transformers from adding its own warnings.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
-EXIT_STOPPED = 130                                             # exit code after a signal
+EXIT_STOPPED = 130                                             # exit code of a run that a signal stopped
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-# PyTorch, oneDNN and tokenizers have no exception type for these: they can be recognised by their texts only.
+# Texts of out-of-memory errors for which PyTorch, oneDNN and tokenizers have no exception type of their own
 OUT_OF_MEMORY = "can't allocate memory", "cannot allocate memory", "not create a primitive", "threadpoolbuild"
 
 
 class UserError(Exception):
     """A user's mistake, or a failure of the machine. Its message is one line, printed without a traceback.
 
-    every_rank   every rank that raises the error prints it; otherwise only rank 0 does
+    every_rank   True: every rank that raises the error prints it. False: only rank 0 prints it
     """
 
     def __init__(self, message, every_rank=False):
@@ -39,7 +39,7 @@ def fail(message, every_rank=False):
 
 def one_line(text):
     """Return text with line breaks, terminal controls and other unprintable characters escaped."""
-    kept = "\u200c\u200d\u3000"                                # Persian, emoji and Japanese texts have these
+    kept = "\u200c\u200d\u3000"                                # needed in Persian, emoji and Japanese texts
     return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
 
 
@@ -51,7 +51,7 @@ def check_memory(what, needed):
 
 
 def total_memory():
-    """Return the bytes of this machine's memory."""
+    """Return the size of this machine's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -61,20 +61,20 @@ def is_first_rank():
 
 
 def log(label, text, every_rank=False):
-    """Print a line, on rank 0 only unless every_rank is true."""
+    """Print a label and a text in one line. Rank 0 prints; with every_rank=True, every rank does."""
     if every_rank or is_first_rank():
         print(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"), flush=True)
 
 
 def clear_bar(stream):
-    """Return the characters that clear a terminal's progress bar, so that a message can replace it."""
+    """Return the characters that erase a progress bar if `stream` is a terminal, else an empty text."""
     return "\r\x1b[K" if stream.isatty() else ""
 
 
 @contextlib.contextmanager
 def signals_handled_by(handler):
-    """Context manager: handle Ctrl-C, SIGTERM and SIGHUP (a closed terminal) by `handler`, except those that
-    nohup ignores. Python allows this in the main thread only; in other threads nothing changes."""
+    """Context manager: use `handler` for Ctrl-C, SIGTERM and SIGHUP (a closed terminal). A signal that nohup
+    ignores stays ignored. Python sets handlers only in the main thread; in other threads, do nothing."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = {kind: signal.getsignal(kind) for kind in SIGNALS if in_main_thread}
     before = {kind: old for kind, old in before.items() if old not in (signal.SIG_IGN, None)}
@@ -88,7 +88,7 @@ def signals_handled_by(handler):
 
 
 def command(main):
-    """Decorate a script's main as a shell command.
+    """Decorator: turn a script's function main into a shell command.
 
     A UserError or a failure of the machine becomes one line on stderr and exit code 2; a signal becomes one
     line on stdout and exit code 130. Any other exception is a bug and keeps its traceback.
@@ -97,15 +97,15 @@ def command(main):
 
     @functools.wraps(main)
     def run(*args, **more):
-        if hasattr(sys.stdout, "reconfigure"):                 # the stdout of a notebook has no such method
-            sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
+        if hasattr(sys.stdout, "reconfigure"):                 # a notebook's stdout has no such method
+            sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that do not use UTF-8
         code = 0
         try:
             with signals_handled_by(signal.default_int_handler), warnings.catch_warnings():
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 main(*args, **more)
-        except KeyboardInterrupt:                              # in the training loop, Run handles signals
+        except KeyboardInterrupt:                              # Run handles signals in its training loop
             log("stopped", "by a signal; what was saved before is complete")
             code = EXIT_STOPPED
         except Exception as error:
@@ -117,7 +117,7 @@ def command(main):
             code = 2
         if dist.is_initialized() and not code:
             dist.destroy_process_group()
-        elif dist.is_initialized():                            # Python's cleanup hangs if a rank is dead
+        elif dist.is_initialized():                            # a normal exit hangs if a rank has died
             os._exit(code)
         if code:
             sys.exit(code)
@@ -131,13 +131,13 @@ def is_out_of_memory(error):
 
 
 def describe(error):
-    """Return what a user needs to know about an exception, in one line; None for a bug."""
+    """Return the one-line message that a user needs for an exception, or None if the exception is a bug."""
     if isinstance(error, UserError):
         return str(error)
     text = str(error)
     if is_out_of_memory(error):
         whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
-        return f"the {whose} memory is full; lower --batch-size, or --chunk-size where there is one"
+        return f"the {whose} memory is full; lower --batch-size, or --chunk-size if the script has this flag"
     if isinstance(error, OSError) and error.strerror:
         path = error.filename2 or error.filename               # filename2: the target of a rename
         return one_line(f"{path}: {error.strerror}" if path else error.strerror)

@@ -12,14 +12,14 @@ from .errors import fail, log
 
 
 def at_least(least, kind=float, most=None):
-    """Return an argparse type: a finite number of type `kind`, from `least` to `most` (None: below 2^63)."""
+    """Return an argparse type for a number of type `kind` from `least` to `most` (None: any below 2^63)."""
     def convert(text):
         value = kind(text)
-        if not least <= value < 2**63 or most is not None and value > most:    # largest seed of PyTorch
+        if not least <= value < 2**63 or most is not None and value > most:    # int64 ends below 2^63
             expected = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text}: expected a number {expected}")
         return value
-    convert.__name__ = kind.__name__                           # argparse: "invalid int value"
+    convert.__name__ = kind.__name__                           # argparse prints "invalid int value"
     return convert
 
 
@@ -30,7 +30,7 @@ POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "la
 # The sections of --help, in this order.
 GROUPS = "data", "model", "method", "training", "evaluation", "run"
 
-# Flags that several scripts share: arguments of ScriptParser.add_argument. Each script gives its own default.
+# {flag that several scripts share: its arguments of ScriptParser.add_argument}. Scripts set the defaults.
 SHARED_FLAGS = {
     "--form": dict(choices=("paper", "code"),
                    help="follow the paper, or the authors' released code where the two differ (see above)"),
@@ -39,7 +39,7 @@ SHARED_FLAGS = {
                       help="columns of --data to read, in the order described above: header names, or "
                            "numbers counted from 1"),
     "--negatives": dict(group="data", type=at_least(1, int),
-                        help="hard negatives per row: lists of them are repeated or cut to this number"),
+                        help="number of hard negatives per row: longer lists are cut, shorter ones repeated"),
     "--image-size": dict(group="data", type=at_least(1, int), help="height and width of a view in pixels"),
     "--workers": dict(group="data", type=at_least(0, int),
                       help="processes that decode image files; 0: decode in the main process"),
@@ -73,8 +73,8 @@ SHARED_FLAGS = {
                          help="encode this many rows at a time to save memory (GradCache); gradients are "
                               "those of the full batch; default the whole batch"),
     "--chunk-tokens": dict(group="training", type=at_least(1, int),
-                           help="encode at most this many tokens at a time, counted with padding, as "
-                                "--chunk-size does with rows; default no limit"),
+                           help="like --chunk-size, but a limit on the number of tokens (with padding) that "
+                                "are encoded at a time; default no limit"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
     "--steps": dict(group="training", type=at_least(1, int), help="number of training steps"),
     "--lr": dict(group="training", type=at_least(0), help="learning rate"),
@@ -113,7 +113,7 @@ SHARED_FLAGS = {
     "--log": dict(group="run", choices=("tensorboard", "wandb"),
                   help="also send the metrics to this tracker, whose package must be installed"),
 }
-METAVARS = {"int": "N", "float": "X"}                          # {type of a flag's value: its name in --help}
+METAVARS = {"int": "N", "float": "X"}                          # {type of a value: its placeholder in --help}
 
 
 class Recipe(NamedTuple):
@@ -130,8 +130,8 @@ class ScriptParser(argparse.ArgumentParser):
     """The argument parser of a script. It raises UserError for wrong flags, instead of exiting.
 
     recipes   {name: Recipe}, the presets of --recipe and of the flags in `implied`
-    implied   {flag: Recipe}, the presets that are applied if this flag is given
-    inputs    {flag: kind of input} for flags that name something to read, in the order they were added
+    implied   {flag: Recipe}, the presets that are applied if the flag is given without --recipe
+    inputs    {flag: kind of input} for the flags that name an input, in the order in which they were added
     groups    {section of --help: argparse group}
     """
 
@@ -146,20 +146,20 @@ class ScriptParser(argparse.ArgumentParser):
 
         group   section of --help: one of GROUPS
         reads   kind of input that the flag names: "training data", "held-out data", or another word such as
-                "model". --resume checks that no input has changed. If a script has a second flag for
-                training data, it can be given instead of --data.
+                "model". --resume checks that no input has changed. A flag other than --data whose kind is
+                "training data" can be given instead of --data.
         """
         if "action" not in settings and not settings.keys() & {"choices", "metavar"}:
             kind = getattr(settings.get("type"), "__name__", None)
             settings["metavar"] = "PATH" if reads else METAVARS.get(kind, "NAME")
-        # the groups do not exist yet when argparse adds --help
+        # argparse adds --help before __init__ fills self.groups
         flag = (self.groups[group] if self.groups else super()).add_argument(*names, **settings)
         if reads:
             self.inputs[flag.dest] = reads
         return flag
 
     def add_recipes(self, recipes, implied=()):
-        """Add --recipe. implied: {flag: Recipe}, which is applied if this flag is given."""
+        """Add --recipe with its presets. recipes and implied: see the attributes of ScriptParser."""
         self.recipes, self.implied = recipes | dict(implied), implied
         presets = ", ".join(f"{name} ({recipe.source})" for name, recipe in recipes.items())
         self.add_argument("--recipe", choices=[*recipes], group="training",
@@ -169,7 +169,7 @@ class ScriptParser(argparse.ArgumentParser):
     def add_shared(self, name, default=None, shown=None, **changes):
         """Add a flag of SHARED_FLAGS; `changes` replace its settings.
 
-        shown   text that --help prints as the default, instead of its value
+        shown   text that --help prints in place of the default value
         """
         settings = SHARED_FLAGS[name] | changes
         shown = default if shown is None else shown
@@ -180,8 +180,8 @@ class ScriptParser(argparse.ArgumentParser):
         self.add_argument(name, **settings)
 
     def add_shared_flags(self, *names, **defaults):
-        """Add flags of SHARED_FLAGS: `names` without a default, the others with their default, or with
-        (default, text that --help prints as the default)."""
+        """Add flags of SHARED_FLAGS. The flags in `names` get no default. `defaults` are {flag: default} or
+        {flag: (default, text that --help prints in place of the default)}."""
         for name in names:
             self.add_shared(name)
         for name, default in defaults.items():
@@ -189,7 +189,7 @@ class ScriptParser(argparse.ArgumentParser):
             self.add_shared(f"--{name.replace('_', '-')}", *default)
 
     def parse_args(self, args=None, namespace=None, data=None):
-        """Parse the flags. --resume adds the flags of the saved run; a recipe changes the defaults.
+        """Parse the flags. --resume adds the flags of the run in --out; a recipe changes the defaults.
 
         data   the data argument of main, used instead of --data: a path, or rows in memory (see data.Table)
         """
@@ -201,7 +201,7 @@ class ScriptParser(argparse.ArgumentParser):
             given, data = [*given, f"--data={os.fsdecode(data)}"], None
         args = given
         if getattr(parsed, "resume", False):
-            given = [*saved_command(parsed.out), *given]       # of a flag given twice, the last value counts
+            given = [*saved_command(parsed.out), *given]       # later flags override earlier ones
             args = [*given, "--out", parsed.out]               # the folder may have been moved
             parsed = super().parse_args(args, namespace)
         implied = (name for name in self.implied if getattr(parsed, name))
@@ -228,8 +228,8 @@ class ScriptParser(argparse.ArgumentParser):
         log("recipe", f"{name}, {source}: {', '.join(words)}")
 
     def check_inputs(self, parsed):
-        """Fail if data are missing, given twice or given as an empty string. Set --data from a flag that
-        replaces it."""
+        """Fail if data are missing, given twice or given as an empty string. If a flag other than --data
+        gives the training data, set --data to the value of this flag."""
         for name in (name for name, kind in self.inputs.items() if kind == "training data"):
             value = getattr(parsed, name)
             if value and parsed.data not in (None, value):
@@ -291,7 +291,7 @@ def image_flags(parser, model, **defaults):
 
 
 def fill_defaults(args, defaults):
-    """Set the flags that were not given to these defaults."""
+    """Set each flag that was not given to its value in `defaults`, {flag: value}."""
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)

@@ -9,12 +9,12 @@ from .ranks import world_size
 
 
 def batches(rows, size, seed, step=0, min_rows=2):
-    """Yield the row indices of the global batch of each step after `step`, without end.
+    """Yield the row indices of the global batch (of all ranks) for each step after `step`, without end.
 
-    The order depends on the seed and the epoch only, and not on the number of ranks.
+    The order depends only on the seed and the epoch, and not on the number of ranks.
 
-    rows       number of rows, or their indices
-    min_rows   an epoch's last batch may be short; it is skipped if it has fewer rows than this
+    rows       number of rows, or a list of row indices
+    min_rows   skip the last batch of an epoch, which may be short, if it has fewer rows than this
     """
     rows = range(rows) if isinstance(rows, int) else rows
     steps = steps_per_epoch(len(rows), size, min_rows)
@@ -30,8 +30,8 @@ def batches(rows, size, seed, step=0, min_rows=2):
 
 
 def steps_per_epoch(rows, size, min_rows=2):
-    """Return the number of steps of an epoch; the arguments are those of batches. Fail if the last batch has
-    fewer rows than there are processes."""
+    """Return the number of steps in an epoch. The arguments are those of batches(). Fail if the last batch
+    has fewer rows than there are processes."""
     if min_rows <= rows % size < world_size():
         fail(f"the last batch of an epoch has {rows % size} of {rows:,} rows, fewer than the {world_size()} "
              "processes; choose another --batch-size")
@@ -39,12 +39,14 @@ def steps_per_epoch(rows, size, min_rows=2):
 
 
 def warmup_linear(step, total, warmup, lr):
-    """Return the rate of step 0, 1, ...: linear from 0 to lr in `warmup` steps, then linear to 0 at total."""
+    """Return the learning rate at `step`, counted from 0. The rate rises linearly from 0 to lr in `warmup`
+    steps, then falls linearly to 0 at step `total`."""
     return lr * min(step / warmup if warmup else 1.0, (total - step) / max(1, total - warmup))
 
 
 def warmup_cosine(step, total, warmup, lr):
-    """Return the rate of step 0, 1, ...: linear from 0 to lr in `warmup` steps, then cosine to 0 at total."""
+    """Return the learning rate at `step`, counted from 0. The rate rises linearly from 0 to lr in `warmup`
+    steps, then falls along a cosine to 0 at step `total`."""
     if step < warmup:
         return lr * step / warmup
     return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
@@ -57,20 +59,18 @@ def set_lr(optimizer, lr):
 
 
 def decay_groups(model, weight_decay):
-    """Return parameter groups for an optimizer: matrices with weight decay; biases and norms without.
-
-    Frozen weights are in neither group.
-    """
+    """Return parameter groups for an optimizer: matrices get weight decay, biases and norm weights get
+    none. Frozen weights are in neither group."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     return [dict(params=[weight for weight in weights if weight.dim() > 1], weight_decay=weight_decay),
             dict(params=[weight for weight in weights if weight.dim() <= 1], weight_decay=0.0)]
 
 
 class UncorrectedAdamW(torch.optim.Optimizer):
-    """AdamW with β 0.9 and 0.999 and without bias correction, as in the original code of BERT.
+    """AdamW with β1 = 0.9 and β2 = 0.999 and without bias correction, as in the original code of BERT.
 
-    Bias correction divides the averages by 1 − β^step. Weight decay comes before the step, as in
-    torch.optim.AdamW.
+    Bias correction would divide the averages of gradients and squared gradients by 1 − β^step. Weight decay
+    is applied before the update, as in torch.optim.AdamW.
     """
 
     def __init__(self, params, lr, eps=1e-8, weight_decay=0.0):
@@ -98,14 +98,14 @@ class UncorrectedAdamW(torch.optim.Optimizer):
             torch._foreach_addcdiv_(weights, averages, roots, -group["lr"])
 
 
-BUCKET_BYTES = 32 * 2**20                                      # gradients that one all-reduce sums
+BUCKET_BYTES = 32 * 2**20                                      # size of the gradients in one all-reduce
 
 
 def all_reduce_gradients(model):
-    """Sum each weight's gradient over the ranks, which gives the gradient of the global loss.
+    """Sum each weight's gradient over the ranks. The sum is the gradient of the global loss.
 
-    A missing gradient counts as zeros. Gradients are concatenated into a few large buckets, which are reduced
-    concurrently: with hundreds of small tensors the calls would dominate the time.
+    A missing gradient counts as zeros. Gradients are concatenated into a few large buckets, which are summed
+    concurrently: hundreds of calls, one for each small tensor, would take much longer.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

@@ -12,11 +12,11 @@ from kernels import VERSION
 from .errors import fail
 
 UNFINISHED = ".running"                                        # this file is in --out until the run ends
-HASHED_BYTES = 2**20                                           # of a file of data, from its start
+HASHED_BYTES = 2**20                                           # only the start of a data file is hashed
 
 
 def check_out(args):
-    """Fail if --out cannot be written, is inside an input, or has contents that must not be overwritten."""
+    """Fail if --out is not writable, is inside an input folder, or has contents that must be preserved."""
     out, path = args.out, Path(args.out).absolute()
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -44,11 +44,11 @@ def check_out(args):
 
 @contextlib.contextmanager
 def writing(path):
-    """Context manager: if writing fails in the block, for example because the disk is full, name the path."""
+    """Context manager: if writing in the block fails (disk full, ...), raise a UserError that names path."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch.save raises a RuntimeError with the OSError as context; safetensors has an error of its own
+        # torch.save raises a RuntimeError whose context is the OSError; safetensors raises a SafetensorError
         disk = error if isinstance(error, OSError) else error.__context__
         if not isinstance(disk, OSError) and not isinstance(error, SafetensorError):
             raise
@@ -57,8 +57,8 @@ def writing(path):
 
 @contextlib.contextmanager
 def atomic_file(path, mode="w"):
-    """Context manager: open a temporary file, which replaces `path` when the block ends. Even after a kill, a
-    reader finds the old content or the new one."""
+    """Context manager: open a temporary file, which replaces `path` when the block ends. If the process is
+    killed, `path` has its complete old content or its complete new content."""
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
         with open(temporary, mode, **({} if "b" in mode else dict(encoding="utf-8", newline=""))) as file:
@@ -94,12 +94,11 @@ def save_tokenizer(tokenizer, folder):
 
 
 def write_card(folder, run, kind, tags, description, load_code):
-    """Write the model card of a saved model, README.md.
+    """Write README.md, the model card of a saved model.
 
-    kind          pipeline_tag of the Hugging Face hub
-    tags          names of libraries that can load the folder; the first one is the card's library_name
-    description   description of the model
-    load_code     line of Python that loads it
+    kind          the card's pipeline_tag, a term of the Hugging Face hub
+    tags          the card's tags; the first tag is also its library_name, the library that loads the model
+    load_code     line of Python that loads the model
     """
     best = run.extra_state["saved"].items()
     scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
@@ -122,7 +121,7 @@ package kernels {VERSION}.
 
 
 def input_values(args):
-    """Return [(flag, its values as strings)] of the flags that name an input and were given."""
+    """Return [(flag, its values as strings)] for each given flag that names an input."""
     found = []
     for name in args.inputs:
         values = getattr(args, name)
@@ -133,18 +132,16 @@ def input_values(args):
 
 
 def fingerprints(args):
-    """Return {flag: checksum} of the inputs of the run: it changes if an input changes."""
+    """Return {flag: checksum of its inputs}. --resume compares the checksums."""
     return {name: " ".join(map(fingerprint, values)) for name, values in input_values(args)}
 
 
 def fingerprint(value):
-    """Return the checksum of an input.
-
-    For a file: of its size and its first megabyte. For a folder: of the names and sizes of all files, and of
-    config.json. For a hub name or rows in memory, whose description has a checksum: the value itself.
-    """
+    """Return the checksum of an input. For a file, hash the size and the first megabyte. For a folder, hash
+    the names and sizes of all files, and the content of config.json. Return other values unchanged: hub
+    names, and descriptions of rows in memory, which contain a checksum."""
     digest = hashlib.sha1()
-    for name in [value] if os.path.exists(value) else value.split(","):        # TRAIN.tsv,TEST.tsv
+    for name in [value] if os.path.exists(value) else value.split(","):        # as in TRAIN.tsv,TEST.tsv
         path = Path(name)
         if path.is_file():
             hash_file(digest, path, HASHED_BYTES)
@@ -154,7 +151,7 @@ def fingerprint(value):
                 for file in filter(Path.exists, map(Path(folder).joinpath, sorted(files))):
                     digest.update(os.fsencode(file.relative_to(path)))
                     hash_file(digest, file, HASHED_BYTES if file.name == "config.json" else 0)
-        else:                                                  # a hub name, scratch, rows in memory
+        else:                                                  # a hub name, "scratch", rows in memory
             return value
     return digest.hexdigest()
 

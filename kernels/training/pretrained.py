@@ -12,10 +12,10 @@ from .errors import UserError, fail, is_out_of_memory, log
 
 @contextlib.contextmanager
 def loading(label):
-    """Context manager around code that reads a model: no code of the model runs, and any exception that a
-    third-party or damaged model causes becomes a UserError. label: name of the model in the message."""
+    """Context manager around code that reads a model. Python code in the model folder is not run. Exceptions
+    that a damaged or unsupported model causes become a UserError. label: name of the model in its message."""
     before = remote_code.TIME_OUT_REMOTE_CODE
-    remote_code.TIME_OUT_REMOTE_CODE = 0       # of a question to the user; models inside models would ask it
+    remote_code.TIME_OUT_REMOTE_CODE = 0       # never ask the user to run code, not even for inner models
     try:
         yield
     except UserError:
@@ -36,9 +36,9 @@ def read_config(label, name, subfolder="", overrides=(), hint=""):
     """Return the transformers config of a folder or hub name, without settings that name code to run.
 
     label      how messages name the model, such as "--model NAME"
-    subfolder  folder inside the model's folder that has config.json
-    overrides  settings that replace those of the config
-    hint       text that the message about an unknown name ends with, such as another way to get a model
+    subfolder  folder with config.json, inside the model's folder
+    overrides  {name: value} of settings that replace those in config.json
+    hint       end of the message about an unknown name, such as ", or use resnet-18"
     """
     local = Path(name).is_dir()
     if not local:
@@ -58,7 +58,7 @@ def read_config(label, name, subfolder="", overrides=(), hint=""):
 
 
 def sanitise_config(config):
-    """Remove settings that name code or choose implementations, in inner configs as well."""
+    """Remove settings that name code to run or choose implementations of layers, also from inner configs."""
     vars(config).pop("auto_map", None)
     for setting in ("_attn_implementation", "_experts_implementation"):
         if getattr(config, setting, None) is not None:

@@ -9,15 +9,15 @@ from tqdm import tqdm
 
 from .errors import is_first_rank, one_line
 
-QUIET_SECONDS = 2                                              # work that takes less shows nothing
-LOG_SECONDS = 30                                               # between two lines in a log
-LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left\n"        # of tqdm
+QUIET_SECONDS = 2                                              # shorter work shows no progress
+LOG_SECONDS = 30                                               # time between two lines in a log
+LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left\n"        # for tqdm
 
 
 def progress(items, name, unit="", **more):
     """Return a tqdm iterator over items, which shows progress once the work takes more than two seconds.
 
-    items   an iterable; None: call update(n) on the returned object, and pass total=
+    items   an iterable. None: the caller passes total=, and calls update(n) on the result
     name    name of the work in the bar or line
     more    arguments of tqdm, such as total=
     """
@@ -28,9 +28,9 @@ def progress(items, name, unit="", **more):
 
 
 class Clock:
-    """Times a run. Pauses, which are evaluations and what belongs to them, do not count as training.
+    """Measures the time of a run. Evaluations are pauses: they do not count as training time.
 
-    first_step   the loop starts after this step
+    first_step   the training loop starts after this step
     pauses       number of pauses so far, which took paused_seconds together
     """
 
@@ -39,27 +39,27 @@ class Clock:
         self.start(0)
 
     def start(self, step):
-        """Start timing: the loop begins after this step. Earlier pauses predict the later ones."""
+        """Start timing a loop that begins after `step`. Earlier pauses help to predict the later pauses."""
         self.began, self.first_step = time.perf_counter(), step
         self.earlier_seconds = self.paused_seconds
 
     def seconds(self):
-        """Return the seconds since start."""
+        """Return the seconds since start() was called."""
         return time.perf_counter() - self.began
 
     def count_pause(self, began):
-        """Count the time since `began`, as seconds() returned it, as a pause."""
+        """Count the time since `began`, an earlier result of seconds(), as a pause."""
         self.pauses += 1
         self.paused_seconds += self.seconds() - began
 
     def seconds_per_step(self, step):
-        """Return the mean seconds of a training step, up to this step."""
+        """Return the mean time in seconds of the training steps up to `step`, without pauses."""
         paused = self.paused_seconds - self.earlier_seconds
         return max(1e-9, (self.seconds() - paused) / (step - self.first_step))
 
     def seconds_left(self, step, total, eval_every):
-        """Return the expected seconds until the end of the run, with an evaluation every `eval_every` steps
-        and one at the end."""
+        """Return the expected seconds until the end of the run, which evaluates every `eval_every` steps and
+        at the end."""
         evaluations = math.ceil(total / eval_every) - step // eval_every if step < total else 0
         mean = self.paused_seconds / max(1, self.pauses)
         return self.seconds_per_step(step) * (total - step) + mean * evaluations
@@ -69,7 +69,7 @@ def step_line(clock, row, total, args, score=""):
     """Return the progress line of a step: bar, loss, learning rate, rows per second, remaining time, score.
 
     row     the step's row of metrics.jsonl
-    score   text of the score of an evaluation
+    score   the evaluation's score as text; "" at a step without evaluation
     """
     step, done = row["step"], 16 * row["step"] // total
     left = round(clock.seconds_left(step, total, args.eval_every))
@@ -83,7 +83,7 @@ def step_line(clock, row, total, args, score=""):
 
 
 def peak_gb(device):
-    """Return the largest memory in use so far, in GB: of the GPU, or of this process without a GPU."""
+    """Return the peak memory use so far in GB: of the GPU, or of this process if `device` is not a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)

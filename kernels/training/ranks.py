@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from .errors import fail, log, signals_handled_by
 
-QUIET_SECONDS = 10                                             # of waiting before a message
-TIMEOUT = datetime.timedelta(minutes=30)                       # of waiting for other processes
+QUIET_SECONDS = 10                                             # time to wait before a message is printed
+TIMEOUT = datetime.timedelta(minutes=30)                       # longest wait for other processes
 VARIABLES = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 def rank():
-    """Return the number of this process, from 0."""
+    """Return the rank of this process: its number in the run, from 0."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -26,7 +26,7 @@ def world_size():
 
 
 def local_device():
-    """Return the torch.device of this process. Under torchrun its GPU becomes the current one."""
+    """Return the torch.device of this process. A GPU (number LOCAL_RANK) becomes PyTorch's current device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -49,9 +49,9 @@ def join_group(device):
         if rank() >= world_size():
             raise ValueError("RANK must be less than WORLD_SIZE")
         socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        with signals_handled_by(signal.SIG_DFL):               # C++ waits, where Python runs no handlers
+        with signals_handled_by(signal.SIG_DFL):               # Python runs no handlers while C++ waits
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
-    except Exception as error:                                 # PyTorch raises many types
+    except Exception as error:                                 # PyTorch raises errors of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fail(f"cannot connect to the other processes ({reason}): {where}; start with torchrun, or unset RANK "
              "and WORLD_SIZE to run one process", every_rank=True)
@@ -60,7 +60,7 @@ def join_group(device):
 
 
 def check_agreement(settings):
-    """Fail if the ranks were started with different settings, a dict of plain values, or read other data."""
+    """Fail if the ranks have different settings, {name: value}, for example flags or checksums of inputs."""
     if world_size() == 1:
         return
     found = [None] * world_size()

@@ -4,14 +4,14 @@
     run.begin(model, optimizer, total)                   start a new folder, or continue with --resume
     for step, rows in run.steps(total, len(data)):
         ...                                              forward, backward, all_reduce_gradients, clip, step
-        run.log_metrics(values)                          the numbers of this step, "loss" among them
-        if run.eval_due and run.should_save(scores):     after an evaluation
+        run.log_metrics(values)                          record this step's numbers, which include "loss"
+        if run.eval_due and run.should_save(scores):     scores: the results of an evaluation
             ...                                          save the model
     run.finish(text)
 
-Each rank computes its share of the global loss, so that gradients and logged numbers are sums over ranks. All
-ranks evaluate; only rank 0 prints and writes files. Without torchrun there is one process and no
-torch.distributed.
+Each rank computes its share of the global loss. Gradients and logged numbers are therefore summed over ranks.
+All ranks evaluate, but only rank 0 prints and writes files. Without torchrun there is one process, which does
+not use torch.distributed.
 """
 import functools
 import itertools
@@ -33,7 +33,7 @@ from .loop import batches
 from .progress import Clock, peak_gb, step_line
 from .trackers import open_tracker
 
-MAY_CHANGE = "resume", "out", "keep_state", "workers", "log", "command"        # with --resume
+MAY_CHANGE = "resume", "out", "keep_state", "workers", "log", "command"        # may differ in a resumed run
 
 
 class Run:
@@ -44,7 +44,7 @@ class Run:
     out                Path of --out
     bf16               whether encoders run under bfloat16 autocast, and losses multiply unit rows in float16
     impl               --impl, the implementation of the loss
-    step               current step, counted from 1; before the loop: 0, or the last step of the resumed run
+    step               current step, counted from 1; before the loop: 0, or the step of the loaded state.pt
     eval_due           whether to evaluate at this step
     extra_state        dict saved in state.pt in addition to weights and optimizer; scripts may add entries
     clock              progress.Clock, which times training and evaluations
@@ -62,22 +62,22 @@ class Run:
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        if not args.evaluate:                                  # which writes nothing and needs no other rank
+        if not args.evaluate:                                  # --evaluate needs no --out and no other rank
             if args.batch_size < self.world_size:
                 fail(f"--batch-size {args.batch_size}: expected at least {self.world_size}, one row per "
                      "process")
             out.check_out(args)
             ranks.join_group(self.device)
-        if gpu and self.bf16:                                  # TF32 for what autocast leaves in float32
+        if gpu and self.bf16:                                  # TF32 where autocast keeps float32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
-        try:                                                   # an --impl that cannot run here fails at once
+        try:                                                   # fail now if --impl cannot run here
             similarity_lse(torch.zeros(1, 16, device=self.device), impl=self.impl)
         except ValueError as error:
             fail(f"--{error}")
 
     def begin(self, model, optimizer, total, warmup=0):
-        """Start a run in --out, with a copy of its flags and script, or continue the run that is in --out.
+        """Start a new run in --out, with a copy of its flags and script; or, with --resume, continue the run.
 
         total    number of training steps
         warmup   number of steps of learning-rate warm-up
@@ -107,24 +107,24 @@ class Run:
 
     @functools.cached_property
     def inputs(self):
-        """The checksums of all inputs."""
+        """{flag: checksum of its inputs}, computed only once."""
         return out.fingerprints(self.args)
 
     def settings(self):
-        """Return the flags and the checksums of all inputs, which must not change on --resume."""
+        """Return the settings that --resume must not change: flags, number of processes, input checksums."""
         fixed = {name: value for name, value in vars(self.args).items() if name not in MAY_CHANGE}
         return fixed | dict(data=str(self.args.data), world=self.world_size, inputs=self.inputs)
 
     def start_folder(self):
         """Mark the run in --out as unfinished, and write args.json and a copy of the script.
 
-        args.json has the settings; the command line, from which --resume takes the flags that are not given;
-        and the version of kernels that the script needs.
+        args.json contains the settings, the version of the package kernels, and the command line. --resume
+        takes the flags that are not given from this command line.
         """
         with out.writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / out.UNFINISHED).touch()
-            for file in self.script.parent.glob(f"{self.script.stem}*.py"):    # cil.py needs cil_bags.py
+            for file in self.script.parent.glob(f"{self.script.stem}*.py"):    # for cil.py, also cil_bags.py
                 (self.out / file.name).write_bytes(file.read_bytes())
         with out.atomic_file(self.out / "args.json") as file:
             more = dict(command=self.args.command, kernels=VERSION)
@@ -135,10 +135,10 @@ class Run:
 
         After each step, write metrics and state if they are due, and stop if a signal came.
 
-        rows       number of rows to sample from, or their indices; None: the script has its own order
-        min_rows   skip an epoch's last batch if it has fewer rows
-        order      function that replaces `rows`: step -> iterator over the row indices of each later batch,
-                   equal on all ranks and in a resumed run
+        rows       number of rows to sample from, or a list of row indices. None: yield None as row indices
+        min_rows   skip the last batch of an epoch if it has fewer rows than this
+        order      function to use instead of `rows`: step → iterator over the row indices of later batches.
+                   The order must be equal on all ranks and after --resume
         """
         args = self.args
 
@@ -149,7 +149,7 @@ class Run:
 
         self.signals = []
         self.clock.start(self.step)
-        # the first step whose loss is not finite, or 0; on the device, to avoid a sync in each step
+        # the first step whose loss is not finite, or 0; on the device, so that no step waits for the GPU
         self.first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         with signals_handled_by(self.on_signal):
             for step, batch in zip(range(self.step + 1, total + 1), (order or random_order)(self.step)):
@@ -161,7 +161,7 @@ class Run:
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
         if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
-            if not self.eval_due:                              # else log_metrics has checked it
+            if not self.eval_due:                              # at evaluations, log_metrics checks this
                 self.check_finite()
             self.report()
         if self.eval_due or stop:
@@ -175,7 +175,7 @@ class Run:
             sys.exit(EXIT_STOPPED)
 
     def log_initial_scores(self, scores):
-        """Record the scores before the first step: row 0 of metrics.jsonl."""
+        """Record the scores before the first step, as the row of step 0 in metrics.jsonl."""
         self.extra_state["before"] = scores
         if self.rank == 0:
             self.write_metrics({"step": 0, **{f"dev_{name}": value for name, value in scores.items()}})
@@ -183,8 +183,8 @@ class Run:
     def log_metrics(self, values, **more):
         """Record the numbers of this step.
 
-        values   {name: number or tensor}, with "loss". A tensor is this rank's share, and the shares of all
-                 ranks are summed. A number is equal on all ranks
+        values   {name: number or tensor}, which must contain "loss". A tensor is this rank's share: report
+                 sums the shares of all ranks. A number must be equal on all ranks
         more     further values, such as lr=...
         """
         self.values = values | more
@@ -199,8 +199,8 @@ class Run:
         """Record the scores of an evaluation, and return whether to save the model now.
 
         scores    {name: number}, written to metrics.jsonl as dev_NAME
-        by        save if scores[by] is the best so far; None: always save, which keeps the last checkpoint
-        shown     text of the score in the progress line
+        by        name of a score: save if this score is the highest so far. None: always save
+        shown     the score as text for the progress line
         """
         saved = self.extra_state["saved"]
         better = not scores or by is None or saved is None or scores[by] > saved[by]
@@ -212,8 +212,8 @@ class Run:
         return better
 
     def finish(self, text):
-        """End the run: remove the files that only an unfinished run needs. Print `text`, such as the
-        final score, and how long the run took."""
+        """End the run: remove the files that only an unfinished run needs. Print `text` (such as the final
+        score), the duration of the run and its peak memory use."""
         if self.rank == 0:
             (self.out / out.UNFINISHED).unlink(missing_ok=True)
         if self.rank == 0 and self.args.keep_state == "running":
@@ -222,15 +222,15 @@ class Run:
         log("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
     def on_signal(self, number, _):
-        """Signal handler: the first signal stops the run after the current step, a second one at once."""
+        """Signal handler: stop the run after a step (see asked_to_stop), or at the second signal at once."""
         if self.signals:
             sys.exit(EXIT_STOPPED)
         self.signals.append(number)
-        if self.rank == 0:                                     # print is not reentrant
+        if self.rank == 0:                                     # print is unsafe in a signal handler
             os.write(1, b"\nstopping after this step is saved; press Ctrl-C again to stop now\n")
 
     def asked_to_stop(self):
-        """Return whether any rank received a signal. Several ranks exchange this at every tenth step only."""
+        """Return whether any rank received a signal. With several ranks, check only at every tenth step."""
         if self.world_size == 1 or self.step % 10:
             return bool(self.signals) and self.world_size == 1
         asked = torch.tensor(float(bool(self.signals)), device=self.device)
@@ -238,7 +238,7 @@ class Run:
         return asked.item() > 0
 
     def check_finite(self):
-        """Fail if a loss was NaN or infinite, or if a weight is. Name the step and the checkpoint."""
+        """Fail if a loss so far or a weight is NaN or infinite. The message names step and checkpoint."""
         if self.world_size > 1:
             dist.all_reduce(self.first_bad_step, dist.ReduceOp.MAX)
         step, problem = int(self.first_bad_step), "the loss is not finite"
@@ -253,7 +253,7 @@ class Run:
             fail(f"step {step}: {problem}; {checkpoint}; try a lower --lr")
 
     def report(self):
-        """Write a row of metrics.jsonl, and print a progress bar on a terminal or a line in a log."""
+        """Write this step's row of metrics.jsonl. Print a progress bar on a terminal, or a line in a log."""
         values, step, total = self.values, self.step, self.total
         for name in values:
             if torch.is_tensor(values[name]):
@@ -277,7 +277,7 @@ class Run:
             self.tracker.log(numbers, numbers.pop("step"))
 
     def save_state(self):
-        """Write everything that the next step depends on, with the random states of all ranks."""
+        """Write state.pt: everything that the next step depends on, with the random states of all ranks."""
         on_gpu = self.device.type == "cuda"
         own = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None]
         rng_states = [own] * self.world_size
@@ -289,7 +289,7 @@ class Run:
                                 optimizer=self.optimizer.state_dict()), file)
 
     def load_state(self):
-        """Load state.pt if it exists, and return the rows of metrics.jsonl up to its step. Fails if a flag or
+        """Load state.pt if it exists, and return the rows of metrics.jsonl up to its step. Fail if a flag or
         an input differs from that of the saved run, or if a file is damaged."""
         try:
             self.refuse_changes(json.loads((self.out / "args.json").read_text(encoding="utf-8")))
@@ -304,7 +304,7 @@ class Run:
             self.extra_state |= state["progress"]
             self.step = self.extra_state["step"]
             with open(self.out / "metrics.jsonl", encoding="utf-8") as file:
-                rows = [row for row in file if row.endswith("\n")]         # a kill may cut the last one
+                rows = [row for row in file if row.endswith("\n")]         # a kill may cut the last row
             return [row for row in rows if json.loads(row)["step"] <= self.step]
         except UserError:
             raise
@@ -319,7 +319,7 @@ class Run:
         for name in now.keys() - {"data", "inputs"}:           # --data is compared by its checksum
             if saved.get(name) != now[name]:
                 hint = ""
-                if name in ("steps", "epochs"):                # all learning rates depend on them
+                if name in ("steps", "epochs"):                # all learning rates depend on these flags
                     hint = (f"; to train a model further, start a new run with --model {self.out} "
                             "--out NEW")
                 fail(f"--resume: {name} was {saved.get(name)} in {self.out}, now it is {now[name]}{hint}")

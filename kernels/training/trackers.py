@@ -5,14 +5,14 @@ from .errors import fail
 
 
 class TensorBoard:
-    """Write event files to OUT/tensorboard. Rank 0 calls begin with Run.extra_state, then log per row."""
+    """Tracker that writes to OUT/tensorboard. Rank 0 calls begin(..., Run.extra_state), then log per row."""
 
     def __init__(self):
         from torch.utils.tensorboard import SummaryWriter
         self.writer_type = SummaryWriter
 
     def begin(self, out, flags, progress):
-        # --resume logs the rows after the checkpoint again: purge the old ones
+        # --resume repeats the steps after the checkpoint: delete the rows that they logged before
         self.writer = self.writer_type(out / "tensorboard", purge_step=progress["step"] + 1)
 
     def log(self, numbers, step):
@@ -22,7 +22,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Send the run to Weights & Biases, with the same methods as TensorBoard."""
+    """Tracker that sends metrics to Weights & Biases. Its methods are those of TensorBoard."""
 
     def __init__(self):
         import wandb

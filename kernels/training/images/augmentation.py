@@ -1,7 +1,7 @@
 """Augmentation of images: random crop boxes, crop and resize, colour jitter, blur.
 
-Boxes are computed with NumPy on the CPU; everything else runs on the device of the images. Images x are
-(n, 3, H, W) float32 in [0, 1]. Every random number is sampled separately for each image.
+Crop boxes are computed with NumPy on the CPU; all other functions run on the device of the images. Where x is
+a batch of images, it is (n, 3, H, W) float32 in [0, 1]. Each image gets its own random numbers.
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 
 def random_uniform(seed, epoch, keys, first, count):
-    """Return (count, n) float64 uniform random numbers in [0, 1) for n images. They depend on seed, epoch and
-    key only, not on the rank or worker that calls this function (SplitMix64, a counter-based generator).
+    """Return (count, n) float64 uniform random numbers in [0, 1) for n images. The numbers depend only on
+    seed, epoch and key, not on the calling rank or worker (SplitMix64, a counter-based generator).
 
     keys     (n,) integers that identify the images
-    first    how many numbers were already taken for these keys; sampling continues after them
+    first    number of random numbers per key that earlier calls have returned; this call continues after them
     """
     state = mix_bits(mix_bits(mix_bits(np.array([seed])) + np.uint64(epoch)) + np.asarray(keys, np.uint64))
     counter = np.arange(first + 1, first + count + 1, dtype=np.uint64)[:, None]
@@ -34,11 +34,11 @@ def mix_bits(state):
 class Crops(NamedTuple):
     """Settings of random resized crops.
 
-    min_area         smallest area of a box, as a share of the image; areas are uniform from there to 1
-    attempts         boxes to sample for a view; the first that lies within the image is used
+    min_area         smallest area of a box, as a share of the image's area; areas are uniform up to 1
+    attempts         number of boxes to sample for a view; the first box that fits into the image is used
     sample_aspect    function: uniform random numbers in [0, 1) → aspect ratios (width / height) of boxes
     aspect_limits    (smallest, largest) aspect ratio of the centre crop that is used if no box fits
-    bicubic          resize with bicubic interpolation; False: bilinear
+    bicubic          True: resize with bicubic interpolation; False: bilinear
     """
     min_area: float
     attempts: int
@@ -49,7 +49,7 @@ class Crops(NamedTuple):
     def sample_boxes(self, seed, epoch, rows, sizes, views):
         """Return random boxes (views, n, 4) int64, each (left, top, width, height) in pixels, for n images.
 
-        rows     (n,) row numbers of the images, which select their random numbers
+        rows     (n,) row numbers of the images; they determine the random numbers of each image
         sizes    (n, 2) width and height of the images
         """
         keys = (np.asarray(rows) + (np.arange(views)[:, None] << 40)).ravel()
@@ -58,7 +58,7 @@ class Crops(NamedTuple):
         w = np.minimum(width, (height * widest).round())
         h = np.minimum(height, (width / narrowest).round())
         left, top = np.floor((width - w) / 2), np.floor((height - h) / 2)
-        missing, attempt = np.arange(len(keys)), 0             # views that still have the centre crop
+        missing, attempt = np.arange(len(keys)), 0             # views for which no box has fitted yet
         while len(missing) and attempt < self.attempts:
             area, aspect, x, y = random_uniform(seed, epoch, keys[missing], 4 * attempt, 4)
             area, aspect = self.min_area + (1 - self.min_area) * area, self.sample_aspect(aspect)
@@ -74,7 +74,7 @@ class Crops(NamedTuple):
 
 
 def centre_crop_boxes(sizes, share):
-    """Return boxes (1, n, 4) of square centre crops; their side is a share of the image's shorter side.
+    """Return boxes (1, n, 4) of square centre crops, whose side is `share` of the image's shorter side.
 
     sizes    (n, 2) width and height of the images
     """
@@ -83,7 +83,7 @@ def centre_crop_boxes(sizes, share):
 
 
 def crop_and_resize(x, boxes, size, bicubic):
-    """Return (n, 3, size, size): one box (left, top, width, height) of each image, resized."""
+    """Crop each image to its box (left, top, width, height) and resize the crop to (3, size, size)."""
     if list(x.shape[2:]) == [size, size] and (boxes == [0, 0, size, size]).all():
         return x
     left, top, width, height = torch.from_numpy(boxes).to(x.device, x.dtype).T
@@ -94,29 +94,29 @@ def crop_and_resize(x, boxes, size, bicubic):
 
 
 def bicubic_matrix(first, length, width, size, like):
-    """Return matrices (n, size, width) that resize pixels [first, first + length) of `width` pixels to `size`
-    pixels with Keys' cubic kernel (a = −1/2), without antialiasing; the edge pixels of a box are repeated.
+    """Return matrices (n, size, width) that resize the pixels of a box, in a row of `width` pixels, to `size`
+    pixels. They use Keys' cubic kernel (a = −1/2) without antialiasing; edge pixels of the box are repeated.
 
-    first, length    (n,) of each image, in the dtype of `like`
+    first, length    (n,) index of each box's first pixel, and its number of pixels, in the dtype of `like`
     like             a tensor that gives the device and dtype of the result
     """
     at = torch.arange(size, device=like.device)
-    centre = (at + 0.5) * (length / size)[:, None] - 0.5       # of each new pixel, in pixels of the box
+    centre = (at + 0.5) * (length / size)[:, None] - 0.5       # the new pixels' centres, in old pixels
     base = centre.floor()
     matrix = like.new_zeros(len(first), size, width)
     for tap in range(-1, 3):
         t = (centre - base - tap).abs()
-        near = (1.5 * t - 2.5) * t * t + 1                     # the kernel's polynomial for distances t ≤ 1
-        far = ((-0.5 * t + 2.5) * t - 4) * t + 2               # and for 1 < t < 2
+        near = (1.5 * t - 2.5) * t * t + 1                     # the cubic kernel for distances t ≤ 1
+        far = ((-0.5 * t + 2.5) * t - 4) * t + 2               # the cubic kernel for 1 < t < 2
         pixel = first[:, None] + (base + tap).clamp(min=0).minimum(length[:, None] - 1)
         matrix.scatter_add_(2, pixel.long()[:, :, None], torch.where(t <= 1, near, far)[:, :, None])
     return matrix
 
 
 def bilinear_matrix(first, length, width, size, like):
-    """Return matrices (n, size, width) that resize pixels [first, first + length) of `width` pixels to `size`
-    pixels with bilinear interpolation and antialiasing, as Pillow does: a new pixel that covers several old
-    ones is their weighted mean. Arguments as in bicubic_matrix."""
+    """Return matrices (n, size, width) that resize the pixels of a box, in a row of `width` pixels, to `size`
+    pixels. They use bilinear interpolation with antialiasing, as Pillow does: a new pixel that covers several
+    old pixels is their weighted mean. The arguments are those of bicubic_matrix."""
     at, scale = torch.arange(width, device=like.device), (length / size)[:, None, None]
     centre = (torch.arange(size, device=like.device)[:, None] + 0.5) * scale - 0.5 + first[:, None, None]
     inside = (at >= first[:, None]) & (at < (first + length)[:, None])
@@ -145,10 +145,10 @@ def flip(x):
 
 
 def jitter(x, colour, hue, p):
-    """Jitter brightness, contrast, saturation and hue, in random order, with probability p for each image.
+    """With probability p for each image, change brightness, contrast, saturation and hue, in random order.
 
-    colour    brightness, contrast and saturation are multiplied by 1 − colour to 1 + colour
-    hue       the hue is shifted by −hue to hue; 1 is a full turn of the colour circle
+    colour    range of the random factors of brightness, contrast and saturation: 1 ± colour, but at least 0
+    hue       the hue is shifted by a random number from −hue to hue; 1 is a full turn of the colour circle
     """
     n = len(x)
     order = uniform(0, 1, (n, 4), x).argsort(1)
@@ -157,7 +157,7 @@ def jitter(x, colour, hue, p):
     brightness, contrast, saturation = (uniform(low, high, (n, 1, 1, 1), x) for _ in range(3))
     shift = uniform(-hue, hue, (n, 1, 1), x)
     for turn in range(4):
-        # masks of the images for which it is the turn of brightness, contrast, saturation, hue
+        # masks of the images that change their brightness, contrast, saturation or hue in this turn
         now = [(order[:, turn] == which).view(n, 1, 1, 1) & changed for which in range(4)]
         x = torch.where(now[0], x * brightness, x)
         luma = grey(x)
@@ -170,12 +170,12 @@ def jitter(x, colour, hue, p):
 
 
 def grey(x):
-    """Return the luma (ITU-R 601) of the images in all three channels."""
+    """Return grey images, whose three channels all equal the luma (ITU-R 601)."""
     return (x * x.new_tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True).expand_as(x)
 
 
 def shift_hue(x, shift):
-    """Shift the hue by `shift` (n, 1, 1), in full turns; HSV's value and saturation do not change."""
+    """Shift the hue by `shift` (n, 1, 1) full turns. Saturation and value do not change (HSV colours)."""
     red, green, blue = x.unbind(1)
     value, low = x.amax(1), x.amin(1)
     chroma = value - low
@@ -191,12 +191,12 @@ def shift_hue(x, shift):
 
 
 def blur(x):
-    """Apply a Gaussian blur with a random sigma from 0.1 to 2; the kernel's width is about a tenth of the
-    image's height, and the image is zero-padded."""
+    """Apply a Gaussian blur with a random sigma from 0.1 to 2 pixels. The kernel's width is about a tenth of
+    the image's height. The image is padded with zeros."""
     radius = max(1, x.shape[2] // 20)
     at = torch.arange(-radius, radius + 1, device=x.device)
     kernel = (-at ** 2 / (2 * uniform(0.1, 2, (len(x), 1), x) ** 2)).exp()
-    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)[:, None]       # (3n, 1, taps)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)[:, None]       # (3n, 1, width)
     flat = x.reshape(1, -1, *x.shape[2:])                      # (1, 3n, H, W): one group for each channel
     flat = F.conv2d(flat, kernel[:, :, :, None], padding=(radius, 0), groups=flat.shape[1])
     return F.conv2d(flat, kernel[:, :, None, :], padding=(0, radius), groups=flat.shape[1]).view_as(x)

@@ -19,11 +19,11 @@ class ImageDataset:
 
     args             the script's flags
     crops            augmentation.Crops: how the script samples training crops
-    train, test      ImageSource of the training and the test split. test is None unless both splits have
-                     labels; without --data (evaluation of a classifier) both are the images of --dev
+    train, test      ImageSource of the training and the test split. test is None if a split is missing or has
+                     no labels. Without --data (evaluation of a classifier) both are the images of --dev
     size             side of a view in pixels
-    is_small         True if size <= 32, where the papers use other settings
-    classes          class names; labels index this list
+    is_small         whether size <= 32. The papers use other settings for such images
+    classes          class names; a label is an index into this list
     training_views   iterator over this rank's training views; start_training_views sets it
     """
 
@@ -39,7 +39,7 @@ class ImageDataset:
         labelled = test and self.train.labels is not None and test.labels is not None
         if args.dev and not labelled:
             missing = args.dev if self.train.labels is not None else self.path
-            fail(f"--dev {args.dev}: {missing} has no labels, but kNN compares those of --dev and --data")
+            fail(f"--dev {args.dev}: {missing} has no labels, but kNN needs labels in --dev and --data")
         self.test = test if labelled else None
         self.renumber_labels()
         self.check_batch_size(0 if args.evaluate else args.batch_size)
@@ -48,8 +48,8 @@ class ImageDataset:
         return len(self.train)
 
     def renumber_labels(self):
-        """Renumber the labels of both splits to 0, 1, 2, ... without gaps: they index the votes of kNN
-        and the weights of classifiers. A class has the same number in both splits."""
+        """Renumber the labels of both splits to 0, 1, 2, ... without gaps, because labels index the votes of
+        k nearest neighbours (kNN) and classifier weights. A class has the same number in both splits."""
         numbers = {}
         splits = [self.train] if self.test is self.train else [self.train, self.test]
         for split in splits:
@@ -83,12 +83,12 @@ class ImageDataset:
                 split.to_device(run.device)
 
     def views(self, split, order, crops=None, count=1):
-        """Return an iterator over the views of batches: (count · n, 3, S, S) float32 in [0, 1] on the device.
+        """Return an iterator over batches of views, (count · n, 3, S, S) float32 in [0, 1]; S is self.size.
 
         split    self.train or self.test
-        order    iterable of (epoch, n row numbers), one for each batch
-        crops    Crops: `count` random crops of each image, each flipped with probability 0.5. The first crops
-                 of all images come before all second ones. None: the centre crop, not flipped
+        order    iterable of (epoch, n row numbers), one pair for each batch
+        crops    Crops: make `count` random crops of each image, and flip each crop with probability 0.5. The
+                 first crops of all images come before the second crops. None: the centre crop, not flipped
         """
         share = 1 if self.is_small else encoders.CENTRE_CROP
         cutter = Cutter(crops, self.seed, count, share, self.size, self.crops.bicubic)
@@ -100,7 +100,7 @@ class ImageDataset:
         """Set training_views: `count` random crops of this rank's images for each remaining step of the run.
 
         total       number of steps of the whole run
-        min_area    smallest area of a crop, which replaces that of self.crops
+        min_area    smallest area of a crop, as a share of the image's area; replaces self.crops.min_area
         """
         batch = run.args.batch_size
         epoch = steps_per_epoch(len(self), batch, batch)
@@ -109,8 +109,8 @@ class ImageDataset:
         self.training_views = self.views(self.train, local, self.crops._replace(min_area=min_area), count)
 
     def encode_split(self, split, model, logits=False):
-        """Return (N, H) features, or logits, of the centre crops of all images of a split, on every rank.
-        Each rank encodes its part; with fewer images than ranks each rank encodes all of them."""
+        """Return (N, H) features, or logits if logits=True, of the centre crops of a split's N images. Each
+        rank encodes a part and receives all results; if ranks outnumber images, each rank encodes all."""
         is_shared = len(split) >= (dist.get_world_size() if dist.is_initialized() else 1)
         local = range(len(split))[own_rows(len(split)) if is_shared else slice(None)]
         starts = progress(range(0, len(local), 256), "evaluating", " batches")

@@ -14,16 +14,16 @@ from ..errors import fail
 from ..out import atomic_output, write_card
 from ..pretrained import loading, read_config, read_json
 
-SMALL_SIZE = 32                                                # pixels: views up to this size count as small
-CENTRE_CROP = 0.875                                            # share of the shorter side, for larger views
+SMALL_SIZE = 32                                                # a view up to this side in pixels is small
+CENTRE_CROP = 0.875                                # for larger views: side of the crop / image's shorter side
 
 
 class SmallImageResNet(ResNetModel):
-    """transformers' ResNet with the papers' stem for 32 pixels: a 3 x 3 convolution and no max pooling."""
+    """ResNet with the papers' first layers (stem) for small images: a 3 x 3 convolution, no max pooling."""
 
     def __init__(self, config):
         super().__init__(config)
-        config.small_stem = True                               # saved in config.json for load_image_encoder
+        config.small_stem = True                               # load_image_encoder finds this in config.json
         stem = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
         self.embedder.embedder.convolution = stem
         self.embedder.pooler = nn.Identity()
@@ -41,9 +41,9 @@ RESNETS = {"resnet-small": BASIC | dict(embedding_size=32, hidden_sizes=[32, 64,
 
 
 def load_image_encoder(name, small=False, flag="--model"):
-    """Return an image encoder: a new ResNet for a name in RESNETS, else the one in a folder or on the hub.
+    """Return an image encoder: a new ResNet if `name` is in RESNETS, else a model from a folder or the hub.
 
-    small    give a new ResNet the stem for images of 32 pixels
+    small    True: a new ResNet is a SmallImageResNet, with other first layers
     flag     the flag that gave `name`, for messages
     """
     if name in RESNETS:
@@ -51,7 +51,7 @@ def load_image_encoder(name, small=False, flag="--model"):
     label = f"{flag} {name}"
     config = read_config(label, name, hint=", or use resnet-18")
     if not hasattr(config, "hidden_sizes") or getattr(config, "num_channels", 3) != 3:
-        fail(f"{label}: {config.model_type} is not an image encoder like ResNet, of images with 3 channels")
+        fail(f"{label}: {config.model_type} is not an image encoder like ResNet, for images with 3 channels")
     kind = SmallImageResNet if getattr(config, "small_stem", False) is True else AutoModel
     with loading(label):
         encoder, info = kind.from_pretrained(
@@ -63,13 +63,13 @@ def load_image_encoder(name, small=False, flag="--model"):
 
 
 def read_mean_std(name):
-    """Return (mean, standard deviation) of each channel, with which a model's input images are normalised."""
+    """Return (means, standard deviations) of the channels, with which a model's input is normalised."""
     prepared = {} if name in RESNETS else read_json(name, "preprocessor_config.json")
     return prepared.get("image_mean", [0] * 3), prepared.get("image_std", [1] * 3)
 
 
 def read_size(name):
-    """Return the side in pixels of the input images of the model in a folder; 224 if it is not known."""
+    """Return the side in pixels of the input images of a model, as saved in its folder; 224 if not saved."""
     prepared = read_json(name, "preprocessor_config.json") if Path(name).is_dir() else {}
     return prepared.get("size", {}).get("shortest_edge", 224)
 
@@ -77,9 +77,9 @@ def read_size(name):
 class ImageEncoder(nn.Module):
     """An image encoder and its head: a projection head, used in training only, or a classifier.
 
-    run          the Run, for its flags --precision and --chunk-size; None: float32, and whole batches
-    mean, std    of each channel, to normalise images in [0, 1]
-    classes      class names of the logits; None: the head is a projection head
+    run          Run whose flags --precision and --chunk-size are used; None: float32 and whole batches
+    mean, std    mean and standard deviation of each channel, by which images in [0, 1] are normalised
+    classes      class names of the classifier's logits; None: the head is a projection head
     """
 
     def __init__(self, encoder, head, run=None, mean=(0, 0, 0), std=(1, 1, 1), classes=None):
@@ -97,15 +97,15 @@ class ImageEncoder(nn.Module):
             return self.encoder(images).pooler_output.flatten(1).float()
 
     def forward(self, views):
-        """Return projections, or logits, (n, D) float32 of views (n, 3, S, S) in [0, 1]. With --chunk-size,
-        views are encoded in chunks, and gradients are those of the full batch (GradCache)."""
+        """Return the head's output (n, D) float32 for views (n, 3, S, S) in [0, 1]. With --chunk-size, views
+        are encoded in chunks, and gradients are those of the full batch (GradCache)."""
         chunks = views.split(self.chunk_size or len(views))
         module = self if self.chunk_size else None
         return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
     @torch.no_grad()
     def encode_batches(self, batches, logits=False):
-        """Return features (N, H), or the head's logits, of batches (n, 3, S, S), computed in eval mode."""
+        """Return features (N, H), or logits if logits=True, of batches (n, 3, S, S), in eval mode."""
         training = self.training
         self.eval()
         parts = [self.features(x) for x in batches]
@@ -118,7 +118,7 @@ class ImageEncoder(nn.Module):
         self.encoder.load_state_dict(load_file(folder / "model.safetensors"))
         self.head.load_state_dict(load_file(folder / HEAD))
 
-HEAD = "head.safetensors"                                      # in the folder of the encoder's weights
+HEAD = "head.safetensors"                                      # file next to the encoder's weights
 
 
 def save_head(head, classes, folder):
@@ -131,8 +131,8 @@ def save_head(head, classes, folder):
 
 
 def load_head(name, flag="--model"):
-    """Return the head and the classes saved in a folder. The classes of a projection head are None; without
-    head.safetensors both are None."""
+    """Return (head, class names) saved in a folder. A projection head has None instead of class names. Return
+    (None, None) if the folder contains no head.safetensors."""
     path, layers = Path(name, HEAD), []
     if not path.is_file():
         return None, None
@@ -151,7 +151,7 @@ def load_head(name, flag="--model"):
 
 
 def load_classifier(name, flag="--model", run=None):
-    """Load a classifier that simclr.py saved after --finetune or --distill. Returns an ImageEncoder in eval
+    """Load a classifier that simclr.py saved after --finetune or --distill. Return an ImageEncoder in eval
     mode, which maps images (n, 3, S, S) in [0, 1] to logits (n, C); its `classes` are the C class names."""
     head, classes = load_head(name, flag)
     if classes is None:
@@ -184,7 +184,7 @@ def save_encoder(model, run, size):
 
 
 def load_hint(model, run):
-    """Return the Python expression that loads the saved folder."""
+    """Return a line of Python that loads the model saved in --out."""
     if not model.classes and not isinstance(model.encoder, SmallImageResNet):
         return f'AutoModel.from_pretrained("{run.args.out}")'
     function = "load_classifier" if model.classes else "load_image_encoder"

@@ -1,4 +1,4 @@
-"""Evaluation of image encoders: kNN accuracy, linear probe, accuracy of a classifier."""
+"""Evaluation of image encoders: accuracy of k nearest neighbours (kNN), a linear probe, or a classifier."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from .encoders import ImageEncoder, load_image_encoder
 
 
 def evaluate_before(model, images, run):
-    """Score the model by kNN before the first step."""
+    """Print the model's kNN accuracy before the first step. A resumed run prints the saved accuracy."""
     if images.test and not model.classes:
         if run.step == 0:
             began = run.clock.seconds()
@@ -26,8 +26,8 @@ def evaluate_before(model, images, run):
 
 
 def evaluate_and_save(model, images, run):
-    """Evaluate the model and save it. Every checkpoint replaces the one before it: the best one must not be
-    chosen on test images."""
+    """Evaluate the model and save it. Each checkpoint replaces the previous checkpoint, even a better one,
+    because test images must not select the checkpoint."""
     average_batch_statistics(model)
     scores = evaluate(model, images, run.impl) if images.test else {}
     if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
@@ -35,8 +35,8 @@ def evaluate_and_save(model, images, run):
 
 
 def finish(model, images, run, linear_probe):
-    """End a run: load the saved checkpoint, train a linear probe on it by the script's function linear_probe,
-    and print the scores and how to load the model."""
+    """End a run: load the saved model, train a linear probe on its features with the script's function
+    linear_probe, and print the scores and the Python line that loads the model."""
     model.restore(run.out)
     scores, best = "", run.extra_state["saved"]
     if images.test and model.classes:
@@ -58,8 +58,8 @@ def average_batch_statistics(model):
 
 
 def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, impl="auto"):
-    """Return the percentage of queries whose label wins the vote of their k nearest rows of the bank. Each
-    neighbour votes for its own label with weight exp(cosine / temperature)."""
+    """Return the percentage of queries whose label wins the vote of the k nearest rows of the bank. Each of
+    these neighbours votes for its own label with weight exp(cosine similarity / temperature)."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
     cosine, at = similarity_topk(queries, bank, min(k, len(bank)), impl=impl)
     votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)
@@ -68,7 +68,7 @@ def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, imp
 
 
 def evaluate(model, images, impl="auto"):
-    """Return {"knn": percent}, with the training images as bank, or {"top1": percent} for a classifier."""
+    """Return {"top1": percent} for a classifier, else {"knn": percent}, with the training images as bank."""
     if model.classes:
         return {"top1": accuracy(model, images)}
     bank = images.encode_split(images.train, model)
@@ -79,7 +79,7 @@ def evaluate(model, images, impl="auto"):
 
 def accuracy(model, images):
     """Return the percentage of test images that a classifier labels correctly. The classes of model and test
-    images are matched by name; images of a class that the model does not have count as errors."""
+    images are matched by name. Images of a class that the model does not know count as errors."""
     numbers = {name: i for i, name in enumerate(model.classes)}
     labels = torch.tensor([numbers.get(name, -1) for name in images.classes])[images.test.labels]
     correct = images.encode_split(images.test, model, logits=True).argmax(1).cpu() == labels
@@ -87,8 +87,8 @@ def accuracy(model, images):
 
 
 def evaluate_model(args, script, crops, linear_probe):
-    """Run --evaluate: print the kNN accuracy and linear probe of --model with the training images of --data,
-    and the accuracy of its classifier, if it has one. A classifier does not need --data."""
+    """Run --evaluate. With --data, print the accuracy of --model by kNN and by a linear probe. If --model has
+    a classifier, also print the classifier's accuracy, which does not need --data."""
     head, classes = encoders.load_head(args.model)
     if args.model in encoders.RESNETS:
         fail(f"--model {args.model}: a new model has learnt nothing; give a folder or a hub name")
@@ -115,15 +115,15 @@ def evaluate_model(args, script, crops, linear_probe):
 
 def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nesterov=False, weight_decay=0.0):
     """Train a linear layer on the frozen features, and return the percentage of test images that it labels
-    correctly. Training uses random crops of at least 0.08 of an image, whatever --crop is; testing uses
-    centre crops.
+    correctly. Training uses random crops of at least 0.08 of an image's area, whatever --crop is; testing
+    uses centre crops.
 
-    batch           images in a batch
+    batch           number of images in a batch
     lr_schedule     function: (step from 0, number of steps) → learning rate
-    init_std        standard deviation of the layer's initial weights; 0: they start at zero
+    init_std        standard deviation of the layer's initial weights; 0: all weights start at zero
     """
     model.eval()
-    torch.manual_seed(run.args.seed)                           # so --evaluate repeats the probe of training
+    torch.manual_seed(run.args.seed)                           # so that --evaluate repeats this probe
     train_labels, labels = (split.labels.to(run.device) for split in (images.train, images.test))
     layer = nn.Linear(model.feature_dim, len(images.classes), device=run.device)
     nn.init.normal_(layer.weight, std=init_std) if init_std else nn.init.zeros_(layer.weight)

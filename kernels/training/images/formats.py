@@ -1,7 +1,5 @@
-"""Read data sets of images: arrays, CIFAR's python batches, folders and tables of image files.
-
-No code in a file is run.
-"""
+"""Read data sets of images: arrays, CIFAR's python batches, folders of image files, or tables that list image
+files. Code inside a file is never run."""
 import contextlib
 import os
 import pickle
@@ -19,8 +17,8 @@ SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
 
 
 def read_images(path, workers=None, skip=False):
-    """Return (images, test images or None): ImageArrays or ImageFiles of the data set at a path. workers and
-    skip: as for ImageFiles; workers=None: one for each core, divided by the ranks on this machine."""
+    """Read a data set, and return (images, test images or None), as ImageArrays or ImageFiles. workers, skip:
+    see ImageFiles; workers=None: number of CPU cores divided by the number of ranks on this machine."""
     path = Path(path)
     if workers is None:
         workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -29,7 +27,7 @@ def read_images(path, workers=None, skip=False):
             if (path / "images.npy").exists():                 # an unpacked .npz
                 return read_arrays(path, {file.stem: np.load(file, mmap_mode="r")
                                           for file in path.glob("*.npy")})
-            for first, test in (("data_batch_1", "test_batch"), ("train", "test")):        # CIFAR-10, -100
+            for first, test in (("data_batch_1", "test_batch"), ("train", "test")):      # CIFAR-10, CIFAR-100
                 if (path / first).is_file():
                     test = read_cifar([path / test]) if (path / test).exists() else None
                     return read_cifar(sorted(path.glob(first.replace("_1", "_*")))), test
@@ -48,7 +46,7 @@ def read_images(path, workers=None, skip=False):
 
 @contextlib.contextmanager
 def one_line_errors(path):
-    """Turn any error that a damaged file causes in the block into a one-line UserError that names it."""
+    """Context manager: turn an error that a damaged file causes into a UserError that names the file."""
     try:
         yield
     except UserError:
@@ -61,7 +59,7 @@ def one_line_errors(path):
 
 
 def read_arrays(path, arrays):
-    """Return (images, test images or None) as ImageArrays of {array name: array}. path: for messages."""
+    """Return (images, test images or None) as ImageArrays. arrays: {name: array}; path: for messages."""
     if "images" not in arrays:
         fail(f"{path}: contains {', '.join(arrays) or 'no array'}; expected images, and optionally labels, "
              "test_images, test_labels")
@@ -71,7 +69,8 @@ def read_arrays(path, arrays):
 
 
 def make_arrays(path, prefix, images, labels):
-    """Return ImageArrays of one split, or None if it has no images. Fail if dtypes or shapes are wrong."""
+    """Return ImageArrays of a split, or None if images is None. Fail if a dtype or shape is wrong. prefix: ""
+    or "test_", the start of array names in messages."""
     if images is None:
         return None
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or not images.size:
@@ -102,33 +101,33 @@ def read_batch(path):
 
 
 class StandIn:
-    """Stands for an array in one of CIFAR's batches, whose content is `values`, or for its dtype."""
+    """Replaces an array or its dtype when CIFAR's batches are unpickled. `values` is the array's content."""
 
     def __init__(self, *_):
         pass
 
     def __setstate__(self, state):
-        if len(state) == 5:                                    # of an array; the state of a dtype has 8 parts
+        if len(state) == 5:                                    # an array's state; a dtype's state has 8 parts
             _, shape, _, is_fortran, data = state
             self.values = np.frombuffer(data, np.uint8).reshape(shape, order="F" if is_fortran else "C")
 
 
 class BatchUnpickler(pickle.Unpickler):
-    """Reads CIFAR's batches. A pickle can name any function to call; here nothing is imported."""
+    """Reads CIFAR's batches without importing code. pickle.Unpickler calls any function that a file names."""
 
     def find_class(self, module, name):
-        """Return what stands for a name in CIFAR's batches; raise ValueError for any other name."""
+        """Return the replacement of a name that CIFAR's batches contain. Raise ValueError for other names."""
         known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
                  "numpy._core.multiarray._reconstruct": StandIn,
-                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # of Python 3
+                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # in Python 3's files
         if f"{module}.{name}" not in known:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
         return known[f"{module}.{name}"]
 
 
 def list_folder(path):
-    """Return (folder, names of the image files below it, their labels or None). The label of a file is the
-    sub-folder of `path` that contains it. Names that begin with a dot are left out."""
+    """Return (folder, names of the image files below it, their labels or None). The label of a file is its
+    sub-folder directly below `path`. Files and folders whose names begin with a dot are left out."""
     names = []
     for folder, folders, files in os.walk(path, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -149,8 +148,8 @@ def list_folder(path):
 
 
 def list_table(path):
-    """Return (folder, names of image files, their labels or None) from a table with columns file and label,
-    or with the column file alone. Names are relative to the table's folder."""
+    """Return (folder, names of image files, their labels or None) from a table with the columns file and
+    label, or only file. The names are relative to the table's folder."""
     def check(cells):
         if len(cells) > 2 or not all(map(str.strip, cells)):
             return "expected a file name and a label, or a file name alone"

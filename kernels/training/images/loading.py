@@ -1,7 +1,7 @@
 """Sources of images: arrays in memory or on disk, and image files that worker processes decode.
 
-A batch is (epoch, row numbers). A Cutter tells which boxes of its images become views. The views depend on
-these two only, not on the number of workers.
+A batch is (epoch, row numbers). A Cutter chooses the boxes of the images that become views. The views depend
+only on the batch and the Cutter, not on the number of workers.
 """
 import functools
 import importlib.util
@@ -19,19 +19,19 @@ from ..errors import SIGNALS, fail, log
 from ..progress import progress
 from .augmentation import Crops, centre_crop_boxes, crop_and_resize, to_float
 
-# Pillow's formats that are opened; for some others Pillow would start external programs
+# The formats that Pillow may open. For some other formats, Pillow would start external programs.
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # at most 8 bits per channel
 REPAIR = "repair or delete it, or start again with --skip-damaged"
-CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # other methods import PyTorch in every worker
+CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # with spawn, each worker imports PyTorch
 
 
 class Cutter(NamedTuple):
-    """Which parts of images become views.
+    """Settings that say which parts of images become views.
 
-    crops      Crops: `count` random crops of each image; None: the centre crop, with `share` of the side
+    crops      Crops: `count` random crops. None: a centre crop, whose side is `share` of the shorter side
     size       side of a view in pixels
-    bicubic    resize with bicubic interpolation; False: bilinear
+    bicubic    True: resize with bicubic interpolation; False: bilinear
     """
     crops: Crops | None
     seed: int
@@ -41,18 +41,18 @@ class Cutter(NamedTuple):
     bicubic: bool
 
     def boxes(self, epoch, rows, sizes):
-        """Return boxes (views, n, 4) of n images; sizes (n, 2): their width and height."""
+        """Return boxes (views, n, 4) for n images. sizes: (n, 2) width and height of the images."""
         if self.crops is None:
             return centre_crop_boxes(sizes, self.share)
         return self.crops.sample_boxes(self.seed, epoch, rows, sizes, self.count)
 
 
 class ImageSource:
-    """Base class of images that are read by row number when they are needed.
+    """Base class of data sets whose images are read by row number when they are needed.
 
-    kept      (N,) the original row number of each image; keep_only makes it shorter
+    kept      (N,) original row numbers of the images that keep_only has not removed
     labels    (N,) int64, or None
-    names     {label: class name}; a label that is missing here is named by its number
+    names     {label: class name}. A label without an entry is named by its number
     """
 
     def __init__(self, length, labels, names=None):
@@ -68,7 +68,7 @@ class ImageSource:
 
 
 class ImageArrays(ImageSource):
-    """Images of one size: (N, H, W, 3) uint8, a tensor or an array that NumPy maps from disk."""
+    """Images of one size: (N, H, W, 3) uint8, a tensor in memory or a memory-mapped NumPy array."""
 
     def __init__(self, images, labels):
         super().__init__(len(images), labels)
@@ -85,7 +85,7 @@ class ImageArrays(ImageSource):
                 self.images = self.images.to(device)
 
     def load_views(self, batches, cutter, device):
-        """Yield the views (views · n, 3, size, size) float32 in [0, 1] of each batch."""
+        """Yield the views of each batch of n images: (views · n, 3, size, size) float32 in [0, 1]."""
         for epoch, rows in batches:
             boxes = cutter.boxes(epoch, rows, np.tile(self.images.shape[2:0:-1], (len(rows), 1)))
             found = self.images[self.kept[rows]]
@@ -94,13 +94,13 @@ class ImageArrays(ImageSource):
 
 
 class ImageFiles(ImageSource):
-    """Image files of any size and format; worker processes decode them every time they are used.
+    """Image files of any size. Worker processes decode a file each time it is used.
 
-    path      the data set, for messages
-    folder    the folder that `paths` are relative to
-    labels    a label for each file, or None
+    path      path of the data set, for messages
+    folder    folder to which `paths`, the paths of the files, are relative
+    labels    a class name for each file, or None
     workers   number of worker processes; 0: decode in this process
-    skip      decode all files now, and skip damaged ones; False: fail when one is met
+    skip      True: decode all files now, and remove damaged files. False: fail when a damaged file is used
     """
 
     def __init__(self, path, folder, paths, labels, workers, skip):
@@ -109,18 +109,18 @@ class ImageFiles(ImageSource):
         numbers = {name: number for number, name in enumerate(sorted({*(labels or ())}))}
         labels = torch.tensor([numbers[name] for name in labels]) if labels else None
         super().__init__(len(paths), labels, {number: name for name, number in numbers.items()})
-        self.paths = np.array([*map(os.fsencode, paths)])      # one object instead of millions saves memory
+        self.paths = np.array([*map(os.fsencode, paths)])      # an array takes less memory than a list
         self.folder, self.workers = folder, workers if CAN_FORK else 0
         if skip:
             self.skip_damaged(path)
 
     def path(self, row):
-        """Return the path of an image file."""
+        """Return the path of the image file with this row number."""
         return os.path.join(self.folder, os.fsdecode(self.paths[self.kept[row]]))
 
     def default_view_size(self, model_size):
-        """Return the side of views in pixels if --image-size is not given: that of the model's input images,
-        or less if the shorter side of each of the first 100 images is smaller."""
+        """Return the side of views in pixels if --image-size is not given: `model_size`, but at most the
+        largest shorter side of the first 100 images."""
         sizes = [0]
         for path in map(self.path, range(min(100, len(self)))):
             try:
@@ -146,7 +146,7 @@ class ImageFiles(ImageSource):
 
     def load_views(self, batches, cutter, device):
         """Yield the views of each batch, as ImageArrays.load_views does. Each worker decodes one part of a
-        batch. While a batch is in use, workers decode the next two."""
+        batch. While a batch is in use, the workers decode the next two batches."""
         batches, again = itertools.tee(batches)
         tasks = ((epoch, part) for epoch, rows in batches for part in self.split(rows))
         results = parallel_map(functools.partial(crop_files, self, cutter), tasks, self.workers)
@@ -162,7 +162,7 @@ class ImageFiles(ImageSource):
 
 
 class Tasks(Dataset):
-    """A data set whose "indices" are the arguments of a function."""
+    """A data set for DataLoader, whose item at index `arguments` is function(*arguments)."""
 
     def __init__(self, function):
         self.function = function
@@ -172,15 +172,15 @@ class Tasks(Dataset):
 
 
 def parallel_map(function, items, workers):
-    """Return an iterator over function(*item) for each item, in order. Each of the worker processes works up
-    to two items ahead; with 0 workers this process does the work."""
+    """Return an iterator over function(*item) for each item, in order. Each worker process works up to two
+    items ahead. With workers=0, this process does the work."""
     return iter(DataLoader(Tasks(function), sampler=items, batch_size=None, num_workers=workers,
                            worker_init_fn=ignore_signals, multiprocessing_context="fork" if workers else None,
-                           generator=torch.Generator()))       # the default would use up training's generator
+                           generator=torch.Generator()))       # leaves PyTorch's default generator unchanged
 
 
 def ignore_signals(_):
-    """Leave Ctrl-C and a closed terminal to the parent, which still needs the worker to finish the step."""
+    """Ignore Ctrl-C and a closed terminal in a worker, which the main process needs to finish the step."""
     for kind in SIGNALS:
         signal.signal(kind, signal.SIG_DFL if kind == signal.SIGTERM else signal.SIG_IGN)
 
@@ -195,8 +195,8 @@ def open_image(path):
 
 
 def find_damage(path):
-    """Return what is wrong with an image file, or None. A JPEG is decoded at 1/8 of its size, which is faster
-    and also reads the whole file."""
+    """Return what is wrong with an image file, or None. A JPEG is decoded at 1/8 of its size, which reads the
+    whole file, too, but takes less time than decoding it at full size."""
     try:
         with open_image(path) as image:
             image.draft(None, (1, 1))
@@ -206,14 +206,14 @@ def find_damage(path):
 
 
 def describe_damage(path, error):
-    """Return what is wrong with an image file, in words."""
+    """Return a text that names an image file and says why it cannot be read."""
     reason = getattr(error, "strerror", None) or f"cannot be read ({type(error).__name__}: {error})"
     return f"{path}: {reason}"
 
 
 def crop_files(source, cutter, epoch, rows):
-    """Return views (views, n, size, size, 3) uint8 of n image files, cropped and resized by Pillow; or a text
-    that says what is wrong with a file. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that suffices."""
+    """Crop and resize n image files. Return views (views, n, size, size, 3) uint8, or a text that describes a
+    damaged file. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crops stay large enough."""
     from PIL import Image
     method = Image.Resampling.BICUBIC if cutter.bicubic else Image.Resampling.BILINEAR
     size, found = cutter.size, []
