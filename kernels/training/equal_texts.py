@@ -1,12 +1,11 @@
-"""--ignore-equal: in SimCSE's loss, an anchor and its positives are not negatives of this anchor.
+"""--ignore-equal: SimCSE's loss without negatives whose text equals the anchor or a positive of the anchor.
 
 With the rows (A, B1), (A, B2) and (B1, C) in a batch, the anchor A has no negative with the text A, B1 or B2,
-wherever these texts stand. The anchor B1 has no negative with the text B1 or C.
+in whatever row and column the text is. The anchor B1 has no negative with the text B1 or C.
 
-sentence-transformers' sampler NO_DUPLICATES instead moves a row to a later batch if one of its texts is
-already in the batch. So equal texts never meet, but the batches depend on the data's duplicates, and are
-short or missing at the end of an epoch. Masking keeps the paper's batches, and leaves out only wrong
-negatives.
+sentence-transformers' sampler NO_DUPLICATES instead moves a row to a later batch if one of the row's texts is
+already in the batch. Then a batch has no equal texts, but batches depend on the duplicates in the data, and
+the last batches of an epoch are short or missing. --ignore-equal does not change the batches.
 """
 import numpy as np
 import torch
@@ -19,13 +18,13 @@ from .errors import is_first_rank, log
 
 def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
                              anchor_ids=None):
-    """Return SimCSE's loss without negatives that have an excluded text.
+    """Return SimCSE's loss without the negatives whose text is excluded for the anchor.
 
-    z1, z2, hard    (N, D) anchors, (M, D) positives, and a list of (M, D) hard negatives; unit rows
+    z1, z2, hard    unit rows: (N, D) anchors, (M, D) positives, and a list of (M, D) hard negatives
     ids             (M, 1 + n) integers: text ids of the positives and of the n hard negatives
     offset          row of z2 that is the positive of this rank's first anchor
-    anchor_ids      (M,) integers, text ids of the anchors. A negative is excluded if its text is the anchor's
-                    or a positive's of a row with the same anchor; None: if it is the row's own positive's
+    anchor_ids      (M,) integers, text ids of the anchors. Excluded for an anchor are its own text and the
+                    positives of all rows with this anchor. None: only the positive of the row is excluded
     """
     own = slice(offset, offset + len(z1))
     rules = [(ids[:, 0], ids, torch.zeros_like(ids))]
@@ -33,13 +32,13 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
         rules = exclusion_rules(anchor_ids, ids)
 
     def negatives_lse(keys, column):
-        """Return log Σ exp s over the keys of other rows that no rule excludes."""
+        """Return log Σ exp(similarity / τ) over the keys of other rows that no rule excludes."""
         found = None
-        for row_ids, column_ids, other in rules:               # each sums over the columns that it covers
+        for row_ids, column_ids, other in rules:               # a rule sums over the texts that it covers
             covered = None if len(rules) == 1 else (torch.zeros_like(row_ids[own]), other[:, column])
             part = similarity_lse(z1, keys, temperature, exclude=("diagonal", row_ids[own],
                                   column_ids[:, column]), within=covered, offset=offset, impl=impl)
-            part = part.clamp(min=torch.finfo(part.dtype).min)  # logaddexp of two -inf has no gradient
+            part = part.clamp(min=torch.finfo(part.dtype).min)  # logaddexp(-inf, -inf) has NaN gradients
             found = part if found is None else torch.logaddexp(found, part)
         return found
 
@@ -69,14 +68,14 @@ def exclusion_rules(anchor_ids, ids):
     """Return rules [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))] that together exclude the texts.
 
     Text t is excluded for its owners: the anchor t itself, and the anchors of rows with the positive t.
-    A rule excludes by equal ids, so it covers texts whose sets of owners are pairwise equal or disjoint: the
-    id is the number of the set. `other` is 1 for texts that another rule covers.
+    A rule excludes a text for a row if the row id equals the column id, which is the number of a set of
+    owners. In one rule, these sets are therefore disjoint. `other` is 1 for texts that another rule covers.
     """
     anchors, keys = anchor_ids.tolist(), ids.tolist()
     owners = {anchor: {anchor} for anchor in anchors}
     for anchor, (positive, *_) in zip(anchors, keys):
         owners.setdefault(positive, set()).add(anchor)
-    number_of, taken = {}, [{}]                # {set of owners: (rule, id)}, and for each rule {owner: id}
+    number_of, taken = {}, [{}]                # {set of owners: (rule, id)}; {owner: id} for each rule
     sets_of = {text: frozenset(owners.get(text, ())) for row in keys for text in row}
     for found in sets_of.values():
         if found and found not in number_of:
@@ -96,8 +95,8 @@ def exclusion_rules(anchor_ids, ids):
 
 
 def text_ids(tokens, row_indices, device):
-    """Return the text ids of these rows: (n, columns - 1) of positives and hard negatives, (n,) of anchors.
-    Texts with equal tokens have equal ids. In data with a single column the anchor is the positive."""
+    """Return text ids of n rows: (n, columns - 1) of the positives and hard negatives, (n,) of the anchors.
+    Texts with equal tokens have equal ids. In data with a single column, the anchor is also the positive."""
     numbers = {}
     rows = ([ids.tobytes() for ids in tokens[i]] for i in row_indices)
     found = torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
@@ -105,8 +104,8 @@ def text_ids(tokens, row_indices, device):
 
 
 def log_equal_texts(tokens, ignored):
-    """Print how many anchors or positives occur more than once, with --ignore-equal (`ignored`) or if these
-    are more than 1 % of the rows."""
+    """Print the share of anchors or positives that occur more than once, if --ignore-equal is set (`ignored`)
+    or if the share exceeds 1 %."""
     if not is_first_rank():
         return
     hashes = np.array([[hash(ids.tobytes()) for ids in tokens[i][:2]] for i in range(len(tokens))])

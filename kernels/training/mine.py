@@ -1,25 +1,26 @@
-"""Mine hard negatives for pairs of texts: texts that a trained encoder takes for an anchor's positive.
+"""Mine hard negatives for pairs of texts: texts whose embeddings are close to that of an anchor.
 
     python -m kernels.training.mine --model out/first --data pairs.csv --out triples.csv
     python simcse.py --model out/first --data triples.csv --out out/second
 
-Each row of --data has an anchor, a positive and, optionally, hard negatives. The output has the same columns,
-and then the mined negatives. Columns are found by --columns, else by their header names, else by their order.
+Each row of --data has an anchor, a positive and, optionally, hard negatives. The output has these columns,
+followed by the mined negatives. Without --columns, the columns are found by their header names or, in files
+without a header, by their order.
 
 The candidates for a row are the distinct positives of all rows, except the anchor itself and the texts of all
-rows with the same anchor. Texts that differ only in white space count as equal. With p the cosine of anchor
-and positive, the cosine s of anchor and candidate must satisfy
+rows with the same anchor. Texts that differ only in white space count as equal. Let p be the cosine of anchor
+and positive. The cosine s of anchor and candidate must satisfy
 
     s ≤ p · (1 − r)    --relative-margin r: a candidate that scores close to the positive is often a positive
                        that is not labelled as one
     s ≤ p − m          --margin m
     min ≤ s ≤ max      --min-score and --max-score
 
-The remaining candidates are ranked, the hardest first. --negatives N takes ranks 1 to N. --ranks FIRST LAST
-samples N of the ranks FIRST to LAST: FIRST > 1 skips the top ranks, which have the most false negatives. A
-row with fewer than N candidates is left out and counted. With the default r = 0.05 a negative has at most 95
-% of its positive's score (TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831).
-With --precision bf16 the similarities are computed in float16 (error below 1e-3).
+The remaining candidates are ranked by s, the highest first. --negatives N selects ranks 1 to N. --ranks FIRST
+LAST samples N of the ranks FIRST to LAST: FIRST > 1 skips the top ranks, which have the most false negatives.
+A row with fewer than N candidates is left out and counted. With the default r = 0.05, s is at most 95 % of p
+(TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831). With --precision bf16, s is computed in
+float16 (error below 1e-3).
 """
 import csv
 import itertools
@@ -78,7 +79,7 @@ def make_parser():
 
 
 def check_flags(args):
-    """Fill the default of --ranks, and raise UserError now for what would fail only after the search."""
+    """Set the default of --ranks. Raise UserError for what would otherwise fail only after the search."""
     args.ranks = args.ranks or [1, args.negatives]
     first, last = args.ranks
     if last - first + 1 < args.negatives:
@@ -92,7 +93,7 @@ def check_flags(args):
 
 
 def load_data(args):
-    """Return the Table of --data, with rows (anchor, positive, hard negatives)."""
+    """Read --data. Return a Table with rows (anchor, positive, hard negatives)."""
     def check(cells):
         if args.out.suffix.lower() == ".tsv" and re.search(r"[\t\r\n]", "".join(cells)):
             return "a tab or a line break, which a .tsv cannot hold; expected --out with .csv or .jsonl"
@@ -108,7 +109,7 @@ def load_data(args):
 
 
 def load_model(args):
-    """Return the SentenceEncoder of --model."""
+    """Load --model as a SentenceEncoder."""
     run = Run(args, __file__)
     model = build_encoder(args, run, columns=2).to(run.device)
     log("model", describe_model(model, args))
@@ -116,8 +117,8 @@ def load_model(args):
 
 
 def assign_text_ids(table):
-    """Return (rows (R, columns) of text ids, the texts with these ids). Only the texts of anchors and
-    positives have an id of their own. All others share the next one."""
+    """Return (text ids (R, columns) of all rows, list of the text of each id). Each distinct text of the
+    anchors and positives has an id. All other texts share the next id, which is not in the list."""
     def key(text):
         return " ".join(text.split())
 
@@ -130,8 +131,8 @@ def assign_text_ids(table):
 
 
 def embed_anchors_and_positives(model, texts, anchors, positives):
-    """Return unit embeddings (q (A, D), k (M, D)) of the texts with the ids `anchors` and `positives`.
-    Anchors get the model's first prompt, positives its second. If both are equal, embed each text once."""
+    """Return unit embeddings (q (A, D), k (M, D)) of the texts with the ids `anchors` and `positives`, which
+    get the model's first and second prompt. If both prompts are equal, embed each text once."""
     first, second = model.prompts[0], model.prompts[:2][-1]
     if first == second:
         z = embed_side(model, texts, first)
@@ -141,7 +142,7 @@ def embed_anchors_and_positives(model, texts, anchors, positives):
 
 
 def embed_side(model, texts, prompt):
-    """Return (T, D) unit embeddings on the model's device: float32, or LOSS_DTYPE with --precision bf16."""
+    """Return unit embeddings (T, D) on the model's device: float32, or LOSS_DTYPE with --precision bf16."""
     model.default_prompt = prompt
     z, places = model.embed(texts)
     z = F.normalize(z, dim=1, eps=1e-8).to(LOSS_DTYPE if model.bf16 else torch.float32)
@@ -152,22 +153,22 @@ def embed_side(model, texts, prompt):
 def mine(rows, q, k, args):
     """Return (text ids of the negatives (R, N), their scores (R, N), the scores of the positives (R,)).
 
-    The ids of a row with fewer than N candidates are all −1.
+    The negatives of a row with fewer than N candidates all have the id −1.
 
     rows     (R, columns) text ids: anchor, positive, hard negatives
-    q, k     (A, D), (M, D) unit embeddings of the distinct anchors and positives, by ascending id
-    args     negatives N, ranks, relative_margin, margin, min_score, max_score, seed, impl
-    memory   O(R·N) besides q and k, and for each row of the current block LAST (of --ranks) candidates and
-             as many more as texts are excluded for one anchor
+    q, k     (A, D), (M, D) unit embeddings of the distinct anchors and positives, in the order of their ids
+    args     has negatives (N), ranks, relative_margin, margin, min_score, max_score, seed, impl
+    memory   O(R·N) besides q and k. Each row of the current block also needs LAST candidates (--ranks), plus
+             as many as the largest number of texts excluded for an anchor
     """
     first, last = args.ranks
     generator, found = torch.Generator().manual_seed(args.seed), []
     rows, stride = rows.to(q.device), rows.max().item() + 1
     _, anchors = rows[:, 0].unique(return_inverse=True)
     pool, positives = rows[:, 1].unique(return_inverse=True)
-    # Pairs of an anchor and a text of one of its rows, each pair as one number
+    # the pairs (anchor, text of a row with this anchor), each pair encoded as one number
     excluded = (anchors[:, None] * stride + rows).unique()
-    excluded_counts = (excluded // stride).bincount()          # of each anchor
+    excluded_counts = (excluded // stride).bincount()          # number of excluded texts per anchor
     blocks = [*zip(anchors.split(BLOCK), positives.split(BLOCK))]
     for anchor, own in progress(blocks, "searching", f" blocks of {BLOCK:,} rows"):
         positive = (q[anchor].float() * k[own].float()).sum(1)
@@ -179,7 +180,7 @@ def mine(rows, q, k, args):
         kept = ~torch.isin(pair, excluded) & (s >= args.min_score) & (s <= bound[:, None])
         rank = kept.cumsum(1)
         kept &= (first <= rank) & (rank <= last)
-        # a random number for each rank of the range; the N largest are the sample
+        # Each rank of the range gets a random number. The ranks with the N largest numbers are the sample.
         chance = torch.rand(len(anchor), last - first + 1, generator=generator).to(q.device)
         chance = chance.gather(1, (rank - first).clamp(0, last - first)).masked_fill(~kept, -1)
         at = chance.topk(args.negatives, 1).indices.sort(1).values         # the hardest first
@@ -189,9 +190,9 @@ def mine(rows, q, k, args):
 
 
 def search(q, k, min_found, bound, args):
-    """Return (scores, columns) of the nearest columns of k for each row of q. If fewer than min_found (R,) of
-    these score at most `bound` (R,), the row is searched again, among only those columns that score less than
-    its bound."""
+    """Find the nearest rows of k for each of R rows of q. Return (their scores, their row numbers in k). If
+    fewer than min_found (R,) of these scores are at most `bound` (R,), search again for this row of q, only
+    among rows of k with scores below the bound."""
     n = min(len(k), max(TOPK_SLOTS, min_found.max().item()))
     s, columns = similarity_topk(q, k, n, impl=args.impl)
     short = ((s <= bound[:, None]).sum(1) < min_found.clamp(max=len(k))) & (bound >= args.min_score)
@@ -205,7 +206,7 @@ def search(q, k, min_found, bound, args):
 
 def write_rows(path, table, negatives, texts):
     """Write the rows of the table, with their mined negatives (R, N) as further columns, to a file. Rows
-    without negatives are left out. The file appears only once it is complete."""
+    without negatives are left out. The file appears under its name when it is complete."""
     count = len(next(iter(table))[1]) - 2 + negatives.shape[1]
     names = ["negative"] if count == 1 else [f"negative_{i + 1}" for i in range(count)]
     names = ["anchor", "positive", *names]

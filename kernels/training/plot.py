@@ -4,8 +4,8 @@
     python -m kernels.training.plot out/first --save first.png
     python -m kernels.training.plot out/first out/vascl out/dclr --save three.png    one line per folder
 
-RUN is the output folder of a run, which may still be in progress. Its metrics.jsonl and args.json are read.
-Further panels:
+RUN is the output folder of a run, which may still be in progress. The program reads metrics.jsonl and
+args.json in RUN. Further panels:
 
     alignment and uniformity (Wang and Isola)    runs of simcse, selfguided, ease, vascl and dclr with --dev
     similarity of a sentence's tokens, by layer  runs of tacl
@@ -14,7 +14,7 @@ Further panels:
                                                  FILE.json that --layer-study wrote
 
 Each run is a line. Runs whose folder names differ only in a number at the end, such as out/D-42 and out/D-43,
-have one colour and one entry in the legend, D.
+share one colour and one entry in the legend, D.
 This command needs matplotlib. python -m kernels.benchmark --plot plots the time and memory of the kernels.
 """
 import argparse
@@ -26,8 +26,8 @@ from kernels.figures import new_figure, save_figure
 
 from .errors import command, fail
 
-# Axis labels of dev scores. If args.json names no metric, the first of these that the run has logged is used:
-# the score that selects the best checkpoint, or that the paper is about.
+# Axis labels of dev scores. If args.json names no metric, plot the first score of this list that the run has
+# logged: it selects the best checkpoint, or is the main score of the paper.
 METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
                  "hits": "held-out hits, %", "accuracy": "dev accuracy, %", "f1": "dev F1 · 100",
                  "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100",
@@ -35,11 +35,11 @@ METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1":
 
 
 def read_run(folder):
-    """Return (metric, rows) of a run, or of the FILE.json of a layer study.
+    """Read (metric, rows) from the folder of a run, or from the FILE.json of a layer study.
 
     metric   the metric that args.json names, or None
-    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss. The last
-             row gets the layer study, if there is one
+    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss. If there
+             is a layer study, the last row has it under the key "study"
     """
     if folder.endswith(".json"):
         return None, [{"study": read_study(Path(folder))}]
@@ -57,31 +57,31 @@ def read_run(folder):
 
 
 def read_study(path):
-    """Return {name of the encoder: {pooling: scores of its layers}} of a file that --layer-study wrote."""
+    """Read {name of an encoder: {pooling: scores of all layers}} from a file that --layer-study wrote."""
     study = json.loads(path.read_text(encoding="utf-8"))
     poolings = study.pop("poolings")
     return {name: dict(zip(poolings, zip(*layers))) for name, layers in study.items()}
 
 
 def label_runs(folders):
-    """Return the label of each run in the legend: the name of its folder, without a number at the end if
-    several runs then have the same name. The whole path, if two folders in different places have one name."""
+    """Return the label of each run in the legend: the name of its folder or, if two folders have the same
+    name, the path. A number at the end is removed if several runs then have the same label."""
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = folders
     shared = [re.sub(r"-\d+$", "", name) for name in names]
     names = [short if shared.count(short) > 1 else name for short, name in zip(shared, names)]
-    return [name.replace("$", r"\$") for name in names]       # Matplotlib would draw it as mathematics
+    return [name.replace("$", r"\$") for name in names]       # Matplotlib would draw $x$ as a formula
 
 
 def values_of(rows, *keys):
-    """Return a list of values for each key, from the rows that have all of the keys; [] if there are none."""
+    """Return a list of values for each key, from the rows that have all keys; [] if no row has all keys."""
     found = ([row[key] for key in keys] for row in rows if all(key in row for key in keys))
     return [list(column) for column in zip(*found)]
 
 
 def score_of(metric, rows):
-    """Return the name of the dev score to plot for a run, or None if it has none."""
+    """Return the name of the dev score to plot for a run, or None if the run has no dev score."""
     candidates = [metric] if metric else METRIC_LABELS
     return next((key for key in candidates if values_of(rows, f"dev_{key}")), None)
 
@@ -95,7 +95,7 @@ def draw_loss(axis, label, metric, rows, colour):
 
 
 def draw_score(axis, label, metric, rows, colour):
-    """Runs with different metrics share the axis, whose label lists all of these metrics."""
+    """Draw the dev score. The axis label lists the metrics of all runs that were drawn on this axis."""
     score = score_of(metric, rows)
     axis.plot(*values_of(rows, "step", f"dev_{score}"), "o-", markersize=3, color=colour, label=label)
     listed = [x for x in axis.get_ylabel().split(" or ") if x]
@@ -104,14 +104,14 @@ def draw_score(axis, label, metric, rows, colour):
 
 
 def draw_alignment_uniformity(axis, label, metric, rows, colour):
-    """Draw the path of a run from a hollow marker to a large one. Its middle and end are labelled with
-    steps."""
+    """Draw the path of a run from a hollow marker (start) to a large marker (end). The middle and the end are
+    labelled with their steps."""
     steps, x, y = values_of(rows, "step", "dev_uniformity", "dev_alignment")
     axis.plot(x, y, "o-", markersize=2.5, linewidth=1, color=colour, label=label)
     axis.plot(x[0], y[0], "o", color=colour, markerfacecolor="white")
     axis.plot(x[-1], y[-1], "o", markersize=8, color=colour)
     for i in sorted({0, len(steps) // 2, len(steps) - 1}):
-        if i or not axis.texts:            # most runs start at the same point: only the first labels it
+        if i or not axis.texts:            # runs often start at one point: only the first run labels it
             text = f"step {steps[i]}" if i == 0 else steps[i]
             axis.annotate(text, (x[i], y[i]), (5, 5), textcoords="offset points", fontsize=8, color=colour)
     axis.set(xlabel="uniformity (lower is better)", ylabel="alignment (lower is better)")
@@ -128,7 +128,7 @@ def draw_token_similarity(axis, label, metric, rows, colour):
 
 
 def draw_precision_recall(axis, label, metric, rows, colour):
-    """Draw the curve of the checkpoint with the best area under it, a point per percent of recall."""
+    """Draw the curve of the checkpoint with the largest area under it, with a point per percent of recall."""
     curves, areas = values_of(rows, "dev_curve", "dev_auc")
     curve = curves[areas.index(max(areas))]
     axis.plot([i / 100 for i in range(1, len(curve) + 1)], curve, color=colour, label=label)
@@ -136,7 +136,7 @@ def draw_precision_recall(axis, label, metric, rows, colour):
 
 
 def draw_study(axis, label, metric, rows, colour):
-    """A layer study has a panel of its own, in which colours stand for poolings instead of runs."""
+    """Draw the layer study of one run, in a separate panel. Colours stand for poolings, not for runs."""
     study = rows[-1]["study"]
     for name, poolings in study.items():
         for i, scores in enumerate(poolings.values()):
@@ -156,7 +156,7 @@ PANELS = ((draw_loss, lambda metric, rows: values_of(rows, "loss")), (draw_score
 
 
 def draw(runs, path):
-    """Draw a row of panels under one legend. A panel without data of any run is left out."""
+    """Draw a row of panels under one legend, and save it. Panels for which no run has data are left out."""
     labels = list(dict.fromkeys(label for label, _, _ in runs))
     panels = [(panel, [run for run in runs if has_data(*run[1:])]) for panel, has_data in PANELS]
     panels = [(panel, found) for panel, found in panels if found]
@@ -174,7 +174,7 @@ def draw(runs, path):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail                                        # one line, without argparse's usage text
+    parser.error = fail                                        # prints no usage text
     parser.add_argument("out", nargs="+", metavar="RUN", help="output folders (--out) of the runs to plot")
     parser.add_argument("--save", required=True, metavar="FILE",
                         help="image file to write: .png, .svg or .pdf")

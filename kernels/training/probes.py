@@ -1,6 +1,6 @@
 """Evaluate frozen embeddings on labelled texts: logistic regression as in SentEval, and k-means.
 
-Both are those of the package scikit-learn, which only --transfer and --cluster need.
+Both need the package scikit-learn. Only the flags --transfer and --cluster use this module.
 """
 import argparse
 import os
@@ -15,10 +15,10 @@ from .errors import fail
 from .progress import progress
 from .text.classifier import find_columns
 
-FOLDS = 10                                                     # of the cross-validation
-MIN_ROWS = 12                                                  # of two labels, so that 9 folds split into 10
-STARTS = 5                                                     # of k-means, with different seeds
-C_GRID = [2.0**power for power in range(-2, 4)]                # inverse regularisation strengths C (SentEval)
+FOLDS = 10                                       # number of parts in cross-validation
+MIN_ROWS = 12                                    # rows that two labels each need, so that 9 folds have 10
+STARTS = 5                                       # number of runs of k-means, with different seeds
+C_GRID = [2.0**power for power in range(-2, 4)]  # inverse regularisation strengths C (SentEval)
 
 
 def require_scikit_learn():
@@ -30,8 +30,8 @@ def require_scikit_learn():
 
 
 def load_labelled(path):
-    """Return ([(text,) or (text, text)], labels (N,)) of a file. Labels are strings."""
-    columns = argparse.Namespace(text_columns=None, label_column=None)         # find_columns fills them
+    """Read ([(text,) or (text, text)], labels (N,)) from a file with N rows. Labels are strings."""
+    columns = argparse.Namespace(text_columns=None, label_column=None)         # find_columns sets both
     table, texts, label = find_columns(path, columns)
     rows, labels = [], []
     for place, cells in table:
@@ -43,9 +43,9 @@ def load_labelled(path):
 
 
 def load_train_test(path):
-    """Return (train, test) of a value of --transfer, each as load_labelled returns it.
+    """Read (train, test) for a value of --transfer, each as load_labelled returns it.
 
-    path   train.tsv,test.tsv; or one file to be cross-validated, for which test is None
+    path   "train.tsv,test.tsv", or one file for cross-validation: then test is None
     """
     names = [path] if os.path.exists(path) else path.split(",")
     if len(names) > 2 or not all(names):
@@ -67,7 +67,7 @@ def load_train_test(path):
 
 
 def load_clusters(path):
-    """Return what load_labelled returns, for a value of --cluster: a file with one text column."""
+    """Read a file of --cluster as load_labelled does. The file must have one text column."""
     rows, labels = load_labelled(path)
     if len(rows[0]) == 2:
         fail(f"--cluster {path}: two text columns, expected one")
@@ -78,8 +78,8 @@ def load_clusters(path):
 
 
 def features(model, rows):
-    """Return float64 features of N rows: for a text its embedding u, (N, H); for a pair |u − v| and u ⊙ v
-    side by side, (N, 2H), as in SentEval."""
+    """Return float64 features of N rows, as in SentEval: for texts their embeddings u (N, H); for pairs with
+    the embeddings u and v, |u − v| and u ⊙ v side by side (N, 2H)."""
     z, places = model.embed([text for row in rows for text in row])
     z = F.normalize(z, dim=1) if model.normalise else z
     u, *v = z[places].view(len(rows), -1, z.shape[1]).unbind(1)
@@ -87,11 +87,11 @@ def features(model, rows):
 
 
 def evaluate_transfer(model, train, test, seed):
-    """Return (accuracy in percent, the values of C that were chosen) of a logistic regression on embeddings.
+    """Train logistic regressions on embeddings. Return (accuracy in percent, the values of C chosen).
 
-    Each C is chosen on a tenth of the rows that the regression may train on.
+    Each regression chooses C, its inverse regularisation strength, on a tenth of its training rows.
 
-    train, test   as load_labelled returns them; without test, train is cross-validated
+    train, test   as load_labelled returns them; if test is None, train is cross-validated
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
@@ -111,9 +111,9 @@ def evaluate_transfer(model, train, test, seed):
 
 
 def evaluate_clusters(model, data, seed):
-    """Return [(V-measure, accuracy under the best matching)] in percent, of STARTS runs of k-means.
+    """Run k-means STARTS times. Return [(V-measure, accuracy)] of the runs, in percent.
 
-    k is the number of labels. A matching gives each cluster a label of its own.
+    k is the number of labels. The accuracy is that of the best one-to-one matching of clusters and labels.
 
     data   as load_labelled returns it
     """
@@ -124,7 +124,7 @@ def evaluate_clusters(model, data, seed):
     x, labels, scores = features(model, data[0]), data[1], []
     for i in progress(range(STARTS), "k-means", " starts"):
         assigned = KMeans(len(set(labels)), n_init=1, random_state=seed + i).fit_predict(x)
-        table = contingency_matrix(labels, assigned)           # rows of each label in each cluster
+        table = contingency_matrix(labels, assigned)           # number of rows of each label in each cluster
         matched = table[linear_sum_assignment(table, maximize=True)].sum()
         scores.append((100 * v_measure_score(labels, assigned), 100 * matched / len(labels)))
     return scores

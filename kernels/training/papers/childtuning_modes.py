@@ -2,8 +2,8 @@
 
     python -m kernels.training.papers.childtuning_modes out/rte
 
-FOLDER contains the --out folders of all modes and seeds. The program prints for each mode the mean ± standard
-deviation and the best of each score at the last step. Unfinished runs are named and left out.
+FOLDER contains the --out folders of the runs. For each mode, the program prints the mean ± standard deviation
+and the best value of each score at the last step. It names unfinished runs and leaves them out.
 """
 import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -16,7 +16,7 @@ from ..text.classifier import describe_scores, metric_name
 
 
 def read_run(folder):
-    """Return (mode, labels, scores, {detector: scores}) of a finished run."""
+    """Read (mode, labels, scores, {out-of-distribution detector: scores}) from a finished run's folder."""
     args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     row = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     scores = {name.removeprefix("dev_"): score for name, score in row.items() if name.startswith("dev_")}
@@ -24,7 +24,7 @@ def read_run(folder):
 
 
 def mean_and_spread(runs, labels):
-    """Return one line: mean ± standard deviation and best of each score, or the scores of a single run."""
+    """Return a line: mean ± standard deviation and best value of each score; for a single run, its scores."""
     if len(runs) == 1:
         return describe_scores(runs[0], labels)
     parts = []
@@ -39,7 +39,7 @@ def mean_and_spread(runs, labels):
 @command
 def main(argv=None):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.error = fail                                        # one line, without argparse's usage text
+    parser.error = fail                                        # prints no usage text
     parser.add_argument("folder", metavar="FOLDER", help="folder that contains the --out folders of the runs")
     folder, modes = Path(parser.parse_args(argv).folder), {}
     for run in sorted(path.parent for path in folder.glob("*/args.json")):

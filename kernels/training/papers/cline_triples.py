@@ -1,8 +1,8 @@
 """CLINE's triples: a text, a copy in which replaced words keep the meaning ("synonym"), and a copy in which
-they change it ("antonym").
+replaced words change the meaning ("antonym").
 
-The labels of a copy are [(start, end, code)]: the range of each word in the copy, in characters, and the kind
-of its replacement (CODES).
+The labels of a copy are [(start, end, code)]: the range of each word in the copy, in characters, and the code
+(CODES) of the kind of replacement that gave the word.
 """
 import csv
 import difflib
@@ -20,16 +20,16 @@ from ..progress import progress
 from ..text.tokens import count_characters, text_batches
 from .cline_wordnet import WORD, WordNet, load_tagger, tag_words
 
-COLUMNS = "original", "synonym", "antonym", "synonym_words", "antonym_words"   # of a .csv of triples
+COLUMNS = "original", "synonym", "antonym", "synonym_words", "antonym_words"   # of triples in a .csv
 ROLES = {name: [normalise_name(name)] for name in COLUMNS} | {"original": ["original", "text", "sentence"]}
-# A random one of these kinds is chosen for each copy. If it replaces no word, the next one is tried (released
-# code).
+# Each copy gets a random one of these kinds of replacement. If this kind replaces no word in the text, the
+# next kind is tried (released code).
 KINDS = {"synonym": ("hypernym", "synonym", "inflected"), "antonym": ("antonym", "random")}
 CODES = dict(inflected=1, synonym=2, hypernym=3, antonym=4, random=5)          # 0: not replaced
 
 
 def load_wordnet(path, args):
-    """Return the WordNet database for making triples of the texts of `path`. Raises UserError if --wordnet is
+    """Load the WordNet database that replaces words of the texts in `path`. Raise UserError if --wordnet is
     missing, or if --save-triples cannot be written."""
     if not args.wordnet:
         fail(f"{path}: one column of texts, expected --wordnet with the folder of a WordNet database, for "
@@ -43,10 +43,10 @@ def load_wordnet(path, args):
 
 
 def make_triples(texts, wordnet, args):
-    """Replace words of the texts, and print for each kind of replacement which percentage of all words it
-    replaced.
+    """Make a triple of each text by replacing words. Print the percentage of words that each kind of
+    replacement has replaced.
 
-    args      synonym_rate, antonym_rate: largest fraction of a text's words to replace; seed; tagger
+    args      has synonym_rate and antonym_rate (largest fractions of words to replace), seed and tagger
     returns   [(original, synonym text, antonym text, labels of the synonym text, labels of the antonym text)]
     """
     tagger, rng = load_tagger(args), random.Random(args.seed)
@@ -70,8 +70,8 @@ def make_triples(texts, wordnet, args):
 def replace_words(text, words, kinds, rate, wordnet, rng):
     """Replace at most rate · len(words) words of a text, all by replacements of one kind.
 
-    words     [(start, end, part of speech)] of tag_words; only those with a part of speech may be replaced
-    kinds     kinds of replacements: they are tried in order from a random one on, until one has a replacement
+    words     [(start, end, part of speech)] of tag_words; words whose part of speech is None are not replaced
+    kinds     kinds of replacements, tried in order, starting at a random kind, until a kind replaces a word
     rng       a random.Random
     returns   (new text, labels of all words that could have been replaced)
     """
@@ -99,31 +99,31 @@ def replace_words(text, words, kinds, rate, wordnet, rng):
 
 
 def save_triples(triples, run):
-    """Write --save-triples, if it does not exist. --resume never writes it: args.json of a downloaded folder
-    could name any path."""
+    """Write the triples to --save-triples, if this file does not exist. A resumed run never writes the file,
+    because args.json of a downloaded folder could name any path."""
     path = run.args.save_triples
     if path and run.rank == 0 and not run.args.resume and not Path(path).exists():
         write_triples(triples, path)
 
 
 def write_triples(triples, path):
-    """Write triples to a .csv, whose rows read_triple reads."""
+    """Write triples to a .csv file, from whose rows read_triple makes triples again."""
     with atomic_file(Path(path)) as file:
         rows = ((*row[:3], *map(format_labels, row[3:])) for row in triples)
         csv.writer(file).writerows([COLUMNS, *rows])
 
 
 def format_labels(labels):
-    """Return labels as write_triples writes them: start:end:code, separated by spaces."""
+    """Return labels as the text of a .csv cell: start:end:code, separated by spaces."""
     return " ".join(f"{start}:{end}:{code}" for start, end, code in labels)
 
 
 def read_triple(cells, place):
-    """Return a triple, as make_triples returns them, from the 3 or 5 cells of a row.
+    """Make a triple, like those of make_triples, from the 3 or 5 cells of a row.
 
-    Three cells are texts, whose labels come from align_words.
+    A row of 3 cells has only the texts; align_words then finds the labels.
 
-    place   of the row, for error messages
+    place   where the row is, for error messages
     """
     if len(cells) == 3:
         return *cells, *(align_words(cells[0], text) for text in cells[1:])
@@ -138,7 +138,7 @@ def read_triple(cells, place):
 
 
 def align_words(original, text):
-    """Return labels of all words of a text: 0 for words that an alignment finds in the original, else 1."""
+    """Align a text with the original. Return labels of all words: 0 if aligned with an equal word, else 1."""
     words = list(WORD.finditer(text))
     matcher = difflib.SequenceMatcher(None, WORD.findall(original), WORD.findall(text), autojunk=False)
     return [(*words[i].span(), int(kind != "equal"))
@@ -146,10 +146,10 @@ def align_words(original, text):
 
 
 def tokenise_triples(triples, model, args):
-    """Tokenise triples, leaving out those in which a copy has the same tokens as the original.
+    """Tokenise triples. Leave out each triple in which a copy has the same tokens as the original.
 
-    returns   ([(ids, ids, ids, labels, labels, index in triples)], number of texts that were truncated to
-              --max-length); the labels are token_labels of the two copies
+    returns   (rows, number of texts that were truncated to --max-length). A row has the ids of the three
+              texts, token_labels of the two copies, and the index of the triple in `triples`
     """
     rows, truncated, first = [], 0, 0
     settings = dict(truncation=True, max_length=args.max_length)
@@ -167,17 +167,17 @@ def tokenise_triples(triples, model, args):
 
 
 def token_labels(text, words, encoding, replaced_class, form):
-    """Return the class of each token of a copy for replaced token detection (RTD), (L,) int8. It is the class
-    of the word in which the token starts.
+    """Return the classes (L,) int8 of a copy's tokens for replaced token detection (RTD). A token has the
+    class of the word in which the token starts.
 
     words            labels of the copy; words that were not replaced have class 0
     replaced_class   class of replaced words
-    form             "paper": tokens outside labelled words have class 0; "code": −100, so that they are
-                     ignored. Special tokens always have −100
+    form             "paper": tokens outside labelled words have class 0; "code": these tokens have class
+                     −100, which the loss ignores. Special tokens always have class −100
     """
     classes = np.full(len(text) + 1, -100 if form == "code" else 0, np.int8)   # of each character
     for start, end, code in words:
         classes[start:end] = replaced_class if code else 0
-    # some tokenizers count a space before a word as part of its first token
+    # some tokenizers count a space before a word as part of the word's first token
     starts = [end - len(text[start:end].lstrip()) for start, end in encoding.offsets]
     return np.where(encoding.special_tokens_mask, -100, classes[starts]).astype(np.int8)

@@ -1,4 +1,4 @@
-"""Read a WordNet database, find replacements of a word in it, and tag the parts of speech of a text."""
+"""Read a WordNet database, find replacements of words in it, and find the parts of speech of words."""
 import functools
 import os
 import re
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..errors import fail
 
-# Function words that WordNet lists as nouns, verbs, adjectives or adverbs, too ("he" is helium). They are not
-# replaced.
+# Function words that WordNet also lists as nouns, verbs, adjectives or adverbs ("he" is helium). Unless spaCy
+# finds the parts of speech, these words are not replaced.
 FUNCTION_WORDS = frozenset("""a about above across after all along am an another any are around as at be been
 before behind being below beneath beside besides between beyond both but by can despite did do does doing done
 down each eight either eleven every except few five four had has have having he here hundred i in inside is it
@@ -15,7 +15,7 @@ its least less like many may me might million mine more most much must near neit
 one or other out outside over past same seven several six so some such ten then there though thousand three
 through throughout till twelve two under up us was were whatever while who why will within yet zero
 """.split())
-POS_NAMES = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")              # spaCy's: WordNet's
+POS_NAMES = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")              # names in spaCy: in WordNet
 WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*|[^\w\s]|_")
 EXPECTED_FOLDER = "expected the folder of a WordNet database"
 COPY_AGAIN = "the database is damaged; copy it again"
@@ -25,19 +25,19 @@ class WordNet:
     """A WordNet database in Princeton's format.
 
     folder      has data.noun, data.verb, data.adj, data.adv, and perhaps noun.exc etc. with irregular forms
-    synsets     {(part of speech, offset in its file): (words, pointers to hypernyms "@" and antonyms "!")}
-    senses      {part of speech: {lemma: keys of its synsets}}
+    synsets     sets of synonyms: {(part of speech, offset in its data file): (words, {"@": pointers to
+                hypernyms, "!": pointers to antonyms})}
+    senses      {part of speech: {lemma (base form): keys in `synsets`}}
     lemma_of    {part of speech: {irregular form: its lemmas}}
     forms_of    {part of speech: {lemma: its irregular forms}}
-    words       sorted single words, used as random replacements
+    words       sorted list of lower-case words, used as random replacements
     """
-    POS_BY_LETTER = dict(n="noun", v="verb", a="adj", s="adj", r="adv")        # letters in pointers
-    # ending of a form - ending of its lemma, as in WordNet's morphy
+    POS_BY_LETTER = dict(n="noun", v="verb", a="adj", s="adj", r="adv")        # by letter in pointers
+    # "ses-s": a form that ends in "ses" may have a lemma that ends in "s" (as in WordNet's morphy)
     ENDINGS = dict(noun="s- ses-s ves-f xes-x zes-z ches-ch shes-sh men-man ies-y",
                    verb="s- ies-y es-e es- ed-e ed- ing-e ing-", adj="er- est- er-e est-e", adv="")
-    # For each part of speech: a pattern of the lemmas that have regular forms (not "news", not "beautiful"),
-    # and {ending: pattern}. An irregular form that matches the pattern replaces the regular form with this
-    # ending.
+    # {part of speech: (pattern of lemmas with regular forms, {ending: pattern})}. "news" and "beautiful" have
+    # no regular forms. A regular form is left out if an irregular form matches the pattern of its ending.
     REGULAR_FORMS = dict(noun=("([^s]|[isu]s)$", {"s": ""}),
                    verb=("", {"es": "s$", "ing": "ing$", "ed": "[^s]$"}),
                    adj=("^[^aeiouy]*[aeiouy]+[^aeiouy]+e?$", {"er": "(?<!st)$", "est": "st$"}), adv=("", {}))
@@ -57,7 +57,7 @@ class WordNet:
         self.words = sorted({word for word in words if word.isalpha() and word.islower()})
 
     def check_pointers(self):
-        """Raise UserError if a pointer has no target: this detects a file that was truncated after a line."""
+        """Raise UserError if a pointer has no target, as when a file was truncated after a complete line."""
         for (pos, offset), (_, targets) in self.synsets.items():
             for key, number in targets["@"] + targets["!"]:
                 if key not in self.synsets or not 0 <= number <= len(self.synsets[key][0]):
@@ -65,7 +65,7 @@ class WordNet:
                          f"{key[1]:08} in data.{key[0]}, which does not exist; {COPY_AGAIN}")
 
     def read_file(self, name, add, pos):
-        """Call add(line, offset, pos) for each line of a file. Files of irregular forms may be missing."""
+        """Call add(line, byte offset of the line, pos) for each line. A file *.exc may be missing."""
         path, offset = self.folder / name, 0
         if not os.path.lexists(path):
             if not name.startswith("data."):
@@ -84,8 +84,8 @@ class WordNet:
 
             00358432 00 a 02 hot 0 torrid 1 001 ! 00363100 a 0101 | gloss
 
-        the synset has 02 words, hot and torrid, and 001 pointer, from its first word to the first word of
-        another synset: its antonym (!).
+        the synset has 02 words, hot and torrid, and 001 pointer. This pointer leads from word 01 (hot) to
+        word 01 of the adjective synset 00363100, which is the antonym (!) of hot.
         """
         if line.startswith("  "):                              # a line of the licence
             return
@@ -95,7 +95,7 @@ class WordNet:
         pointers = fields[size + 1 : size + 1 + 4 * int(fields[size])]
         if int(fields[0]) != offset or len(pointers) != 4 * int(fields[size]) or not line.endswith("\n"):
             raise ValueError
-        # hypernyms and antonyms: (key of the synset, number of a word in it, or 0 for the whole synset)
+        # pointers to hypernyms and antonyms: (key of a synset, number of a word in this synset; 0: all words)
         targets = {"@": [], "!": []}
         for symbol, other, letter, numbers in zip(*[iter(pointers)] * 4):
             if symbol in targets:
@@ -105,7 +105,7 @@ class WordNet:
             self.senses[pos].setdefault(word.lower(), []).append((pos, offset))
 
     def add_irregular(self, line, _, pos):
-        """Add the irregular form of a line such as "went go": form, lemmas."""
+        """Add the irregular form in a line such as "went go", which has a form and its lemmas."""
         form, *lemmas = (word.replace("_", " ") for word in line.split())
         self.lemma_of[pos][form] = lemmas
         for lemma in lemmas:
@@ -122,7 +122,7 @@ class WordNet:
 
     @functools.cache
     def part_of_speech(self, word):
-        """Return a word's part of speech with the most senses; None for function words and unknown words."""
+        """Return the part of speech with the most senses of a word; None for function and unknown words."""
         if word in FUNCTION_WORDS or word.upper() == word:
             return None
         senses = {pos: sum(len(self.senses[pos][lemma]) for lemma in self.lemmas(word, pos))
@@ -130,7 +130,7 @@ class WordNet:
         return max(senses, key=senses.get) if any(senses.values()) else None
 
     def inflections(self, lemma, pos):
-        """Return a lemma and its forms: the irregular ones of WordNet, and regular ones where it has none."""
+        """Return a lemma, its irregular forms in WordNet, and its regular forms with all other endings."""
         irregular = self.forms_of[pos].get(lemma, [])
         has_regular_forms, endings = self.REGULAR_FORMS[pos]
         if not irregular and not re.search(has_regular_forms, lemma):
@@ -143,9 +143,9 @@ class WordNet:
     def replacements(self, kind, word, pos):
         """Return the sorted words that may replace a word.
 
-        kind   "synonym", "hypernym", "antonym", "inflected": other forms of the word; "random": any word
-        word   in lower case
-        pos    its part of speech
+        kind   "synonym", "hypernym", "antonym", "inflected" (other forms of the word) or "random" (any word)
+        word   the word to replace, in lower case
+        pos    part of speech of the word to replace
         """
         if kind == "random":
             return self.words
@@ -163,11 +163,11 @@ class WordNet:
 
 
 def inflect(word, ending):
-    """Return the regular form of a word with an ending: "es", "ing", "ed" and "er" give tries, trying, tried,
-    wider."""
+    """Return the regular form of a word with an ending: "tries" for "try" and "es", "wider" for "wide" and
+    "er"."""
     if ending == "ing":
         return re.sub("([^eoy])e$", r"\1", word) + ending
-    if ending in ("s", "es"):                                  # s: nouns (photos); es: verbs (echoes)
+    if ending in ("s", "es"):                                  # s for nouns (photos), es for verbs (echoes)
         word = re.sub("([^aeiou])y$", r"\1ie", word)
         takes_es = "(s|x|z|ch|sh)$" if ending == "s" else "(s|x|z|ch|sh|[^aeiou]o)$"
         return word + ("es" if re.search(takes_es, word) else "s")
@@ -175,7 +175,8 @@ def inflect(word, ending):
 
 
 def load_tagger(args):
-    """Return spaCy's tagger, or None if WordNet gives the parts of speech. Set args.tagger to its name."""
+    """Load spaCy's tagger, or return None if WordNet is to find the parts of speech. Set args.tagger to the
+    tagger's name."""
     if args.tagger == "lexicon":
         return None
     try:
@@ -193,7 +194,7 @@ def load_tagger(args):
 
 def tag_words(texts, tagger, wordnet):
     """Yield for each text [(start, end, part of speech)] of its words and punctuation marks. The part of
-    speech is None for what may not be replaced."""
+    speech is None for words and marks that may not be replaced."""
     if tagger:
         for doc in tagger.pipe(texts):
             words = (word for word in doc if not word.is_space)
@@ -203,6 +204,6 @@ def tag_words(texts, tagger, wordnet):
         tagged = []
         for word in WORD.finditer(text):
             lower = word.group().lower()
-            is_name = tagged and word.group() != lower         # a guess: upper case after the first word
+            is_name = tagged and word.group() != lower         # upper case: probably a name
             tagged.append((*word.span(), None if is_name else wordnet.part_of_speech(lower)))
         yield tagged

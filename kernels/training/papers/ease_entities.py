@@ -1,5 +1,5 @@
-"""ease.py: the entities of its data file, their table of vectors with an AdamW built in, and files of vectors
-as Wikipedia2Vec writes them."""
+"""For ease.py: number the entities of the data, read entity vectors that Wikipedia2Vec wrote, and train a
+table of entity vectors with a built-in AdamW."""
 import bz2
 import gzip
 import random
@@ -12,16 +12,15 @@ import torch
 from ..errors import fail
 from ..progress import progress
 
-MAX_IDLE_STEPS = 160           # momentum left after more steps is below float32's precision: 0.9¹⁶⁰ = 5e-8
+MAX_IDLE_STEPS = 160           # later moves are lost in float32's rounding: momentum shrinks to 0.9¹⁶⁰ = 5e-8
 
 
 class LazyEmbedding(torch.nn.Module):
     """An embedding with AdamW (β 0.9 and 0.999, ε 1e-8, no weight decay) built in.
 
-    AdamW also moves a row in steps in which the row has no gradient, by its remaining momentum. Here such a
-    row stays as it is until a batch needs it, and then makes these moves all at once: up to rounding, the
-    vectors are those of torch.optim.AdamW. Call set_schedule() before the first step, and step() after each
-    backward pass.
+    AdamW's momentum moves a row even in steps in which the row has no gradient. This class makes all such
+    moves of a row at once, when a batch needs the row. Up to rounding, the vectors are those of
+    torch.optim.AdamW. Call set_schedule() before the first step, and step() after each backward pass.
 
     vectors    (rows, D) float32 initial vectors
     max_rows   largest number of distinct rows in a batch
@@ -30,16 +29,16 @@ class LazyEmbedding(torch.nn.Module):
     def __init__(self, vectors, max_rows):
         super().__init__()
         self.register_buffer("vectors", vectors)
-        self.register_buffer("m", torch.zeros_like(vectors))
-        self.register_buffer("v", torch.zeros_like(vectors))
+        self.register_buffer("m", torch.zeros_like(vectors))   # AdamW's mean of gradients
+        self.register_buffer("v", torch.zeros_like(vectors))   # AdamW's mean of squared gradients
         last = torch.zeros(len(vectors), dtype=torch.int64) # step of a row's last gradient; 0: none so far
         self.register_buffer("last", last)
-        # The batch's rows, which forward copies here: backward, all_reduce_gradients and clip_grad_norm_ see
-        # only these.
+        # forward copies the batch's rows into this parameter, so that backward, all_reduce_gradients and
+        # clip_grad_norm_ see no other rows.
         self.used = torch.nn.Parameter(vectors.new_zeros(max_rows, vectors.shape[1]))
 
     def set_schedule(self, rates, done):
-        """Set the learning rate of every step of the run, and the number of steps that are done."""
+        """Set `rates`, the learning rates of all steps of the run, and `done`, the number of steps done."""
         steps = torch.arange(1, len(rates) + 1, dtype=torch.float64)
         scales = (1 - 0.999 ** steps).rsqrt()                  # bias correction of √v
         rates = torch.tensor(rates, dtype=torch.float64) / (1 - 0.9 ** steps)  # bias correction of m
@@ -49,10 +48,10 @@ class LazyEmbedding(torch.nn.Module):
 
     @torch.no_grad()
     def catch_up(self, rows):
-        """Return (vectors, m, v) of the rows after all steps so far. The buffers do not change."""
+        """Return (vectors, m, v) of the rows after all steps so far, without changing the buffers."""
         vectors, m, v, last = (x[rows] for x in (self.vectors, self.m, self.v, self.last))
         idle, root = torch.where(last > 0, self.done - last, -1), v.sqrt()
-        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # k = 0: step with the gradient
+        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # k = 0: step with gradient
             at = (last + k - 1).clamp(0, self.done - 1)
             rate = torch.where(k <= idle, self.rates[at] * 0.9 ** k, 0)
             vectors -= rate[:, None] * m / (root * (self.scales[at] * 0.999 ** (k / 2))[:, None] + 1e-8)
@@ -60,7 +59,7 @@ class LazyEmbedding(torch.nn.Module):
         return vectors, m * 0.9 ** idle, v * 0.999 ** idle
 
     def forward(self, ids):
-        """Return (..., D) vectors of the row numbers ids (...)."""
+        """Return the vectors (..., D) of the rows with the numbers ids (...)."""
         rows, places = ids.unique(return_inverse=True)
         self.batch = rows, *self.catch_up(rows)
         with torch.no_grad():
@@ -81,10 +80,10 @@ class LazyEmbedding(torch.nn.Module):
 
 
 def load_entity_vectors(path, titles):
-    """Read the vectors of entities, line by line, from lines like "ENTITY/Title 0.1 0.2".
+    """Read the vectors of entities from a file with lines like "ENTITY/Title 0.1 0.2".
 
     path      a text file, which may be compressed (.gz or .bz2)
-    titles    titles of the entities; those that are not in the file get random vectors (EASE's released code)
+    titles    titles of the entities; entities that are not in the file get random vectors (released code)
     returns   ((entities, D) float32, number of the entities that are in the file)
     """
     rows = {title: i for i, title in enumerate(titles)}
@@ -120,12 +119,12 @@ def load_entity_vectors(path, titles):
 def make_records(path, rows, args):
     """Return (records, titles): the input of sample_entities for each row, and the titles of all entities.
 
-    records   [(row number, entity, candidates for hard negatives, entities that must not be one)]; an entity
-              is a number, the place of its title among the titles
+    records   [(row number, entity, candidates for hard negatives, entities that must not be hard negatives)].
+              An entity is given as the index of its title in `titles`
     """
-    numbers = {}                                               # title → number
+    numbers = {}                                               # title → index
     on_page = {}                                               # page → its entities
-    of_type = {}                                               # type → {entity: None}, in order, unlike a set
+    of_type = {}                                               # type → {entity: None}, which keeps the order
 
     def number(title):
         return numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
@@ -143,11 +142,11 @@ def make_records(path, rows, args):
     records = []
     for i, row in enumerate(rows):
         entity = number(row["entity"])
-        candidates, members, excluded, what = (), (), (), ""   # members: candidates, quicker to look up
+        candidates, members, excluded, what = (), (), (), ""   # members: the candidates, for fast lookup
         if "negatives" in row:
             candidates = members = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
             excluded, what = (entity,), "hard negatives"
-        elif "type" in row:                                    # sample one of several types
+        elif "type" in row:                                    # one of the row's types, at random
             kind = rng.choice(parts(row["type"]))
             candidates, members = tuples[kind], of_type[kind]
             excluded = on_page[row.get("page") or row["text"]]

@@ -1,4 +1,4 @@
-"""moco.py --memory-bank: the memory bank (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978)."""
+"""The memory bank of moco.py --memory-bank (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978)."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,21 +9,20 @@ from ..precision import loss_autocast
 
 
 def compute_bank_loss(model, views, rows, args):
-    """Return this rank's part of the loss, and the values to log; add all ranks' queries to the bank,
-    model.queue.
+    """Return this rank's part of the loss, and the values to log. Update the memory bank, model.queue.
 
-    This replaces compute_loss of moco.py.
+    With --memory-bank, this function replaces compute_loss of moco.py.
 
     views   (n, 3, S, S) views of this rank's images
-    rows    numbers of the images of all ranks
+    rows    numbers of the images in the batches of all ranks
     """
     bank, rows = model.queue, torch.tensor(rows, device=views.device)
-    # uniform, so they may include an image's own slot (released code)
+    # The negatives are sampled uniformly, and may include an image's own slot (released code).
     sampled = torch.randint(len(bank), (args.queue_size,), device=views.device)
     if dist.is_initialized():
         dist.broadcast(sampled, 0)
     q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
-    with loss_autocast(q, args):       # not moco_loss: its check of the keys' norms waits for the GPU
+    with loss_autocast(q, args):       # not moco_loss, which would wait for the GPU to check norms
         mean = queue_loss(q, bank[own], bank[sampled], args.temperature, impl=args.impl)
     update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.momentum)
     loss = mean * (len(q) / len(rows))
@@ -32,12 +31,12 @@ def compute_bank_loss(model, views, rows, args):
 
 @torch.no_grad()
 def update_bank(bank, rows, q, momentum):
-    """Set the slots of some images, in place, to unit vectors along m · slot + (1 − m) · query.
+    """Set the slots of some images, in place, to momentum · slot + (1 − momentum) · query, normalised.
 
     bank       (M, D) unit vectors, one per image
     rows       (n,) integers, the numbers of the images, each at most once
     q          (n, D) unit queries of these images
-    momentum   m
+    momentum   weight of the old slot, from 0 to 1
     source     Wu et al. 2018, released code
     """
     check_rows(bank=(bank, "M D"), rows=(rows, "n", int), q=(q, "n D"))

@@ -1,4 +1,4 @@
-"""selfguided.py: the pooled states of every layer, and --layer-study, which scores them on scored pairs."""
+"""For selfguided.py: pool the states of every layer, and score each layer on scored pairs (--layer-study)."""
 import json
 import os
 from pathlib import Path
@@ -35,11 +35,11 @@ def pool_tokens(hidden, mask, pooling):
 
 @torch.no_grad()
 def pool_layers(model, encoder, batch, layers, poolings):
-    """Return the pooled states of an encoder as (rows, layers, poolings, H) float32, in row order.
+    """Pool the hidden states of an encoder. Return (rows, layers, poolings, H) float32, in row order.
 
     model     the SentenceEncoder that made the batch
-    encoder   a transformer with the same tokenizer
-    layers    indices of layers; 0 is the word embeddings
+    encoder   a transformer with the tokenizer of `model`
+    layers    indices of layers; 0 is the embedding layer
     """
     pieces = []
     for _, ids, mask in batch:
@@ -52,8 +52,8 @@ def pool_layers(model, encoder, batch, layers, poolings):
 
 
 def score_layers(model, encoder, pairs, poolings):
-    """Return [[100 · Spearman's ρ of each pooling] of each layer], by cosine and without dropout. No text is
-    truncated to --max-length. Layer 0 is the output of the embedding layer."""
+    """Score each layer and pooling on scored pairs, by cosine, without dropout or truncation to --max-length.
+    Return [[100 · Spearman's ρ of each pooling] of each layer]; layer 0 is the embedding layer."""
     texts = [pair[side] for side in (0, 1) for pair in pairs]
     distinct = sorted(set(texts), key=lambda text: (len(text), text))
     prompted = [model.default_prompt + x for x in distinct]
@@ -78,8 +78,8 @@ def score_layers(model, encoder, pairs, poolings):
 
 
 def log_tables(encoders, model, pairs, path):
-    """Print a table of scores for each of {name: encoder}, and write them to `path`, if any. All have the
-    tokenizer, prompt and maximum length of the SentenceEncoder `model`."""
+    """Print a table of scores for each of `encoders`, {name: encoder}. Write the tables to `path`, if any.
+    All encoders use the tokenizer, prompt and maximum length of the SentenceEncoder `model`."""
     poolings = ["last" if model.pooling == "last" else "cls", "mean", "max"]
     tables = {name: score_layers(model, encoder, pairs, poolings) for name, encoder in encoders.items()}
     if len(tables) > 1:
@@ -102,14 +102,14 @@ def evaluate_layers(args, script):
 
 
 def compare_layers(model, fixed, pairs, run):
-    """Print the tables of the fixed copy and of the trained encoder, if --layer-study is given."""
+    """With --layer-study, print tables of scores of the fixed copy and of the trained encoder."""
     if run.args.layer_study is not None:
         encoders = {"untrained": fixed, "trained": model.encoder}
         log_tables(encoders, model, pairs, run.args.layer_study or run.out / "study.json")
 
 
 def check_layer_study(args):
-    """Raise UserError if the flags given with --layer-study do not fit it."""
+    """Raise UserError if --layer-study does not fit the other flags or names a file that is not writable."""
     if args.layer_study is None:
         return
     if not args.dev or args.evaluate and args.test + args.transfer + args.cluster:

@@ -5,7 +5,7 @@ import torch
 
 
 def make_optimizer(model, lr, args):
-    """Return the optimizer of --optimizer, for an ImageEncoder. All except adam have momentum 0.9.
+    """Make the optimizer that --optimizer names, for an ImageEncoder. All but adam have momentum 0.9.
 
     lars              weight decay for weight matrices only (paper)
     sgd               weight decay for all weights (SupCon's code)
@@ -15,7 +15,7 @@ def make_optimizer(model, lr, args):
     kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
                  adam=torch.optim.Adam)
     weights = [p for p in model.parameters() if p.requires_grad]
-    special, options = set(), {}                               # weights with options of their own
+    special, options = set(), {}                               # weights that get other options
     if args.optimizer in ("nesterov", "adam"):
         norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
         special = {p for part in norms for p in part.parameters()}
@@ -30,11 +30,11 @@ def make_optimizer(model, lr, args):
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum and layer-wise learning rates: the step of a weight matrix is scaled by
-    trust · |w| / |gradient|. Norms and biases get plain steps, without weight decay (paper).
+    """SGD with momentum and layer-wise learning rates: the step of a weight matrix w is scaled by
+    trust · |w| / |gradient|. Norms and biases get unscaled steps, without weight decay (paper).
 
-    trust    the trust coefficient; None: plain steps, which a classifier gets (released code). Its weights
-             start at 0, and a step in proportion to their norm would keep them there
+    trust    the trust coefficient; None: unscaled steps, which a classifier gets (released code). The weights
+             of a classifier start at 0, so that steps in proportion to their norm would stay small
     """
 
     def __init__(self, parameters, lr, weight_decay, momentum=0.9, trust=0.001):
@@ -53,5 +53,5 @@ class LARS(torch.optim.Optimizer):
                     is_scaled = (w_norm > 0) & (step_norm > 0)
                     step = step * torch.where(is_scaled, group["trust"] * w_norm / step_norm, 1.0)
                 v = self.state[w].setdefault("momentum", torch.zeros_like(w))
-                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # unlike in torch's SGD, lr is in v
+                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # torch's SGD leaves lr out of v
                 w.sub_(v)

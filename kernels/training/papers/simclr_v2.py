@@ -1,5 +1,5 @@
-"""The second and third stage of SimCLR v2 (--finetune, --distill): the projection head is replaced by a
-classifier, and each image has one view."""
+"""SimCLR v2's second stage (--finetune) and third stage (--distill): a classifier replaces the projection
+head, and each image has one view."""
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -11,7 +11,7 @@ from ..images.encoders import load_classifier, load_head
 
 
 def distillation_loss(logits, teacher_logits, temperature=1.0):
-    """Mean over images of −Σ_y P_teacher(y) log P_student(y), where both use the same temperature.
+    """Return the mean over images of −Σ_y P_teacher(y) log P_student(y), P = softmax(logits / temperature).
 
     logits           (N, C) of the student, any float type
     teacher_logits   (N, C) of the teacher, any float type; they get no gradient
@@ -25,7 +25,7 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
 
 
 def subsample(images, share):
-    """Keep a random share of the training images of each class, at least one; the seed decides which."""
+    """Keep a random share of each class's training images, at least one image. The seed is images.seed."""
     generator, labels = torch.Generator().manual_seed(images.seed), images.train.labels
     kept = []
     for rows in ((labels == label).nonzero()[:, 0] for label in labels.unique()):
@@ -35,8 +35,8 @@ def subsample(images, share):
 
 
 def load_head_layers(name, count):
-    """Return (modules, output dimension) of the first `count` linear layers of the head saved in a folder,
-    each with the norm and activation that follow it."""
+    """Load the first `count` linear layers of the head saved in a folder, each with the norm and activation
+    that follow the layer. Return (modules, output dimension)."""
     head, _ = load_head(name)
     linear = [i for i, part in enumerate(head or ()) if isinstance(part, nn.Linear)]
     if count > len(linear):
@@ -74,10 +74,10 @@ class FinetuneOrDistill:
         return nn.Sequential(*layers, last)
 
     def compute_loss(self, model, rows):
-        """Return this rank's part of the loss, against the teacher's logits or the labels, and the values to
-        log.
+        """Compute the loss of the logits against the teacher's predictions or, without a teacher, the labels.
+        Return this rank's part of the loss, and the values to log.
 
-        rows   numbers of the images of all ranks
+        rows   numbers of the images in the batches of all ranks
         """
         views = next(self.images.training_views)
         logits = model(views)

@@ -1,4 +1,4 @@
-"""BERT's pre-training data: an endless stream of sentence pairs from a file of documents, and masks of their
+"""BERT's pre-training data: an endless stream of sentence pairs from a file of documents, and the masking of
 tokens. The file has one sentence per line and a blank line between documents."""
 import itertools
 import random
@@ -12,8 +12,8 @@ from ..text.tokens import tokenise
 
 
 def read_documents(path, offset=0):
-    """Yield ([sentence, ...], byte after the document) for each document, starting at byte `offset`."""
-    if Path(path).suffix.lower() == ".gz":     # --resume would have to unpack everything before its position
+    """Yield ([sentence, ...], offset of the byte after them) of each document, starting at byte `offset`."""
+    if Path(path).suffix.lower() == ".gz":     # --resume would have to unpack all bytes before its position
         fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
     sentences = []
     with open(path, "rb") as file:
@@ -34,7 +34,7 @@ def read_documents(path, offset=0):
 
 
 def cycle_documents(path, offset):
-    """Yield documents of two or more sentences endlessly, from byte `offset` on, later from the start."""
+    """Yield documents of two or more sentences: from byte `offset` on, then the whole file, over and over."""
     for start in itertools.chain([offset], itertools.repeat(0)):
         found = False
         for document in read_documents(path, start):
@@ -48,12 +48,12 @@ def cycle_documents(path, offset):
 def next_documents(path, offset, count, model):
     """Tokenise the next `count` documents of two or more sentences. At the file's end, continue at its start.
 
-    offset     the byte to start from
-    returns    [[token ids of a sentence, ...] per document] without special tokens, and the byte after them
+    offset     offset of the byte to start from
+    returns    [[token ids of a sentence, ...] per document] without special tokens, offset of the next byte
     """
     found, ends = zip(*itertools.islice(cycle_documents(path, offset), count))
     rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
-    ids = (row[1:-1] for row in rows)          # drops [CLS] and [SEP]; 512 tokens at most (released code)
+    ids = (row[1:-1] for row in rows)          # drops [CLS] and [SEP], leaves up to 512 ids (released code)
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
     documents = [document for document in documents if document]
     if len(documents) < 2:
@@ -66,10 +66,11 @@ def sentence_pairs(documents, model, args, rng):
     """Make BERT's pairs [CLS] A [SEP] B [SEP] from documents of tokenised sentences.
 
     Consecutive sentences of a document are collected up to a target length: the maximum or, in a tenth of
-    the documents, a random length. A is a random number of the first sentences, B the remaining ones. With
-    probability 0.5, or if none remain, B comes from another document; then the next pair starts after A.
+    the documents, a random length. A gets a random number of the first sentences, B the remaining sentences.
+    With probability 0.5, or if no sentences remain, B instead comes from another document, and the next pair
+    starts after A.
 
-    returns   [(ids (L,), mask of the second segment (L,), whether B is random)] in random order
+    returns   [(ids (L,), bool (L,) that is True for B, whether B is from another document)], shuffled
     """
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
     pairs, max_tokens = [], args.max_length - 3
@@ -99,8 +100,8 @@ def sentence_pairs(documents, model, args, rng):
 
 
 def truncate_pair(a, b, max_tokens, rng):
-    """Truncate a pair to `max_tokens`: until it fits, remove a token from a random end of the longer text, or
-    of B if they are equally long."""
+    """Truncate a pair to `max_tokens` tokens. Tokens are removed one by one from a random end of the longer
+    text, or of b if both are equally long."""
     while len(a) + len(b) > max_tokens:        # slices are views: nothing is copied
         front = rng.random() < 0.5
         if len(a) > len(b):
@@ -115,7 +116,7 @@ def mask_pair(ids, model, args, rng):
 
     15 % of the tokens are chosen: at least one, at most a quarter of --max-length, and no special tokens.
     With --whole-word, 15 % of the words are chosen, at most a quarter of the pair's words. Each chosen token
-    independently becomes [MASK] with probability 0.8 and a random token with probability 0.1.
+    independently becomes [MASK] with probability 0.8, or a random token with probability 0.1.
     """
     words = []
     for i, token in enumerate(ids.tolist()):
@@ -139,11 +140,11 @@ def mask_pair(ids, model, args, rng):
 
 
 def stream_pairs(count, position, model, args):
-    """Yield (pair, position after it) endlessly, starting at a position.
+    """Yield (pair, position after the pair) endlessly, starting at `position`.
 
     Documents are read in file order, over and over, in buffers of --shuffle-buffer documents. The pairs of
-    a buffer are shuffled. A buffer depends only on the seed, its number and its first byte. A thread
-    prepares the next buffer.
+    a buffer are shuffled. A buffer depends only on the seed, the buffer's number and its first byte. While
+    one buffer is used, a thread prepares the next.
 
     count      number of documents in the file
     position   [first byte of the buffer, number of the buffer, how many of its pairs were used]

@@ -1,7 +1,7 @@
 """Read and write the folder of a sentence encoder.
 
 transformers can load the encoder from this folder. sentence-transformers also reads modules.json, which lists
-the modules after the encoder. Python code in a folder is never run.
+the encoder and the modules after it, such as pooling. Python code in a folder is never run.
 """
 import json
 import math
@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from ..out import atomic_output, save_tokenizer, write_card
 from ..pretrained import find_file, loading, read_json
 
-POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}     # sentence-transformers' name: ours
+POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-transformers' names: our names
 POOLING_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
-                 "pooling_mode_lasttoken": "lasttoken"}                # in config.json of older versions
+                 "pooling_mode_lasttoken": "lasttoken"}               # flags in config.json of older versions
 ACTIVATIONS = {kind: getattr(torch.nn, kind) for kind in ("Tanh", "Identity", "ReLU", "GELU")}
-AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # index 0 is the word embeddings
+AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0: the word embeddings
 
 
 @dataclass
@@ -28,13 +28,13 @@ class SavedSettings:
 
     subfolder       sub-folder that holds the transformer; "": the model folder itself
     pooling         one of the values of --pooling
-    head            alternating linear layers and activations; None: no head; "pooler": the encoder's pooler
+    head            linear layers and activations in turn; "pooler": the encoder's pooler; None: no head
     normalise       whether embeddings are divided by their L2 norm at the end
-    max_length      the largest number of tokens of a text
+    max_length      number of tokens to which longer texts are truncated
     lower_case      whether texts are converted to lower case
-    prompts         one prompt per column (anchor, positive, ...); a single prompt is used for all columns
+    prompts         prompts of the columns (anchor, positive, ...); all further columns use the last prompt
     default_prompt  prompt for texts that do not come from --data, such as those of --dev
-    all_prompts     {name: prompt}, with those that no column uses
+    all_prompts     {name: prompt}, including prompts that no column uses
     """
     subfolder: str = ""
     pooling: str = "avg"
@@ -48,18 +48,18 @@ class SavedSettings:
 
 
 def read_saved_settings(name, flag="--model"):
-    """Return the SavedSettings of a folder or hub name if it has a modules.json or is one of the released
-    supervised SimCSE models, else None."""
+    """Read the SavedSettings of a model in a folder or on the hub, if the model has a modules.json or is one
+    of the released supervised SimCSE models. Return None for all other models."""
     with loading(f"{flag} {name}: its modules.json, or a folder listed in it"):
         if modules := read_json(name, "modules.json"):
             return read_modules(name, modules)
-    if re.search("(?<!un)sup-simcse", Path(name).name):        # these models store their MLP as the pooler
+    if re.search("(?<!un)sup-simcse", Path(name).name):        # these models store their head as the pooler
         return SavedSettings(pooling="cls", head="pooler")
     return None
 
 
 def read_modules(name, modules):
-    """Return the SavedSettings described by modules.json and the folders listed in it."""
+    """Convert the contents of modules.json, and of the folders listed in it, to SavedSettings."""
     saved, layers = SavedSettings(), []
     for module in modules:
         kind, path = module["type"].rpartition(".")[2], module["path"]
@@ -74,7 +74,7 @@ def read_modules(name, modules):
         elif kind == "WeightedLayerPooling":
             saved.pooling = read_layer_pooling(name, path, settings)
         elif kind == "Pooling":
-            if saved.pooling not in AVERAGED_LAYERS:           # which mean pooling follows
+            if saved.pooling not in AVERAGED_LAYERS:           # averaged layers get mean pooling
                 saved.pooling = read_pooling(path, settings)
         elif kind == "Dense":
             layers += read_dense(name, path, settings)
@@ -94,7 +94,7 @@ def read_modules(name, modules):
 
 
 def read_pooling(path, settings):
-    """Return the value of --pooling for the settings of sentence-transformers' Pooling module."""
+    """Return the value of --pooling for the settings of a Pooling module of sentence-transformers."""
     found = settings.get("pooling_mode") or [POOLING_FLAGS.get(flag, flag) for flag, on in settings.items()
                                              if flag.startswith("pooling_mode_") and on]
     found = [found] if isinstance(found, str) else found or ["mean"]
@@ -105,7 +105,7 @@ def read_pooling(path, settings):
 
 
 def read_layer_pooling(name, path, settings):
-    """Return the value of --pooling, a key of AVERAGED_LAYERS, for a WeightedLayerPooling module."""
+    """Return the value of --pooling, avg_top2 or avg_first_last, for a WeightedLayerPooling module."""
     weights = load_file(find_file(name, f"{path}/model.safetensors"))["layer_weights"]
     found = torch.zeros(settings["num_hidden_layers"] + 1)
     found[settings["layer_start"] :] = weights
@@ -116,14 +116,14 @@ def read_layer_pooling(name, path, settings):
 
 
 def layer_weights(layers, count):
-    """Return a (count,) tensor with 1 for each of these layers and 0 for the others."""
+    """Return a (count,) tensor: 1 for the layers with an index in `layers`, 0 for all other layers."""
     weights = torch.zeros(count)
     weights[layers] = 1
     return weights
 
 
 def read_dense(name, path, settings):
-    """Return [linear layer, activation] of sentence-transformers' Dense module."""
+    """Load a Dense module of sentence-transformers. Return [linear layer, activation]."""
     kind = settings.get("activation_function", "Tanh").rpartition(".")[2]
     if kind not in ACTIVATIONS or settings.get("use_residual"):
         raise ValueError(f"{path}: activation {kind}, expected one of {', '.join(ACTIVATIONS)} without a "
@@ -139,7 +139,7 @@ def read_dense(name, path, settings):
 
 
 def save(model, run):
-    """Write a SentenceEncoder into --out, in the format of transformers and of sentence-transformers."""
+    """Write a SentenceEncoder into --out, so that transformers and sentence-transformers can load it."""
     if run.rank:
         return
     encoder, width = model.encoder, model.encoder.config.hidden_size
@@ -147,11 +147,11 @@ def save(model, run):
     weights = encoder.state_dict()
     if model.has_pooler:
         weights |= pooler_weights(model)
-    if head_fits_pooler(model):        # saved as the pooler, the head gives transformers' pooler_output
+    if head_fits_pooler(model):        # so that pooler_output in transformers is the output of the head
         weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside, state_dict=weights)
-        model.tokenizer.padding_side = "right"                 # as in SentenceEncoder.batch
+        model.tokenizer.padding_side = "right"                 # SentenceEncoder.batch pads there, too
         save_tokenizer(model.tokenizer, aside)
         index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
         for i, (kind, settings, tensors) in enumerate(modules_after_encoder(model, head), 1):
@@ -175,7 +175,7 @@ def save(model, run):
 
 
 def modules_after_encoder(model, head):
-    """Return sentence-transformers' modules after the encoder as [(type, config, tensors)].
+    """Return the modules that sentence-transformers runs after the encoder: [(type, config, tensors)].
 
     head    list of linear layers and activations in turn; empty if the head is not saved
     """
@@ -200,8 +200,8 @@ def modules_after_encoder(model, head):
 
 
 def prompts_to_save(model):
-    """Return {"prompts": {name: text}, "default_prompt_name": name or None} for sentence-transformers, whose
-    encode() uses the default prompt, as embed_texts does."""
+    """Return {"prompts": {name: text}, "default_prompt_name": name or None} for sentence-transformers. Like
+    our embed_texts, sentence-transformers' encode() puts the default prompt before each text."""
     prompts = dict(query=model.prompts[0], document=model.prompts[min(1, len(model.prompts) - 1)])
     prompts = model.all_prompts | (prompts if any(model.prompts) else {})
     if len(model.prompts) > 2:
@@ -213,8 +213,8 @@ def prompts_to_save(model):
 
 
 def pooler_weights(model):
-    """Return {name: tensor} of the pretrained pooler, or of a new one. No embedding uses it, but transformers
-    reports missing weights if the folder lacks a pooler."""
+    """Return {name: tensor} of the pretrained pooler or, if there is none, of a new pooler. Embeddings do not
+    need this pooler, but transformers reports missing weights if a folder has none."""
     pooler, = model.pretrained_pooler
     if pooler is None or not any(True for _ in pooler.parameters()):
         with torch.device("meta"):
@@ -229,22 +229,22 @@ def pooler_weights(model):
 
 
 def head_fits_pooler(model):
-    """Return whether the head can be saved as the encoder's pooler: [CLS], a square linear layer, tanh."""
+    """Return whether the head can be saved as the pooler: a square linear layer, then tanh, on [CLS]."""
     head = model.head if model.keep_head and model.has_pooler else []
     return len(head) == 2 and isinstance(head[1], torch.nn.Tanh) and model.pooling == "cls" and (
         head[0].bias is not None and head[0].in_features == head[0].out_features)
 
 
 def load_hint(model, run):
-    """Return the Python expressions that load the saved folder in the two libraries."""
+    """Return the line that shows how sentence-transformers and transformers load the saved folder."""
     return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}")'
 
 
 def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
     """Write a model and its tokenizer into --out in transformers' format, with a model card; on rank 0 only.
 
-    kind, text, load_code   as for write_card; text is the description
-    more                    {file name: {name: tensor}} to write beside the model
+    kind, text, load_code   arguments of write_card; text is its `description`
+    more                    tensors to write into further files: {file name: {name: tensor}}
     """
     if run.rank:
         return

@@ -1,5 +1,5 @@
-"""Text classification and regression, for scripts that fine-tune a classifier: flags, labelled rows of one or
-two texts, the model, its loss and metrics, and saving."""
+"""Fine-tune classifiers and regression models of texts: flags, labelled data, model, loss, metrics, saving.
+A row of the data has one or two texts and a label."""
 import math
 import re
 from collections import Counter
@@ -28,7 +28,7 @@ METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spe
 
 
 def classifier_flags(parser):
-    """Add the flags that scripts for classifiers share."""
+    """Add the flags that all scripts for classifiers have."""
     add = parser.add_argument
     add("--text-columns", group="data", nargs="+", help="one or two columns of text; default see above")
     add("--label-column", group="data", help="column of labels; default see above")
@@ -36,12 +36,12 @@ def classifier_flags(parser):
     add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
         help="dev score to print at the end; f1: of label 1 if labels are 0 and 1, else macro F1; default "
              "accuracy, or spearman in regression")
-    parser.set_defaults(labels=None)                           # load_rows sets it to the class names
+    parser.set_defaults(labels=None)                           # load_rows sets labels to the class names
 
 
 def load_rows(path, args):
-    """Return [(texts, label)] of a file, and print a summary. texts are one or two strings; label is an index
-    into args.labels, or a number in regression. The first file read is the training data, see infer_task."""
+    """Read a file, print a summary, and return [(texts, label)]: one or two strings, and an index into
+    args.labels (a number in regression). If args.labels is None, infer_task sets it from this file."""
     table, texts, label = find_columns(path, args)
     rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
     for place, sentences, answer in rows:
@@ -65,10 +65,10 @@ def load_rows(path, args):
 
 
 def infer_task(counts, path, args):
-    """Set args.task, args.labels and args.metric from the training data's labels, {label: number of rows}.
+    """Set args.task, args.labels and args.metric. counts: {label: number of rows} of the training data.
 
-    The task, unless it is given, is regression if all labels are numbers and one has a decimal point.
-    args.labels becomes the sorted classes; [] for regression.
+    Without --task, the task is regression if all labels are numbers and at least one has a decimal point.
+    args.labels becomes the sorted class names, or [] in regression.
     """
     if args.task is None:
         numbers = all(re.fullmatch(NUMBER, label) for label in counts)
@@ -90,9 +90,9 @@ def infer_task(counts, path, args):
 def find_columns(path, args):
     """Return (table, indices of the text columns, index of the label column) of a file.
 
-    Without --text-columns and --label-column the columns are found by their names (sentence, sentence1,
-    sentence2; label, score), or else the last one has the labels. The names are stored in args, so that the
-    next file, such as --dev, must have the same columns.
+    Without --label-column, the labels are in the column label or score, or else in the last one. Without
+    --text-columns, the texts are in sentence, sentence1 and sentence2, or else in all other columns. The
+    names are stored in args: the next file that is read, such as --dev, must have the same columns.
     """
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
     header, table, _ = read_table_with_names(path, asked)
@@ -114,14 +114,14 @@ def find_columns(path, args):
 
 
 def read_table_with_names(path, names):
-    """Return (column names, table, whether it has a header) of a file. `names` are names to look for in a
-    header, see data.Table; without a header the columns are called "column 1", "column 2", ..."""
+    """Return (column names, table, whether the file has a header). data.Table explains `names`. Without a
+    header, the column names are "column 1", "column 2", ..."""
     header, table = read_table(path, names=names)
     return header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))], table, bool(header)
 
 
 def load_model(args, run):
-    """Load --model with a new head, or as a classifier with a trained one, and its tokenizer."""
+    """Load --model and its tokenizer. If --model has no trained head for these labels, make a new head."""
     torch.manual_seed(args.seed)                               # for the weights of a new head
     head = dict(problem_type="regression", num_labels=1)
     if args.labels:
@@ -140,8 +140,8 @@ def load_model(args, run):
 
 
 def tokenise_texts(rows, model, max_length, training=False):
-    """Tokenise rows [(texts, label)] to [({input name: int32 (L,)}, label)], with special tokens and without
-    padding. Truncate them to max_length tokens; for training data, print how many are truncated."""
+    """Tokenise rows [(texts, label)], truncated to max_length tokens. Return [({input name: int32 (L,)},
+    label)], with special tokens and without padding. training: print how many rows were truncated."""
     done, cut = [], 0
     accepted = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in accepted]
@@ -152,14 +152,14 @@ def tokenise_texts(rows, model, max_length, training=False):
         done += [({name: np.array(encoded[name][i], np.int32) for name in names}, label)
                  for i, label in enumerate(labels)]
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        del encoded                            # frees its memory before the next part is tokenised
+        del encoded                            # frees memory before the next part is tokenised
     if training:
         log("data", f"{cut:,} of {len(rows):,} training rows truncated to {max_length} tokens")
     return done
 
 
 def make_batch(rows, model):
-    """Return ({input name: (n, L)}, labels (n,)) on the model's device, padded to the longest row."""
+    """Pad n rows to the longest row. Return ({input name: (n, L)}, labels (n,)) on the model's device."""
     columns = {name: [row[name] for row, _ in rows] for name in rows[0][0]}
     inputs = model.tokenizer.pad(columns, return_tensors="pt")
     labels = torch.tensor([label for _, label in rows], device=model.device)
@@ -167,7 +167,7 @@ def make_batch(rows, model):
 
 
 def classify(model, inputs):
-    """Return (n, labels) float32 logits, for training, Fisher information and evaluation alike."""
+    """Run the model on the inputs of make_batch. Return float32 logits (n, number of labels)."""
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
         return model(**inputs).logits.float()
 
@@ -184,10 +184,10 @@ def task_loss(logits, labels):
 
 
 def classification_metrics(truth, predicted, labels):
-    """Return {"accuracy", "f1", "matthews"} of label indices (n,), as fractions.
+    """Return {"accuracy", "f1", "matthews"}, as fractions, of true and predicted label indices (n,).
 
-    f1 is that of label 1 if the labels are 0 and 1, else the mean over the labels that occur. matthews is the
-    correlation R_K for any number of labels (Gorodkin 2004), 0 if truth or prediction is constant.
+    f1 is the F1 score of label 1 if the labels are 0 and 1, else the mean F1 score of the labels that occur.
+    matthews is the correlation R_K (Gorodkin 2004); it is 0 if `truth` or `predicted` is constant.
     """
     table = np.zeros((len(labels), len(labels)))
     np.add.at(table, (truth, predicted), 1)
@@ -201,7 +201,7 @@ def classification_metrics(truth, predicted, labels):
 
 @torch.no_grad()
 def forward_rows(model, rows, forward):
-    """Return the tensors that forward(model, inputs) returns in eval mode, for all rows, on the CPU."""
+    """Run forward(model, inputs) on all rows in eval mode. Return its tensors on the CPU, in row order."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # reduces padding
     starts = progress(range(0, len(rows), 128), "evaluating", " batches")
@@ -213,13 +213,13 @@ def forward_rows(model, rows, forward):
 
 
 def predict(model, rows):
-    """Return the (n, labels) float32 logits of the rows."""
+    """Return the float32 logits (n, number of labels) of the rows."""
     return forward_rows(model, rows, lambda *x: (classify(*x),))[0]
 
 
 def evaluate(model, rows, args):
-    """Return {metric: value times 100}: accuracy, F1 and Matthews correlation; for regression, Spearman and
-    Pearson correlation."""
+    """Score a model on tokenised rows. Return {metric: 100 · score}: accuracy, F1 and Matthews correlation,
+    or in regression Spearman and Pearson correlation."""
     logits, truth = predict(model, rows), np.array([label for _, label in rows])
     if args.task == "classification":
         scores = classification_metrics(truth, logits.argmax(1).numpy(), args.labels)
@@ -237,16 +237,16 @@ def describe_scores(scores, labels=()):
 
 
 def metric_name(metric, labels=()):
-    """Return the printed name of a metric. That of f1 depends on the labels, see classification_metrics."""
+    """Return the name to print for a metric: for f1, "f1 of label 1" or "macro f1"."""
     if metric != "f1":
         return metric
     return "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"
 
 
 def evaluate_and_save(model, rows, args, run):
-    """Score the model on the rows of --dev, if any, and save it: the latest model is kept."""
+    """Score the model on the rows of --dev, if any. Save the model in place of the one saved before."""
     scores = evaluate(model, rows, args) if rows else {}
-    run.should_save(scores)                                    # records the scores
+    run.should_save(scores)                                    # only records the scores
     if scores:
         log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
     if run.rank == 0:
@@ -259,7 +259,7 @@ def evaluate_and_save(model, rows, args, run):
 
 
 def finish_run(run, args):
-    """End the run: print the score of the saved model, the number of skipped steps, and how to load it."""
+    """End the run: print the number of skipped steps, the saved model's score, and how to load this model."""
     scores, skipped = run.extra_state["saved"], run.extra_state["skipped"]
     name = metric_name(args.metric, args.labels)
     score = f"{name} {scores[args.metric]:.2f} on --dev, " if args.dev else ""
@@ -268,8 +268,8 @@ def finish_run(run, args):
 
 
 def evaluate_model(args, script):
-    """Run --evaluate: print the scores of a trained classifier on --dev, else on --data, if one is given.
-    Return (model, tokenised rows). Task, labels and the longest input are read from the model into args."""
+    """Run --evaluate: print the scores of a trained classifier on --dev or, if only --data is given, on
+    --data. Return (model, tokenised rows). Set args.task, args.labels and args.max_length from the model."""
     run, path = Run(args, script), args.dev or args.data
     model, tokenizer = load_text_model(args.model, None, AutoModelForSequenceClassification)
     if model.missing:

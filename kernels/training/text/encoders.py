@@ -1,4 +1,4 @@
-"""Load sentence encoders (transformer, pooling, head) and embed texts. checkpoint.py has their folders."""
+"""Load sentence encoders (transformer, pooling, head) and embed texts. checkpoint.py saves the encoders."""
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from .tokens import group_by_length, pad, restore_order, tokenise
 
 def init_linear(linear, config):
     """Initialise a linear layer as BERT does (normal weights, zero bias) and return it."""
-    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))      # XLM: init_std
+    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))      # XLM calls it init_std
     torch.nn.init.normal_(linear.weight, std=std)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
@@ -30,35 +30,35 @@ def init_linear(linear, config):
 
 
 class SentenceEncoder(torch.nn.Module):
-    """A transformer, the pooling of its token states, and a head.
+    """A transformer, the pooling of its token states, and a projection head.
 
-    pooling      one of flags.POOLINGS, which the flag --pooling explains
+    pooling      a value of --pooling, whose help text explains the values
     head         module to apply after pooling in training, or None
-    keep_head    also apply the head at inference
+    keep_head    whether the head is also applied at inference
 
-    SavedSettings explains the other attributes.
+    SavedSettings explains normalise, max_length, lower_case and the attributes with prompts.
     """
 
     def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
         super().__init__()
-        self.has_pooler = hasattr(encoder, "pooler")           # BERT: then a head can be saved as the pooler
+        self.has_pooler = hasattr(encoder, "pooler")           # if so, a head may be saved as the pooler
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
         self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # the tuple hides it from parameters()
         if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = torch.nn.Identity()               # SqueezeBERT would call None
+            encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
         self.tokenizer, self.pooling = tokenizer, pooling
         self.device, self.bf16 = run.device, run.bf16
         self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
         self.in_chunks = any(self.chunk_limits)
         encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
-        self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # decoders
+        self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # no KV cache
         self.max_length, self.normalise, self.lower_case = longest_input(encoder, tokenizer), False, False
         self.prompts, self.default_prompt, self.all_prompts = ("",), "", {}
 
     def batch(self, *views):
-        """Return groups of texts of similar length, padded: [(row indices (n,), ids (n, L), mask (n, L))].
+        """Group texts of similar length, and pad. Return [(row indices (n,), ids (n, L), mask (n, L))].
 
-        views   lists of token ids, one list per view; rows are numbered through all views
+        views   one list of texts (token ids) per view. Row numbers continue from each view to the next
         """
         flat, padding = [ids for view in views for ids in view], self.tokenizer.pad_token_id or 0
         groups = []
@@ -70,38 +70,38 @@ class SentenceEncoder(torch.nn.Module):
         return groups
 
     def add_prompts(self, cells):
-        """Return a row's texts, each after the prompt of its column. Further columns use the last prompt."""
+        """Return a row's texts, each after its column's prompt. Columns without one use the last prompt."""
         prompts = (self.prompts[min(i, len(self.prompts) - 1)] for i in range(len(cells)))
         texts = [prompt + cell for prompt, cell in zip(prompts, cells)]
         return [*map(str.lower, texts)] if self.lower_case else texts
 
     @property
     def width(self):
-        """H, the number of dimensions of the embeddings in training."""
+        """The number of dimensions H of the embeddings in training."""
         linears = [part for part in (self.head or []) if isinstance(part, torch.nn.Linear)]
         return linears[-1].out_features if linears else self.encoder.config.hidden_size
 
     def forward(self, batch):
-        """Return (rows, H) float32 embeddings of the groups in `batch`, in row order."""
+        """Embed a batch made by self.batch(). Return (rows, H) float32, in row order."""
         module = self.encoder if self.in_chunks else None
         return restore_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
     def pool(self, ids, mask):
-        """Return (n, H) float32 embeddings of ids (n, L) with mask (n, L)."""
+        """Embed token ids (n, L) with the attention mask (n, L). Return (n, H) float32."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             output = self.encoder(input_ids=ids, attention_mask=mask, **self.no_cache)
             return self.pool_states(output.last_hidden_state, mask, output.hidden_states)
 
     def pool_states(self, hidden, mask, layers=None):
-        """Return (n, H) float32 embeddings of the last layer's states (n, L, H).
+        """Pool the hidden states (n, L, H) of the last layer, and apply the head. Return (n, H) float32.
 
-        layers  the states of all layers, which avg_top2 and avg_first_last need
+        layers  the hidden states of all layers, which only avg_top2 and avg_first_last need
         """
         if self.pooling == "avg_top2":
             hidden = (hidden + layers[-2]) / 2
         if self.pooling == "avg_first_last":   # layers[0] is the word embeddings
             hidden = (hidden + layers[1]) / 2
-        if self.pooling.startswith("avg"):     # includes special tokens, excludes padding
+        if self.pooling.startswith("avg"):     # special tokens count, padding does not
             z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
         elif self.pooling == "last":           # the text's last token: padding is on the right
             z = hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
@@ -112,7 +112,7 @@ class SentenceEncoder(torch.nn.Module):
         return z.float()
 
     def embed_texts(self, sentences, size=128):
-        """Return (N, H) embeddings of texts, in batches of `size`, without truncation to --max-length."""
+        """Embed N texts in batches of `size`. Return (N, H). Texts are not truncated to --max-length."""
         texts = (self.default_prompt + text for text in sentences)
         texts = [*map(str.lower, texts)] if self.lower_case else [*texts]
         rows, _ = tokenise(texts, self.tokenizer, self.max_length)
@@ -135,7 +135,7 @@ class SentenceEncoder(torch.nn.Module):
         """Load the weights of the checkpoint saved in `folder` into this model."""
         loaded = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
         loaded.pooler = getattr(self.encoder, "pooler", None)
-        # The file is not read directly, because some models, such as GTE, rename their weights in it.
+        # from_pretrained, not load_file: some models, such as GTE, have other names for weights in the file.
         self.encoder.load_state_dict(loaded.state_dict())
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
@@ -146,16 +146,16 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
                   texts=None):
     """Load --model as a SentenceEncoder. --pooling, --head, --prompt, --max-length override saved settings.
 
-    pooling         default for models without saved settings; decoders always default to last
-    head            used if --head is not given, no head is saved and pooling is cls. "keep" or "train-only":
-                    add a new head for this use; None: no head
+    pooling         default of --pooling for models without saved settings; decoders default to "last" instead
+    head            default of --head for models without a saved head, with cls pooling: "keep" or
+                    "train-only" adds a new head, None adds no head
     auto_class      class of transformers that loads the model
     columns         number of texts in a row of the data
-    flag            the flag that names the model, for messages
-    texts           texts for the vocabulary of --model scratch; None: those of the table --data
+    flag            name of the flag that selects the model, for messages
+    texts           texts for the vocabulary of --model scratch; None: the texts of --data
     returns         a SentenceEncoder with four more attributes. lm: the model around the encoder, or None.
-                    pooler: (the pretrained pooler as a head, or None,), a tuple to hide it from parameters().
-                    head_origin: "new", "saved", "pooler" or None. saved_settings: SavedSettings or None
+                    pooler: a tuple that has the pretrained pooler as a head, or None. head_origin: "new",
+                    "saved", "pooler" or None. saved_settings: SavedSettings or None
     """
     name, source, evaluating = args.model, f"{flag} {args.model}", getattr(args, "evaluate", False)
     local = Path(name).is_dir() and name != "scratch"
@@ -163,22 +163,22 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     if texts is None and not evaluating:
         texts = iter_texts(args.data)
     loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
-    if not local and name != "scratch":        # after the model: a hub that is down is asked only once
+    if not local and name != "scratch":        # after the model: if the hub is down, only one request fails
         saved = read_saved_settings(name, flag)
     with loading(source):
         return make_encoder(loaded, tokenizer, saved, args, run, source, (pooling, head, columns))
 
 
 def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
-    """Return the SentenceEncoder of a loaded model. Messages begin with `source`. defaults: build_encoder's
-    (pooling, head, columns)."""
+    """Make a SentenceEncoder of a loaded language model (lm). Error messages begin with `source`. defaults:
+    the arguments (pooling, head, columns) of build_encoder."""
     encoder = lm.base_model
     default_pooling, default_head, columns = defaults
     if encoder.config.is_encoder_decoder:
         fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")
     kind = encoder.config.model_type
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        default_pooling = "last"                               # a decoder
+        default_pooling = "last"                               # for decoders
     pooling = getattr(args, "pooling", None) or (saved.pooling if saved else default_pooling)
     if default_pooling == "last" and pooling.startswith("cls"):
         fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see the others; "
@@ -206,7 +206,7 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
 
     default_use     "keep", "train-only", or None for no head
     pooler          the pretrained pooler as a head, or None
-    returns         head, origin ("new" | "saved" | "pooler") and use ("keep" | "train-only"), or three None
+    returns         (head, origin "new" | "saved" | "pooler", use "keep" | "train-only"), or three times None
     """
     asked = {*(getattr(args, "head", None) or [])}
     if {"keep", "train-only"} <= asked or {"new", "pooler"} <= asked:
@@ -227,7 +227,7 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
 
 
 def apply_saved_settings(model, saved, args, columns):
-    """Set the model's prompts, maximum length, case and normalisation, and print what the flags override."""
+    """Set the model's prompts, maximum length, case and normalisation. Print what the flags override."""
     evaluating = getattr(args, "evaluate", False)
     asked, differs = tuple(getattr(args, "prompt", None) or ()), []
     if len(asked) > 1 and len(asked) not in (2, columns) or len(asked) > columns:
@@ -256,17 +256,17 @@ def apply_saved_settings(model, saved, args, columns):
 
 
 def dropout_attributes(encoder):
-    """Return [(module, attribute name)] of all dropout probabilities, those of attention layers included."""
+    """Find all dropout probabilities, also those of attention layers. Return [(module, attribute name)]."""
     return [(part, name) for part in encoder.modules() for name, value in vars(part).items()
             if type(value) in (int, float)
             and ("dropout" in name or name == "p" and isinstance(part, torch.nn.Dropout))]
 
 
 def set_dropout(encoder, p, name):
-    """Set all dropout probabilities of the encoder to p, but not those in its config, which is saved. If it
-    has none, and p is not 0, raise UserError with the model's `name`."""
+    """Set all dropout probabilities of the encoder to p, but not in its config, which is saved. If p > 0 and
+    the encoder has no dropout, raise UserError with the model's `name`."""
     for part in list(encoder.modules()):
-        for child_name, child in list(part.named_children()):  # ModernBERT has Identity where p was 0
+        for child_name, child in list(part.named_children()):  # ModernBERT has Identity for p = 0
             if "drop" in child_name and type(child) is torch.nn.Identity:
                 setattr(part, child_name, torch.nn.Dropout(0.0))
     attributes = dropout_attributes(encoder)
@@ -277,7 +277,7 @@ def set_dropout(encoder, p, name):
 
 
 def describe_model(model, args):
-    """Return for example "bert-base-cased, 108.3 M parameters, cls pooling, new head (training only)"."""
+    """Return a line such as "bert-base-cased, 108.3 M parameters, cls pooling, new head (training only)"."""
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     text = f"{args.model}, {size:.1f} M parameters, {model.pooling} pooling"
     if model.head is not None:
@@ -286,6 +286,6 @@ def describe_model(model, args):
         if not model.keep_head:
             text += " (training only)"
     has_dropout = any(getattr(part, name) for part, name in dropout_attributes(model.encoder))
-    if not getattr(args, "evaluate", False) and not has_dropout:       # two views of a text are identical
+    if not getattr(args, "evaluate", False) and not has_dropout:       # then two views of a text are equal
         text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

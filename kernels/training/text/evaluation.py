@@ -13,8 +13,8 @@ from .sts import evaluate, load_sts
 
 
 class Evaluator:
-    """The evaluation data of a run: --dev selects the best checkpoint, and --test scores it at the end. All
-    files are read and checked before the first step.
+    """The evaluation data of a run. --dev selects the best checkpoint; --test, --transfer and --cluster score
+    this checkpoint at the end. All files are read and checked before the first step.
     """
 
     def __init__(self, args):
@@ -33,7 +33,7 @@ class Evaluator:
             fail("--evaluate: nothing to evaluate; give --dev, --test, --transfer or --cluster")
 
     def evaluate_before(self, model, run):
-        """Evaluate on --dev before the first step."""
+        """Score the model on --dev before the first step. Print the score, also when a run is resumed."""
         if self.dev and run.step == 0:
             began = run.clock.seconds()
             run.log_initial_scores(evaluate(model, self.dev, self.args.impl))
@@ -42,10 +42,10 @@ class Evaluator:
             log("before", f"dev Spearman {run.extra_state['before']['spearman']:.2f}")
 
     def evaluate_and_save(self, model, run):
-        """Evaluate the model on --dev and save it if it is the best so far; without --dev, always save it."""
+        """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0: all embeddings are equal
-            self.collapsed = True                              # say so once
+        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0 if all are equal
+            self.collapsed = True                              # print this note only once
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
         shown = f"{scores['spearman']:.2f}" if scores else ""
@@ -53,7 +53,7 @@ class Evaluator:
             save(model, run)
 
     def finish(self, model, run):
-        """Load the best checkpoint, print its test scores, and print how to load it."""
+        """Load the best checkpoint, print its test scores, and print the Python code that loads it."""
         model.restore(run.out)
         self.print_test_scores(model)
         before, best = run.extra_state["before"], run.extra_state["saved"]
@@ -67,7 +67,7 @@ class Evaluator:
         log("load", load_hint(model, run))
 
     def print_test_scores(self, model):
-        """Print one line per file, and a mean per flag. As in papers, it is that of the rounded scores."""
+        """Print the score of each file and, for each flag, the mean of the rounded scores, as papers do."""
         for label, found in self.test_scores(model).items():
             scores = []
             for score, text in found:
@@ -77,19 +77,19 @@ class Evaluator:
                 log(label, f"{np.mean(scores):.2f}  mean")
 
     def test_scores(self, model):
-        """Return {label: iterator over (score, text to print after it)}."""
+        """Return {flag: iterator over (score of a file, text to print after the score)}."""
         return {"test": self.score_pairs(model, self.tests), "transfer": self.score_transfer(model),
                 "cluster": self.score_clusters(model)}
 
     def score_pairs(self, model, files):
-        """Yield (Spearman, text to print after it) for each of `files` {path: scored pairs}."""
+        """Yield (100 · Spearman's ρ, text to print after it) for each of `files`, {path: scored pairs}."""
         for path, pairs in files.items():
             scores = evaluate(model, pairs, self.args.impl)
             more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
             yield scores["spearman"], f"  {''.join(more)}{path}"
 
     def score_transfer(self, model):
-        """Yield (accuracy of a logistic regression, text to print after it) for each file of --transfer."""
+        """Yield (accuracy of a logistic regression, text to print after it) for each value of --transfer."""
         from ..probes import evaluate_transfer
         for path, parts in self.transfers.items():
             accuracy, strengths = evaluate_transfer(model, *parts, self.args.seed)
@@ -119,7 +119,7 @@ def expand_folders(paths, flag):
 
 
 def evaluate_model(evaluator, script, pooling="cls"):
-    """Run --evaluate: score --model on the evaluator's data."""
+    """Run --evaluate: print the scores of --model on the evaluator's data."""
     args, run = evaluator.args, Run(evaluator.args, script)
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     log("model", describe_model(model, args))

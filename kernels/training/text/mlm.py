@@ -1,4 +1,4 @@
-"""Masked language modelling (MLM): mask tokens, and compute the loss of the chosen ones only."""
+"""Masked language modelling (MLM): choose and mask tokens, and compute the loss of the chosen tokens only."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -7,8 +7,8 @@ from kernels import embed_in_chunks, linear_cross_entropy
 
 
 def mask_tokens(ids, maskable, tokenizer):
-    """Mask tokens as BERT does. Return (masked ids, chosen): 15 % of the maskable tokens are chosen, of which
-    80 % become the mask token, 10 % become a random token, and 10 % stay."""
+    """Mask tokens as BERT does. Return (masked ids, bool mask of the chosen tokens). 15 % of the maskable
+    tokens are chosen. Of these, 80 % become the mask token, 10 % a random token, and 10 % stay unchanged."""
     chosen = (torch.rand(ids.shape, device=ids.device) < 0.15) & maskable
     draw = torch.rand(ids.shape, device=ids.device)
     random = torch.randint(len(tokenizer), ids.shape, device=ids.device)
@@ -17,9 +17,9 @@ def mask_tokens(ids, maskable, tokenizer):
 
 
 def encoder_and_mlm_states(lm, encoder, ids, mask, chosen):
-    """Run a masked LM once, without its decoder, the output layer over the vocabulary.
+    """Run a masked language model (LM) without its decoder, which is the output layer over the vocabulary.
 
-    returns     [hidden states (n, L, H) of the encoder, states (chosen, H) that the decoder would read]
+    returns     [hidden states (n, L, H) of the encoder, decoder inputs (C, H) for the C `chosen` tokens]
     """
     found = []
 
@@ -43,27 +43,27 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
 
     hidden      (N, H) states that the decoder reads
     decoder     torch.nn.Linear with V output features
-    targets     (N,) int64
+    targets     (N,) int64, the correct token ids
     """
     if not len(hidden):
         return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     weight = decoder.weight
-    if decoder.bias is not None:               # the bias as one more feature, then zeros to keep rows aligned
+    if decoder.bias is not None:               # append the bias as a feature, and 15 zeros to align rows
         hidden = torch.cat([hidden, F.pad(torch.ones_like(hidden[:, :1]), (0, 15))], 1)
         weight = torch.cat([weight, F.pad(decoder.bias[:, None], (0, 15))], 1)
     return linear_cross_entropy(hidden, weight, targets, impl=impl)
 
 
 def untie_decoder(lm):
-    """Untie a masked LM's decoder from its word embeddings, as SimCSE's released code does. Return the LM."""
+    """Separate a masked LM's decoder weights from its word embeddings (SimCSE's code). Return the LM."""
     decoder = lm.get_output_embeddings()
     decoder.weight = torch.nn.Parameter(decoder.weight.detach().clone())
     return lm
 
 
 def masked_lm_loss(model, batch, impl="auto", protected=None):
-    """Mask a SentenceEncoder's batch, and return this rank's part of the mean cross entropy over all ranks'
-    chosen tokens. protected: see embed_masked."""
+    """Mask a batch of SentenceEncoder.batch. Return this rank's part of the mean cross entropy of the chosen
+    tokens of all ranks. embed_masked explains `protected`."""
     def loss_sum(group):
         return embed_masked(model, group, impl, protected)[1]
 
@@ -71,13 +71,13 @@ def masked_lm_loss(model, batch, impl="auto", protected=None):
 
 
 def embed_masked(model, group, impl, protected=None):
-    """Mask the tokens of a group of SentenceEncoder.batch and run the encoder and the MLM head on it.
+    """Mask tokens in a group of SentenceEncoder.batch, and run the encoder and the MLM head on the group.
 
-    protected   function from ids (n, L) to bool (n, L), the tokens that stay besides special tokens; or None
-    returns     embeddings (n, H); (1, 2) sum of the chosen tokens' cross entropies, and their number
+    protected   function from ids (n, L) to bool (n, L): tokens not to mask, besides special tokens; or None
+    returns     (embeddings (n, H), (1, 2): sum of cross entropies of the chosen tokens, number of these)
     """
     _, ids, mask, *_ = group
-    special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # includes padding
+    special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # also padding
     maskable = ~torch.isin(ids, special)
     if protected is not None:
         maskable &= ~protected(ids)
@@ -95,7 +95,7 @@ def embed_masked(model, group, impl, protected=None):
 
 
 def share_of_mean(sums):
-    """Return this rank's part of the mean over all ranks, from this rank's (n, 2) partial sums and counts."""
+    """Return this rank's part of the mean over all ranks. sums: (n, 2), this rank's sums and counts."""
     loss, tokens = sums.sum(0)
     tokens = tokens.detach()
     if dist.is_initialized():

@@ -12,14 +12,14 @@ from ..pretrained import loading, read_config
 
 
 def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subfolder="", **config):
-    """Return (model, tokenizer) of a folder or a hub name, or a small random BERT if the name is "scratch".
+    """Load a model and its tokenizer from a folder or the hub. The name "scratch" makes a small random BERT.
 
-    texts       texts for the word pieces of "scratch"; None: a new model is an error
+    texts       texts that define the vocabulary of "scratch"; None: "scratch" is an error
     auto_class  class of transformers that loads the model, such as AutoModelForMaskedLM
-    flag        the flag that names the model, for messages
+    flag        name of the flag that selects the model, for messages
     subfolder   folder of the model inside `name`
     config      further settings of the model's configuration
-    returns     model.missing has the names of the weights that the checkpoint lacks, which are random
+    returns     (model, tokenizer); model.missing names the weights that the checkpoint does not provide
     """
     source = f"{flag} {name}"
     if name == "scratch" and texts is None:
@@ -50,26 +50,26 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subf
 
 
 def check_tokenizer(source, tokenizer, model):
-    """Fail if a tokenizer is slow, or if the model lacks embeddings for its ids. If it has no padding token,
-    let another token serve as padding."""
+    """Fail if a tokenizer is slow, or if the model lacks embeddings for its ids. Give a tokenizer without a
+    padding token another token for padding."""
     if not tokenizer.is_fast:
         fail(f"{source}: {type(tokenizer).__name__} is a slow tokenizer, expected one with a tokenizer.json")
     rows = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= rows:
         token = tokenizer.convert_ids_to_tokens(largest)
-        fail(f"{source}: its tokenizer gives {token!r} the id {largest:,}, but it has {rows:,} embeddings; "
+        fail(f"{source}: the tokenizer gives {token!r} id {largest:,}, the model has {rows:,} embeddings; "
              "call model.resize_token_embeddings(len(tokenizer)), and save the model again")
     if tokenizer.pad_token is None:                            # GPT-2, Llama
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
 
 
 def scratch_tokenizer(texts):
-    """Return a BERT tokenizer with the characters and the most frequent words of the texts as word pieces."""
+    """Make a BERT tokenizer whose word pieces are the characters and the most frequent words of the texts."""
     words, normalise, split = Counter(), BertNormalizer().normalize_str, BertPreTokenizer().pre_tokenize_str
     for text in texts:
         words.update(word for word, _ in split(normalise(text)))
-    # The trainer of the tokenizers package breaks ties differently in every process.
+    # not trained by the package tokenizers, which breaks ties differently in every process
     letters = sorted(set("".join(words)))
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
     pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]
@@ -86,9 +86,9 @@ def longest_input(model, tokenizer):
 
 
 def has_decoder(lm):
-    """Return whether the model is a masked LM whose last layer is linear and reads one state per token.
+    """Return whether a model is a masked LM whose last layer is linear and reads one state per token.
 
-    MobileBERT's last layer is not: it multiplies by two matrices.
+    MobileBERT does not qualify, because its last layer multiplies by two matrices.
     """
     other = lm.config.is_encoder_decoder or lm.config.model_type == "mobilebert"
     return isinstance(lm.get_output_embeddings(), torch.nn.Linear) and not other

@@ -1,4 +1,4 @@
-"""Scored sentence pairs (STS): read them, and compute Spearman correlation, alignment and uniformity."""
+"""Semantic textual similarity (STS): read scored pairs, compute Spearman's ρ, alignment and uniformity."""
 import math
 import re
 
@@ -15,10 +15,10 @@ NAMES = "sentence1", "sentence2", "score"
 
 
 def load_sts(path, columns=None):
-    """Return [(sentence1, sentence2, score)] of a file, all of its subsets together (STS setting "all").
+    """Read [(sentence1, sentence2, score)] from a file, all of its subsets together (STS setting "all").
 
-    columns   names or numbers of the three columns (--dev-columns); None: found by the header. Without a
-              header, the score is the first or the last of three columns
+    columns   names or numbers of the three columns (--dev-columns); None: find them by the header or, in
+              files without a header, take three columns with the score first or last
     """
     header, table = read_table(path, columns=columns, names=NAMES)
     first = next(iter(table))[1]
@@ -46,8 +46,8 @@ def load_sts(path, columns=None):
 
 
 def spearman(a, b):
-    """Return the Pearson correlation of the ranks of a and b; 0 if one of them is constant. Equal values all
-    get their mean rank."""
+    """Return Spearman's ρ of a and b: the Pearson correlation of their ranks, or 0 if a or b is constant.
+    Equal values all get their mean rank."""
     ranks = []
     for x in (a, b):
         _, group, sizes = np.unique(x, return_inverse=True, return_counts=True)
@@ -57,8 +57,8 @@ def spearman(a, b):
 
 @torch.no_grad()
 def evaluate(model, pairs, impl="auto"):
-    """Return {"spearman": 100 ρ, "alignment", "uniformity"} of scored pairs. Sentences are not truncated to
-    --max-length. Alignment, over pairs with a score above 4 of 5, and uniformity: Wang and Isola 2020."""
+    """Score a model on sentence pairs, not truncated to --max-length. Return {"spearman": 100 ρ, "alignment"
+    of pairs with a score above 4 of 5, "uniformity" of all sentences} (the last two: Wang and Isola 2020)."""
     z, indices = model.embed([pair[side] for side in (0, 1) for pair in pairs])
     z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)
     one, two = z[indices].double().chunk(2)

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from ..errors import fail, log
 from ..out import writing
 
-# Cost of one more group in a batch, in tokens: its kernel launches, and a pass over all gradients.
-# CPU: measured with 2 layers of width 768; values from 25 to 400 gave the same speed. CUDA: an estimate.
+# Number of tokens that cost as much time as one more group (kernel launches, a pass over all gradients).
+# CPU: measured with 2 layers of width 768; values from 25 to 400 gave equal speed. CUDA: an estimate.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 NO_LIMIT = 2**31 - 1                           # as a maximum length: no truncation
-MAX_ROWS, MAX_CHARS = 10_000, 2**21            # tokenised at once, which takes about 100 bytes per character
+MAX_ROWS, MAX_CHARS = 10_000, 2**21            # limits per tokenizer call, at about 100 bytes per character
 
 
 def text_batches(items, count=len, rows=MAX_ROWS):
-    """Yield the items, in order, in lists that can be tokenised at once: a million sentences, or a thousand
-    long texts, would need tens of gigabytes.
+    """Divide items, in order, into lists that the tokenizer can take at once. Without this, a million
+    sentences or a thousand long texts would need tens of gigabytes.
 
-    count       function: item -> number of characters. A list of several items has at most MAX_CHARS
+    count       function from an item to its number of characters; MAX_CHARS limits lists of two or more items
     rows        maximum number of items in a list
     """
     part, size = [], 0
@@ -41,9 +41,9 @@ def count_characters(texts):
 
 
 def tokenise(sentences, tokenizer, max_length):
-    """Return ([int32 ids (L,)], number of truncated sentences), with special tokens and without padding.
+    """Tokenise sentences with special tokens and without padding, truncated to `max_length` tokens.
 
-    max_length  truncate sentences to this many tokens
+    returns     ([int32 ids (L,)], number of truncated sentences)
     """
     backend, rows, cut = tokenizer.backend_tokenizer, [], 0
     nothing = [tokenizer.pad_token_id or 0]    # for empty texts, if the tokenizer adds no special tokens
@@ -53,15 +53,15 @@ def tokenise(sentences, tokenizer, max_length):
         encoded = backend.encode_batch_fast(part)
         rows += [np.array(encoding.ids or nothing, np.int32) for encoding in encoded]
         cut += sum(bool(encoding.overflowing) for encoding in encoded)
-        del encoded                            # frees its memory before the next part is tokenised
+        del encoded                            # frees memory before the next part is tokenised
     return rows, cut
 
 
 def tokenise_table(table, model, run, name="tokens", whole=False):
     """Tokenise all sentences of a table for a SentenceEncoder and return them as TokenRows.
 
-    Rank 0 writes the tokens into the folder `name` in --out, and all ranks read them from there row by row,
-    so that they need not fit in memory. --resume writes them again.
+    Rank 0 writes the tokens into the folder `name` in --out. All ranks read this folder row by row, so that
+    the tokens need not fit into memory. A resumed run writes the folder again.
 
     whole       do not truncate the sentences to --max-length
     """
@@ -84,7 +84,7 @@ def write_tokens(table, model, max_length, folder):
     """Write the table's tokens into a folder, and return the number of truncated sentences.
 
     The folder gets two files. `ids` (int32): the token ids of all sentences, in order. `ends` (int64): 0,
-    then for each sentence the position in `ids` where it ends.
+    then for each sentence the position in `ids` where the sentence ends.
     """
     done, cut, rows = 0, 0, (model.add_prompts(cells) for _, cells in table)
     folder.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def write_tokens(table, model, max_length, folder):
 
 
 class TokenRows:
-    """The tokens in a folder of write_tokens: rows[i] is a tuple with the int32 ids (L,) of each column."""
+    """The tokens in a folder of write_tokens. Item i is a tuple: int32 ids (L,) for each column of row i."""
 
     def __init__(self, folder, columns):
         self.columns = columns
@@ -111,23 +111,23 @@ class TokenRows:
         return (len(self.ends) - 1) // self.columns
 
     def __getitem__(self, i):
-        first = range(len(self))[i] * self.columns             # number of the row's first sentence
+        first = range(len(self))[i] * self.columns             # index of the row's first sentence
         ends = self.ends[first : first + self.columns + 1].tolist()
         return tuple(np.array(self.ids[start:end]) for start, end in zip(ends, ends[1:]))
 
     def views(self, indices, count):
-        """Return the rows' tokens as `count` lists of ids (L,), one list per column. If `count` exceeds the
-        number of columns, start again with the first column."""
+        """Return `count` views of the rows. View i is a list with the ids (L,) of column i of each row. After
+        the last column, further views start again with the first column."""
         columns = list(zip(*(self[i] for i in indices)))
         return [columns[i % self.columns] for i in range(count)]
 
 
 def group_by_length(lengths, device, max_rows=None, max_tokens=None):
-    """Divide sequences of these lengths into groups, each to be padded to one tensor, at the least cost: the
-    tokens with padding plus GROUP_COST per group.
+    """Divide sequences into groups, each of which will be padded to one tensor, at the least cost: the number
+    of tokens, padding included, plus GROUP_COST per group.
 
     max_rows    maximum number of sequences in a group, or None
-    max_tokens  maximum number of tokens in a group, with padding, or None. A longer sequence is a group alone
+    max_tokens  maximum number of tokens in a group, with padding; or None. A longer sequence is a group alone
     returns     [[index of a sequence, ...] per group]
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
@@ -136,8 +136,8 @@ def group_by_length(lengths, device, max_rows=None, max_tokens=None):
 
 
 def length_groups(lengths, cost, max_rows=None, max_tokens=None):
-    """Divide ascending lengths into groups [(start, end)] with the least Σ (rows · longest + cost), by
-    dynamic programming. Then divide groups of more than `max_rows` rows or `max_tokens` tokens."""
+    """Divide ascending lengths into groups [(start, end)] that minimise Σ (rows · longest + cost), by dynamic
+    programming. Then split groups of more than `max_rows` rows or `max_tokens` tokens."""
     best = {0: (0, 0)}                         # n: (least cost of the first n rows, start of the last group)
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
@@ -152,9 +152,9 @@ def length_groups(lengths, cost, max_rows=None, max_tokens=None):
 
 
 def divide_group(lengths, start, end, max_rows, max_tokens):
-    """Yield the parts (start, end) of a group, each within both limits, or with one row only."""
+    """Split a group into parts (start, end) within both limits. A row above max_tokens is a part alone."""
     for i in range(start + 1, end):
-        rows = i - start + 1                   # with row i, the longest so far
+        rows = i - start + 1                   # including row i, the longest so far
         if rows > max_rows or rows * lengths[i] > max_tokens:
             yield start, i
             start = i
@@ -162,11 +162,11 @@ def divide_group(lengths, start, end, max_rows, max_tokens):
 
 
 def restore_order(x, batch):
-    """Return the rows of x, which are in the order of the batch's groups (row indices, ...), in row order."""
+    """Sort the rows of x, which are in the order of the groups of a batch, by the groups' row indices."""
     return x[torch.cat([indices for indices, *_ in batch]).argsort()]
 
 
 def pad(rows, value):
-    """Return 1-D arrays as one int64 tensor (n, L), padded with `value` on the right."""
+    """Pad 1-D arrays with `value` on the right to one int64 tensor (n, L)."""
     tensors = [torch.from_numpy(row).long() for row in rows]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
