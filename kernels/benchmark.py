@@ -1,4 +1,4 @@
-"""Measure time, memory and error of the losses, in this package and in other packages that are installed.
+"""Measure time, memory and error of the losses of this package and of other installed packages.
 
     python -m kernels.benchmark                                    default losses and sizes for this device
     python -m kernels.benchmark --loss clip_loss --sizes 16384x16384x768 --impl eager blockwise
@@ -8,12 +8,12 @@
 A case is a loss, a size N x M x D (q is (N, D), k is (M, D)) and a set of inputs. For each case and
 implementation, the output has these columns:
 forward ms    median time of a forward pass
-ms            median time of a forward and backward pass; 20 % and 80 % are percentiles
-MB            peak memory of forward and backward, in 2^20 bytes, with the gradients but without the inputs
-error         |g - g64| / |g64| for the gradient g of q, where g64 is computed in float64
+ms            median time of a forward and a backward pass together; 20 % and 80 % are its percentiles
+MB            peak memory of both passes, in 2^20 bytes, with the gradients but without the inputs
+error         |g - g64| / |g64|, where g is the gradient of q, and g64 the same gradient in float64
 
-On a GPU, the L2 cache is flushed before each timed run. One process measures all cases of an implementation,
-from small to large: a crash, or a result that takes longer than --limit, costs it the remaining cases.
+On a GPU, the L2 cache is flushed before each timed run. A process measures all cases of one implementation,
+from small to large. If it crashes, or a case takes longer than --limit, the remaining cases are not measured.
 """
 import argparse
 import contextlib
@@ -36,18 +36,18 @@ import kernels
 from kernels.figures import caption, in_mb, in_ms, largest_cases, plot
 
 TAU = 0.05
-DEFAULT_SIZES = {                                              # on a CPU only those with N·M up to 2^28
+DEFAULT_SIZES = {                                              # on a CPU, only sizes with N·M ≤ 2^28
     "nt_xent": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768 32768x32768x128",
     "clip_loss": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768",
     "info_nce": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768",
     "queue_loss": "256x65536x128 4096x65536x128", "linear_cross_entropy": "8192x128256x4096",
     "sigmoid_loss": "16384x16384x768 65536x65536x768", "sup_con_loss": "16384x16384x768 65536x65536x768"}
 OURS = ("triton", "blockwise", "auto")
-# implementation of another package → its name on PyPI; torch has a linear_cross_entropy
+# implementation → name of its package on PyPI; "torch" is torch.nn.functional.linear_cross_entropy
 PEERS = {"torch": "torch", "memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy",
          "Liger": "liger-kernel", "siglip-kernel": "siglip-kernel"}
 IMPLS = ("eager", "compile", *OURS, *PEERS)
-# printed columns: title, key of a row, format
+# printed columns: title, key in the dict of a result, number format
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("MB", "extra_mb", ".4g"), ("error", "error", ".1e"))
 
@@ -58,7 +58,7 @@ COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "m
 def make_inputs(loss, size, dtype, device, trained):
     """Return q (N, D), k (M, D), targets (N,). For queue_loss, k is the queue followed by the N positives.
 
-    trained    make row i of q and its positive so similar that the mean loss is about 5e-3
+    trained    True: each row of q and its positive are so similar that the mean loss is about 5e-3
     """
     n, m, d = size
 
@@ -67,7 +67,7 @@ def make_inputs(loss, size, dtype, device, trained):
 
     q = F.normalize(torch.randn(n, d, **seeded(0)), dim=1)
     k = F.normalize(torch.randn(m + n if loss == "queue_loss" else m, d, **seeded(1)), dim=1)
-    if trained:  # the cosine for which (log Σ exp over M random rows) − positive logit = log 5e-3
+    if trained:  # at this cosine, (log Σ exp over M random rows) − (logit of the positive) = log 5e-3
         cosine = TAU * (math.log(m) + 1 / (2 * d * TAU ** 2) - math.log(5e-3))
         noise = k[-n:] - (k[-n:] * q).sum(1, keepdim=True) * q
         k[-n:] = cosine * q + (1 - cosine ** 2) ** 0.5 * F.normalize(noise, dim=1)
@@ -80,7 +80,7 @@ def make_inputs(loss, size, dtype, device, trained):
 def loss_function(loss, impl):
     """Return the loss as a function (q, k, targets) → scalar; None if the implementation does not have it."""
     if impl == "compile":
-        torch.compiler.reset()  # after eight sizes, torch.compile would no longer compile
+        torch.compiler.reset()  # without this, torch.compile gives up after eight sizes
         return torch.compile(our_loss(loss, "eager"), dynamic=False)
     return our_loss(loss, impl) if impl in ("eager", *OURS) else peer_loss(loss, impl)
 
@@ -89,11 +89,11 @@ def our_loss(loss, impl):
     f = getattr(kernels, loss)
     if loss == "linear_cross_entropy":
         return lambda q, k, targets: f(q, k, targets, impl=impl)
-    if loss == "queue_loss":  # k is the queue, followed by the positives
+    if loss == "queue_loss":  # see make_inputs
         return lambda q, k, targets: f(q, k[-len(q):], k[:-len(q)], TAU, impl=impl)
     if loss == "nt_xent":
         return lambda q, k, targets: f(q[:len(q) // 2], k[:len(q) // 2], TAU, impl=impl)
-    if loss == "sup_con_loss":  # two samples for each label
+    if loss == "sup_con_loss":  # each label has two samples
         def supervised(q, k, targets):
             z = stack_views(q, k).unflatten(0, (2, -1)).transpose(0, 1)
             return f(z, torch.arange(len(z), device=z.device) // 2, TAU, TAU, impl=impl)
@@ -102,9 +102,9 @@ def our_loss(loss, impl):
 
 
 def peer_loss(loss, impl):
-    """Return a loss of another package, called as its documentation says, or None. For nt_xent, other
-    packages do not leave out a row's similarity to itself: a slightly different loss with as many products.
-    """
+    """Return a function (q, k, targets) → loss of another package, or None if the package lacks the loss.
+    For nt_xent, other packages include the similarity of a row to itself. Their loss differs slightly, but it
+    takes as many products."""
     if impl == "siglip-kernel" and loss == "sigmoid_loss":
         from siglip_kernel import fused_siglip_loss
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,7 +129,7 @@ def peer_loss(loss, impl):
 
 
 def peer_cross_entropy(impl, tau):
-    """Return another package's cross entropy of q·kᵀ / τ over rows, (q, k, targets) → scalar, or None."""
+    """Return a function (q, k, targets) → cross entropy of the rows of q·kᵀ/τ by another package, or None."""
     if impl == "torch":
         options = torch.nn.LinearCrossEntropyOptions()
         return lambda q, k, targets: F.linear_cross_entropy(q / tau, k, targets, options=options)
@@ -146,7 +146,7 @@ def peer_cross_entropy(impl, tau):
 
 
 def stack_views(q, k):
-    """Return the N rows that nt_xent and sup_con_loss compare with each other: two views of N / 2 samples."""
+    """Return the N rows of nt_xent and sup_con_loss: two views of N/2 samples, half of q and half of k."""
     return torch.cat([q[:len(q) // 2], k[:len(q) // 2]])
 
 
@@ -168,7 +168,7 @@ def measure(loss, size, dtype, impl, device, repeat, trained):
         with torch.no_grad():
             f(q, k, targets)
 
-    forward_backward()  # what is allocated only once, such as cuBLAS's workspaces, does not count
+    forward_backward()  # memory that is allocated only once, such as cuBLAS's workspace, is not counted
     q.grad = k.grad = None
     before = peak_memory_bytes(device, reset=True)
     forward_backward()
@@ -184,8 +184,8 @@ def measure(loss, size, dtype, impl, device, repeat, trained):
 
 
 def time_ms(step, device, repeat):
-    """Return median, 20th and 80th percentile of the time of step(), in milliseconds, over up to `repeat`
-    runs. After ten seconds and at least three runs no further run starts. A first run is not timed."""
+    """Return the median, 20th and 80th percentile of the time of step(), in milliseconds. A first run is not
+    timed. Then `repeat` runs are timed, or fewer (at least three) if they take more than ten seconds."""
     step()
     times = []
     flush = torch.empty(2 ** 28, dtype=torch.uint8, device=device) if device == "cuda" else None
@@ -206,20 +206,20 @@ def time_ms(step, device, repeat):
 
 
 def peak_memory_bytes(device, reset=False):
-    """Return the peak memory since the last reset in bytes; on a CPU, that of the process (Linux only)."""
+    """Return the peak memory since the last reset, in bytes; on a CPU, that of this process (Linux only)."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back, else it can be used again unnoticed
+        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back: reused memory would not count
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 def measure_cases(sender, impl, cases, device, repeat):
-    """Measure the cases of one implementation in this process and send each result."""
+    """Measure the cases of one implementation in this process, and send each result through a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, run_impl ends this process
     for case in cases:
         trained, dtype = case["set"] == "trained", getattr(torch, case["dtype"])
@@ -250,7 +250,7 @@ def run_impl(impl, cases, device, repeat, limit, report):
 
 
 def received_results(process, receiver, limit):
-    """Yield the results that a process sends, then the reason why no more follow."""
+    """Yield each result that a process sends, and then {"failed": reason why no more results follow}."""
     try:
         while receiver.poll(limit):
             yield receiver.recv()
@@ -261,7 +261,7 @@ def received_results(process, receiver, limit):
 
 
 def run_cases(args, device):
-    """Measure the cases that the flags select, print each result when it is done, and return them all."""
+    """Measure the cases that the flags select, print each result when it is known, and return all."""
     cases = []
     for loss in args.loss or DEFAULT_SIZES:
         sizes = args.sizes or [parse_size(size) for size in DEFAULT_SIZES[loss].split()]
@@ -295,7 +295,7 @@ def run_cases(args, device):
 
 
 def describe_environment(device):
-    """Return {"device": ..., "torch": ..., ...}: device, versions, date and command of this run."""
+    """Return a dict with the device, the versions of packages, the date and the command of this run."""
     name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -310,21 +310,21 @@ def describe_environment(device):
 
 
 def rename(rows):
-    """Return the rows with plain names of implementations: eager, compiled, ours, and those of others."""
+    """Return results with names for readers: eager, compiled, ours (only one of OURS) or another package."""
     ours = next((impl for impl in OURS if any(row["impl"] == impl and "ms" in row for row in rows)), None)
     names = {"eager": "eager", "compile": "compiled", ours: "ours"} | dict(zip(PEERS, PEERS))
     return [row | {"impl": names[row["impl"]]} for row in rows if row["impl"] in names]
 
 
 def cell(row):
-    """Return a result as the text of a table's cell."""
+    """Return the text of a table cell for one result: time and memory, or why there is no result."""
     if not row or "failed" in row:
         return row.get("failed", "")
     return in_ms(row["ms"]) + (f", {in_mb(row['extra_mb'])}" if "extra_mb" in row else "")
 
 
 def markdown(result):
-    """Return a markdown table of the largest case of each loss. Of other packages, it has the fastest one."""
+    """Return a markdown table of the largest case of each loss. It shows only the fastest other package."""
     cases = {}  # {case: {implementation: row}}
     for row in largest_cases(result["rows"]):
         case = row["loss"], " × ".join(f"{x:,}" for x in row["size"]), row["set"]
@@ -354,7 +354,7 @@ def parse_size(text):
 
 
 def load_result(args):
-    """Return the results that an earlier run saved by --json; of the rows, those that the flags select."""
+    """Return results that an earlier run saved by --json, but only those that the flags select."""
     try:
         with open(args.source) as file:
             result = json.load(file)
@@ -370,7 +370,7 @@ def load_result(args):
 
 
 def save_result(result, path):
-    """Save results as JSON, complete even if this process is killed while it saves them."""
+    """Save results as JSON. If this process is killed meanwhile, the file is still complete."""
     part = Path(f"{path}.part")
     part.write_text(json.dumps(result, indent=1))
     part.replace(path)
@@ -388,14 +388,14 @@ def make_parser(device):
         default="bfloat16" if device == "cuda" else "float32", help="default %(default)s on this device")
     add("--impl", nargs="+", choices=IMPLS, metavar="IMPL",
         help="of this package: eager (plain PyTorch), compile (eager with torch.compile), triton, blockwise, "
-             "auto (what the losses choose by default); of others: torch (PyTorch's linear_cross_entropy), "
-             f"{', '.join(PEERS)}; default: eager, compile, triton and the installed packages, on a CPU only "
+             "auto (the default of the losses); of other packages: torch (PyTorch's linear_cross_entropy), "
+             f"{', '.join(PEERS)}; default: eager, compile, triton and the installed packages; on a CPU only "
              "eager and blockwise")
     add("--repeat", type=int, default=20, help="timed runs, fewer if they take 10 s; default 20")
-    add("--limit", type=int, default=600, metavar="SECONDS", help="time limit of a result; default 600")
-    add("--json", metavar="FILE", help="save the results to this file, after each one")
+    add("--limit", type=int, default=600, metavar="SECONDS", help="time limit of a case; default 600")
+    add("--json", metavar="FILE", help="save the results to this file, after each case")
     add("--from", dest="source", metavar="FILE",
-        help="measure nothing: read results of --json; --loss, --sizes, --set and --impl select rows")
+        help="show results that --json saved; --loss, --sizes, --set and --impl select some of them")
     add("--markdown", action="store_true", help="print a markdown table of the largest size of each loss")
     add("--plot", metavar="FILE", help="plot time and memory against N to this file; needs matplotlib")
     return parser
@@ -404,7 +404,7 @@ def make_parser(device):
 def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = make_parser(device).parse_args(argv)
-    for path in filter(None, (args.json, args.plot)):  # fail now, not after hours of work
+    for path in filter(None, (args.json, args.plot)):  # fail now, not after hours of measuring
         if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             sys.exit(f"{path}: its folder does not exist or is not writable")
     result = load_result(args) if args.source else run_cases(args, device)
@@ -416,7 +416,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: run_impl ends its process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, run_impl then ends its process
     try:
         main()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Figures of the benchmark, and their style, which kernels.training.plot uses too. They need matplotlib."""
+"""Draw the figures of kernels.benchmark; kernels.training.plot uses their style too. Needs matplotlib."""
 import math
 import sys
 from pathlib import Path
@@ -8,32 +8,32 @@ COLOURS = {"eager": "C7", "compiled": "C5", "ours": "black", "torch": "C6", "mem
 
 
 def caption(result):
-    """Return in one line where and how results were measured."""
+    """Return one line that says on which device, in which dtypes and when the results were measured."""
     dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in result["rows"]))
     return f"Forward + backward, {dtypes}: {result['device']}, torch {result['torch']}, {result['date']}"
 
 
 def in_ms(ms):
-    """Return a time with its unit."""
+    """Return a time in milliseconds as text with its unit."""
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
 
 
 def in_mb(mb):
-    """Return a size of memory with its unit."""
+    """Return a memory size in MB as text with its unit, which is GB from 1024 MB on."""
     if mb >= 1024:
         return f"{mb / 1024:.1f} GB"
     return f"{mb:.0f} MB" if mb >= 10 else f"{mb:.2g} MB"
 
 
 def largest_cases(rows):
-    """Return the rows of the largest size of each loss."""
+    """Return only the results for the largest size N·M·D of each loss."""
     largest = {row["loss"]: row["size"] for row in sorted(rows, key=lambda row: math.prod(row["size"]))}
     return [row for row in rows if row["size"] == largest[row["loss"]]]
 
 
 def plot(result, path):
-    """Plot time (left panels) and memory (right) against N, for the M and D of the largest case of each loss.
-    Losses of which only one N was measured are left out."""
+    """Plot time (left panels) and memory (right panels) against N. D is that of the loss's largest case, and
+    M is N or that of the largest case. Losses that were measured for only one N are left out."""
     rows = [row for row in result["rows"] if "ms" in row and row["set"] == result["rows"][0]["set"]]
     titles = dict.fromkeys(panel_title(row) for row in largest_cases(rows))
     panels = {title: [row for row in rows if panel_title(row) == title] for title in titles}
@@ -58,7 +58,7 @@ def panel_title(row):
 
 
 def draw_curves(axis, rows, key, in_units):
-    """Draw a line per implementation. Its name and its last value are written at the right edge."""
+    """Draw one line per implementation, and write its name and last value at the right edge of the panel."""
     ends = []
     for impl, colour in COLOURS.items():
         points = sorted((row["size"][0], max(row[key], 2 ** -8)) for row in rows
@@ -79,7 +79,7 @@ def draw_curves(axis, rows, key, in_units):
     axis.set_ylim(10 ** low, 10 ** high)
     ends.sort(reverse=True)
     places = [(math.log10(value) - low) / (high - low) for value, _, _ in ends]
-    for i in reversed(range(len(ends) - 1)):                   # a line of text needs 0.12 of the height
+    for i in reversed(range(len(ends) - 1)):                   # a line of text needs 0.12 of the axis
         places[i] = max(places[i], places[i + 1] + 0.12)
     for i, (_, text, colour) in enumerate(ends):
         places[i] = min(places[i], places[i - 1] - 0.12 if i else 1)
@@ -87,13 +87,13 @@ def draw_curves(axis, rows, key, in_units):
 
 
 def new_figure(rows, columns, width, height, **shared):
-    """Return (figure, axes (rows, columns)).
+    """Return (figure, axes), where axes is an array (rows, columns) of panels.
 
     width, height    of each panel, in inches
-    shared           sharex and sharey of matplotlib's subplots
+    shared           arguments sharex and sharey of matplotlib's subplots
     """
     try:
-        from matplotlib.figure import Figure  # unlike pyplot, this opens no window and needs no backend
+        from matplotlib.figure import Figure  # unlike pyplot, Figure opens no window
     except ImportError:
         sys.exit("plots need the package matplotlib; run pip install matplotlib")
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -109,7 +109,7 @@ def save_figure(figure, path):
     """Save a figure to a file; its extension selects the format."""
     try:
         figure.savefig(path, dpi=150)
-        if Path(path).suffix == ".png":  # 256 colours are enough for lines and take half of the bytes
+        if Path(path).suffix == ".png":  # 256 colours are enough for lines; the file has half the size
             from PIL import Image  # matplotlib depends on Pillow
             Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
     except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the extension

@@ -1,42 +1,46 @@
-"""The Triton kernels and the code that launches them, one stage of the mathematics per file.
+"""The Triton kernels and the Python code that launches them, with one file for each step or loss.
 
-    tiles.py                    device functions that all kernels share
-    launch.py                   host side: tile sizes, aligned copies, kernel arguments
-    shift.py                    one shift for all logits, instead of a maximum per row and per column
-    lse_forward.py              log-sum-exp of each row, or of each row and each column; the softmax loss
-    gradient.py                 gradient; it calls gradient_small_d.py or gradient_large_d.py
-    fused_forward_backward.py   loss with a row softmax only, and its gradient, in one pass
-    queue_loss.py               queue loss and its gradient in one pass
-    sigmoid.py                  sigmoid loss and its gradient in one pass
-    topk.py                     the n largest logits of each row
+    tiles.py                    device functions that several kernels call
+    launch.py                   code on the host (CPU) for all kernels: tile sizes, aligned copies, arguments
+    shift.py                    one number that replaces the maxima of all rows and columns in a softmax
+    lse_forward.py              forward pass of softmax losses: log-sum-exp of rows and columns, and the loss
+    gradient.py                 backward pass of softmax losses, by gradient_small_d.py or gradient_large_d.py
+    fused_forward_backward.py   loss and gradient in one pass, for losses with a row softmax only
+    queue_loss.py               the queue loss and its gradient in one pass
+    sigmoid.py                  the sigmoid loss and its gradient in one pass
+    topk.py                     the n largest dot products of each row
 
-Letters and words that all files use:
+Letters and words that mean the same in all files:
 
-    q, k             (N, D) queries and (M, D) keys: row i of q gives row i of the logits, row j of k column j
-    x, y             q and k, or k and q: one kernel computes the gradient of either side
-    qk               dot product q_i·k_j, as the tensor cores return it (xy where the operands are x and y)
-    s                logit in log2 units: s_ij = q_i·k_j log2(e)/τ, so that exp2(s_ij) = exp(q_i·k_j / τ);
-                     the hardware has exp2, not exp
-    m_i, l_i         running maximum and running sum of row i: m_i = max_j s_ij, l_i = Σ_j exp2(s_ij − m_i);
-                     in some kernels m_i is another number that keeps exp2 in range
-    stats            m and l stacked, (2, N)
+    q, k             queries (N, D) and keys (M, D): q_i and k_j give the logit in row i and column j
+    x, y             q and k in a kernel that computes the gradient of q; k and q for the gradient of k
+    qk               dot product q_i·k_j; its name is xy if the operands are called x and y
+    s                logit in log2 units, s_ij = q_i·k_j log2(e)/τ, so that exp2(s_ij) = exp(q_i·k_j / τ):
+                     GPUs have an instruction for exp2, but not for exp
+    m_i, l_i         running maximum and running sum of row i: m_i = max_j s_ij, l_i = Σ_j exp2(s_ij − m_i).
+                     Some kernels subtract another number in place of the maximum, and store it as m_i
+    m                in host code next to n: the number of keys M; everywhere else: the m_i of all rows
+    stats            m and l of N rows, stacked: (2, N)
     lse              log-sum-exp of a row in nats, (m + log2 l) / log2(e)
     p                softmax, p_ij = exp2(s_ij − m_i) / l_i
     shift            one number r that is subtracted from all logits in place of the maxima (shift.py)
-    positive         the column p that is paired with row i; the mask excludes it from the sums. In formulas
-                     positive_i is its logit, in code (positive, POSITIVE) its dot product q_i·k_p
-    dloss_dlse       derivative of the loss in lse_i (g_i in formulas), without factors that all rows share
+    positive         the key k⁺_i that belongs to row i; the mask excludes this column from the sums. In
+                     formulas positive_i is its logit; in code positive is q_i·k⁺_i (in sigmoid.py the logit)
+    dloss_dlse       derivative of the loss with respect to lse_i (g_i in formulas). Constants that all rows
+                     share, such as 1/N, are not in it; they are multiplied at the end
     side             one softmax of the loss: the row softmax (one per row i, dim=1) or the column softmax
                      (one per column j, dim=0)
-    self-similarity  the rows of q are compared with each other (k is None); the logits are symmetric
-    WEIGHT_SCALE     softmax weights are stored multiplied by 2¹⁴ (gradient.py says why)
+    self-similarity  k is None: the rows of q are compared with each other, so the logits are symmetric
+    half types       float16 and bfloat16
+    WEIGHT_SCALE     2¹⁴, a factor on stored softmax weights (gradient.py says why)
     program          one instance of a kernel, Triton's unit of parallelism
-    tile             BLOCK_N × BLOCK_M logits that a program has in registers
-    block, strip     many tiles that one launch covers: a rectangle, or some rows with all of the columns
-    config           the constexpr parameters and launch options of a kernel: BLOCK_N, num_warps, ...
+    tile             BLOCK_N × BLOCK_M logits that a program holds in registers
+    block            a rectangle of many tiles that one launch computes
+    strip            a block that has all of the columns, but only some of the rows
+    config           dict of the constexpr parameters and launch options of a kernel: BLOCK_N, num_warps, ...
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
 The package imports this folder only for impl="triton". From `kernels` this folder imports only
 `heuristics`, which chooses the kernels, `masks`, which defines the excluded columns, and `replay`, which
-records launches; none of them needs Triton.
+records launches; none of these three modules needs Triton.
 """

@@ -1,15 +1,15 @@
-"""Gradient for large D: a kernel computes blocks of softmax weights W, and cuBLAS multiplies them with rows.
+"""Gradient for large D: a kernel computes blocks of softmax weights W, and cuBLAS multiplies them by k and q.
 
-W is (N, M), so only one block of it exists at a time, of at most heuristics.WEIGHT_BUFFER_BYTES (8192 × 8192
-in a half type). cuBLAS does the other products, with float32 sums:
+W (N, M) may be large, so only one block of W is stored at a time. A block has at most WEIGHT_BUFFER_BYTES
+(heuristics.py): 8192 × 8192 weights in a half type. cuBLAS computes the products, with float32 sums:
 
                columns J                          for each block of rows I, each block of columns J:
             ┌──────────────┐                          W      = kernel(q_I, k_J)     in q's dtype
      rows I │ W (I × J)    │                          dq_I  += W  @ k_J
             └──────────────┘                          dk_J  += Wᵀ @ q_I
 
-6 N·M·D operations, of which 2 recompute the logits. With self-similarity W is symmetric: a block above the
-diagonal contributes to the gradient of its rows and of its columns, 3 N²D in all.
+This takes 6 N·M·D operations; 2 N·M·D of them compute the logits again. With self-similarity, W is symmetric.
+Then only blocks on or above the diagonal are computed, each for its rows and its columns: 3 N²D operations.
 """
 import torch
 import triton
@@ -26,7 +26,7 @@ from .tiles import (
     WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, finish_gradient, keep_mask, kernel,
     load_factors, log2e_over_tau, needs_mask, next_step, softmax_weights)
 
-ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm: half operands, float32 result
+ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm of half types with float32 result
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def write_weights(tiles, common_m, W, X_SIDE, Y_SIDE, first_x, first_y, tiles_x,
                   Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                   TRIANGLE: tl.constexpr, ONE_EXPONENTIAL: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Do what weights_kernel says; common_m and ONE_EXPONENTIAL as in tiles.softmax_weights."""
+    """Write W as in weights_kernel. common_m and ONE_EXPONENTIAL are arguments of tiles.softmax_weights."""
     scale = log2e_over_tau(MASK)
     tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -63,11 +63,11 @@ def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x
                    Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                    TRIANGLE: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write WEIGHT_SCALE · dloss/ds to W, for the block that starts at tile (first_x, first_y).
+    """Write the weights, times WEIGHT_SCALE, to W for the block that starts at tile (first_x, first_y).
 
-    COMMON_M  see shift.py; None: the loss has one side, or few rows
-    TRIANGLE  the block lies on the diagonal of a self-similarity. A tile (tiles.tile_at) is also stored
-              transposed, at its mirrored place
+    COMMON_M  0-dim tensor of shift.py; None: there is no shift, as the loss has one side or few rows
+    TRIANGLE  True: the block lies on the diagonal of a self-similarity (tiles.tile_at). Each tile is stored
+              twice: at its place, and transposed at the mirrored place
     """
     common_m = float("inf")
     if COMMON_M is not None:
@@ -83,10 +83,8 @@ def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x
 @kernel
 def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N, M, FINISH,
                            EXCLUDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write DX = finish_gradient(FACTOR · SUM), and to DOT, if given, partial sums of x·dx per row.
-
-    FACTOR  (N,); it counts only if SHIFT is 0. None: 1
-    """
+    """Write finish_gradient(FACTOR · SUM) to DX and, unless DOT is None, partial sums of x·dx per row to DOT.
+    FACTOR (N,) has a factor for each row. If SHIFT is not 0 or FACTOR is None, the factors are 1."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     place = rows.to(tl.int64)[:, None] * FINISH.features + d[None, :]
@@ -102,17 +100,17 @@ def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N,
 
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
-    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None). See gradient.gradients for the arguments."""
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
     q, k = (x[:, :d] for x in aligned[:2])                         # without padding, for cuBLAS
     sums = gradient_sums(q, k, *needs)
     config = tile_config(q, aligned[2])
     two_sided = rows.factor is not None and columns.factor is not None
     if capability(q) >= 10 and two_sided:
-        config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 spills registers there
+        config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 would spill registers
     operands, rest = kernel_args(*aligned, temperature, config)
     if two_sided and operands[-1].q_stride is not None:
-        rest |= dict(num_warps=8)                                  # pointers take registers
+        rest |= dict(num_warps=8)                                  # pointers need more registers
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         triangle = self_similarity and first_x == first_y
@@ -126,10 +124,8 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
 
 
 def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
-    """Return [(N, D), (M, D)] float32 for Σ_j w_ij k_j and Σ_i w_ij q_i, uninitialised.
-
-    A sum that is not needed has no rows.
-    """
+    """Return two uninitialised float32 tensors: (N, D) for Σ_j w_ij k_j and (M, D) for Σ_i w_ij q_i.
+    A tensor that is not needed has no rows."""
     needed = (q, needs_q or needs_temperature), (k, needs_k)
     return [torch.empty(x.shape[0] if is_needed else 0, x.shape[1], dtype=torch.float32, device=x.device)
             for x, is_needed in needed]
@@ -138,9 +134,9 @@ def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
 def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False):
     """Add W k to sums_q and Wᵀ q to sums_k, block by block.
 
-    sums_q, sums_k   from gradient_sums; one or both may have no rows
-    fill_weights     fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y), called for each block,
-                     writes its weights to the buffer w. The block starts at tile (first_x, first_y) and has
+    sums_q, sums_k   from gradient_sums; nothing is added to a tensor without rows
+    fill_weights     function (w, w_row_stride, first_x, first_y, tiles_x, tiles_y) that writes the weights of
+                     one block to the buffer w. The block starts at tile (first_x, first_y) and has
                      tiles_x × tiles_y tiles
     self_similarity  True: W is symmetric, and all products are added to sums_q
     """
@@ -160,11 +156,11 @@ def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False
 
 
 def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_dot, shift=None):
-    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None) from the list of sums that add_blocks has filled.
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None) for sums, the list [sums_q, sums_k] of add_blocks.
 
-    The list is emptied, so that the sums of dq are freed before dk is allocated.
-    mask   the KernelMask
-    shift  if it is 0, the sum for dq lacks the factors of the rows; None: it has them
+    The list is emptied, so that sums_q can be freed before dk is allocated.
+    mask   KernelMask
+    shift  0-dim tensor: if it is 0, sums_q lacks the factors of its rows; None: sums_q contains them
     """
     dq, dot = finish_side(sums.pop(0), q, k, mask, exclude, rows, columns, scaling, needs_dot, shift)
     dk, _ = finish_side(sums.pop(), k, q, transposed_mask(mask), exclude, columns, rows, scaling)
@@ -172,19 +168,19 @@ def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_do
 
 
 def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, shift=None):
-    """Return (gradient of x, partial sums of x·dx per row or None). A float32 gradient overwrites sums."""
+    """Return (dx, partial sums of x·dx per row or None). If dx is float32, it is written into sums."""
     if not sums.shape[0]:
         return sums, None
     x, y = contiguous_rows(x), contiguous_rows(y)
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
     grid = cdiv(x.shape[0], 32), cdiv(x.shape[1], 128)
     dot = torch.empty(grid[1], x.shape[0], dtype=torch.float32, device=x.device) if needs_dot else None
-    if exclude == "target" and mask.row_ids is None:              # rows of y may share a target in x
+    if exclude == "target" and mask.row_ids is None:              # x is k; rows of q may share a target
         if scaling.positives:
             subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
         scaling = scaling._replace(positives=False)
     factor = None if shift is None else x_side.factor
-    # the kernel reads only dloss_dlse of the sides: without the other fields more losses share one kernel
+    # the kernel reads only dloss_dlse. Without the other fields, more losses share one compiled kernel
     x_side, y_side = (SoftmaxSide(dloss_dlse=side.dloss_dlse) for side in (x_side, y_side))
     finish_gradient_kernel[grid](dx, dot, sums, factor, shift, x_side, y_side, mask, x.shape[0], y.shape[0],
                                  FinishArgs.make(x, y, scaling), EXCLUDE=exclude, BLOCK_N=32, BLOCK_D=128)
@@ -192,9 +188,9 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
 
 
 def add_product(sums, a, b, overwrite):
-    """Add a @ b to sums, in place, in float32 for any dtype of a and b. overwrite: ignore what sums holds."""
+    """Add a @ b to sums (float32), in place; a and b have any dtype. overwrite: discard the old sums."""
     if not a.is_cuda:
-        a, b = a.float(), b.float()         # for the interpreter: the CPU has no product of this kind
+        a, b = a.float(), b.float()         # Triton's interpreter: on a CPU, mm has no out_dtype
     to_float32 = {} if a.dtype == torch.float32 else dict(out_dtype=torch.float32)
     if overwrite:
         torch.mm(a, b, out=sums, **to_float32)
@@ -205,10 +201,8 @@ def add_product(sums, a, b, overwrite):
 
 
 def subtract_targets(sums, q, targets, dloss_dlse):
-    """Compute sums[target_i] −= WEIGHT_SCALE · dloss_dlse_i · q_i, for 8192 rows at a time.
-
-    index_put_ adds the rows of a repeated target in a fixed order.
-    """
+    """Subtract WEIGHT_SCALE · dloss_dlse_i · q_i from sums[targets_i] for all i, 8192 rows at a time.
+    index_put_ adds the rows of a repeated target in a fixed order."""
     for first in range(0, q.shape[0], 8192):
         rows = slice(first, min(first + 8192, q.shape[0]))
         added = q[rows] * (dloss_dlse[rows] * -WEIGHT_SCALE.value)[:, None]

@@ -1,13 +1,14 @@
-"""Gradient for small D: a program keeps its rows x_i and their gradient in registers and loops over y_j.
+"""Gradient for small D: a program holds rows of x and their gradient in registers, and loops over rows of y.
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     x_i ·  │        y_Jᵀ          │  = s       w = softmax_weights(s)      dx_i += w · y_J   (see gradient.py)
            └──────────────────────┘
 
-A tile of y is read once for both products, and no weight goes to memory. The kernel runs once with x = q, y =
-k for dq, and once with x = k, y = q for dk: 4 N·M·D operations each, of which half recompute s. With D > 128,
-which comes here only with groups (within=), a program computes 128 features of dx, and others compute s
-again. If the column ids of groups are sorted, a program loops only over the columns of its rows' groups.
+y_J are the rows of y in tile J, read once for both products. Weights w are never written to memory. The
+kernel runs with x = q and y = k for dq, and again with x = k and y = q for dk. Each run takes 4 N·M·D
+operations, half of them for s. Only with groups (within=) may D exceed 128. Then a program computes only 128
+features of dx, so that D / 128 programs compute the same s. If the group ids of the columns are sorted, a
+program loops only over the columns that belong to the groups of its rows.
 """
 import torch
 import triton.language as tl
@@ -25,9 +26,10 @@ from .tiles import (
 def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, SHAPE, FINISH,
                    EXCLUDE: tl.constexpr, PRECISION: tl.constexpr, RESIDENT: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write a tile of DX, and to DOT[feature block, rows], if given, the sums of x·dx over its features.
+    """Write a tile of DX: BLOCK_N rows and BLOCK_D features. The grid is (row tiles, feature tiles).
 
-    The grid is (row tiles, feature blocks). RESIDENT: D fits in one feature block, and x is loaded once.
+    DOT       output (feature tiles, N): sums of x·dx over the features of a tile; or None
+    RESIDENT  True: D ≤ BLOCK_D, so a program loads its rows of x only once
     """
     row, first_d = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_D
     rows, d = row + tl.arange(0, BLOCK_N), first_d + tl.arange(0, BLOCK_D)
@@ -42,7 +44,7 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # per logit; the other loop is empty
+    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # per logit; one loop has no columns
         end = tl.where((common_m < float("inf")) == (exponentials == 1), stop, start)
         for column in range(start, end, BLOCK_M):
             columns = column + tl.arange(0, BLOCK_M)
@@ -65,7 +67,7 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
 
 
 def small_d_config(x, mask, one_side):
-    """Return tile_config() with up to 128 features in one tile; one_side: one softmax, and no DOT."""
+    """Return the config of small_d_kernel. one_side: the loss has only one softmax, and DOT is None."""
     config, features = tile_config(x, mask), max(16, next_power_of_2(x.shape[1]))
     config |= dict(BLOCK_N=64, BLOCK_D=min(features, 128), RESIDENT=features <= 128, num_warps=4,
                    num_stages=2)
@@ -78,7 +80,7 @@ def small_d_config(x, mask, one_side):
 
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
-    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None); see gradient.gradients."""
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None). See gradient.gradients for the arguments."""
     aligned_q, aligned_k, mask = aligned_operands(q, k, mask)
 
     def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):

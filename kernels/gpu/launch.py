@@ -1,7 +1,7 @@
-"""Host side of all kernels: tile sizes, copies with aligned rows, and the arguments of a launch.
+"""Code on the host (CPU) for all kernels: tile sizes, aligned copies of q and k, arguments of launches.
 
-From sm_90 on (GPUs with a tensor memory accelerator) kernels take q and k as tensor descriptors. For N·M·D up
-to MAX_POINTER_WORK, and on older GPUs, they take pointers with a row stride.
+Kernels read q and k through pointers with row strides. If N·M·D exceeds MAX_POINTER_WORK and the GPU has a
+tensor memory accelerator (sm_90 or later), kernels read q and k through tensor descriptors instead.
 """
 import os
 from typing import Any, NamedTuple
@@ -14,22 +14,21 @@ from ..masks import transposed
 from .tiles import LOG2E, copy_kernel, scale_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-EMULATED_CAPABILITY = 9                   # major compute capability that CPU tensors stand for
-EMULATED_MULTIPROCESSORS = 132            # number of multiprocessors (SMs) that CPU tensors stand for
-MAX_POINTER_WORK = 2 ** 33                # N·M·D up to which a descriptor costs the host more than it saves
+EMULATED_CAPABILITY = 9                   # major compute capability that is assumed for CPU tensors
+EMULATED_MULTIPROCESSORS = 132            # number of multiprocessors (SMs) that is assumed for CPU tensors
+MAX_POINTER_WORK = 2 ** 33                # up to this N·M·D, descriptors cost more host time than they save
 
 
 class MatmulShape(NamedTuple):
-    """Shape and strides of the rows of q and k, for tiles.qk_tile."""
-    D: int
+    """The number of features and the row strides of q and k, for tiles.qk_tile."""
+    D: int                   # number of features
     q_stride: Any            # elements from row to row; None: q is a tensor descriptor
     k_stride: Any
 
 
 class KernelMask(NamedTuple):
-    """The mask and the temperature as kernel arguments; mask.exclude is passed on its own, as EXCLUDE.
-
-    Triton compiles no code for a field that is None.
+    """The mask and the temperature as kernel arguments. The fields are those of masks.Mask, except exclude,
+    which kernels receive as the constexpr EXCLUDE. Triton compiles no code for a field that is None.
     """
     row_ids: Any
     column_ids: Any
@@ -38,33 +37,33 @@ class KernelMask(NamedTuple):
     row_features: Any
     column_features: Any
     offset: Any              # 4 · offset + 2 (kernel_args says why)
-    phi: Any
-    feature_count: Any       # E, features per row of row_features
+    phi: Any                 # threshold for products of features
+    feature_count: Any       # number of columns of row_features
     temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
     log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
 
 
 class GradientScaling(NamedTuple):
-    """How finish_gradient turns a sum of weighted rows into a gradient."""
+    """Options of tiles.finish_gradient, which turns a sum of weighted rows into a gradient."""
     grad: Any                # 0-dim tensor, upstream gradient; None: 1
-    loss_factor: float       # constant that multiplies it, such as 1/N in a mean over rows
-    positives: bool          # True: subtract the term of each row's positive, which the sum leaves out
-    dtype: Any               # of the gradient
+    loss_factor: float       # constant factor of the gradient, such as 1/N for a mean over N rows
+    positives: bool          # True: subtract the term of each row's positive, which the sum does not contain
+    dtype: Any               # dtype of the gradient
 
 
 class FinishArgs(NamedTuple):
-    """Arguments of tiles.finish_gradient for the gradient of x: the unpadded rows, and constants."""
+    """Kernel arguments of tiles.finish_gradient for the gradient of x. x and positive_rows are not padded."""
     grad: Any
     x: Any
-    positive_rows: Any       # the rows of the other side, which hold the positives; None: no positives
+    positive_rows: Any       # y, whose rows include the positives of x; None: no term of positives
     loss_factor: float
-    features: int
-    x_stride: int            # elements from row to row
-    positive_stride: int
+    features: int            # number of features
+    x_stride: int            # elements from row to row of x
+    positive_stride: int     # elements from row to row of positive_rows
 
     @classmethod
     def make(cls, x, y, scaling):
-        """Return the FinishArgs of x and the rows y of the other side."""
+        """Return the FinishArgs for the gradient of x, where the logits are dot products of x and y."""
         positive_rows = y if scaling.positives else None
         return cls(scaling.grad, x, positive_rows, scaling.loss_factor, x.shape[1], x.stride(0), y.stride(0))
 
@@ -82,45 +81,45 @@ def multiprocessors(x):
 
 
 def persistent_grid(tiles, x, warps=4):
-    """Return the grid of a kernel whose programs loop over tiles: 8 warps per multiprocessor."""
+    """Return the grid of a kernel whose programs loop over tiles. Each multiprocessor gets 8 warps."""
     return min(tiles, 8 // warps * multiprocessors(x)),
 
 
 def tile_config(x, mask):
-    """Return tile sizes, warps, pipeline stages, registers and input precision for rows of x, as a dict."""
+    """Return the config of a kernel that computes dot products of x, for the dtype of x and the mask."""
     dtypes = [x.dtype] + ([] if mask.row_features is None else [mask.row_features.dtype])
     if torch.float32 in dtypes and torch.get_float32_matmul_precision() == "highest":
-        # multiply-adds outside the tensor cores, which do not take full float32
+        # tensor cores do not support full float32, so CUDA cores compute the products
         return dict(BLOCK_N=64, BLOCK_M=64 // len(dtypes), BLOCK_D=16, num_warps=8, num_stages=2, maxnreg=255,
                     PRECISION="ieee")
     ids, half = None if mask.exclude == "target" else mask.row_ids, x.dtype != torch.float32
     kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     return dict(BLOCK_N=128,
-                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids and features need registers
+                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids, groups, features take registers
                 BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
-                # with 4 warps of 255 registers, two programs share an SM of an H100
+                # with 4 warps and 255 registers per thread, an SM of an H100 runs two programs at a time
                 num_warps=4 if half and capability(x) == 9 else 8,
                 PRECISION="tf32")                                  # has no effect on half types
 
 
 def check_device(q):
-    """Raise ValueError for a CPU tensor unless Triton's interpreter was turned on before the first import."""
+    """Raise ValueError if q is on the CPU and Triton's interpreter was off when this file was imported."""
     if q.device.type != "cuda" and not INTERPRETED:
         raise ValueError(f"impl: 'triton' on {q.device} needs TRITON_INTERPRET=1 in the environment before "
                          "Python starts; or use 'blockwise'")
 
 
 def contiguous_rows(x):
-    """Return x, or a copy if its rows are not contiguous: kernels have no argument for feature strides."""
+    """Return x if its feature stride is 1, else a contiguous copy: kernels assume a feature stride of 1."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def aligned_rows(x):
-    """Return x if its rows are contiguous, aligned and have 16·n features, else a copy padded with zeros.
+    """Return x if its rows are aligned and D is a multiple of 16, else an aligned copy padded with zeros.
 
-    Kernels read 16 bytes at a time, and descriptors require it; the zeros do not change a product. float32
-    rows are copied and rounded to TF32 unless products are in full float32: tensor cores would cut the last
-    13 bits off, and these errors, all towards zero, would add up.
+    Kernels and descriptors read 16 bytes at a time, from aligned addresses. Zeros do not change dot products.
+    If products use TF32, float32 rows are copied in any case, and rounded to TF32. The tensor cores alone
+    would cut off the last 13 bits. These errors all go towards zero, so they would add up.
     """
     (count, features), (row_stride, column_stride) = x.shape, x.stride()
     rounds = x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
@@ -136,10 +135,10 @@ def aligned_rows(x):
 
 
 def aligned_operands(q, k, mask):
-    """Return q, k and the mask with aligned_rows. A pass calls this once, for all its kernels."""
+    """Return q, k and the mask, with all rows aligned. One copy serves all kernels of a pass."""
     if mask.row_features is not None:
         row_features, column_features = (
-            aligned_rows((f.float() if f.dtype == torch.float64 else f).contiguous())   # tiles sum in float32
+            aligned_rows((f.float() if f.dtype == torch.float64 else f).contiguous())   # kernels use float32
             for f in (mask.row_features, mask.column_features))
         mask = mask._replace(row_features=row_features, column_features=column_features)
     aligned_q = aligned_rows(q)
@@ -147,18 +146,18 @@ def aligned_operands(q, k, mask):
 
 
 def transposed_mask(kernel_mask):
-    """Return masks.transposed of a KernelMask."""
+    """Return a KernelMask with rows and columns swapped, as masks.transposed does for a Mask."""
     swapped = transposed(kernel_mask)
     return swapped._replace(offset=swapped.offset + 4)  # −(4 · offset + 2) + 4 = 4 · (−offset) + 2
 
 
 def is_host_scalar(scalar, x):
-    """Return whether a 0-dim tensor (temperature or bias) was a number: call.as_scalar put it on the host."""
+    """Return whether a 0-dim temperature or bias is not on x's device: as_scalar keeps numbers on the CPU."""
     return scalar.device != x.device
 
 
 def scale_args(temperature, x):
-    """Return the fields temperature and log2e_over_tau of a KernelMask."""
+    """Return (temperature, log2e_over_tau), the last two fields of a KernelMask; one of them is None."""
     if is_host_scalar(temperature, x):
         return None, LOG2E.value / temperature.item()
     return temperature, None
@@ -170,7 +169,7 @@ def temperature_only_mask(temperature, x):
 
 
 def scaled_copies(rows, factor):
-    """Return factor · x in dtype for each (x, dtype); factor is a 0-dim tensor."""
+    """Return a list with factor · x in dtype for each (x, dtype) of rows; factor is a 0-dim tensor."""
     outs = [torch.empty_like(x, dtype=dtype) for x, dtype in rows]
     for out, (x, _) in zip(outs, rows):
         scale_kernel[cdiv(x.numel(), 4096),](out, x, x.numel(), factor, BLOCK=4096, enable_fp_fusion=True)
@@ -178,13 +177,11 @@ def scaled_copies(rows, factor):
 
 
 def kernel_args(q, k, mask, temperature, config):
-    """Return ((q, k, KernelMask, N, M, MatmulShape), keywords): arguments of all kernels that compute qk.
-
-    q, k, mask  from aligned_operands
-    """
+    """Return ((q, k, KernelMask, N, M, MatmulShape), keywords), the arguments of any kernel that computes qk.
+    The arguments q, k and mask must come from aligned_operands."""
     feature_count = None if mask.row_features is None else mask.row_features.shape[1]
-    # Triton compiles separate kernels for tuple integers that are 1 or multiples of 16; 4 · offset + 2 is
-    # never such a number
+    # Triton compiles another variant of a kernel if an integer in a tuple is 1 or a multiple of 16;
+    # 4 · offset + 2 is never 1 or a multiple of 16, so all offsets share one variant
     kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, feature_count,
                              *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape

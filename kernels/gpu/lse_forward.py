@@ -1,30 +1,31 @@
-"""Forward pass: log-sum-exp of each row of q·kᵀ/τ, or of each row and each column; and the softmax loss.
+"""Forward pass: log-sum-exp of each row (or of each row and column) of q·kᵀ/τ, and the softmax loss.
 
 Eager                                      bytes moved, N·M logits       here
     s = q @ k.T / temperature              write 4 N·M                   tiles stay in registers
     s = s.masked_fill(excluded, -inf)      read and write 8 N·M          where() on the few tiles that need it
-    lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            two numbers per row of a tile
+    lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            write two numbers per row of a tile
 
-sums_kernel writes two numbers per row of each tile (I, J) to a table; s is in log2 units:
+sums_kernel writes two numbers for each row of a tile to a table. For row i of a tile with the columns J:
 
-    m[J, i] = max_{j∈J} s_ij        l[J, i] = Σ_{j∈J} exp2(s_ij − m[J, i])
+    m[J, i] = max_{j∈J} s_ij        l[J, i] = Σ_{j∈J} exp2(s_ij − m[J, i])        s: logits in log2 units
 
-and, if columns are asked for, two per column. merge_stats_kernel merges the tiles of a row: m_i = max_J m[J,
-i], l_i = Σ_J l[J, i] exp2(m[J, i] − m_i). m and l stay two numbers: lse, one number, would be rounded at the
-size of m. With rows and columns, all m are one shift (shift.py), unless there are few rows. row_stats_kernel
-computes rows again whose sum underflowed; for groups (within=), it computes all rows, from the columns of
-their groups.
+If column sums are needed too, sums_kernel also writes two numbers per column. merge_stats_kernel computes
+m_i = max_J m[J, i] and l_i = Σ_J l[J, i] exp2(m[J, i] − m_i) for each row. Both m and l are stored, because
+in the sum lse = m + log2 l, a large m would round off digits of l.
 
+With more than FEW_ROWS rows, there are three special cases. If rows and columns have sums (or with
+self-similarity), one shift takes the place of all m (shift.py); row_stats_kernel then computes each row again
+whose sum underflowed. With groups (within=), row_stats_kernel computes each row from columns of its group.
 With self-similarity the logits are symmetric, so only one of the tiles (I, J) and (J, I) is computed: its
-column sums are the row sums of the other. Large problems are cut into blocks of tiles, so that the tables
+column sums are the row sums of the other tile. Large matrices are computed as several blocks, so that tables
 stay small. There are no atomics, and the order of all sums is fixed: the same input gives the same bits.
 
-The softmax loss compares the lse of each row with its positive. The mask excludes the positive from the sum,
-by index, and its dot product is kept:
+The softmax loss compares lse_i with the logit of the positive of row i. The mask excludes the positive from
+lse_i, and mask_tile stores the dot product of the positive:
 
     gap_i = lse_i − positive_i        loss = Σ_i w_i softplus(gap_i)        dloss_dlse_i = σ(gap_i)
 
-So dloss_dlse is accurate also when it is tiny, unlike 1 − p_positive, which would be 1 − 0.999….
+dloss_dlse_i is accurate even when it is tiny. The usual 1 − softmax of the positive would lose digits.
 """
 from typing import Any, NamedTuple
 
@@ -43,15 +44,16 @@ from .tiles import (
     finite_max, keep_mask, kernel, log2e_over_tau, lse_minus_positive,
     needs_mask, next_step, positive_columns, qk_tile, softmax_factor, softplus)
 
-ROWS_OF_STATS = 64             # rows of a program of row_stats_kernel
+ROWS_OF_STATS = 64             # rows per program of row_stats_kernel
 
 
 @triton.jit
 def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               ONE_OF_TWO: tl.constexpr, shift, scale, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile of logits x, −∞ where masked. Before that, save (x + shift) / scale of its positives.
+    """Return the tile x of logits with −∞ where the mask excludes them.
 
-    ONE_OF_TWO  with self-similarity, only this tile is computed of two that hold the same logits
+    x is dot product · scale − shift. The dot products of positives in the tile are written to POSITIVE.
+    ONE_OF_TWO  True: the tile also stands for its mirror image, which is not computed (self-similarity)
     """
     if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
         rows = row + tl.arange(0, BLOCK_N)
@@ -70,7 +72,7 @@ def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
 
 @triton.jit
 def store_stats(TABLE, tile, tiles, at, count, m, l, mask):
-    """Write m and l of one tile to TABLE (2, tiles, count)."""
+    """Write m and l of the rows (or columns) `at` of one tile to TABLE (2, tiles, count)."""
     tl.store(TABLE + tile * count + at, m, mask=mask)
     tl.store(TABLE + (tiles + tile) * count + at, l, mask=mask)
 
@@ -80,14 +82,14 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                 e_row_stride, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 MAXIMA: tl.constexpr, TRIANGLE: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write m and l of the rows and columns of each tile, for the block of `height` rows and `width` columns.
+    """Write m and l of the rows and columns of each tile, for a block of `height` rows and `width` columns.
 
     ROW_TABLE     (2, column tiles J, height): m and l of row first_row + i in tile J
     COLUMN_TABLE  (2, row tiles I, width): m and l of column first_column + j in tile I; or None
-    E             (height, width) exponentials exp2(s − m), whose columns may be padded to whole tiles; or
-                  None. With E, the kernel does nothing unless MAXIMA is whether SHIFT is not 0
-    MAXIMA        True: m is the maximum of a row of the tile; False: the number SHIFT
-    TRIANGLE      the block lies on the diagonal of a self-similarity: see tiles.tile_at. Both tables are one
+    E             output (height, width) for exp2(s − m), with columns padded to whole tiles; or None. With E,
+                  the kernel does nothing if SHIFT is 0 and MAXIMA True, or if SHIFT > 0 and MAXIMA False
+    MAXIMA        True: m is the maximum of a row (or column) of the tile; False: m is the number SHIFT
+    TRIANGLE      True: a diagonal block of a self-similarity (tiles.tile_at); COLUMN_TABLE is ROW_TABLE
     """
     tiles_i, tiles_j, scale = tl.cdiv(height, BLOCK_N), tl.cdiv(width, BLOCK_M), log2e_over_tau(MASK)
     if E is not None and SHIFT is not None:
@@ -101,7 +103,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
             shift = 0.0 if MAXIMA else tl.load(SHIFT)
-            # qk is used here, before the branch of the mask: see count_steps
+            # use qk before the branch in mask_tile; tiles.count_steps says why
             x = qk + 0.0 if MAXIMA else tl.fma(qk, scale, -shift)
             x = mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, COLUMN_TABLE is not None,
                           shift, 1.0 if MAXIMA else scale, BLOCK_N, BLOCK_M)
@@ -123,7 +125,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                     e = exp2_scaled(x, scale, finite_max(m_j)[None, :])
                 mask = j < width
                 if TRIANGLE:
-                    mask = mask & (tile_i != tile_j)               # each logit counts once
+                    mask = mask & (tile_i != tile_j)               # on the diagonal, row sums are enough
                 store_stats(COLUMN_TABLE, tile_i, tiles_i, j, width, m_j, tl.sum(e, 0), mask)
             qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
@@ -132,11 +134,11 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
 def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr,
                      PRECISION: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Compute rows of STATS (2, N), m and l, in a loop over the columns of a row tile; one program per tile.
+    """Write m and l of each row to STATS (2, N). A program computes BLOCK_N rows, in a loop over columns.
 
-    SHIFT   None: compute all rows. Else STATS holds sums with this shift: compute rows again whose l
-            underflowed, with their own maxima; then COMMON_M is ∞
-    RANGES  columns of each row tile, from masks.column_ranges; None: all columns
+    SHIFT   None: compute all rows. Else STATS holds sums with this shift, and only rows whose l underflowed
+            are computed, with their maxima as m. If there are such rows, COMMON_M becomes ∞
+    RANGES  range of columns for each program, from masks.column_ranges; None: all columns
     """
     row, scale = tl.program_id(0) * BLOCK_N, log2e_over_tau(MASK)
     rows = row + tl.arange(0, BLOCK_N)
@@ -158,7 +160,7 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
         e = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
         m_i, l_i = m_new, l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(e, 1)
     if SHIFT is not None:
-        wanted = wanted & (l_i > 0.0)                              # a row without columns keeps the shift
+        wanted = wanted & (l_i > 0.0)                              # a row without columns keeps m = shift
         if tl.max(wanted.to(tl.int32), 0) > 0:
             tl.store(COMMON_M, float("inf"))
     tl.store(STATS + rows, finite_max(m_i), mask=wanted)
@@ -171,9 +173,9 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
                        TILES_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
     """Merge m and l of the tiles in TABLE (SIDES, 2, tiles, count) into STATS[side, :, i].
 
-    Then write those that are given: LSE; SIDES_OUT (SIDES, 3, side_count), the SoftmaxSides, whose rows are
-    side_stride apart; and to LOSS one partial sum of the loss per program.
-    OVERWRITE  ignore what STATS holds
+    Then write the lse of each row to LSE, unless LSE is None. Unless LOSS is None, write a partial sum of the
+    loss per program to LOSS, and SoftmaxSides to SIDES_OUT. Their vectors are side_stride elements apart.
+    OVERWRITE  True: ignore the old content of STATS
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, loss_sum = rows < count, 0.0
@@ -191,10 +193,10 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             m_new = tl.maximum(m_i, tl.max(tile_m, 0))
             tile_l = tl.load(place + tiles * count, mask=mask, other=0.0)
             tile_l *= tl.exp2(tile_m - finite_max(m_new)[None, :])
-            tile_l = tl.where(tile_m == float("-inf"), 0.0, tile_l)    # tiles that no program computed
+            tile_l = tl.where(tile_m == float("-inf"), 0.0, tile_l)    # no columns: nothing to add
             l_i = l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(tile_l, 0)
             m_i = m_new
-        if LSE is not None or LOSS is not None:                        # STATS is complete
+        if LSE is not None or LOSS is not None:                        # this is the last merge into STATS
             m_i = finite_max(m_i)
         tl.store(stats, m_i, mask=inside)
         tl.store(stats + l_offset, l_i, mask=inside)
@@ -205,7 +207,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, positive, log2e_over_tau(MASK)))
             if WEIGHTS is not None:
                 row_weight = tl.load(WEIGHTS + rows, mask=inside, other=0.0)
-                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # the loss may be NaN
+                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # not 0 · NaN
                 dloss_dlse = tl.where(row_weight == 0.0, 0.0, dloss_dlse * row_weight)
             out = SIDES_OUT + 3 * side * side_stride + rows
             tl.store(out, softmax_factor(dloss_dlse, l_i), mask=rows < side_count)
@@ -217,38 +219,38 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
 
 
 class ForwardResult(NamedTuple):
-    """Results of the forward pass, float32 tensors or None."""
+    """Results of the forward pass, float32 tensors. Those that were not requested are None."""
     stats: Any             # (2, N): m and l of the rows
-    lse: Any               # (N,) of the rows; None if the loss was asked for
-    sides: Any             # (sides, 3, padded N): SoftmaxSides, without the factor 1/N of a mean
+    lse: Any               # (N,): lse of the rows; None if forward() computed a loss
+    sides: Any             # (sides, 3, padded N) for shift.as_side; dloss_dlse lacks the factor 1/N of a mean
     loss: Any              # scalar
-    common_m: Any          # 0-dim, see shift.py
+    common_m: Any          # 0-dim COMMON_M of shift.py; None: there is no shift
 
 
 def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
-    """Return the ForwardResult of the rows and, with both, of the columns (then N = M).
+    """Return a ForwardResult: lse or loss of the rows of q·kᵀ/τ and, with both, of the columns (N = M).
 
-    k         None: self-similarity, with a symmetric mask
-    loss      True: return Σ_i w_i softplus(gap_i) instead of lse; with both, the mean of the two sides
-    weights   (N,) float32 w; None: 1/N
+    k         None: self-similarity; the mask must be symmetric
+    loss      True: return the loss Σ_i w_i softplus(gap_i) instead of lse; with both, the mean of two losses
+    weights   (N,) float32, the w_i of the loss; None: 1/N for all rows
     """
     check_device(q)
     self_similarity, k = k is None, q if k is None else k
     q, k, mask = aligned_operands(q, k, mask)
-    n, m, few = q.shape[0], k.shape[0], has_few_rows(q.shape[0], k.shape[0])
+    n, m, few = q.shape[0], k.shape[0], has_few_rows(q.shape[0], k.shape[0])    # m: number of keys
     shift, common_m = shift_of_norms(q, k, temperature) if both or self_similarity else (None, None)
-    # for few rows computing both triangles of a self-similarity costs nothing extra
+    # for few rows, computing both halves of a symmetric matrix takes no extra time
     triangle, ranges = self_similarity and not few, column_ranges(mask, ROWS_OF_STATS)
     stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
     outputs = dict(lse=stats.new_empty(n))
     if loss:
         outputs = dict(positive=stats.new_empty(n), sides=new_sides(len(stats), n, q.device), weights=weights,
                        mask=temperature_only_mask(temperature, q))
-    config = tile_config(q, mask) | (dict(num_warps=8) if few else {})     # registers for maxima
+    config = tile_config(q, mask) | (dict(num_warps=8) if few else {})     # maxima take registers
     operands, rest = kernel_args(q, k, mask, temperature, config)
 
     def sums(i, j, height, width):
-        """Return the tables of a block: (2, column tiles, height), (2, row tiles, width) or None."""
+        """Compute the block at (i, j): return (row table (2, column tiles, height), column table or None)."""
         tiles_i, tiles_j = cdiv(height, config["BLOCK_N"]), cdiv(width, config["BLOCK_M"])
         on_diagonal, sizes = triangle and i == j, (2 * tiles_j * height, 2 * tiles_i * width)
         tiles = tiles_i * (tiles_i + 1) // 2 if on_diagonal else tiles_i * tiles_j
@@ -263,7 +265,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
         return row_table.view(2, tiles_j, height), column_table
 
     height, width = table_block_shape(q, k, square=both or triangle)
-    table = stats[0, :, None, :][:, :0]                            # without tiles
+    table = stats[0, :, None, :][:, :0]                            # an empty table
     complete = shift is None and ranges is None and height >= n and width >= m
     if complete:
         table, _ = sums(0, 0, n, m)                                # with both, the column table follows it
@@ -278,7 +280,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
 
 
 def merge_blocks(stats, n, m, height, width, few, triangle, sums):
-    """Merge into stats the tables of all blocks, from sums(first row, first column, height, width)."""
+    """Compute tables of each block by sums(first row, first column, height, width); merge them into stats."""
     for i in range(0, n, height):
         for j in range(i if triangle else 0, m, width):
             at_i, at_j = slice(i, min(i + height, n)), slice(j, min(j + width, m))
@@ -289,7 +291,7 @@ def merge_blocks(stats, n, m, height, width, few, triangle, sums):
 
 
 def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
-    """Run row_stats_kernel on the rows and, if stats (sides, 2, N) has them, on the columns."""
+    """Run row_stats_kernel on the rows and, if stats (sides, 2, N) has two sides, on the columns."""
     for side, (x, y, side_mask) in zip(stats, [(q, k, mask), (k, q, transposed(mask))]):
         config = tile_config(x, side_mask)
         config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]))
@@ -299,20 +301,23 @@ def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,
                 mask=None, mean_over=None):
-    """Merge the m and l of tiles into stats, in place, and fill lse or sides if they are given.
+    """Merge the m and l of tiles into stats, in place. On request, fill lse, or fill sides and return a loss.
 
-    stats      (sides, 2, N)
-    table      (2, tiles, N) m and l of the rows; for two sides, the columns' table follows in the same memory
-    few        has_few_rows of the whole problem, so that a short batch uses the same compiled kernel
-    overwrite  True: ignore what stats holds
-    positive   (N,) dot products of the positives; with it, the loss or a vector of its terms is returned
-    sides      (sides, 3, N or more), for a loss
-    weights    (N,) row weights of the loss; None: 1 / mean_over, whose default is N
-    mask       KernelMask with the temperature, for a loss
+    stats      (sides, 2, N): m and l
+    table      (2, tiles, N): m and l of the rows; with two sides, the columns' table follows in memory
+    few        has_few_rows of the whole matrix, not of a block: all blocks then share one compiled kernel
+    overwrite  True: ignore the old content of stats
+    lse        (N,) output, or None
+    positive   (N,) dot products of the positives; None: compute no loss. The loss is returned as a scalar or
+               as a vector of partial sums
+    sides      (sides, 3, N or more) output, needed for a loss
+    weights    (N,) row weights of the loss; None: each row has weight 1 / mean_over
+    mask       KernelMask with the temperature, needed for a loss
+    mean_over  number of rows in the mean; None: N
     """
     n = stats.shape[2]
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))
-    # a program takes 1024 rows of a small batch, which then needs one program and no final sum
+    # few rows: a single program computes all (up to 1024) rows, so partial losses need no final sum
     block, tiles_at_once = (1024, 8) if few else (32, 64)
     programs = cdiv(side_count, block)
     loss_sums = None if positive is None else stats.new_empty(programs if programs > 1 else ())

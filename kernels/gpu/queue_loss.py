@@ -1,19 +1,20 @@
-"""MoCo's queue loss and its gradient in one pass: the keys of the queue get no gradient.
+"""The queue loss of MoCo and its gradient in one pass. The keys in the queue get no gradient.
 
     lse_i = log Σ_j exp(q_i·k_j / τ) over the keys k_j of the queue      p_ij = exp(q_i·k_j / τ − lse_i)
-    o_i = Σ_j p_ij k_j, the gradient of lse_i in q_i, times τ
+    o_i = Σ_j p_ij k_j, the gradient of lse_i with respect to q_i, times τ
 
-o is attention with the keys as values, so the forward loop computes it: 4 N·M·D operations, where a backward
-pass that recomputes the logits would make it 6. A program takes BLOCK_N rows and reads each tile of keys J
-once for both products:
+o_i is what attention computes, with the keys also as values. Therefore the loop that computes lse can compute
+o too: 4 N·M·D operations in all, but 6 with a backward pass that computes the logits again. A program takes
+BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
            └──────────────────────┘
 
-Few rows alone would leave most of the GPU idle. So queue_kernel splits the columns over several programs,
-each with its own m, l and o, and merge_splits_kernel merges them. o stays in registers, which limits
-queue_kernel to half types and D ≤ 256. The positive k⁺_i is not in the queue, so merge_splits_kernel adds it:
+m_old and m_new are the running maximum before and after tile J. If each program took all columns, few rows
+would leave most of the GPU idle. So queue_kernel divides the columns into splits: each program computes m, l
+and o of one split, and merge_splits_kernel merges the splits. o is in registers, so queue_kernel takes only
+half types and D ≤ 256. The positive k⁺_i is not in the queue; merge_splits_kernel computes its terms:
 
     gap_i = lse_i − q_i·k⁺_i/τ        loss_i = softplus(gap_i)
     dq_i = σ(gap_i) (o_i − k⁺_i) / τ        dk⁺_i = −σ(gap_i) q_i / τ
@@ -34,10 +35,8 @@ from .tiles import (
 def queue_kernel(STATS, O, split_columns,
                  Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write STATS[split, :, rows], m and log2 l, and O[split, rows, :] for one row tile and one split.
-
-    A split is a range of split_columns columns. The grid is (row tiles, splits).
-    """
+    """Write m and log2 l to STATS[split, :, rows], o to O[split, rows, :], for BLOCK_N rows and one split.
+    A split has split_columns columns. The grid is (row tiles, splits)."""
     row = tl.program_id(0) * BLOCK_N
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     q = load_tile(Q, row, 0, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
@@ -60,7 +59,7 @@ def queue_kernel(STATS, O, split_columns,
         m_i = m_new
     slot = tl.program_id(1).to(tl.int64) * N
     tl.store(STATS + 2 * slot + rows, m_i, mask=rows < N)
-    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l would spill registers
+    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l itself would spill
     o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     tl.store(O + (slot + rows)[:, None] * SHAPE.D + d[None, :], o,
              mask=(rows < N)[:, None] & (d < SHAPE.D)[None, :])
@@ -69,10 +68,8 @@ def queue_kernel(STATS, O, split_columns,
 @kernel
 def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, loss_factor, splits, N,
                         padded_D, D, q_stride, positive_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Merge the splits of each row and write LOSS (N,), DQ and DK (N, D), all multiplied by loss_factor.
-
-    SPLIT_O is (splits, N, padded_D).
-    """
+    """Merge the splits of each row. Write LOSS (N,), DQ and DK (N, D), all multiplied by loss_factor.
+    STATS is (splits, 2, N), SPLIT_O is (splits, N, padded_D). DK is the gradient of the positives."""
     rows, d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     row_inside, inside = rows < N, (rows < N)[:, None] & (d < D)[None, :]
     m_i = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -100,17 +97,17 @@ def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, lo
 
 
 def queue_loss(q, k, queue, temperature, mask):
-    """Return (mean loss, dq, dk (N, D)), float32, for half types and D ≤ 256."""
+    """Return (mean loss, dq (N, D), dk (N, D)) in float32 for half types and D ≤ 256; k are the positives."""
     check_device(q)
     aligned, features = aligned_operands(q, queue, mask), max(16, next_power_of_2(q.shape[1]))
-    columns, warps = (128, 4) if features <= 128 else (32, 8)      # o needs registers beside the logits
+    columns, warps = (128, 4) if features <= 128 else (32, 8)      # with a large D, o takes more registers
     config = tile_config(q, mask) | dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=features, num_warps=warps,
                                          num_stages=2)
     operands, rest = kernel_args(*aligned, temperature, config)
-    (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]
+    (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]    # m: length of the queue
     row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
     at_once = multiprocessors(q) * 8 // warps
-    splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs run at the same time
+    splits = min(column_tiles, max(1, at_once // row_tiles))       # so that all programs run at once
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
     splits = cdiv(m, split_columns)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)

@@ -1,22 +1,22 @@
-"""One shift r subtracted from all logits of a call, so that one exponential serves row sums and column sums.
+"""Subtract one shift r from all logits, so that row sums and column sums need only one exponential per logit.
 
-A softmax subtracts a maximum before exp2. With a maximum per row and another per column, every logit needs
-two exponentials. With one shift r for all logits, one is enough:
+A softmax subtracts a maximum before exp2. With a maximum per row and another per column, each logit needs
+two exponentials. With one shift r for all logits, each logit needs only one:
 
     e_ij = exp2(s_ij − r)        l_i = Σ_j e_ij        l'_j = Σ_i e_ij        w_ij = e_ij (f_i + f'_j)
 
-s is in log2 units; f_i = dloss_dlse_i / l_i is the factor of row i, f'_j that of column j. Nothing may
-overflow, and nothing that counts may underflow. By Cauchy and Schwarz, the largest norms of rows of q and
-of k bound every logit, |s| ≤ B. A thousandth is added to B, because rows may be rounded to TF32, and norms
-and dot products are rounded. Then
+s is in log2 units. f_i = dloss_dlse_i / l_i is the factor of row i, and f'_j that of column j. A bound on the
+logits keeps exp2 in range: by the Cauchy-Schwarz inequality |s| ≤ B, where B is the largest norm in q times
+the largest norm in k times log2(e)/τ. B is increased by a thousandth, because norms and dot products are
+rounded, and rows may be rounded to TF32. Then
 
-    r = max(B − 106, 0)          terms up to 2¹⁰⁶, and sums of 2²⁰ of them, are in float32's range
+    r = max(B − 106, 0)          terms are at most 2¹⁰⁶, so sums of 2²⁰ terms do not overflow in float32
 
-If B ≤ 106, as for unit rows at τ ≥ 0.0137, then r = 0 and no term underflows. For a larger B, terms below
-2⁻¹²⁶ underflow, but they are too small to change a sum above 2⁻⁸⁰. If the sum of a row is smaller (at τ =
-0.01: if its nearest column has a cosine below −0.29), forward computes that row again with its own maximum,
-and sets COMMON_M, the m of all rows and columns, from r to ∞. Backward computes one exponential per logit if
-COMMON_M is finite, else two.
+If B ≤ 106, as for unit rows at τ ≥ 0.0137, then r = 0 and no term underflows. If B is larger, terms below
+2⁻¹²⁶ underflow, but these are too small to change a sum above 2⁻⁸⁰. If the sum of a row is smaller (at τ =
+0.01: if all its cosines are below −0.29), forward computes this row again with its own maximum. COMMON_M is
+r if r is the m of all rows and columns, and ∞ if some row or column has its own maximum as m. Backward
+computes one exponential per logit if COMMON_M is finite, and two if COMMON_M is ∞.
 """
 from typing import Any, NamedTuple
 
@@ -31,23 +31,23 @@ from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
 MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
 MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that underflowed terms cannot change
-NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on B for rounding
-MAX_TILE_SIDE = 128                        # longest side of a tile in any kernel; sides are padded to it
+NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on B, because of rounding
+MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kernels that read a SoftmaxSide
 
 
 class SoftmaxSide(NamedTuple):
-    """The row or the column softmax of the loss, as kernel arguments; all None if the loss lacks it.
+    """Kernel arguments for one side of the loss: its row or column softmax. Without this side, all are None.
 
-    Float32 vectors, padded with zeros, so that loops over tiles need no mask for them.
+    The fields are float32 vectors, padded with zeros to whole tiles: kernels load them without a mask.
     """
-    factor: Any = None       # tiles.softmax_factor
-    m: Any = None
+    factor: Any = None       # from tiles.softmax_factor
+    m: Any = None            # m of each row (or column)
     dloss_dlse: Any = None
 
 
 @triton.jit
 def largest(X, count, BLOCK: tl.constexpr):
-    """Return the largest of the first `count` numbers of X, none of which is negative."""
+    """Return the largest of the first `count` numbers of X. No number of X may be negative."""
     found = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def largest(X, count, BLOCK: tl.constexpr):
 
 @kernel
 def shift_kernel(SHIFT, COMMON_M, NORMS_X, NORMS_Y, MASK, N, M, BLOCK: tl.constexpr):
-    """Write r to SHIFT and COMMON_M, from the largest norms of blocks of rows of q (N,) and of k (M,)."""
+    """Compute r from largest_norms of q (N,) and of k (M,), and write r to SHIFT and COMMON_M."""
     bound = largest(NORMS_X, N, BLOCK) * largest(NORMS_Y, M, BLOCK) * tl.abs(log2e_over_tau(MASK))
     r = tl.maximum(bound * NORM_MARGIN - MAX_LOG2_TERM, 0.0)
     tl.store(SHIFT, r)
@@ -66,7 +66,7 @@ def shift_kernel(SHIFT, COMMON_M, NORMS_X, NORMS_Y, MASK, N, M, BLOCK: tl.conste
 
 @kernel
 def norms_kernel(NORMS, X, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write the largest norm of each block of rows of X (count, features)."""
+    """Write the largest norm of each BLOCK_N rows of X (count, features); one number per program."""
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for d in range(0, features, BLOCK_D):
         x = load_tile(X, tl.program_id(0) * BLOCK_N, d, count, features, row_stride, BLOCK_N, BLOCK_D)
@@ -76,7 +76,7 @@ def norms_kernel(NORMS, X, count, features, row_stride, BLOCK_N: tl.constexpr, B
 
 @kernel
 def side_kernel(SIDE, STATS, DLOSS_DLSE, count, side_count, BLOCK: tl.constexpr):
-    """Write SIDE (3, side_count), a SoftmaxSide, from STATS (2, count) and DLOSS_DLSE (count,)."""
+    """Write the vectors of a SoftmaxSide to SIDE (3, side_count), from STATS (2, count) and DLOSS_DLSE."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dloss_dlse = tl.load(DLOSS_DLSE + at, mask=at < count, other=0.0)
     l_i = tl.load(STATS + count + at, mask=at < count, other=0.0)
@@ -86,15 +86,13 @@ def side_kernel(SIDE, STATS, DLOSS_DLSE, count, side_count, BLOCK: tl.constexpr)
 
 
 def has_few_rows(n, m):
-    """Return whether the kernels for few rows are used: launches then cost more than arithmetic."""
+    """Return whether q and k have at most FEW_ROWS rows; launches then take longer than the arithmetic."""
     return max(n, m) <= FEW_ROWS
 
 
 def shift_of_norms(q, k, temperature):
-    """Return (SHIFT, COMMON_M), 0-dim float32 tensors that hold r, for q and k from aligned_operands.
-
-    Return (None, None) for few rows, for which the norms cost more than a second exponential.
-    """
+    """Return (SHIFT, COMMON_M), two 0-dim float32 tensors that hold r, for q and k from aligned_operands.
+    For few rows, return (None, None): the norms would take longer than a second exponential per logit."""
     if has_few_rows(q.shape[0], k.shape[0]):
         return None, None
     norms_q = largest_norms(q)
@@ -106,20 +104,20 @@ def shift_of_norms(q, k, temperature):
 
 
 def largest_norms(x):
-    """Return the largest norm of each block of 16 rows of x."""
+    """Return a float32 vector: the largest norm of rows 0 to 15 of x, of rows 16 to 31, and so on."""
     norms = torch.empty(cdiv(x.shape[0], 16), dtype=torch.float32, device=x.device)
     norms_kernel[len(norms),](norms, x, *x.shape, x.stride(0), BLOCK_N=16, BLOCK_D=256, enable_fp_fusion=True)
     return norms
 
 
 def new_sides(sides, n, device):
-    """Return an empty (sides, 3, padded n) tensor, whose entries are SoftmaxSides; see as_side."""
+    """Return an uninitialised tensor (sides, 3, padded n); as_side makes each entry a SoftmaxSide."""
     padded = cdiv(n, MAX_TILE_SIDE) * MAX_TILE_SIDE
     return torch.empty(sides, 3, padded, dtype=torch.float32, device=device)
 
 
 def make_side(stats, dloss_dlse):
-    """Return the SoftmaxSide (3, padded n) of stats (2, n) and dloss_dlse (n,)."""
+    """Return a tensor (3, padded n) for as_side, computed from stats (2, n) and dloss_dlse (n,)."""
     n = len(dloss_dlse)
     side = new_sides(1, n, stats.device)[0]
     side_kernel[side.shape[1] // MAX_TILE_SIDE,](side, stats, dloss_dlse, n, side.shape[1],
@@ -128,5 +126,5 @@ def make_side(stats, dloss_dlse):
 
 
 def as_side(side):
-    """Return the SoftmaxSide of a (3, padded n) tensor; of None: an empty one."""
+    """Return the rows of a tensor (3, padded n) as a SoftmaxSide; for None, one whose fields are None."""
     return SoftmaxSide() if side is None else SoftmaxSide(*side)

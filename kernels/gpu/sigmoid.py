@@ -1,18 +1,18 @@
-"""Sigmoid loss of all pairs and its gradient in one pass: blocks of weights, computed once and used twice.
+"""The sigmoid loss of all pairs and its gradient in one pass. W, the weights, is computed block by block.
 
 Eager                                              bytes moved       here
     s = q @ k.T / τ + b                            write 4 N·M       tiles stay in registers
-    loss = -logsigmoid(±s).sum() / N               read 4 N·M        Σ softplus(s) and Σ σ(s) of a tile
-    dloss/ds = ±σ(±s) / N                          write 4 N·M       W, a block at a time, in q's dtype
+    loss = -logsigmoid(±s).sum() / N               read 4 N·M        write Σ softplus(s), Σ σ(s) per tile
+    dloss/ds = ±σ(±s) / N                          write 4 N·M       write blocks of W, in q's dtype
 
-s is in nats in this file. Let k⁺_i be the key of row i's positive and s⁺_i its logit, and let W_ij be
-σ(s_ij), but 0 where j is row i's positive. Then
+In this file s is in nats. Let k⁺_i be the key that is the positive of row i, and s⁺_i its logit. W_ij is
+σ(s_ij), but 0 where key j is the positive of row i. Then
 
     N·dq_i = (1/τ) (Σ_j W_ij k_j − σ(−s⁺_i) k⁺_i)        dτ = −⟨q, dq⟩ / τ        N·db = Σ W − Σ_i σ(−s⁺_i)
 
-The terms of the positives are added at the end, where nothing cancels. A weight depends on its own logit
-only. So each block of W is computed once: 6 N·M·D operations in all, as eager. The loop over blocks and their
-products with k and q are those of gradient_large_d.py.
+The terms of the positives are added at the end; their factor σ(−s⁺_i) is more accurate than 1 − σ(s⁺_i). A
+weight depends only on its logit, not on other logits of the row. So each block of W is computed only once, in
+6 N·M·D operations in all, as eager. gradient_large_d.add_blocks loops over blocks of W and multiplies them.
 """
 import torch
 import triton.language as tl
@@ -34,11 +34,11 @@ from .tiles import (
 def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x, tiles_y, w_row_stride,
                    Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write W[i, j] = WEIGHT_SCALE · σ(s_ij) for the block that starts at tile (first_x, first_y).
+    """Write WEIGHT_SCALE · W_ij to W for the block that starts at tile (first_x, first_y).
 
-    TILE_SUMS  (tiles, 2): Σ softplus(s) and Σ σ(s) of each tile
-    POSITIVE   (N,) logits of the positives that lie in the block
-    BIAS       0-dim tensor; None: the number bias is used
+    TILE_SUMS  output (tiles, 2): Σ softplus(s) and Σ σ(s) of each tile, without the positives
+    POSITIVE   output (N,): logits of the positives that lie in the block
+    BIAS       0-dim tensor, used instead of the number bias; or None
     """
     tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -65,10 +65,8 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
 @kernel
 def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, tiles, N, factor,
                           BLOCK: tl.constexpr):
-    """Write COEFFICIENTS, σ(−s⁺_i) of the positives' terms; and the loss and db, times factor.
-
-    One program adds the sums of all tiles and the terms of all positives, in float64.
-    """
+    """Write σ(−s⁺_i) to COEFFICIENTS, and the loss and db, times factor, to LOSS and BIAS_GRADIENT.
+    One program adds the sums of all tiles and the terms of all positives, in float64."""
     loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for first in range(0, tiles, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -86,9 +84,9 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 
 
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ, db). db is always computed; others only if they are needed.
+    """Return (loss, dq (N, D), dk (M, D), dτ, db). dq, dk and dτ have no elements if they are not needed.
 
-    dtype  dtype of the caller's rows, before autocast: bfloat16 rows get bfloat16 gradients, others float32
+    dtype  dtype of the caller's q, before autocast: bfloat16 gives bfloat16 gradients, all others float32
     """
     check_device(q)
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
@@ -112,7 +110,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
     finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n, BLOCK=1024,
                               enable_fp_fusion=True)
-    # not a softmax: dloss_dlse holds the coefficients of the positives' terms, for finish_gradients
+    # there is no lse in this loss: the field dloss_dlse holds the coefficients of the positives' terms
     scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype))
     dq, dk, dot = finish_gradients(sums, *given, operands[2], mask.exclude,
                                    SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide(), scaling,

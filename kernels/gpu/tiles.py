@@ -1,9 +1,9 @@
-"""Device functions that all kernels share: a tile of dot products, its mask, its sums and its weights.
+"""Device functions that several kernels call: dot products, mask and softmax weights of a tile of logits.
 
               columns j →
-           ┌──────┬──────┬──────┐     A tile is Σ over D, in blocks of BLOCK_D, of
-    rows i │ tile │ tile │ tile │     (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M) on the tensor cores,
-           └──────┴──────┴──────┘     so D can have any size. A tile never leaves the registers.
+           ┌──────┬──────┬──────┐     For each BLOCK_D features, the tensor cores add a product
+    rows i │ tile │ tile │ tile │     (BLOCK_N, BLOCK_D)·(BLOCK_D, BLOCK_M) to the dot products of a tile,
+           └──────┴──────┴──────┘     so D can have any size. Dot products stay in registers.
 """
 import math
 
@@ -13,9 +13,9 @@ import triton.language as tl
 from ..replay import current_recorder
 
 LOG2E = tl.constexpr(math.log2(math.e))
-WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # softmax weights are stored multiplied by this (gradient.py)
-# One compiled kernel serves all batch sizes: no variants for integers that change with the batch, nor for the
-# alignment of parts of a tensor, which depends on the number of rows.
+WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # factor on stored softmax weights; gradient.py says why
+# Triton compiles variants of a kernel for special integers (1, multiples of 16) and for aligned pointers. The
+# arguments below get no variants, since most change with the batch: one kernel serves all batch sizes.
 jit = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
                        "width", "split_columns", "splits", "tiles", "tiles_x", "tiles_y", "count",
@@ -26,7 +26,7 @@ jit = triton.jit(
 
 
 def kernel(function):
-    """Compile a kernel with Triton. While a loss is recorded (replay.py), its launches are."""
+    """Decorate a Triton kernel: while replay.py records a loss, launches of the kernel are recorded too."""
     jitted = jit(function)
     run = jitted.run
 
@@ -41,10 +41,8 @@ def kernel(function):
 
 @triton.jit
 def load_tile(X, row, d, row_count, feature_count, row_stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the (BLOCK, BLOCK_D) part of X that starts at (row, d), with zeros outside X.
-
-    X is (row_count, feature_count): a tensor descriptor if row_stride is None, else a pointer.
-    """
+    """Return the (BLOCK, BLOCK_D) part of X (row_count, feature_count) that starts at (row, d), with zeros
+    outside X. X is a pointer or, if row_stride is None, a tensor descriptor."""
     if row_stride is None:
         x = X.load([row, d])
     else:
@@ -57,7 +55,7 @@ def load_tile(X, row, d, row_count, feature_count, row_stride, BLOCK: tl.constex
 @triton.jit
 def qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the (BLOCK_N, BLOCK_M) float32 dot products q_i·k_j of the tile at (row, column)."""
+    """Return the (BLOCK_N, BLOCK_M) float32 dot products q_i·k_j of the tile that starts at (row, column)."""
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for d in range(0, SHAPE.D, BLOCK_D):
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
@@ -67,7 +65,7 @@ def qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION: tl.constexpr,
 @triton.jit
 def add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return qk plus the dot products of the features from d to d + BLOCK_D."""
+    """Return qk plus the part of the dot products that the features d to d + BLOCK_D − 1 contribute."""
     q = load_tile(Q, row, d, N, SHAPE.D, SHAPE.q_stride, BLOCK_N, BLOCK_D)
     k = load_tile(K, column, d, M, SHAPE.D, SHAPE.k_stride, BLOCK_M, BLOCK_D)
     return tl.dot(q, k.T, qk, input_precision=PRECISION)
@@ -85,7 +83,7 @@ def log2e_over_tau(MASK):
 
 @triton.jit
 def mask_offset(MASK):
-    """Return the mask's offset, which launch.kernel_args passes as 4 · offset + 2."""
+    """Return the offset of the mask; MASK.offset contains 4 · offset + 2 (launch.kernel_args says why)."""
     return MASK.offset >> 2
 
 
@@ -102,7 +100,7 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
     if EXCLUDE == "diagonal":
         needed = needed | crosses_diagonal(row + mask_offset(MASK), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        for view in tl.static_range(2):                        # rows of the first and of the second view
+        for view in tl.static_range(2):                        # 0: rows of the first view; 1: of the second
             at = row + mask_offset(MASK) - view * (N // 2)
             needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
             needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
@@ -119,17 +117,17 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def image_of(rows, N):
-    """Return the number of the image of which each row is a view; the N rows are two views, stacked."""
+    """Return the number of each row's image: rows i and i + N/2 are the two views of image i."""
     return tl.where(rows < N // 2, rows, rows - N // 2)
 
 
 @triton.jit
 def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
-    """Return the column of each row's positive, which the mask excludes. It may lie outside [0, M)."""
+    """Return the column of each row's positive, or a number outside [0, M) if k does not contain it."""
     if EXCLUDE == "pair":
         image = image_of(rows, N) + mask_offset(MASK)
         column = tl.where(rows < N // 2, image + M // 2, image)
-        column = tl.where((image >= 0) & (image < M // 2), column, -1)         # −1: an image of another rank
+        column = tl.where((image >= 0) & (image < M // 2), column, -1)         # −1: no positive on this rank
     elif EXCLUDE == "target":
         column = tl.load(MASK.row_ids + rows, mask=rows < N, other=-1)
     else:
@@ -140,8 +138,8 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
 @triton.jit
 def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               BLOCK_M: tl.constexpr):
-    """Return a (rows, BLOCK_M) bool tile: the negation of masks.excluded, True where a pair is kept."""
-    here = tl.arange(0, BLOCK_M)       # comparing these, not the columns themselves, saves registers
+    """Return a bool tile (rows, BLOCK_M), False where masks.excluded is True and outside the matrix."""
+    here = tl.arange(0, BLOCK_M)       # comparing positions within the tile, not columns, saves registers
     at = column + here
     keep = (rows < N)[:, None] & (at < M)[None, :]
     if EXCLUDE == "diagonal":
@@ -173,31 +171,31 @@ def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def exp2_scaled(qk, scale, m):
-    """Return exp2(qk·scale − m). Without the fma, weights would have relative errors of |logit| · 2⁻²⁴."""
+    """Return exp2(qk·scale − m) by an fma: a rounded qk·scale would cause relative errors |logit| · 2⁻²⁴."""
     return tl.exp2(tl.fma(qk, scale, -m))
 
 
 @triton.jit
 def finite_max(m):
-    """Return m made finite, so that s − m is never NaN: −∞ (a row without columns) -> 0, ∞ -> 3e38."""
+    """Return m, but 0 for −∞ (a row without columns) and 3e38 for ∞, so that s − m is not NaN (∞ − ∞)."""
     return tl.where(m == float("-inf"), 0.0, tl.where(m == float("inf"), 3e38, m))
 
 
 @triton.jit
 def lse_minus_positive(m_i, l_i, positive, scale):
-    """Return lse_i − q_i·k_p / τ in nats; positive = q_i·k_p. A single fma subtracts nearly equal numbers."""
-    return (tl.fma(-positive, scale, m_i) + tl.log2(l_i)) / LOG2E
+    """Return lse_i − positive/τ in nats; positive is the dot product of row i with its positive."""
+    return (tl.fma(-positive, scale, m_i) + tl.log2(l_i)) / LOG2E   # the fma does not round positive·scale
 
 
 @triton.jit
 def softmax_factor(dloss_dlse, l_i):
-    """Return the factor such that WEIGHT_SCALE · dloss_dlse · p = factor · exp2(s − m)."""
+    """Return the factor for which factor · exp2(s − m) is WEIGHT_SCALE · dloss_dlse · p; 0 if l_i is 0."""
     return tl.where(l_i == 0.0, 0.0, dloss_dlse * WEIGHT_SCALE / l_i)
 
 
 @triton.jit
 def load_factors(SIDE, at):
-    """Return (factor, m) of rows `at` of a side; if the loss lacks it, (1, 0), never used."""
+    """Return (factor, m) of the rows `at` of SIDE. If the loss lacks SIDE, return (1, 0) as placeholders."""
     factor, m = 1.0, 0.0
     if SIDE.factor is not None:
         factor, m = tl.load(SIDE.factor + at), tl.load(SIDE.m + at)
@@ -207,10 +205,10 @@ def load_factors(SIDE, at):
 @triton.jit
 def softmax_weights(qk, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m,
                     ONE_EXPONENTIAL: tl.constexpr):
-    """Return WEIGHT_SCALE · dloss/ds of a tile: dloss_dlse_i p_ij + dloss_dlse'_j p'_ij.
+    """Return WEIGHT_SCALE · (dloss_dlse_i p_ij + dloss_dlse'_j p'_ij): the gradient of a tile of logits.
 
-    p is the row softmax (dim=1) and p' the column softmax (dim=0).
-    ONE_EXPONENTIAL  the loss has both sides, and all rows and columns share the m common_m (shift.py)
+    p is the row softmax, p' the column softmax. If the loss lacks one of them, its term is left out.
+    ONE_EXPONENTIAL  True: the loss has both terms, and common_m is the m of all rows and columns (shift.py)
     """
     if ONE_EXPONENTIAL:
         column_factor = tl.load(Y_SIDE.factor + columns)
@@ -228,10 +226,10 @@ def softmax_weights(qk, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, commo
 @triton.jit
 def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl.constexpr,
                     DOT: tl.constexpr):
-    """Turn the sum Σ_j w_ij y_j into the gradient of x: subtract the positive's term, multiply by constants.
+    """Turn dx, a tile of Σ_j w_ij y_j, into the gradient of x.
 
-    FINISH   launch.FinishArgs
-    returns  (dx, mask of its entries inside x, Σ_d x·dx of each row if DOT, else 0)
+    The term of each row's positive is subtracted, and the result is multiplied by the constants of FINISH.
+    returns  (dx, mask of entries inside x, sum of x·dx over the tile's features for each row if DOT, else 0)
     """
     dx = dx * (1.0 / WEIGHT_SCALE)
     inside = (rows < N)[:, None] & (d < FINISH.features)[None, :]
@@ -268,20 +266,20 @@ def log1p(u):
 
 @triton.jit
 def softplus(x):
-    """Return (log(1 + exp(x)), σ(x)), both accurate to the last digits for every x."""
+    """Return (log(1 + exp(x)), σ(x)), both with a small relative error for every x."""
     u = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + log1p(u), tl.where(x > 0, 1.0, u) / (1 + u)
 
 
 @triton.jit
 def softplus_sum(x):
-    """Return (Σ log(1 + exp(x)), σ(x)) of a tile. One logarithm, log Π (1 + u), serves 8 columns."""
+    """Return (sum of log(1 + exp(x)) over a tile, tile of σ(x)). One logarithm serves 8 columns."""
     positive_part = tl.sum(tl.where(x > 0, x, 0.0), 1)
     u = tl.exp2(-tl.abs(x) * LOG2E)
-    root = tl.rsqrt(1 + u)                                         # a division takes more instructions
+    root = tl.rsqrt(1 + u)                                         # root² is cheaper than 1 / (1 + u)
     sigma, v = root * root, u
     sigma = tl.where(x > 0, sigma, sigma * u)
-    for _ in tl.static_range(3):       # v becomes (1 + v)(1 + v') − 1 < 2⁸; a small v is not rounded away
+    for _ in tl.static_range(3):       # (1 + v)(1 + v') − 1, without the rounding of 1 + v
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
@@ -290,13 +288,14 @@ def softplus_sum(x):
 
 @triton.jit
 def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
-    """Return the tile (x, y) with this index, in an order in which neighbours share rows in the L2 cache.
+    """Return (x, y), the row and the column of the tile with this index in a grid of tiles_x × tiles_y tiles.
 
-    TRIANGLE  tiles_x = tiles_y = T, and of (x, y) and (y, x), which are equal, only one has an index. There
-              are T (T + 1) / 2: x is paired with y = x, x + 1, …, x + T / 2 modulo T; if T is even, the last
-              y only for x < T / 2
+    Tiles with nearby indices read the same rows of q and k, which are then in the L2 cache.
+    TRIANGLE  True: the logits are symmetric, and tiles_x = tiles_y = T. Only one of the tiles (x, y) and
+              (y, x) has an index, so there are T (T + 1) / 2 indices. Row x has the tiles y = x, x + 1, …,
+              x + T / 2, modulo T; if T is even, the rows x ≥ T / 2 lack the last of these
     """
-    width, group_tiles = tiles_y, 8                                # row tiles per group
+    width, group_tiles = tiles_y, 8                                # a group: 8 rows of tiles
     if TRIANGLE:
         width, group_tiles = tl.maximum(tiles_x // 2, 1), 4
     group = index // (group_tiles * width)
@@ -305,7 +304,7 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     x, y = first + inner % height, inner // height
     if TRIANGLE:
         half = tiles_x // 2
-        rest = index - tiles_x * half                              # ≥ 0 for the last offset, y = x + T / 2
+        rest = index - tiles_x * half                              # ≥ 0: a tile with y = x + T / 2
         x = tl.where(rest < 0, x, rest)
         y = x + tl.where(rest < 0, y, half)
         y = tl.where(y < tiles_x, y, y - tiles_x)
@@ -314,18 +313,19 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
 
 @triton.jit
 def count_steps(tiles, D, BLOCK_D: tl.constexpr):
-    """Return the number of steps of this program, with BLOCK_D features of every num_programs-th tile each.
+    """Return the number of steps of this program. A step adds BLOCK_D features to the products of a tile.
 
-    One loop over tiles and features, not two, lets the loads of a tile overlap with the end of the last one.
-    When a tile is complete, its product must be used before any branch: there the program waits once for the
-    tensor cores. Otherwise it would wait after each of their instructions, and ptxas -v warns.
+    A program computes every num_programs-th tile. One loop runs over the features of all its tiles, so that
+    loads for a tile overlap with the end of the previous tile. When a tile is complete, the code must use qk
+    before any branch. The program then waits for the tensor cores only once per tile. With a branch first, it
+    would wait after each of their instructions, and ptxas -v would print a warning.
     """
     return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0)) * tl.cdiv(D, BLOCK_D)
 
 
 @triton.jit
 def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return (index of the tile, tile_x, tile_y, d) of the next step; d is its first feature."""
+    """Return (index of the tile, tile_x, tile_y, d) of the next step, which starts at feature d."""
     d += BLOCK_D
     if d >= D:
         d = 0
@@ -336,14 +336,14 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
 
 @triton.jit
 def round_to_tf32(x):
-    """Return float32 x rounded to TF32, to the nearest even. Tensor cores would cut the last 13 bits off."""
+    """Return float32 x rounded to the nearest TF32 number. Tensor cores would cut off the last 13 bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def cast_for_matmul(x, X, PRECISION: tl.constexpr):
-    """Return x in the dtype of X; if that is float32 and matrix products use TF32, round x to TF32."""
+    """Return x in the dtype of X. If X is float32 and matrix products use TF32, x is rounded to TF32."""
     if PRECISION == "tf32" and X.dtype.element_ty == tl.float32:
         x = round_to_tf32(x)
     return x.to(X.dtype.element_ty)
@@ -351,10 +351,10 @@ def cast_for_matmul(x, X, PRECISION: tl.constexpr):
 
 @kernel
 def scale_kernel(OUT, X, count, FACTOR, BLOCK: tl.constexpr):
-    """Write OUT = FACTOR · X."""
+    """Write FACTOR · X to OUT, in the dtype of OUT."""
     first, factor = tl.program_id(0).to(tl.int64) * BLOCK, tl.load(FACTOR)
     at = first + tl.arange(0, BLOCK)
-    if first + BLOCK <= count:                                     # without a mask, 16 bytes at a time
+    if first + BLOCK <= count:                                     # without a mask: 16 bytes per load
         tl.store(OUT + at, (tl.load(X + at).to(tl.float32) * factor).to(OUT.dtype.element_ty))
     else:
         x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
@@ -364,7 +364,7 @@ def scale_kernel(OUT, X, count, FACTOR, BLOCK: tl.constexpr):
 @kernel
 def copy_kernel(COPY, X, count, features, padded_features, row_stride, column_stride, ROUND: tl.constexpr,
                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy X (count, features) to COPY (count, padded_features), padded with zeros; ROUND: round to TF32."""
+    """Copy X (count, features) to COPY (count, padded_features), padded with zeros. ROUND: round to TF32."""
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     x = tl.load(X + rows * row_stride + d * column_stride, mask=(rows < count) & (d < features), other=0.0)

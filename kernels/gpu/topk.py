@@ -1,13 +1,14 @@
-"""The n largest dot products of each row and their columns: its nearest neighbours.
+"""Find the nearest neighbours of each row: its n largest dot products, and their columns.
 
 Eager                                   bytes moved                     here
     s = q @ k.T                         write 4 N·M                     tiles stay in registers
     values, indices = s.topk(n)         read 4 N·M, several times       n slots per row, in registers
 
-A program takes BLOCK_N rows and loops over the tiles of its split of the columns. While any row has a value
-in the tile that beats the worst of the row's slots, the best such value takes that slot and leaves the tile.
-If the values of a row come in random order, its slots change about n·ln(M/n) times in all, so almost every
-tile needs only one comparison. PyTorch's topk merges the slots of all splits.
+The columns are divided into splits. A program takes BLOCK_N rows and loops over the tiles of one split. The
+slots of a row hold its largest values so far. If a tile has a larger value than the smallest slot of its row,
+the largest value of the row in the tile replaces this slot and is deleted from the tile. This is repeated
+until no row has such a value. In random order, the values of a row change its slots about n·ln(M/n) times in
+all, so almost every tile needs only one comparison. PyTorch's topk merges the slots of all splits.
 """
 import torch
 import triton.language as tl
@@ -24,10 +25,8 @@ LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 def topk_kernel(VALUES, INDICES, split_columns,
                 Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                 SLOTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write the SLOTS largest dot products, and their columns, for one row tile and one split of the columns.
-
-    VALUES, INDICES  (N, splits · SLOTS). In VALUES ∞ stands for NaN, and LARGEST for ∞
-    """
+    """Write the SLOTS largest dot products and their columns, for BLOCK_N rows and one split of the columns.
+    VALUES and INDICES are (N, splits · SLOTS). In VALUES, ∞ stands for NaN, and LARGEST stands for ∞."""
     row = tl.program_id(0) * BLOCK_N
     rows = row + tl.arange(0, BLOCK_N)
     first = tl.program_id(1) * split_columns
@@ -37,7 +36,7 @@ def topk_kernel(VALUES, INDICES, split_columns,
     for column in range(first, tl.minimum(first + split_columns, M), BLOCK_M):
         columns = column + tl.arange(0, BLOCK_M)
         qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        qk = tl.where(qk == qk, tl.minimum(qk, LARGEST), float("inf"))    # comparisons with NaN are false
+        qk = tl.where(qk == qk, tl.minimum(qk, LARGEST), float("inf"))    # NaN becomes ∞, ∞ LARGEST
         qk = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk, float("-inf"))
         better = tl.max(qk, 1) > tl.min(values, 1)
         while tl.max(better.to(tl.int32), 0) > 0:
@@ -58,7 +57,7 @@ def similarity_topk(q, k, temperature, n, mask):
     check_device(q)
     q, k, mask = aligned_operands(q, k, mask)
     config = tile_config(q, mask)
-    config |= dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)    # the slots need registers
+    config |= dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)    # slots take registers
     operands, rest = kernel_args(q, k, mask, temperature, config)
     row_tiles, column_tiles = cdiv(q.shape[0], config["BLOCK_N"]), cdiv(k.shape[0], config["BLOCK_M"])
     splits = min(column_tiles, cdiv(2 * multiprocessors(q), row_tiles))
