@@ -1,31 +1,31 @@
-"""Contrastive losses that never store the (N, M) matrix of similarities.
+"""Contrastive losses that need no (N, M) matrix of similarities in memory.
 
-similarity_lse         log Σ_j exp(q_i·k_j / τ) for every row i: the only O(N·M) part of the softmax losses
-similarity_topk        the n columns with the largest similarity for every row
-info_nce               mean −log softmax of q_i·k_i over the keys; symmetric=True adds the column softmax
-clip_loss              the symmetric info_nce of image-text pairs
+similarity_lse         log Σ_j exp(q_i·k_j / τ) for every query i: the log-sum-exp (lse) of softmax losses
+similarity_topk        the n keys with the largest similarity to every query
+info_nce               InfoNCE loss: cross entropy of query i with key i as target; symmetric=True: both ways
+clip_loss              CLIP's loss: the symmetric info_nce of image-text pairs
 nt_xent                SimCLR's loss over the 2N views of a batch
-queue_loss             MoCo's loss: one positive per row, negatives from a queue without gradient
-sigmoid_loss           SigLIP's loss: each pair is classified on its own, match or no match
-sup_con_loss           SupCon's loss: all other views of the same label are positives
-triplet_loss           positive nearer than negative by a margin; negatives are given, or mined in the batch
-margin_loss            pairs of the same class near each other, other pairs at least a margin apart
-linear_cross_entropy   cross entropy of hidden·weightᵀ, for heads over a large vocabulary
+queue_loss             MoCo's loss: one positive per query; the negatives are a queue, which gets no gradient
+sigmoid_loss           SigLIP's loss: classifies each pair on its own as match or no match
+sup_con_loss           SupCon's loss: the positives of a view are all other views with the same label
+triplet_loss           FaceNet's loss: the positive must be nearer than the negative, by at least a margin
+margin_loss            Hadsell's loss: pairs of a class near each other, other pairs at least a margin apart
+linear_cross_entropy   cross entropy of the logits hidden·weightᵀ, for a linear layer over a large vocabulary
 embed_in_chunks        embeddings of a batch whose activations do not fit into memory, with exact gradients
-gather_rows            the rows of all processes, with exact gradients; own_rows returns one process's slice
-check_rows             raise ValueError if the types, shapes or devices of tensors do not fit
+gather_rows            the rows of all processes, with exact gradients; own_rows: the slice of one process
+check_rows             raise ValueError if tensors do not have the expected dtypes, shapes and device
 check_unit             raise ValueError if the rows of a tensor do not have norm 1
 choose_impl            the implementation that impl="auto" selects for a tensor
 
-Similarities are dot products of the rows as given: pass unit rows (F.normalize), or normalize=True for
-cosines. Functions over all pairs of rows accept an implementation as impl=...:
+A similarity is the dot product of two rows as they are. For cosine similarities pass unit rows (F.normalize)
+or normalize=True. Functions that compare all pairs of rows have an argument impl, the implementation:
 
 "triton"       fused Triton kernels, on CUDA GPUs
-"blockwise"    plain PyTorch over strips of rows, on any device, float64 too
-"eager"        the textbook formula with the (N, M) matrix stored: the oracle and the baseline
-"auto"         "triton" on CUDA; on the CPU "eager" for a small matrix of logits, else "blockwise"
+"blockwise"    plain PyTorch that computes a few rows of the matrix at a time; any device, also float64
+"eager"        the textbook formula, which stores the (N, M) matrix; tests and benchmarks compare with it
+"auto"         "triton" on CUDA GPUs; on the CPU "eager" for a small matrix and "blockwise" for a large one
 
-Every public function raises ValueError if an argument does not fit; the message names the argument, what was
+Every public function raises ValueError for an invalid argument. The message names the argument, what was
 found and what is expected.
 """
 import contextlib
@@ -55,17 +55,17 @@ from .losses import (
 
 VERSION = __version__ = "0.1.0"
 
-# Hugging Face has a package of the same name, from which transformers imports names. Python finds this folder
-# first. So names and modules that this folder does not have come from that package, if it is installed.
+# Hugging Face has a package with the name "kernels" too, and transformers uses it. Python finds our folder
+# first. Names and modules that are not in our folder are loaded from Hugging Face's package, if installed.
 OURS = [__name__, *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))]
 with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     installed = importlib.metadata.distribution("kernels")
-    __version__ = installed.version                            # other packages ask for it
+    __version__ = installed.version                            # for packages that check it
     __path__.append(str(installed.locate_file("kernels")))
 
 
 def __getattr__(name):
-    """Return an attribute of Hugging Face's package."""
+    """Return an attribute that only Hugging Face's package has; raise AttributeError if there is none."""
     if len(__path__) == 1 or name.startswith("__") or f"{__name__}.{name}" in OURS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(load_installed(), name)
@@ -73,7 +73,7 @@ def __getattr__(name):
 
 @functools.cache
 def load_installed():
-    """Import Hugging Face's package. Our modules step aside meanwhile: both packages have a benchmark.py."""
+    """Import Hugging Face's package; our modules leave sys.modules meanwhile, as some have equal names."""
     spec = importlib.util.spec_from_file_location(__name__, os.path.join(__path__[1], "__init__.py"))
     package = importlib.util.module_from_spec(spec)
     ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}

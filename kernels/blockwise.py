@@ -1,57 +1,57 @@
-"""The fused operations in plain PyTorch, on any device, float64 too; O(N + M) memory beside the inputs.
+"""The fused operations in plain PyTorch, on any device and also in float64, without an (N, M) matrix.
 
-Eager stores the logits s = q·kᵀ/τ and their softmax p, both (N, M). This file computes the logits of a few
-rows at a time: a strip. With g_i the upstream gradient of lse_i, dloss/dlse_i:
+eager.py stores the logits s = q·kᵀ/τ and their softmax p, both (N, M). This file computes the logits of a few
+rows at a time, called a strip. g_i = dloss/dlse_i is the upstream gradient of the log-sum-exp lse_i:
 
-    m_i = max_j s_ij,    l_i = Σ_j exp(s_ij − m_i),    lse_i = m_i + log l_i                          forward
-    dq_i = (1/τ) Σ_j W_ij k_j,    dk_j = (1/τ) Σ_i W_ij q_i,    W_ij = g_i exp(s_ij − m_i) / l_i      backward
+    max_i = max_j s_ij,    sum_i = Σ_j exp(s_ij − max_i),    lse_i = max_i + log sum_i                forward
+    dq_i = (1/τ) Σ_j W_ij k_j,    dk_j = (1/τ) Σ_i W_ij q_i,    W_ij = g_i exp(s_ij − max_i) / sum_i  backward
 
-A loss whose positives have logits s_i+ outside the sum is a weighted sum over rows of
+In a softmax loss, lse_i leaves out the positive, whose logit is s_i+. The loss is Σ_i w_i softplus(gap_i):
 
-    softplus(gap_i),    gap_i = lse_i − s_i+,    g_i = w_i σ(gap_i),    ds_i+ = −g_i
+    gap_i = lse_i − s_i+,    g_i = w_i σ(gap_i),    dloss/ds_i+ = −g_i
 
-If columns have a softmax too, as in clip_loss, W gets a second term g'_j exp(s_ij − m'_j) / l'_j. In a
-self-similarity s_ij = s_ji, so a column's softmax is that of the row with the same index. Then a strip starts
-at its own diagonal: it has a square, rows i against themselves, and the columns to the right of the square,
-which also count for the rows j > i.
+If columns have a softmax too, as in clip_loss, W_ij gets a second term g'_j exp(s_ij − max'_j) / sum'_j from
+column j. If q is compared with itself, s_ij = s_ji, and only the upper triangle is computed (argument
+triangle): a strip starts at the diagonal, with a square (the rows of the strip against themselves). Each
+logit s_ij to the right of the square counts for row i and, as s_ji, also for row j.
 
-The statistics m and l are kept as two numbers. A single number lse_i would be rounded at the scale of |s|, so
-all p_ij of row i would be wrong by the same factor, and Σ_j p_ij k_j − k_positive would not cancel as it
-should when τ is small or rows are equal.
+The statistics max_i and sum_i are stored as two numbers. A single number lse_i would be rounded at the scale
+of |s|. Then all p_ij of row i would be wrong by the same factor, and Σ_j p_ij k_j would not cancel against
+k_positive when τ is small or rows are equal.
 
-Matrix products, each of 2·N·M·D operations: eager needs 3. Here backward computes each strip again, which
-makes 4, and 2 for a self-similarity. A row's statistics are complete after its strip; so a loss of rows only
-adds the gradients of a strip at once, which makes 3.
+Eager needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because backward computes each
+strip again; in a triangle, half as many. A loss without column softmax needs 3: the statistics of a row are
+complete after its strip, so the gradients of the strip are added at once.
 """
 import torch
 import torch.nn.functional as F
 
 from .masks import excluded, own_columns, positive_columns
 
-STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: enough for full GEMM speed, and few enough for malloc to reuse
+STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: enough for fast matrix products; malloc reuses such blocks
 ONE_STRIP = 2 ** 20        # a matrix of at most this many logits is one strip
-MIN_STRIP_ROWS = 64        # with fewer rows per strip, reading the keys would limit the GEMM
+MIN_STRIP_ROWS = 64        # with fewer rows per strip, reading the keys would slow the matrix products
 
 
 def to_accumulation_dtype(q, k, temperature):
-    """Cast q and k to the accumulation dtype, which is temperature's dtype; if k is None, return q twice."""
+    """Cast q and k to the dtype of temperature, in which sums are computed; for k=None return q twice."""
     q = q.to(temperature.dtype)
     return q, q if k is None else k.to(temperature.dtype)
 
 
 def zeros_if(needed, x):
-    """Return zeros of x's shape if its gradient is needed, else a tensor without rows."""
-    return x.new_zeros((x if needed else x[:0]).shape)         # not x's strides, which cuBLAS may refuse
+    """Return zeros in the shape of x if its gradient is needed; if not, a tensor without rows."""
+    return x.new_zeros((x if needed else x[:0]).shape)         # contiguous: cuBLAS may refuse x's strides
 
 
 # ── strips of logits ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def strip_slices(n, m, mask, triangle):
-    """Yield the slice of rows and the slice of columns of each strip.
+    """Yield (slice of rows, slice of columns) for each strip.
 
-    For sorted groups (within=) a strip has only the columns of its rows' groups. This saving exists on the
-    CPU only, because reading the groups would synchronise with a GPU.
+    If groups (within=) are sorted, a strip covers only the columns in the groups of its rows. This saving
+    exists on the CPU only, because reading the groups would synchronise with a GPU.
     """
     height = n if n * m <= ONE_STRIP else max(MIN_STRIP_ROWS, min(STRIP_LOGITS // m, n // 8))
     groups = mask.row_groups, mask.column_groups
@@ -62,16 +62,16 @@ def strip_slices(n, m, mask, triangle):
     for start in range(0, n, height):
         stop = min(start + height, n)
         left, right = (first[start], last[stop - 1]) if is_sorted else (start if triangle else 0, m)
-        left = min(left, m - 1)                              # at least one column, which the mask excludes
+        left = min(left, m - 1)                              # if empty: one column, which the mask excludes
         yield slice(start, stop), slice(left, max(right, left + 1))
 
 
 def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
-    """Yield (rows, columns, s) for each strip: its slices and its logits, −inf where masked.
+    """Yield (slice of rows, slice of columns, logits s with −inf where masked) for each strip.
 
-    triangle  True: self-similarity, k is q. A strip's columns start at its first row
-    positive  (N,) receives the logits of the positives, which the mask excludes, or None. In a triangle only
-              the first half of the rows gets them
+    triangle  True: k is q, and the columns of a strip start at the strip's first row
+    positive  (N,) to be filled with the logits of the positives, which the mask excludes; None: not needed.
+              In a triangle only the first half of the rows is filled
     """
     n, m = len(q), len(k)
     by_index = mask.exclude == "target" or mask.exclude != "none" and not mask.has_vectors
@@ -79,7 +79,7 @@ def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
     own = own_columns(mask, torch.arange(n, device=q.device), n, m) if mask.exclude == "pair" else None
     for rows, columns in strip_slices(n, m, mask, triangle):
         s = (q[rows] / temperature) @ k[columns].T
-        if by_index:                                         # one or two entries of each row
+        if by_index:                                         # the mask excludes 1 or 2 entries per row
             found = exclude_entries(s, targets[rows] - columns.start)
             if positive is not None:
                 positive[rows] = found
@@ -93,7 +93,7 @@ def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
 
 
 def exclude_entries(s, columns):
-    """Set s[i, columns_i] to −inf, where s has this column; return the old entries."""
+    """Set s[i, columns[i]] to −inf in each row i, if s has that column; return the old entries (n,)."""
     inside = columns.clamp(0, s.shape[1] - 1)[:, None]
     old = s.gather(1, inside)
     s.scatter_(1, inside, old.masked_fill(inside == columns[:, None], -torch.inf))
@@ -104,33 +104,33 @@ def exclude_entries(s, columns):
 
 
 def new_stats(x):
-    """Return the statistics (2, n) of n softmaxes over no logits yet; x has n rows."""
+    """Return the initial statistics (2, n), maximum and sum of exponentials, for the n rows of x."""
     stats = x.new_zeros(2, len(x))
     stats[0].fill_(torch.finfo(x.dtype).min)
     return stats
 
 
 def add_stats(stats, s, axis):
-    """Merge the logits s into the statistics of the softmaxes along axis; s becomes exp(s − its maximum)."""
+    """Merge the logits s into the statistics of softmaxes along axis, and replace s by exp(s − maximum)."""
     limits = torch.finfo(s.dtype)
-    # finite, so that s − maximum is never ∞ − ∞ = NaN: a row may have no columns or an infinite logit
+    # clamp to finite numbers, so that s − maximum is never ∞ − ∞ = NaN (no columns, or an infinite logit)
     maximum = s.amax(axis).clamp_(limits.min, limits.max)
     merge_stats(stats, maximum, s.sub_(maximum.unsqueeze(axis)).exp_().sum(axis))
 
 
 def merge_stats(stats, maximum, total):
-    """Merge the maximum and the sum of exponentials of new logits into the statistics."""
+    """Merge the maximum of new logits, and their sum of exp(logit − maximum), into the statistics."""
     new = torch.maximum(stats[0], maximum)
     stats[1] = stats[1] * (stats[0] - new).exp() + total * (maximum - new).exp()
     stats[0] = new
 
 
 def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
-    """Return (statistics of the softmax of each row, of each column, strips).
+    """Return (statistics of the row softmaxes, statistics of the column softmaxes, strips).
 
-    In a triangle both statistics are one tensor. If norms bound all logits by 69, every maximum is set to 0,
-    because exp(s) can neither overflow nor underflow; so one exponential serves the row and the column. If
-    there is also only one strip, strips is [(rows, columns, exp(s))], else [].
+    In a triangle both statistics are one tensor. On the CPU, if norms of rows bound all logits by 69, every
+    maximum is set to 0: exp(s) cannot overflow or underflow, so one exponential serves row and column. If
+    there is also only one strip, strips is [(rows, columns, exp(s))]; in other cases strips is [].
     """
     of_rows = new_stats(q)
     of_columns = of_rows if triangle else new_stats(k)
@@ -151,17 +151,17 @@ def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
 
 
 def divide(g, total):
-    """Return g / total, and 0 for a softmax without logits, whose total is 0."""
+    """Return g / total, and 0 where total is 0 (a softmax without logits)."""
     return (g / total).where(total != 0, 0)
 
 
 def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_columns, triangle,
                             is_exp=False):
-    """Add W k to dq and Wᵀ q to dk, strip by strip; a gradient without rows is not needed.
+    """Add W k to dq and Wᵀ q to dk, strip by strip; skip a gradient that has no rows.
 
-    of_rows, of_columns    statistics (2, n); in a triangle both are one tensor, and dk is dq
-    g, g_of_columns        upstream gradients g / τ (n,)
-    is_exp                 strips already hold exp(s), and all maxima are 0
+    of_rows, of_columns    statistics (2, n) of rows and columns; in a triangle the same tensor, and dk is dq
+    g, g_of_columns        (n,) upstream gradients of the log-sum-exps of rows and of columns, divided by τ
+    is_exp                 True: strips already hold exp(s), and all maxima are 0
     """
     factors, column_factors = divide(g, of_rows[1]), divide(g_of_columns, of_columns[1])
     same_maximum = not q.is_cuda and not of_rows[0].any() and not of_columns[0].any()
@@ -172,7 +172,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
             w = (s if is_exp else s.exp_()).mul_(factors[rows, None] + column_factors[columns])
         else:
             w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
-            if triangle:                                     # in the square, s_ij is not rounded as s_ji is
+            if triangle:                                     # in the square s_ij and s_ji round differently
                 w[:, :right] += w[:, :right].T.clone()
             w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
         if len(dq):
@@ -182,7 +182,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
 
 
 def add_products(dq, dk, w, q, k, rows, columns):
-    """Add w k to dq[rows] and wᵀ q to dk[columns] for one strip w; a gradient without rows is not needed."""
+    """Add w k to dq[rows] and wᵀ q to dk[columns], for a strip's weights w; skip a gradient without rows."""
     if len(dq):
         dq[rows].addmm_(w, k[columns])
     if len(dk):
@@ -190,9 +190,9 @@ def add_products(dq, dk, w, q, k, rows, columns):
 
 
 def subtract_positives(dq, dk, q, k, targets, g):
-    """Subtract the positives' part of the gradients, g_i k_+ and g_i q_i; targets are the columns +.
+    """Subtract the terms of the positives: g_i k_t from dq_i, and g_i q_i from dk_t, with t = targets[i].
 
-    Called last, because the positives' coefficient is the largest.
+    These terms come last, because they have the largest coefficients.
     """
     if len(dq):
         dq.addcmul_(k[targets], g[:, None], value=-1)
@@ -201,7 +201,7 @@ def subtract_positives(dq, dk, q, k, targets, g):
 
 
 def add_rows(total, index, rows):
-    """Add rows to total[index], also for repeated indices.
+    """Add rows[i] to total[index[i]] for all i; an index may occur several times.
 
     The result is deterministic: index_put_ on GPUs and index_add_ on the CPU add in a fixed order.
     """
@@ -212,9 +212,9 @@ def add_rows(total, index, rows):
 
 
 def gradient_of_temperature(q, dq, temperature, needed, self_similarity=False):
-    """Return dτ = −⟨q, dq⟩/τ, because s = q·k/τ; no elements if it is not needed.
+    """Return dτ = −⟨q, dq⟩/τ, which follows from s = q·k/τ; a tensor without elements if dτ is not needed.
 
-    With self-similarity ⟨q, dq⟩ contains each product twice.
+    With self-similarity ⟨q, dq⟩ counts each product twice, so the result is halved.
     """
     if not needed:
         return q.new_empty(0)
@@ -225,7 +225,7 @@ def gradient_of_temperature(q, dq, temperature, needed, self_similarity=False):
 
 
 def similarity_lse(q, k, temperature, mask):
-    """Return (lse (N,), stats (2, N)) in temperature's dtype; k None: self-similarity, symmetric mask."""
+    """Return (log-sum-exp (N,), statistics (2, N)), dtype as temperature; k None: the keys are q."""
     wide_q, wide_k = to_accumulation_dtype(q, k, temperature)
     if k is None:
         stats, *_ = two_sided_stats(wide_q, wide_q, temperature, mask, True)
@@ -237,9 +237,9 @@ def similarity_lse(q, k, temperature, mask):
 
 
 def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs_k, needs_temperature):
-    """Return (dq, dk, dτ) for the upstream gradient of lse.
+    """Return (dq, dk, dτ), where grad (N,) is the upstream gradient of the log-sum-exp.
 
-    A gradient that is not needed has no elements, nor has dk if k is None.
+    A gradient that is not needed has no elements. For k=None, dk has none, because dq is the whole gradient.
     """
     triangle = k is None
     q, k = to_accumulation_dtype(q, k, temperature)
@@ -259,7 +259,7 @@ def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs
 
 
 def loss_and_slopes(positive, stats, weights):
-    """Return (Σ_i w_i softplus(gap_i), g_i = w_i σ(gap_i)) for the positives' logits and the statistics."""
+    """Return (Σ_i w_i softplus(gap_i), g_i = w_i σ(gap_i)); positive (n,) holds the positives' logits."""
     gap = (stats[0] - positive) + stats[1].log()
     return -(weights @ F.logsigmoid(-gap)), weights * gap.sigmoid()     # −logsigmoid(−x) = softplus(x)
 
@@ -267,8 +267,8 @@ def loss_and_slopes(positive, stats, weights):
 def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs_temperature):
     """Return (loss, dq, dk, dτ), with gradients computed along with the loss.
 
-    The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w = 1/N if weights is None. both: the mean of
-    this row-softmax loss (dim=1) and the column-softmax loss (dim=0); row i of q belongs to row i of k. A
+    The loss is Σ_i w_i softplus(gap_i), with weights w (N,); None: w_i = 1/N. both=True: the mean of this
+    row-softmax loss (dim=1) and the column-softmax loss (dim=0), where key i is the positive of query i. A
     gradient that is not needed has no elements. See fused.softmax_loss.
     """
     triangle, n = k is None, len(q)
@@ -278,7 +278,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
     targets, positive = positive_columns(mask, n, len(k), q.device), q.new_empty(n)
     if triangle or both:
         of_rows, of_columns, strips = two_sided_stats(q, k, temperature, mask, triangle, positive)
-        if triangle:                                         # both rows of a pair have the same positive
+        if triangle:                                         # both views have the same positive logit
             positive[n // 2:] = positive[:n // 2]
         loss, g = loss_and_slopes(positive, of_rows, weights)
         g = g_of_columns = g / temperature
@@ -293,7 +293,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
         loss, g = q.new_zeros(()), q.new_empty(n)
         for rows, columns, s in logit_strips(q, k, temperature, mask, False, positive):
             stats = new_stats(s)
-            add_stats(stats, s, 1)                           # complete, because a strip has all columns
+            add_stats(stats, s, 1)                           # final: the strip has all columns of its rows
             part, g[rows] = loss_and_slopes(positive[rows], stats, weights[rows])
             loss += part
             g[rows] /= temperature
@@ -303,7 +303,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
 
 
 def queue_loss(q, k, queue, temperature, mask, needs_gradient):
-    """Return (loss, dq, dk): the mean of softplus(lse_i − q_i·k_i/τ), lse over the queue.
+    """Return (loss, dq, dk) for the mean of softplus(lse_i − q_i·k_i/τ), where lse_i is over the queue.
 
     The queue gets no gradient.
     """
@@ -313,7 +313,7 @@ def queue_loss(q, k, queue, temperature, mask, needs_gradient):
         add_stats(stats[:, rows], s, 1)
         add_products(o, o[:0], s, q, queue, rows, columns)
     o.mul_(divide(1, stats[1])[:, None])
-    positive = (q / temperature * k).sum(1)                  # q / temperature is rounded as for the queue
+    positive = (q / temperature * k).sum(1)                  # same rounding as the logits of the queue
     loss, g = loss_and_slopes(positive, stats, q.new_full((len(q),), 1 / len(q)))
     if not needs_gradient:
         return loss, None, None
@@ -324,8 +324,8 @@ def queue_loss(q, k, queue, temperature, mask, needs_gradient):
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias):
     """Return (loss, dq, dk, dτ, db); a gradient that is not needed has no elements.
 
-    The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)): y_ij = 1 for the positive pair, which is the one
-    that the mask excludes, else −1. The gradient of a pair needs no other logit: each strip is computed once.
+    The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)), with y_ij = 1 for positive pairs (excluded
+    by the mask), else −1. The gradient of a pair needs no other logit, so each strip is computed once.
     """
     n = len(q)
     q, k = to_accumulation_dtype(q, k, temperature)
@@ -333,7 +333,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     positive, sums = q.new_empty(n), q.new_empty(2, n)       # Σ_j softplus(s_ij), Σ_j σ(s_ij)
     for rows, columns, s in logit_strips(q, k, temperature, mask, positive=positive):
         s += bias
-        sums[0, rows] = F.softplus(s, threshold=40).sum(1)   # above 40, softplus(s) is s in float64 too
+        sums[0, rows] = F.softplus(s, threshold=40).sum(1)   # above 40, softplus(s) equals s even in float64
         sums[1, rows] = s.sigmoid_().sum(1)
         add_products(dq, dk, s.div_(n * temperature), q, k, rows, columns)
     positive += bias
@@ -349,7 +349,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
 
 def similarity_topk(q, k, temperature, n, mask):
-    """Return (values (N, n), columns (N, n) int64), largest first; the column is −1 if none is left."""
+    """Return (values (N, n), columns (N, n) int64), largest first; column −1 where a row has none left."""
     q, k = to_accumulation_dtype(q, k, temperature)
     values, found = q.new_full((len(q), n), -torch.inf), q.new_full((len(q), n), -1, dtype=torch.int64)
     for rows, columns, s in logit_strips(q, k, temperature, mask):

@@ -1,7 +1,7 @@
-"""prepare(): check, cast, normalise and mask the arguments of an operation, and choose who computes it.
+"""prepare(): check, cast, normalise and mask the arguments of an operation, and choose the implementation.
 
-Every public function of similarities calls prepare(). The Call that it returns flows down unchanged.
-similarity_lse and similarity_topk are here; the losses are in losses.py.
+Every public function of similarities calls prepare(), and passes the returned Call to eager.py or fused.py.
+This file has similarity_lse and similarity_topk; losses.py has the losses.
 """
 from typing import Any, NamedTuple
 
@@ -18,41 +18,41 @@ from .replay import replayed, without_compile
 
 class Call(NamedTuple):
     """The checked arguments of an operation."""
-    q: Any               # (N, D) rows
-    k: Any               # (M, D) rows; None: compare the rows of q with each other, under a symmetric mask
-    temperature: Any     # 0-dim tensor, float32 (float64 for float64); on the CPU if it was a number
+    q: Any               # (N, D) queries
+    k: Any               # (M, D) keys; None: the keys are the rows of q, and the mask is symmetric
+    temperature: Any     # 0-dim tensor, float32 (float64 for float64 rows); on the CPU if given as a number
     mask: Mask
     impl: str            # "triton", "blockwise" or "eager"
-    product_dtype: Any   # dtype in which q·k is computed: autocast's dtype, or that of the rows
+    product_dtype: Any   # dtype to which q and k are cast before q·kᵀ: autocast's dtype or the dtype of q
 
     @property
     def keys(self):
-        """The rows that q is compared with: k, or q itself."""
+        """The rows that q is compared with: k, or q if k is None."""
         return self.q if self.k is None else self.k
 
     @property
     def needs(self):
-        """Whether q, k and temperature need a gradient."""
+        """Three flags: whether q, k and temperature need a gradient."""
         grad = torch.is_grad_enabled()
         return [grad and x is not None and x.requires_grad for x in (self.q, self.k, self.temperature)]
 
     @property
     def operands(self):
-        """q and k in product_dtype; k stays None for self-similarity.
+        """q and k in product_dtype; a k of None stays None.
 
-        Views that PyTorch negates as it reads them are written out, because kernels read raw memory.
+        resolve_neg() copies lazily negated views such as x.conj().imag, because kernels read raw memory.
         """
         return [None if x is None else x.resolve_neg().to(self.product_dtype) for x in (self.q, self.k)]
 
 
 def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=None, offset=0,
             positives=False, names=("q", "k"), normalize=False, impl="auto"):
-    """Return the Call for the arguments of a public function; raise ValueError if one does not fit.
+    """Return the Call for the arguments of a public function; raise ValueError for an invalid argument.
 
-    k          None, which a loss with positives does not take: compare the rows of q with each other
-    mask       a Mask that the loss has made; None: made from exclude, within, similar and offset
-    positives  True: row i of q has the positive k_{i + offset}, which must exist
-    names      names of q and k in messages
+    k          None: the keys are the rows of q. With positives=True None is invalid
+    mask       a Mask that the loss has made; None: make it from exclude, within, similar and offset
+    positives  True: the positive of query i is key i + offset, which must exist
+    names      names of q and k in error messages
     """
     self_similarity = k is None and not positives
     k = q if self_similarity else k
@@ -63,7 +63,7 @@ def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=
     product_dtype = q.dtype
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         product_dtype = torch.get_autocast_dtype(q.device.type)
-        # half rows with a gradient become float32, so that their gradient does too
+        # cast a half-precision q, and k if it needs a gradient, to float32, so that gradients are float32
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
     impl = choose_impl(impl, q, len(q), len(k), product_dtype)
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -74,14 +74,14 @@ def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=
 
 
 def unit_rows(x):
-    """Return the rows of x divided by their norms, in float32 (float64 for float64)."""
+    """Divide each row of x by its norm; the result is float32 (float64 for float64 rows)."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=1)
 
 
 def as_scalar(x, dtype):
     """Return x as a 0-dim tensor: a tensor stays on its device, a number becomes a tensor on the CPU.
 
-    Kernels read a tensor on the GPU without a synchronisation.
+    Kernels read the value of a tensor on the GPU themselves, so the host does not wait for the GPU.
     """
     return x.to(dtype) if isinstance(x, Tensor) else torch.full((), float(x), dtype=dtype)
 
@@ -89,42 +89,41 @@ def as_scalar(x, dtype):
 @replayed
 def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0,
                    normalize=False, impl="auto"):
-    """Return log Σ_j exp(q_i·k_j / τ) for each row i; the (N, M) matrix is never stored.
+    """Return log Σ_j exp(q_i·k_j / τ) for each query i; only impl="eager" stores the (N, M) matrix.
 
-    q            (N, D) float64 | float32 | float16 | bfloat16, any strides (no float64 in Triton)
-    k            (M, D) same dtype and device as q; None: compare the rows of q with each other
-    temperature  float > 0, from 1e-38 to 1e38, so that float32 can hold τ and 1/τ; or a 0-dim tensor, which
+    q            (N, D) queries, float64 | float32 | float16 | bfloat16, any strides; Triton takes no float64
+    k            (M, D) keys, dtype and device as q; None: the keys are the rows of q
+    temperature  τ: float from 1e-38 to 1e38, so that float32 can hold τ and 1/τ; or a 0-dim tensor, which
                  then receives a gradient. The value of a tensor on a GPU is not checked
-    exclude      columns left out of each row's sum: None | "diagonal" (j = i + offset)
-                 | "pair" (the two columns j = i and j = i ± N/2; k is None)
-                 | (row ids (N,), column ids (M,)) integers: columns with the row's id
-                 | ("diagonal", row ids, column ids): both
-    within       (row ids, column ids) integers: each row keeps only columns with its id. If both are sorted
-                 (packed sequences), the cost is proportional to the pairs that are kept; this saving exists
-                 in Triton for half types, and in blockwise on the CPU
-    similar      (f_q (N, E), f_k (M, E), phi): exclude columns with f_q_i·f_k_j ≥ phi; f gets no gradient
-    offset       this rank's first row in the gathered batch, own_rows(batch_size).start; 0 in one process
-    normalize    True: divide the rows of q and k by their norms first, as F.normalize does, in float32
-                 (float64 for float64); the features of similar are not normalised. The products are computed
-                 in the same dtype as without normalize. A zero row has cosine 0 with every row. As in
-                 F.normalize, a norm below 1e-12 counts as 1e-12, so the gradient of a zero row is about
-                 1e12 (infinite in float16). A norm above 1.8e19 overflows, so that the row becomes a zero row
-    impl         "auto" (choose_impl) | "triton" | "blockwise" | "eager"
-    returns      (N,) float32 (float64 for float64), differentiable in q, k, temperature; -inf with gradient 0
-                 for a row without columns
-    raises       RuntimeError for create_graph=True (second derivatives), forward mode and torch.func;
-                 impl="eager" supports them. torch.compile breaks the graph here unless impl="eager", so
-                 fullgraph=True fails
-    precision    products of half types are exact; float32 follows torch.get_float32_matmul_precision(); sums
-                 are in float32. Gradients are as accurate as those of eager for logits of any size (in Triton
-                 up to 1e9), because a row's maximum and its sum of exponentials are kept as two numbers. A
-                 NaN in a query does not reach the gradients of other queries. Under torch.autocast, float32
-                 rows are multiplied in autocast's dtype, and their gradients stay in float32
-    memory       beside inputs and gradients, at most float32 copies of them, O((N + M)·D), and 160 MiB, or
-                 544 MiB if a loss computes its gradient in forward; WEIGHT_BUFFER_BYTES and STRIP_BYTES in
-                 kernels.heuristics may be set lower. On a GPU, the first call of a loss with new shapes takes
-                 up to 512 MiB more for a moment (replay.py). blockwise: 64 MiB, or 32 rows of logits if more;
-                 eager: O(N·M)
+    exclude      keys left out of the sum of query i: None | "diagonal" (key i + offset)
+                 | "pair" (keys i and i ± N/2; only if k is None)
+                 | (query ids (N,), key ids (M,)) integers: keys with the id of query i
+                 | ("diagonal", query ids, key ids): key i + offset, and keys with the id of query i
+    within       (query ids (N,), key ids (M,)) integers: sum only over keys with the id of query i. If both
+                 are sorted, as for packed sequences, most pairs with different ids cost no time: in Triton
+                 for half types (float16, bfloat16), in blockwise on the CPU
+    similar      (f_q (N, E), f_k (M, E), phi), features and a threshold: leave out keys with f_q_i·f_k_j ≥
+                 phi. The features get no gradient
+    offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
+    normalize    True: first divide the rows of q and k (not of f_q and f_k) by their norms, in float32
+                 (float64 for float64 rows). The dtype of the products stays the same. As in F.normalize, a
+                 norm below 1e-12 counts as 1e-12: a zero row has cosine 0 with every row, and a gradient of
+                 about 1e12 (infinite in float16). A norm above 1.8e19 overflows, and the row becomes zero
+    impl         "auto" (see choose_impl) | "triton" | "blockwise" | "eager"
+    returns      (N,) float32 (float64 for float64 rows), differentiable with respect to q, k and temperature.
+                 A query for which all keys are left out gets -inf, with gradient 0
+    raises       RuntimeError for second derivatives (create_graph=True), forward mode and torch.func; only
+                 impl="eager" supports them. Except with impl="eager", torch.compile does not trace this
+                 function (graph break), so fullgraph=True fails
+    precision    float32 products follow torch.get_float32_matmul_precision(), and half-type products are
+                 exact; sums are in float32. Gradients are as accurate as with impl="eager" for logits of any
+                 size (up to 1e9 in Triton). A NaN in a query does not reach the gradients of other queries.
+                 Under torch.autocast, float32 rows are multiplied in autocast's dtype; gradients are float32
+    memory       in addition to inputs and gradients: at most float32 copies of both, and buffers of 160 MiB,
+                 or 544 MiB if a loss computes its gradient in forward. WEIGHT_BUFFER_BYTES and STRIP_BYTES in
+                 kernels.heuristics limit the buffers. On a GPU, the first call with new shapes briefly takes
+                 up to 512 MiB more (replay.py). blockwise: 64 MiB, or 128 rows of logits if they take more;
+                 with ids up to twice as much. eager: O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
     call = prepare(q, k, temperature, exclude=exclude, within=within, similar=similar, offset=offset,
@@ -136,17 +135,17 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
 @torch.no_grad()
 def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=0, normalize=False,
                     impl="auto"):
-    """Return the n columns with the largest q_i·k_j for each row i, largest first, without the (N, M) matrix.
+    """Return the n keys with the largest q_i·k_j for each query i; only "eager" stores the (N, M) matrix.
 
-    q, k         as in similarity_lse; k None: compare the rows of q with each other (each row is its own
-                 neighbour unless exclude="diagonal")
-    n            1 ≤ n ≤ M; the Triton kernel has slots for 64 columns, so above that blockwise is used
-    exclude, within, similar, offset, normalize    as in similarity_lse; normalize=True: nearest by cosine
+    q, k         as in similarity_lse; with k=None each row finds itself too, unless exclude="diagonal"
+    n            1 ≤ n ≤ M; the Triton kernel has 64 slots per row, so blockwise computes a larger n
+    exclude, within, similar, offset    as in similarity_lse
+    normalize    as in similarity_lse; True finds the keys with the largest cosine
     impl         as in similarity_lse
-    returns      (products (N, n) float32, or float64 for float64; columns (N, n) int64), without gradient.
-                 If a row has fewer than n columns, the rest is (-inf, -1). Equal products come in any order.
-                 A NaN product, from a NaN in a row or a column, counts as the largest
-    memory       O(N·n + M) beside the inputs, and a constant buffer; eager O(N·M)
+    returns      (products (N, n) float32, or float64 for float64 rows; indices of keys (N, n) int64), largest
+                 first, without gradient. If fewer than n keys are left for a query, the rest is (-inf, -1).
+                 Equal products come in any order. A NaN product counts as the largest
+    memory       in addition to the inputs, O(N·n + M) and a buffer of constant size; eager: O(N·M)
     """
     call = prepare(q, k, 1.0, exclude=exclude, within=within, similar=similar, offset=offset,
                    normalize=normalize, impl=impl)

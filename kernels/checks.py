@@ -1,4 +1,4 @@
-"""Checks of arguments: each raises ValueError naming the argument, what was found and what is expected."""
+"""Checks of arguments: an error names the argument and says what was found and what is expected."""
 import math
 
 import torch
@@ -9,23 +9,22 @@ INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 IMPLS = "auto", "triton", "blockwise", "eager"
 DTYPES = {bool: ([torch.bool], "bool"), int: (INTEGERS, "integers: int64, int32, int16, int8 or uint8"),
           float: (FLOATS, "floating point: float64, float32, float16 or bfloat16")}
-SMALLEST, LARGEST = 1e-38, 1e38          # float32 can hold both, and their reciprocals
+SMALLEST, LARGEST = 1e-38, 1e38          # float32 can hold both numbers and their reciprocals
 
 
 def check_rows(offset=0, /, **named):
-    """Raise ValueError if the types, shapes or devices of tensors do not fit.
+    """Raise ValueError if tensors do not have the expected dtypes and shapes, all on one device.
 
-    Example: check_rows(offset, z=(z, "N D"), ids=(ids, "M t", int), t=1) expects z of shape (N, D), floating
-    point, and ids of shape (M, 1), integers.
+    Example: check_rows(offset, z=(z, "N D"), ids=(ids, "M t", int), t=1) expects floating-point z of shape
+    (N, D) and integer ids of shape (M, 1).
 
-    named    name=(tensor, dimensions, kinds...), all tensors on one device; or letter=size for a known size.
-             dimensions has one letter per dimension: the same letter means the same size in all tensors, a
-             capital letter means a size ≥ 1. kinds: bool, int, float (the default), and None if x may be None
-    offset   this rank's first row: row i of the tensor (N, ...) belongs to row offset + i of the tensor
-             (M, ...), so M ≥ N + offset is expected
+    named    name=(tensor, dimensions, kinds...) for each tensor; letter=size for a known size. dimensions has
+             a letter per dimension: equal letters mean equal sizes, capital letters sizes ≥ 1. kinds are the
+             allowed types: bool, int or float (the default), and None if the tensor may be None
+    offset   this rank's first row: row i of an (N, ...) tensor is row offset + i of an (M, ...) tensor
     """
     sizes = {letter: size for letter, size in named.items() if not isinstance(size, tuple)}
-    first, device = {}, None             # first: the (name, tensor) whose first dimension is this letter
+    first, device = {}, None             # first[letter]: (name, tensor) whose dimension 0 is the letter
     for name, what in named.items():
         if not isinstance(what, tuple) or what[0] is None and None in what[2:]:
             continue
@@ -53,20 +52,20 @@ def check_rows(offset=0, /, **named):
 
 
 def shape_text(letters, sizes):
-    """Return the expected shape as text, with a letter for each size that is not known."""
+    """Return the expected shape as text, with numbers for known sizes and letters for unknown sizes."""
     parts = [str(sizes.get(letter, letter)) for letter in letters]
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 def check_inputs(q, k, names, temperature=1.0, offset=None, positives=False):
-    """Raise ValueError unless q (N, D) and k (K, D) can be multiplied and divided by the temperature.
+    """Raise ValueError unless q (N, D), k (K, D) and the temperature τ are valid for the logits q·kᵀ/τ.
 
-    offset     if given, row i of q belongs to row i + offset of k
-    positives  True: that row must exist
+    offset     None, or the index of this rank's first row: query i belongs to key i + offset
+    positives  True: if offset is given, key i + offset must exist for each query i
     """
     check_rows(**{names[0]: (q, "N D"), names[1]: (k, "K D")})
     if k.dtype != q.dtype:
-        device_type = q.device.type                            # autocast casts float32 rows to its dtype
+        device_type = q.device.type                            # autocast casts float32 rows to `half`
         half = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         if {q.dtype, k.dtype} != {torch.float32, half}:
             raise ValueError(f"{names[1]}: dtype {k.dtype}, expected {q.dtype} like {names[0]}")
@@ -81,7 +80,7 @@ def check_inputs(q, k, names, temperature=1.0, offset=None, positives=False):
 def check_same_dtype(**rows):
     """Raise ValueError if tensors that will be multiplied have different dtypes; None is skipped.
 
-    Under autocast nothing is checked: it casts them, or PyTorch raises its own error.
+    Under autocast nothing is checked: autocast casts the tensors, or PyTorch raises its own error.
     """
     rows = {name: x for name, x in rows.items() if x is not None}
     (first, z), *others = rows.items()
@@ -98,11 +97,11 @@ def check_dense(name, x):
 
 
 def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
-    """Raise ValueError if x is not a number from minimum to maximum that float32 can hold.
+    """Raise ValueError unless x is a number from minimum to maximum that float32 can hold.
 
-    minimum, maximum  may be ±∞; then x may be infinite as well
-    device            if given, x may also be a 0-dim floating-point tensor on this device. Its value is
-                      checked on the CPU only, because reading it would synchronise with a GPU
+    minimum, maximum  may be ±∞; then x may be infinite too
+    device            if given, x may also be a 0-dim floating-point tensor on this device. The value is
+                      checked on the CPU only, because reading it from a GPU would synchronise
     """
     value = x
     if isinstance(x, Tensor) and device is not None:
@@ -124,14 +123,14 @@ def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
 
 
 def check_temperature(temperature, device, name="temperature"):
-    """Raise ValueError unless float32 can divide by this number, or by this 0-dim tensor on the device."""
+    """Raise ValueError unless temperature is a number from 1e-38 to 1e38, or a 0-dim tensor on the device."""
     check_number(name, temperature, SMALLEST, LARGEST, device)
 
 
 def check_integer(name, x, minimum, maximum=None, expected=None):
     """Raise ValueError if x is not an integer from minimum to maximum (None: no upper limit).
 
-    expected  text for these values in the message; None: made from minimum and maximum
+    expected  how the message describes the allowed values; None: "from minimum to maximum"
     """
     if not is_integer(x) or x < minimum or maximum is not None and x > maximum:
         expected = expected or (f"from {minimum}" if maximum is None else f"from {minimum} to {maximum}")
@@ -139,12 +138,12 @@ def check_integer(name, x, minimum, maximum=None, expected=None):
 
 
 def is_integer(x):
-    """Return whether x is an integer, or a symbolic one of torch.compile; True and False are not integers."""
+    """Return whether x is an int or a symbolic integer of torch.compile; True and False are not integers."""
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 
 def check_choice(name, x, *choices):
-    """Raise ValueError if x is not one of the choices, which are strings."""
+    """Raise ValueError if x is not one of the strings in choices."""
     if not isinstance(x, str) or x not in choices:
         raise ValueError(f"{name}: {describe(x)}, expected {', '.join(choices[:-1])} or {choices[-1]}")
 
@@ -155,7 +154,7 @@ def check_impl(impl):
 
 
 def check_flag(name, x):
-    """Raise ValueError if x is not True, False, 1 or 0. Python's truth value would accept "no" as True."""
+    """Raise ValueError if x is not True, False, 1 or 0; "no", which Python treats as true, raises too."""
     if x is not True and x is not False and not (is_integer(x) and x in (0, 1)):
         raise ValueError(f"{name}: {describe(x)}, expected True or False")
 
@@ -167,7 +166,7 @@ def check_callable(name, x):
 
 
 def check_pair(name, x, contents):
-    """Return x; raise ValueError if it is not a tuple or list of length 2. Its elements are not checked."""
+    """Return x; raise ValueError if x is not a tuple or list of length 2. The elements are not checked."""
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         found = f"{len(x)} elements" if isinstance(x, (tuple, list)) else describe(x)
         raise ValueError(f"{name}: found {found}, expected a pair {contents}")
@@ -175,7 +174,7 @@ def check_pair(name, x, contents):
 
 
 def check_scalars(name, xs):
-    """Raise ValueError if xs is neither a vector (T,) nor a sequence of 0-dim tensors, all floating point."""
+    """Raise ValueError unless xs is a floating-point tensor (T,) or a sequence of 0-dim tensors."""
     if isinstance(xs, Tensor):
         return check_rows(**{name: (xs, "T")})
     is_list = isinstance(xs, (tuple, list, torch.nn.ParameterList)) and len(xs)
@@ -184,12 +183,12 @@ def check_scalars(name, xs):
 
 
 def check_index(name, x, count, allowed=None):
-    """Raise ValueError if an entry of x is neither an index from 0 to count − 1 nor equal to allowed.
+    """Raise ValueError unless each entry of x is an index from 0 to count − 1, or equal to `allowed`.
 
-    Only integer tensors on the CPU are checked: reading the entries of others would synchronise with the GPU.
+    Only integer tensors on the CPU are checked, because reading a tensor on a GPU would synchronise.
     """
     if x.dtype in INTEGERS and x.is_cpu and not torch.compiler.is_compiling():
-        x = x.long()                     # in int8, 300 would be compared as 44; in uint8, -100 as 156
+        x = x.long()                     # int8 would turn count = 300 into 44; uint8 would turn -100 into 156
         wrong = (x < 0) | (x >= count)
         wrong = wrong if allowed is None else wrong & (x != allowed)
         if wrong.any():
@@ -198,7 +197,7 @@ def check_index(name, x, count, allowed=None):
 
 
 def describe(x):
-    """Return one line that stands for x in a message: the number, the start of the text, or else the type."""
+    """Return one line for a message: a number, the start of a string, or the type of any other x."""
     if x is None or not isinstance(x, (int, float, complex, str)):
         return type(x).__name__
     text = repr(x)
@@ -212,7 +211,7 @@ def check_offset(offset):
 
 
 def check_positives(queries, keys, offset):
-    """Raise ValueError unless keys has row offset + i for each row i of queries; both are (name, tensor)."""
+    """Raise ValueError unless key i + offset exists for each query i; queries, keys are (name, tensor)."""
     check_offset(offset)
     name_q, q = queries
     name_k, k = keys
@@ -226,10 +225,10 @@ def check_positives(queries, keys, offset):
 
 
 def check_gathered(q, k, offset, name="k"):
-    """Raise ValueError if k comes from gather_rows and this rank's rows in it do not start at offset.
+    """Raise ValueError if k comes from gather_rows, but row `offset` of k is not this rank's first row.
 
-    A tensor computed from gathered rows, for example by F.normalize, is not recognised. There is no
-    error if q also has the rows of all ranks: then offset 0 is right.
+    A k computed from gathered rows, for example by F.normalize, is not checked. If q also has the rows of all
+    ranks, offset 0 is right, and there is no error.
     """
     start, stop = getattr(k, "own_rows", (offset, 0))
     if start != offset and len(q) == stop - start:
@@ -238,7 +237,7 @@ def check_gathered(q, k, offset, name="k"):
 
 
 def check_order(pair, gathered, names):
-    """Raise ValueError if the two gathered tensors come from gather_rows of the pair in the other order."""
+    """Raise ValueError if `gathered` has the rows of all ranks for `pair`, but in the opposite order."""
     sources = [getattr(x, "gathered_from", lambda: None)() for x in gathered]
     if pair[0] is not pair[1] and sources[0] is pair[1] and sources[1] is pair[0]:
         raise ValueError(f"gathered: found ({names[1]}, {names[0]}), expected ({names[0]}, {names[1]})")
@@ -246,10 +245,10 @@ def check_order(pair, gathered, names):
 
 @torch.no_grad()
 def check_unit(name, x):
-    """Raise ValueError if a row of x does not have norm 1, up to 1e-2.
+    """Raise ValueError if the norm of a row of x differs from 1 by more than 1e-2.
 
-    The check synchronises with the GPU. So it runs at most twice per tensor: at its first use, and once after
-    the tensor has changed, which for a queue means after the first keys were enqueued.
+    The check synchronises with the GPU. So it runs at most twice per tensor: at the first call, and at the
+    next call after a change of the tensor (for a queue, after the first keys have been enqueued).
     """
     check_rows(**{name: (x, "N D")})
     checked, version = getattr(x, "unit_at", ()), 0 if x.is_inference() else x._version
@@ -257,7 +256,7 @@ def check_unit(name, x):
         return
     norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
     smallest, largest = norms.aminmax()
-    if not (smallest >= 0.99 and largest <= 1.01):             # written so that NaN fails
+    if not (smallest >= 0.99 and largest <= 1.01):             # a NaN norm raises too
         raise ValueError(f"{name}: rows of norm {smallest:.3g} to {largest:.3g}, expected unit rows: "
                          "F.normalize(..., dim=1)")
     x.unit_at = *checked, version

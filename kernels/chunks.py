@@ -1,12 +1,12 @@
 """Embed a batch whose activations do not fit into memory, with exact gradients (GradCache).
 
-The loss depends on the weights θ only through the embeddings, L(z_1(θ), ..., z_C(θ)), so
+The loss L depends on the weights θ only through the embeddings z_1, ..., z_C of the C chunks of a batch, so
 
     dL/dθ = Σ_c (dz_c/dθ)ᵀ dL/dz_c
 
-and all that a chunk needs to know of the other chunks is dL/dz_c, a tensor as small as z_c (Gao, Zhang, Han,
+In the term of chunk c, only dL/dz_c, a tensor of the size of z_c, depends on other chunks (Gao, Zhang, Han,
 Callan 2021, arXiv 2101.06983). So the forward pass drops the activations of each chunk. The backward pass
-embeds one chunk after the other again, and backpropagates through it. The price is one more forward pass.
+embeds one chunk after the other again, and backpropagates through each. The price is one more forward pass.
 """
 import contextlib
 import functools
@@ -20,19 +20,19 @@ from .gather import cat_rows
 
 
 def embed_in_chunks(embed, chunks, module):
-    """Return torch.cat of embed(chunk) for all chunks, holding the activations of one chunk at a time.
+    """Return torch.cat of embed(chunk) for all chunks, with the activations of only one chunk in memory.
 
-    embed    function from a chunk to a tensor (n, D) on the module's device. Backward calls it again, and the
-             second call must compute the same, as in torch.utils.checkpoint: embed must not change its chunk,
-             nor depend on what changes before backward, such as weights or module.eval(). Random numbers of
-             PyTorch on the CPU and on the module's device are repeated, so dropout is; those of NumPy,
-             `random` and generators of your own are not
-    chunks   list of inputs of embed, such as tensor.split(size); unchanged until backward, which goes from
-             the last chunk to the first
-    module   torch.nn.Module with the parameters that embed uses, or None for plain torch.cat, which keeps all
-             activations. A batch norm normalises each chunk by the chunk's own statistics, as GPUs without
+    embed    function from a chunk to its embeddings (n, D) on the module's device. Backward calls embed
+             again, and must get the same result (as in torch.utils.checkpoint). So embed must not change its
+             chunk, nor use anything that changes before backward, such as weights or module.eval(). PyTorch's
+             random numbers, as in dropout, are repeated on the CPU and the module's device; those of NumPy,
+             `random` and generators of your own are not repeated
+    chunks   list of chunks, such as tensor.split(size), which must not change before backward. Backward goes
+             from the last chunk to the first
+    module   torch.nn.Module with the parameters that embed uses, or None: plain torch.cat, which stores all
+             activations. Batch norm normalises each chunk by the chunk's own statistics, as GPUs without
              synchronised batch norm do, and updates its running statistics once per chunk
-    returns  (Σ n, D)
+    returns  (Σ n, D) embeddings of all chunks
     raises   RuntimeError in backward if a tensor of a chunk (in tuples, lists and dicts), a parameter or the
              training mode of the module has changed
     source   Gao et al. 2021, section 3.2
@@ -49,7 +49,7 @@ def embed_in_chunks(embed, chunks, module):
     trained = [p for p in module.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("module: no parameter requires a gradient; for a frozen module pass module=None")
-    # checkpoint saves the random state of the devices of its arguments: the parameter adds the module's
+    # checkpoint saves the random states of its arguments' devices; the parameter is on the module's device
     return concatenate([checkpoint(embed_chunk, embed, chunk, trained[0], use_reentrant=False,
                                    context_fn=functools.partial(contexts, module, (trained, chunk)))
                         for chunk in chunks])
@@ -65,10 +65,10 @@ def embed_chunk(embed, chunk, parameter=None):
 
 
 def contexts(module, used):
-    """Return the contexts in which a chunk is embedded first, and again in backward.
+    """Return two context managers, in which a chunk is embedded: one for forward, one for backward.
 
-    used  tensors in lists and dicts that must not change in between. In the second context buffers, such as
-          running statistics, do not change
+    used  nested lists and dicts with the tensors that must not change before backward. On exit, the second
+          context restores the module's buffers, such as running statistics
     """
     def state():
         tensors = [x for x in tree_leaves(used) if isinstance(x, torch.Tensor) and not x.is_inference()]
@@ -89,7 +89,7 @@ def contexts(module, used):
 
 
 def concatenate(parts):
-    """Return torch.cat of the embeddings of all chunks; raise ValueError if their rows differ in shape."""
+    """Return torch.cat of the embeddings of all chunks; raise ValueError if their row shapes differ."""
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         raise ValueError(f"embed: found rows {sorted(shapes)}, expected the same shape for all chunks")

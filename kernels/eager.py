@@ -1,7 +1,7 @@
-"""The operations as in a textbook, with the (N, M) matrix stored.
+"""The operations as in a textbook, with the (N, M) matrix of logits stored.
 
-They are the oracle of the tests and the baseline of the benchmarks, and support higher derivatives. "auto"
-chooses them for small matrices on the CPU. `call` holds the checked arguments (call.py).
+Tests and benchmarks compare the fused operations with this file. Only this file supports higher derivatives.
+impl="auto" uses this file only for small matrices. `call` holds the checked arguments (call.py).
 """
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from .masks import excluded
 
 
 def logits_of(call):
-    """Return q·kᵀ/τ (N, M) in temperature's dtype: float32, or float64 for float64."""
+    """Return the logits q·kᵀ/τ, (N, M), in float32 (float64 for float64 rows)."""
     q, k = call.q.to(call.product_dtype), call.keys.to(call.product_dtype)
     if call.product_dtype == call.temperature.dtype:
         return (q / call.temperature) @ k.T
@@ -18,7 +18,7 @@ def logits_of(call):
 
 
 def masked_logits(call):
-    """Return (logits, −inf where masked; bool (N,), True for rows without columns, or None if none is)."""
+    """Return (logits, −inf where excluded; bool (N,), True for empty rows, or None if no row is empty)."""
     s, mask = logits_of(call), call.mask
     if mask.exclude == "diagonal" and not mask.has_vectors and s.shape[1] > 1:
         s.diagonal(mask.offset).fill_(-torch.inf)
@@ -28,22 +28,22 @@ def masked_logits(call):
 
 
 def similarity_lse(call):
-    """Return logsumexp(1) of the logits over the columns that the mask keeps: (N,)."""
+    """Return (N,): the log-sum-exp of each row's logits, without the columns that the mask excludes."""
     s, empty = masked_logits(call)
     if empty is None:
         return s.logsumexp(1)
-    # a row of only -inf has the right logsumexp, -inf, but a NaN gradient: replace its result by a constant
+    # if a row is all -inf, its logsumexp, -inf, is right, but the gradient is NaN: use a constant instead
     return s.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
 def similarity_topk(call, n):
-    """Return torch.topk of the stored matrix; the column is −1 where a row has fewer than n columns."""
+    """Return (values, columns) from torch.topk; column −1 where a row has fewer than n columns left."""
     values, columns = masked_logits(call)[0].topk(n, 1)
     return values, columns.masked_fill(values.isneginf(), -1)
 
 
 def info_nce(call, symmetric=False):
-    """Return the cross entropy of row i with target i + offset, positive included in the sum."""
+    """Return the mean cross entropy of rows i with targets i + offset; symmetric=True: of columns too."""
     logits = logits_of(call)
     targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
     loss = F.cross_entropy(logits, targets)
@@ -51,7 +51,7 @@ def info_nce(call, symmetric=False):
 
 
 def queue_loss(call, queue):
-    """Return the loss of MoCo's algorithm 1: cross entropy of the positive in column 0 against the queue."""
+    """Return MoCo's cross entropy (algorithm 1): column 0 is the positive, other columns are the queue."""
     q, k, queue = (x.to(call.product_dtype) for x in (call.q, call.k, queue))
     positive, negatives = (q * k).sum(1, keepdim=True), q @ queue.T
     logits = torch.cat([x.to(call.temperature.dtype) for x in (positive, negatives)], 1) / call.temperature
@@ -59,7 +59,7 @@ def queue_loss(call, queue):
 
 
 def sigmoid_loss(call, bias):
-    """Return 1/N Σ_i Σ_j −log σ(±logit_ij), with + for the positive, j = i + offset, and − otherwise."""
+    """Return 1/N Σ_i Σ_j −log σ(±logit_ij), with + for positives (j = i + offset), − for other pairs."""
     logits = logits_of(call) + bias
     sign = -torch.ones_like(logits)
     sign.diagonal(call.mask.offset).fill_(1)
@@ -67,7 +67,7 @@ def sigmoid_loss(call, bias):
 
 
 def nt_xent(call):
-    """Return the loss of SimCLR's algorithm 1: cross entropy over 2N × 2M similarities, own view -inf."""
+    """Return the mean cross entropy in SimCLR's algorithm 1; a view's logit with itself is -inf."""
     logits = logits_of(call)
     n, m = logits.shape
     first = torch.arange(n // 2, device=logits.device) + call.mask.offset
@@ -78,7 +78,7 @@ def nt_xent(call):
 def sup_con_loss(call, row_labels, column_labels):
     """Return the mean over rows of −log softmax, averaged over the row's positives; 0 for a row without any.
 
-    The positives are the other rows of the same label; the softmax is over all other rows.
+    The positives are the other rows with the same label; the softmax is over all other rows.
     """
     s, offset = logits_of(call), call.mask.offset
     s.diagonal(offset).fill_(torch.finfo(s.dtype).min)
@@ -88,6 +88,6 @@ def sup_con_loss(call, row_labels, column_labels):
 
 
 def linear_cross_entropy(call, targets):
-    """Return the mean cross entropy of hidden·weightᵀ/τ over rows whose target is not −100, or 0."""
+    """Return the mean cross entropy of hidden·weightᵀ/τ over rows with target ≠ −100; 0 without such rows."""
     total = F.cross_entropy(logits_of(call), targets, ignore_index=-100, reduction="sum")
     return total / (targets != -100).sum().clamp(min=1)

@@ -1,14 +1,14 @@
-"""The fused operations as torch.autograd.Functions around blockwise.py and gpu/.
+"""The fused operations as torch.autograd.Functions, which call blockwise.py or gpu/.
 
 `call` holds the checked arguments (call.py). There are two kinds of Function:
 
-    GradientInForward           computes the gradients together with the loss; backward only multiplies them
-                                by the upstream gradient
-    LogSumExp, SoftmaxLoss      keep stats (2, N), the maximum and the sum of exponentials of each row, and
-                                compute each logit again in backward. stats are more precise than the single
-                                number lse. In Triton the maximum is in log2 units
+    GradientInForward           computes the gradients together with the loss; backward only multiplies the
+                                gradients by the upstream gradient
+    LogSumExp, SoftmaxLoss      store stats (2, N), the maximum and the sum of exponentials of each row;
+                                backward computes each logit again. The two numbers are more precise than the
+                                log-sum-exp alone. In Triton the maximum is in log2 units
 
-create_graph=True (second derivatives), forward mode and torch.func are not supported: they raise.
+Second derivatives (create_graph=True), forward mode and torch.func are not supported and raise RuntimeError.
 """
 import functools
 
@@ -21,7 +21,7 @@ from .replay import NO_SECOND_DERIVATIVE
 
 
 def outside_autocast(function):
-    """Decorate forward(ctx, x, ...) or backward(ctx, x, ...): run on the device of x, with autocast off."""
+    """Decorate forward(ctx, x, ...) or backward(ctx, x, ...) to run on x's device, with autocast off."""
     @functools.wraps(function)
     def run(ctx, x, *rest):
         with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
@@ -30,7 +30,7 @@ def outside_autocast(function):
 
 
 def first_order(backward):
-    """Decorate backward(ctx, grad, ...): raise RuntimeError if its result is to be differentiated."""
+    """Decorate backward(ctx, grad, ...) as outside_autocast does; a second derivative raises RuntimeError."""
     @functools.wraps(backward)
     def run(ctx, grad, *rest):
         if torch.is_grad_enabled():
@@ -40,7 +40,7 @@ def first_order(backward):
 
 
 def save(ctx, call, *others):
-    """Keep the call and other tensors for backward. PyTorch notices if one of them is changed in place."""
+    """Save the call and other tensors for backward; changing one of them in place then raises an error."""
     mask = call.mask
     ctx.vectors = [name for name in Mask._fields if isinstance(getattr(mask, name), torch.Tensor)]
     vectors = [getattr(mask, name) for name in ctx.vectors]
@@ -50,7 +50,7 @@ def save(ctx, call, *others):
 
 
 def restore(ctx):
-    """Return (the call, the other tensors) that save() has kept."""
+    """Return (the call, the other tensors) that save() has saved."""
     q, k, temperature, *tensors = ctx.saved_tensors
     count = len(ctx.vectors)
     mask = ctx.call.mask._replace(**dict(zip(ctx.vectors, tensors[:count])))
@@ -58,7 +58,7 @@ def restore(ctx):
 
 
 def only_needed(ctx, gradients, inputs):
-    """Return the gradients that autograd needs, in the dtypes of the inputs, and None for the others."""
+    """Return the gradients that autograd needs, each in its input's dtype, and None for the others."""
     needed = zip(ctx.needs_input_grad, gradients, inputs)
     return [gradient.to(x.dtype) if is_needed else None for is_needed, gradient, x in needed]
 
@@ -105,7 +105,7 @@ class LogSumExp(torch.autograd.Function):
 
 
 def largest_finite(grad):
-    """Return the largest finite |grad|, above 0: NaN or infinity must not change the scale of other rows."""
+    """Return the largest finite |grad|, but never 0. NaN and ∞ must not change the scale of other rows."""
     finite = grad.nan_to_num(0, 0, 0)
     return torch.linalg.vector_norm(finite, torch.inf).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -116,9 +116,9 @@ def largest_finite(grad):
 class GradientInForward(torch.autograd.Function):
     """A loss whose gradients are computed along with it.
 
-    q, k, temperature, bias  so that autograd sees them; compute has them too
+    q, k, temperature, bias  inputs, passed so that autograd sees them; compute holds the same tensors
     compute                  function that returns (loss, gradients of q, k, temperature and, if given, bias).
-                             What needs a gradient is found outside: in forward, gradients are off
+                             It must know which gradients are needed: inside forward, gradients are off
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ class GradientInForward(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         needs = ctx.needs_input_grad
-        dq, dk, dt, *db = ctx.saved_tensors                        # db: only of sigmoid_loss
+        dq, dk, dt, *db = ctx.saved_tensors                        # only sigmoid_loss has db
         rows = [(x, dtype) for x, dtype, needed in zip((dq, dk), ctx.dtypes, needs) if needed]
         copies = iter(ctx.scale(rows, grad))
         dq, dk = (next(copies) if needed else None for needed in needs[:2])
@@ -150,14 +150,14 @@ def scaled_copies(rows, factor):
 
 
 def softmax_loss(call, both=False, weights=None):
-    """Return the cross entropy Σ_i w_i softplus(lse_i − q_i·k_p/τ), a scalar.
+    """Return the cross entropy Σ_i w_i softplus(lse_i − q_i·k_p/τ), where p is the positive of row i.
 
-    The mask excludes the positive p of each row from lse. This costs nothing and keeps the gradient accurate
-    when the loss is small: its coefficient is σ(lse − positive), not a difference such as 1 − 0.999.
+    The mask excludes p from lse_i. So the coefficient of the gradient is σ(lse_i − q_i·k_p/τ), which is
+    accurate when the loss is small, and not a difference such as 1 − 0.999.
 
     both     True: the mean of the row-softmax loss (one softmax per row i, dim=1) and the column-softmax loss
              (one per column j, dim=0), as in CLIP
-    weights  w (N,) in [0, 1]; None: 1/N
+    weights  w (N,), weights of the rows in [0, 1]; None: all are 1/N
     """
     inputs, needs = call[:3], call.needs
     if call.impl == "triton" and not fuses_backward(call, both, needs):
@@ -173,7 +173,7 @@ def softmax_loss(call, both=False, weights=None):
 
 
 class SoftmaxLoss(torch.autograd.Function):
-    """softmax_loss in Triton, where backward computes the logits again."""
+    """softmax_loss in Triton; backward computes the logits again."""
 
     @staticmethod
     @outside_autocast
@@ -199,7 +199,7 @@ class SoftmaxLoss(torch.autograd.Function):
 
 
 def queue_loss(call, queue):
-    """Return the mean of softplus(lse_i − q_i·k_i/τ), with lse over the queue, which gets no gradient."""
+    """Return the mean of softplus(lse_i − q_i·k_i/τ); lse_i is over the queue, which gets no gradient."""
     needs = call.needs
 
     def compute():
@@ -215,7 +215,7 @@ def queue_loss(call, queue):
 
 
 def sigmoid_loss(call, bias):
-    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)); the mask excludes the positives, whose sign is −."""
+    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which the mask excludes, else +."""
     needs = *call.needs, torch.is_grad_enabled() and bias.requires_grad
 
     def compute():
@@ -231,7 +231,7 @@ def sigmoid_loss(call, bias):
 
 
 def similarity_topk(call, n):
-    """Return (values (N, n), columns (N, n)); see call.similarity_topk."""
+    """Return (products (N, n), their columns (N, n)), largest first; see call.similarity_topk."""
     compute = blockwise.similarity_topk
     if call.impl == "triton":
         from .gpu.topk import similarity_topk as compute

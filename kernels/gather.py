@@ -1,17 +1,17 @@
-"""Gather the rows of all processes, with exact gradients, for a loss that each process computes on its rows.
+"""Gather the rows of all processes, with exact gradients, when each process computes its part of the loss.
 
-Rank r has the rows z_r and computes L_r(z_r, K), its part of the global loss L = Σ_r L_r, against the rows
-K = [z_0; z_1; ...] of all ranks. If L is a mean over all rows, L_r is the mean over the rank's own rows times
-(own rows / all rows). With
+Rank r has the rows z_r and compares them with the rows K = [z_0; z_1; ...] of all ranks. This gives
+L_r(z_r, K), the part of rank r in the global loss L = Σ_r L_r. If L is a mean over all rows, L_r is the mean
+over the rows of rank r, times (number of rows of rank r / number of all rows). Each rank runs
 
     all = gather_rows(z_r, rows);  loss_r = f(z_r, all);  loss_r.backward();  sum the parameters' gradients
 
-the result is the gradient of L. The gradient of a key is the sum of its gradients from all ranks,
+and the sum is the gradient of L. The gradient of z_r is a sum over all ranks s:
 
     dL/dz_r = ∂L_r/∂z_r + Σ_s (∂L_s/∂K)[rows of r]
 
-where autograd computes the first part, and the second is a reduce-scatter of the (M, D) gradients of K. Each
-rank stores K and its gradient, O(M·D); similarity_lse with `offset` never stores its (N, M) similarities.
+Autograd computes the first term. The second is a reduce-scatter of the (M, D) gradients of K. Each rank
+stores K and its gradient, O(M·D), but the fused losses never store the (N, M) similarities.
 """
 import weakref
 from numbers import Integral
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from .checks import check_dense, describe
 
-# torch 2.13 has new names for these two, and warns about the old ones
+# torch 2.13 has new names for these two functions, and warns about the old names
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -30,7 +30,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def own_rows(rows, rank=None, world=None, *, group=None):
     """Return the slice of a batch of `rows` rows that belongs to this process, or to rank `rank` of `world`.
 
-    rows     integer ≥ 0; the shares of two ranks differ by at most one row
+    rows     integer ≥ 0; the slices of two ranks differ by at most one in length
     group    process group whose ranks share the batch; None: all processes
     """
     if not is_count(rows):
@@ -45,31 +45,31 @@ def own_rows(rows, rank=None, world=None, *, group=None):
 
 
 def is_count(x):
-    """Return whether x is an integer of at least 0, or a symbolic one of torch.compile."""
+    """Return whether x is an integer ≥ 0 (not True or False) or a symbolic integer of torch.compile."""
     return isinstance(x, (Integral, torch.SymInt)) and not isinstance(x, bool) and x >= 0
 
 
 def rank_and_world(group=None):
     """Return (rank of this process in the group, number of processes of the group)."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:             # what new_group returns to other processes
+    if group == dist.GroupMember.NON_GROUP_MEMBER:             # new_group returns this to non-members
         raise ValueError("group: this process is not part of it; expected a group that contains it, or None")
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
 def gather_rows(x, rows, *, group=None, dtype=None):
-    """Return the rows of all ranks in the order of the ranks, with gradient; with one process, x itself.
+    """Return the rows of all ranks, in the order of the ranks, with gradient; with one process, return x.
 
-    x        (n, ...) this rank's rows; n must be the length of own_rows(rows, group=group). All ranks must
-             have the same dtype, which is not checked. int16 is sent as int32
+    x        (n, ...) this rank's rows; n must be the length of the slice own_rows(rows, group=group). All
+             ranks must have the same dtype, which is not checked. int16 rows are sent as int32
     rows     number of rows of the whole batch
     group    process group whose ranks share the batch; None: all processes
-    dtype    torch.float16 or torch.bfloat16: round the rows to this dtype, which halves the bytes that are
-             sent; for float32 rows that a loss multiplies in this dtype anyway. The result and the gradients
+    dtype    torch.float16 or torch.bfloat16: send the rows rounded to this dtype, in half the bytes of
+             float32. Use this if the loss multiplies rows in this dtype anyway. The result and the gradients
              keep the dtype of x
     returns  (rows, ...). If a loss compares this rank's queries with the result, pass
              offset=own_rows(rows, group=group).start to the loss
-    raises   ValueError if n is not this rank's share of rows. Ranks do not compare their n: if only one rank
-             raises, the others wait for it until torchrun or the time limit of the process group ends them
+    raises   ValueError if n is not the length of this rank's slice. Ranks do not compare their n: if only one
+             rank raises, the others wait until torchrun or the time limit of the process group ends them
     """
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
@@ -101,8 +101,8 @@ class GatherRows(torch.autograd.Function):
 
     shares  list with the number of rows of each rank
 
-    The collectives need equal sizes. If the shares differ, by one row, each rank sends as many rows as the
-    largest share, and gathered rows and gradients are copied once, without or with the padding.
+    Collectives need equal sizes. If the shares differ (by one row), each rank sends as many rows as the
+    largest share. Forward then copies the rows without padding; backward copies gradients to add padding.
     """
 
     @staticmethod
@@ -128,12 +128,12 @@ class GatherRows(torch.autograd.Function):
 
 
 def pad_rows(x, count):
-    """Return x, contiguous, zero-padded to `count` rows."""
+    """Return x, made contiguous and padded with zero rows to `count` rows."""
     return x.contiguous() if len(x) == count else cat_rows([x, x.new_zeros(count - len(x), *x.shape[1:])])
 
 
 def cat_rows(parts):
-    """Return torch.cat(parts) without autocast: on the CPU, its cat accepts no half type but its own."""
+    """Return torch.cat(parts), with autocast off: CPU autocast's cat accepts only one of the half types."""
     device_type = parts[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return torch.cat(parts)

@@ -1,8 +1,8 @@
 """Choose the kernels by shapes and dtypes, never by values, so that the host does not wait for the GPU.
 
-"Small D" means: half types, any mask but "target" (linear_cross_entropy), and D ≤ 128 or groups (within=).
-"Large D" is everything else. With at most FEW_ROWS rows, or strips of fewer than MIN_FUSED_ROWS rows, a row
-softmax loss of large D uses the kernels of the next line.
+"Small D" needs three things: a half type, a mask other than "target" (linear_cross_entropy), and D ≤ 128 or
+groups (within=). "Large D" means all other cases. At large D, a row softmax loss of at most FEW_ROWS rows and
+columns, or in strips of under MIN_FUSED_ROWS rows, uses the kernels of the second line.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
@@ -19,25 +19,25 @@ import torch
 from .checks import check_impl, describe
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-EAGER_LOGITS = 2 ** 18         # on the CPU, eager is the fastest for a matrix of at most this many logits
-EAGER_LOGITS_ON_GPU = 2 ** 22  # the same on a GPU without Triton
-MAX_SMALL_D = 128              # largest D for which gradient_small_d should be faster
-MAX_QUEUE_D = 256              # largest D for which rows and their gradient fit into a program's registers
-FEW_ROWS = 1024                # with at most this many rows, a kernel launch costs more than its arithmetic
-TOPK_SLOTS = 64                # the topk kernel keeps up to this many columns per row in registers
+EAGER_LOGITS = 2 ** 18         # on the CPU, eager is the fastest for at most this many logits (N·M)
+EAGER_LOGITS_ON_GPU = 2 ** 22  # the same limit on a GPU without Triton
+MAX_SMALL_D = 128              # up to this D, gradient_small_d should be faster than gradient_large_d
+MAX_QUEUE_D = 256              # up to this D, registers can hold a tile of rows and its gradient
+FEW_ROWS = 1024                # up to this many rows, the launch of a kernel takes longer than its arithmetic
+TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
-TABLE_BYTES = 2 ** 25          # 32 MiB: tables of row and column statistics in lse_forward
-STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward, unless the keys take more
-MIN_FUSED_ROWS = 2048          # strips of fewer rows would add to dk so often that a second pass costs less
+TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of row and column statistics in lse_forward
+STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; more if the keys are larger
+MIN_FUSED_ROWS = 2048          # with shorter strips, adding to dk costs more than a separate backward pass
 
 
 def choose_impl(impl, x, n=None, m=None, product_dtype=None):
-    """Return the implementation that impl selects for the tensor x: what "auto" means, else impl itself.
+    """Return the implementation for the tensor x: the choice of "auto", or impl itself if it is not "auto".
 
-    "auto" is "triton" on a GPU. Without Triton, and for float64, it is "eager" for a small matrix of logits
-    in full precision, else "blockwise".
+    "auto" selects "triton" on a GPU with Triton, except for float64. In other cases it selects "eager" if the
+    matrix of logits is small and the products are in full precision, and "blockwise" if not.
     n, m           shape of the matrix of logits; None: a large matrix
-    product_dtype  dtype of the products; None: that of x
+    product_dtype  dtype of the products; None: the dtype of x
     """
     check_impl(impl)
     if not isinstance(x, torch.Tensor):
@@ -47,7 +47,7 @@ def choose_impl(impl, x, n=None, m=None, product_dtype=None):
             return "triton"
         largest = EAGER_LOGITS_ON_GPU if x.is_cuda else EAGER_LOGITS
         is_small = n is not None and n * m <= largest
-        # in half types eager would round the logits, blockwise does not
+        # in half types eager would round the logits; blockwise does not round them
         return "eager" if is_small and (product_dtype or x.dtype).itemsize > 2 else "blockwise"
     if impl == "triton":
         if not HAS_TRITON:
@@ -65,14 +65,14 @@ def is_small_d(itemsize, d, mask):
 
 
 def has_queue_kernel(itemsize, d):
-    """Return whether queue_loss uses its own kernel, which computes the loss and the gradient together."""
+    """Return whether queue_loss can use its own Triton kernel (half types, and D up to MAX_QUEUE_D)."""
     return itemsize == 2 and d <= MAX_QUEUE_D
 
 
 def strip_height(itemsize, m, d):
     """Return the number of rows of a strip in fused_forward_backward, a multiple of the tile size 128.
 
-    A strip takes at most STRIP_BYTES, or as much memory as the keys, if that is more.
+    A strip takes at most STRIP_BYTES or, if the m keys take more memory than that, as much as the keys.
     """
     return max(STRIP_BYTES // (itemsize * round_up(m, 128)), d) // 128 * 128
 
@@ -83,7 +83,7 @@ def round_up(count, size):
 
 
 def weight_block_shape(q, k, square):
-    """Return (rows, columns) of the largest block of weights, nearly square, that fits in the buffer."""
+    """Return (rows, columns) of the largest, nearly square block of weights in WEIGHT_BUFFER_BYTES."""
     entries = WEIGHT_BUFFER_BYTES // q.element_size()
     side = 1 << (entries.bit_length() - 1) // 2
     if square:
@@ -93,10 +93,10 @@ def weight_block_shape(q, k, square):
 
 
 def table_block_shape(q, k, square):
-    """Return (rows, columns) of a block in lse_forward, whose tables take at most TABLE_BYTES.
+    """Return (rows, columns) of a block of logits in lse_forward; the memory for its tables limits the block.
 
-    They may take as much memory as q and k, if that is more, but never more than STRIP_BYTES. Tables of tiles
-    of 128 × 128 logits have 1/16 byte per logit; with columns, twice as much.
+    Tables take at most TABLE_BYTES or, if q and k take more, as much as q and k, but never over STRIP_BYTES.
+    Row statistics of 128 × 128 tiles take 1/16 byte per logit; square=True adds as much for columns.
     """
     (n, d), m = q.shape, k.shape[0]
     logits = max(TABLE_BYTES, min((n + m) * d * q.element_size(), STRIP_BYTES)) * (8 if square else 16)
@@ -109,15 +109,15 @@ def table_block_shape(q, k, square):
 
 
 def gradient_dtype(dtype):
-    """Return the dtype in which Triton keeps gradients that are computed in forward until backward.
+    """Return the dtype in which Triton stores gradients that forward computes for backward.
 
-    bfloat16 for bfloat16 rows: it has the range of float32. Else float32: in float16 small ones underflow.
+    bfloat16 rows: bfloat16, which has float32's range. Other rows: float32, because float16 would underflow.
     """
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def fuses_backward(call, both, needs):
-    """Return whether a softmax loss in Triton computes its gradients in forward, together with its value."""
+    """Return whether a softmax loss in Triton computes its gradients in forward, together with the loss."""
     itemsize, (n, d) = call.product_dtype.itemsize, call.q.shape
     if both or call.k is None or not any(needs) or is_small_d(itemsize, d, call.mask):
         return False

@@ -1,11 +1,11 @@
-"""Mean losses: thin wrappers around the fused operations.
+"""The public losses: they check their arguments and call the implementation. Each returns a mean over rows.
 
-Rows are used as given. For cosine similarities pass unit rows (F.normalize), or normalize=True. Unnormalised
-rows with large norms often give a loss of 0.0. No loss checks for this, because reading the norms would
-synchronise with the GPU.
+The losses use rows as they are. For cosine similarities pass unit rows (F.normalize), or normalize=True. Rows
+with large norms often give a loss of 0.0. No loss checks norms, because this would synchronise with the GPU.
 
-In a softmax loss the mask excludes the positive from the fused sum, and the loss is softplus(lse − positive).
-This is the same number, with a much more accurate gradient when the loss is small.
+A softmax loss is −log softmax of the positive's logit. "triton" and "blockwise" compute it as softplus(lse −
+positive), where lse is the log-sum-exp of the negatives only. The value is equal, and the gradient of a small
+loss is more accurate.
 """
 import torch
 import torch.nn.functional as F
@@ -23,16 +23,16 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
              impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
 
-    q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: the positive of row i is key i + offset
-    temperature  float > 0 (see similarity_lse), or a 0-dim tensor, which then receives a gradient
-    symmetric    True: the mean of this row-softmax loss (dim=1) and the column-softmax loss (dim=0), as in
-                 CLIP. Both q and k are (N, D)
-    gathered     with symmetric, on several ranks: the pair (q, k) of all ranks' rows, (M, D) each, with
-                 gradient (gather_rows); q and k are this rank's. Without symmetric pass all ranks' rows as k
-    offset       this rank's first row in the gathered batch, own_rows(batch_size).start; 0 in one process
-    normalize    True: divide rows by their norms first; False: use them as given, so pass unit rows
+    q, k         (N, D) queries and (M, D) keys, M ≥ N + offset; the positive of query i is key i + offset
+    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
+    symmetric    True: the mean of this loss, a softmax over keys (dim=1), and of the loss with a softmax over
+                 queries (dim=0), as in CLIP. Then q and k are both (N, D)
+    gathered     for symmetric=True on several ranks: the pair (q of all ranks, k of all ranks), (M, D) each,
+                 from gather_rows; q and k are this rank's rows. For symmetric=False pass all ranks' keys as k
+    offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
+    normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
     impl         see similarity_lse
-    returns      scalar, float32 (float64 for float64)
+    returns      scalar, float32 (float64 for float64 rows)
     source       van den Oord et al. 2018, eq. 4; symmetric: Radford et al. 2021, fig. 3
     """
     checks.check_flag("symmetric", symmetric)
@@ -42,7 +42,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
 
 
 def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize, impl, names):
-    """Return info_nce; messages call q and k by `names`."""
+    """Check the arguments and compute info_nce; error messages call q and k by the two `names`."""
     sides, both = [(q, k, names)], symmetric and gathered is None
     if both:
         check_no_offset(offset)
@@ -63,14 +63,14 @@ def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize
 
 @replayed
 def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normalize=False, impl="auto"):
-    """Return the symmetric info_nce of image-text pairs: the mean over images and texts.
+    """Return the mean of two info_nce losses: each image against all texts, and each text against all images.
 
-    image, text  (N, D): row i of both is a pair
-    gathered     on several ranks: (image, text) of all ranks, (M, D) each, with gradient (gather_rows). The
-                 loss is the mean over the rows and the columns of this rank's pairs
-    offset       this rank's first row in `gathered`, own_rows(batch_size).start
-    others       as in info_nce
-    returns      scalar, float32 (float64 for float64)
+    image, text  (N, D) each; row i of image and row i of text are a pair
+    gathered     on several ranks: the pair (images of all ranks, texts of all ranks), (M, D) each, from
+                 gather_rows. The loss is the mean over this rank's images and texts
+    offset       index of this rank's first row in `gathered`, own_rows(batch_size).start
+    others       temperature, normalize and impl: as in info_nce
+    returns      scalar, float32 (float64 for float64 rows)
     source       Radford et al. 2021, fig. 3
     """
     names = "image", "text"
@@ -81,13 +81,13 @@ def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normali
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ).
 
-    q, k         (N, D) queries and their positives, row by row; other rows of k are not negatives
-    queue        (K, D) negatives of all rows; never receives a gradient, which makes this loss cheaper
-    temperature  float > 0 (see similarity_lse), or a 0-dim tensor, which then receives a gradient
-    normalize    True: divide the rows of q, k and queue by their norms first; see similarity_lse. For the
-                 queue this costs O(K·D) in each call; to save it, pass unit rows and False
+    q, k         (N, D) queries and (N, D) keys: k_i is the positive of q_i, and no negative of other queries
+    queue        (K, D) negatives of every query; the queue never receives a gradient
+    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
+    normalize    True: divide the rows of q, k and queue by their norms first (see similarity_lse). This costs
+                 O(K·D) for the queue in each call; to avoid this cost, pass unit rows and normalize=False
     impl         see similarity_lse
-    returns      scalar, float32 (float64 for float64)
+    returns      scalar, float32 (float64 for float64 rows)
     source       He et al. 2020 (MoCo), eq. 1
     """
     checks.check_inputs(q, queue, ("q", "queue"))
@@ -101,16 +101,16 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
 
 @replayed
 def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False, impl="auto"):
-    """Return 1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), where y_ij is 1 for j = i + offset, else −1.
+    """Return 1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), with y_ij = 1 if j = i + offset, else −1.
 
-    q, k         (N, D) queries, (M, D) keys, M ≥ N + offset: the positive of row i is key i + offset
-    temperature  float > 0 (see similarity_lse), or a 0-dim tensor, which then receives a gradient
-    bias         finite float, or a 0-dim tensor, which then receives a gradient; −log (M − 1) gives
-                 noise-contrastive estimation with M − 1 noise samples per positive, taken from the batch
-    offset       this rank's first row in the gathered batch, own_rows(batch_size).start; 0 in one process
-    normalize    True: divide rows by their norms first; False: use them as given, so pass unit rows
+    q, k         (N, D) queries and (M, D) keys, M ≥ N + offset; the positive of query i is key i + offset
+    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
+    bias         b: finite float, or a 0-dim tensor, which then receives a gradient. b = −log(M − 1) gives
+                 noise-contrastive estimation (NCE), with the other M − 1 keys as noise samples of each query
+    offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
+    normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
     impl         see similarity_lse
-    returns      scalar, float32 (float64 for float64)
+    returns      scalar, float32 (float64 for float64 rows)
     source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
     """
     call = prepare(q, k, temperature, exclude="diagonal", offset=offset, positives=True, normalize=normalize,
@@ -124,14 +124,14 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
 def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False, impl="auto"):
     """Return the mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ).
 
-    z1, z2       (N, D) two views: row i of z1 and row i of z2 are each other's positive (i and i' above)
-    temperature  float > 0 (see similarity_lse), or a 0-dim tensor, which then receives a gradient
-    gathered     on several ranks: (z1, z2) of all ranks, (M, D) each, with gradient (gather_rows). The loss
-                 is the mean over this rank's 2N views, each compared with the 2M views of all ranks
-    offset       this rank's first row in `gathered`, own_rows(batch_size).start
-    normalize    True: divide rows by their norms first; False: use them as given, so pass unit rows
+    z1, z2       (N, D), two views of N samples: row i of z1 and row i of z2 are a positive pair (i and i')
+    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
+    gathered     on several ranks: the pair (z1 of all ranks, z2 of all ranks), (M, D) each, from gather_rows.
+                 The loss is the mean over this rank's 2N views, each compared with the 2M views of all ranks
+    offset       index of this rank's first row in `gathered`, own_rows(batch_size).start
+    normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
     impl         see similarity_lse
-    returns      scalar, float32 (float64 for float64): the paper's mean, half of the released code's value
+    returns      scalar, float32 (float64 for float64 rows): the paper's mean, half the released code's value
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
     checks.check_inputs(z1, z2, ("z1", "z2"))
@@ -154,7 +154,7 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
 
 
 def check_no_offset(offset):
-    """Raise ValueError unless offset is 0, as it must be without gathered rows."""
+    """Raise ValueError if offset is not 0; a loss without gathered rows calls this."""
     checks.check_offset(offset)
     if offset != 0:
         raise ValueError(f"offset: {checks.describe(offset)}, expected 0 if gathered is None")
@@ -165,19 +165,19 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
                  normalize=False, impl="auto"):
     """Return the mean over views of −τ/(τ_base |P(i)|) Σ_{p∈P(i)} [ z_i·z_p/τ − log Σ_{j≠i} exp(z_i·z_j/τ) ].
 
-    z                 (N, V, D): V views of N samples
-    labels            (N,) integers: the positives P(i) are all other views of the same label; None: all other
-                      views of the same sample
-    temperature       float > 0, or a 0-dim tensor, which then receives a gradient
-    base_temperature  None: the paper's loss, without the factor τ/τ_base; or float > 0, τ_base: 0.07 in the
-                      released code
-    gathered          on several ranks: (z, labels) of all ranks, (M, V, D) with gradient and (M,), by
-                      gather_rows; (z, None) if labels is None. The loss is the mean over this rank's N·V
-                      views, each compared with the M·V views of all ranks
-    offset            this rank's first row in `gathered`, own_rows(batch_size).start
-    normalize         True: divide rows by their norms first; False: use them as given, so pass unit rows
+    z                 (N, V, D) V views of each of N samples
+    labels            (N,) integers: the positives P(i) of view i are all other views with the same label;
+                      None: all other views of the same sample
+    temperature       τ: float > 0, or a 0-dim tensor, which then receives a gradient
+    base_temperature  τ_base: float > 0, 0.07 in the released code; None: the paper's loss, without τ/τ_base
+    gathered          on several ranks: the pair (z of all ranks, labels of all ranks), (M, V, D) and (M,),
+                      each from gather_rows; (z of all ranks, None) if labels is None. The loss is the mean
+                      over this rank's N·V views, each compared with the M·V views of all ranks
+    offset            index of this rank's first sample in `gathered`, own_rows(batch_size).start
+    normalize         True: divide each view by its norm first; False: use views as they are (see info_nce)
     impl              see similarity_lse
-    returns           scalar, float32 (float64 for float64); a view without positives counts as 0 in the mean
+    returns           scalar, float32 (float64 for float64 rows); in the mean, the loss of a view without
+                      positives is 0
     source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
     """
     all_z, all_labels = z, labels
@@ -189,7 +189,7 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     if base_temperature is not None:
         checks.check_temperature(base_temperature, z.device, "base_temperature")
     options = dict(normalize=normalize, impl=impl)
-    if labels is None and z.shape[1] == 2:                     # nt_xent, whose gradient is more accurate
+    if labels is None and z.shape[1] == 2:                     # equals nt_xent, which rounds less
         gathered = None if gathered is None else (all_z[:, 0], all_z[:, 1])
         loss = nt_xent(z[:, 0], z[:, 1], temperature, gathered=gathered, offset=offset, **options)
     else:
@@ -203,9 +203,9 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
 def loss_of_labels(z, all_z, labels, temperature, offset, options):
     """Return sup_con_loss without the factor τ/τ_base.
 
-    all_z    (M, V, D) rows of all ranks; None: z
-    labels   (M,) of all ranks; None: each sample has its own label
-    options  normalize and impl
+    all_z    (M, V, D) views of all ranks; None: all views are in z
+    labels   (M,) labels of the samples of all ranks; None: each sample has its own label
+    options  dict with normalize and impl
     """
     n, views, _ = z.shape
     keys = None if all_z is None else all_z.flatten(0, 1)
@@ -213,7 +213,7 @@ def loss_of_labels(z, all_z, labels, temperature, offset, options):
                    names=("z", "gathered: z"), **options)
     if labels is None:
         labels = torch.arange(len(call.keys) // views, device=z.device)
-    if call.impl != "eager":         # the gradient is a difference of two, which half types would round
+    if call.impl != "eager":         # the two gradients nearly cancel: half types would lose digits
         q, k = (x if x is None else x.to(call.temperature.dtype) for x in call[:2])
         return fused_loss_of_labels(call._replace(q=q, k=k), views, labels, offset)
     column_labels = labels.repeat_interleave(views)
@@ -221,37 +221,37 @@ def loss_of_labels(z, all_z, labels, temperature, offset, options):
 
 
 def check_labels(z, labels, all_z, all_labels, offset):
-    """Raise ValueError if the rows and labels of this rank and of all ranks do not fit together."""
+    """Raise ValueError if this rank's rows and labels do not fit those of all ranks."""
     checks.check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
         "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
     if (labels is None) != (all_labels is None):
-        raise ValueError("gathered: expected labels of all ranks, (z, labels), exactly if labels are given")
+        raise ValueError("gathered: expected (z, labels) if labels are given, (z, None) if labels is None")
     if labels is None or labels is all_labels or not labels.is_cpu:
         return
     if not torch.equal(labels.long(), all_labels[offset:offset + len(labels)].long()):
-        raise ValueError(f"labels: not equal to the gathered labels from row {offset} on; expected this "
-                         "rank's rows of them, and as offset this rank's first row")
+        raise ValueError(f"labels: not equal to the gathered labels from row {offset} on; expected labels "
+                         "to be this rank's part of the gathered labels, and offset to be its first row")
 
 
 def fused_loss_of_labels(call, views, labels, offset):
     """Return loss_of_labels without storing a matrix of all pairs of views.
 
-    call    q (N·V, D) rows of this rank, k (M·V, D) rows of all ranks, or None
-    labels  (M,) of all ranks
+    call    has q (N·V, D), views of this rank, and k (M·V, D), views of all ranks (None: the keys are q)
+    labels  (M,) labels of the samples of all ranks
     """
     dtype = call.temperature.dtype
     n = len(call.q) // views
     own = slice(offset, offset + n)
-    # number the labels by their first place in the sorted labels: unlike torch.unique, no synchronisation
+    # number of a label: its first position in the sorted labels. torch.unique would synchronise with the GPU
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
     count = torch.searchsorted(ordered, labels, right=True) - number
     positives = (count * views - 1)[:, None, None]
-    divisor = positives.clamp(min=1)                       # without positives the sum over them is 0
+    divisor = positives.clamp(min=1)                       # a view without positives gets 0 / 1, not 0 / 0
     needs = call.needs
 
     def compute_near():
-        """Return Σ_i Σ_{p∈P(i)} z_i·z_p / (τ |P(i)|) and its gradients, from sums of rows for each label."""
+        """Return Σ_i Σ_{p∈P(i)} z_i·z_p / (τ |P(i)|) and its gradients, from a sum of rows per label."""
         rows, keys = (x if x is None else x.to(dtype).unflatten(0, (-1, views)) for x in call.operands)
         keys = rows if keys is None else keys
         others = sums_by_number(keys, number, len(labels))[number[own], None] - keys[own]
@@ -270,7 +270,7 @@ def fused_loss_of_labels(call, views, labels, offset):
 
 
 def sums_by_number(samples, number, count):
-    """Return (count, D) the sums of all rows of the samples (n, V, D) with each number; number is (n,)."""
+    """Return (count, D): row c sums all views of the samples (n, V, D) whose entry in number (n,) is c."""
     sums = samples.new_zeros(count, samples.shape[2])
     add_rows(sums, number, samples.sum(1))
     return sums
@@ -278,20 +278,19 @@ def sums_by_number(samples, number, count):
 
 @replayed
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
-    """Return the mean cross entropy of the logits hidden·weightᵀ/τ, which are never stored.
+    """Return the mean cross entropy of the logits hidden·weightᵀ/τ; only impl="eager" stores the logits.
 
-    Rows of any norm, used as given: the products are the logits of a linear layer, not cosines.
+    Rows are never normalised, because the products are the logits of a linear layer, not cosines.
 
     hidden        (N, D) float64 | float32 | float16 | bfloat16
-    weight        (V, D) same dtype and device: one row per class
-    targets       (N,) int64 in [0, V), or ignore_index: such a row is ignored and may contain NaN, but takes
-                  as much compute as any other row
-    temperature   float > 0, or a 0-dim tensor, which then receives a gradient
+    weight        (V, D) one row per class; dtype and device as hidden
+    targets       (N,) int64 in [0, V), the class of each row, or ignore_index
+    ignore_index  rows with this target are ignored and may contain NaN, but cost as much as other rows
+    temperature   τ: float > 0, or a 0-dim tensor, which then receives a gradient
     impl          see similarity_lse
-    returns       scalar, float32 (float64 for float64): mean over rows that are not ignored,
-                  0 if all are ignored
-    raises        ValueError for a target outside [0, V) that is not ignore_index, but only on the CPU:
-                  elsewhere reading the targets would synchronise with the GPU, so the loss becomes NaN
+    returns       scalar, float32 (float64 for float64 rows): mean over rows not ignored; 0 if all are ignored
+    raises        ValueError, on the CPU only, for a target that is neither in [0, V) nor ignore_index. On a
+                  GPU such a target makes the loss NaN, because reading targets would synchronise with the GPU
     """
     checks.check_integer("ignore_index", ignore_index, -2 ** 63, 2 ** 63 - 1, "that int64 holds")
     checks.check_rows(hidden=(hidden, "N D"), weight=(weight, "K D"), targets=(targets, "N", int))
@@ -310,14 +309,14 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     if weights is None:
         return eager.linear_cross_entropy(call, inside)
     loss = eager.linear_cross_entropy(call, inside.where(weights == 1, -100))
-    return loss * (1 + 0 * weights.sum())                      # NaN if a target is wrong
+    return loss * (1 + 0 * weights.sum())                      # NaN if a target is outside [0, V)
 
 
 def row_weights(targets, classes, ignored, ignore_index):
-    """Return (targets (N,) clamped to [0, classes), weights (N,) of the rows, or None if all are 1).
+    """Return (targets clamped to [0, classes), weights of the rows), (N,) each; weights None means all are 1.
 
-    The weight is 0 for an ignored row and NaN for another target outside [0, classes); on the CPU such a
-    target raises ValueError.
+    The weight of an ignored row is 0. Any other target outside [0, classes) raises ValueError on the CPU, and
+    gets the weight NaN on a GPU.
     """
     inside = targets.clamp(0, classes - 1)
     if targets.is_cpu and not 0 <= ignore_index < classes and torch.equal(inside, targets):
@@ -334,18 +333,18 @@ def row_weights(targets, classes, ignored, ignore_index):
 def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
     """Return the mean over rows of max(0, |a_i − p_i| − |a_i − n_i| + margin), with Euclidean distances.
 
-    Rows of any norm, used as given; F.triplet_margin_loss computes the value. The margin is a distance;
-    FaceNet uses unit rows (F.normalize).
+    a, p and n are the rows of anchor, positive and negative, used as they are; FaceNet uses unit rows
+    (F.normalize). F.triplet_margin_loss computes the value.
 
-    anchor, positive    (N, D) any float type; the loss is float32, or float64 if one of them is
-    negative            (N, D), or None: the negative of a_i is a row of positive other than p_i (N ≥ 2),
-                        found by mining; the (N, N) matrix of distances is never stored
-    margin              number > 0
+    anchor, positive    (N, D) each, any float type; the loss is float64 if an input is, else float32
+    negative            (N, D); or None: mining finds the negative of a_i among the rows of positive other
+                        than p_i (N ≥ 2), without storing the (N, N) matrix of distances
+    margin              number > 0, a distance
     mining              "hard": the row nearest to a_i; "semi-hard": the nearest row among those farther from
-                        a_i than p_i, or the farthest row if there is none
+                        a_i than p_i, or the farthest row if no row is farther than p_i
     returns             scalar
-    source              Schroff et al. 2015 (FaceNet), sections 3.1 and 3.2, with distances instead of their
-                        squares; hard: Hermans et al. 2017
+    source              Schroff et al. 2015 (FaceNet), sections 3.1 and 3.2, where distances are squared;
+                        hard: Hermans et al. 2017
     """
     checks.check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D", None))
     checks.check_number("margin", margin, checks.SMALLEST)
@@ -357,22 +356,22 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
         with torch.autocast(anchor.device.type, enabled=False):
             mine = hard_negatives if mining == "hard" else semi_hard_negatives
             a, p = anchor.detach(), positive.detach()
-            centre = p.mean(0)       # distances computed from products lose digits if rows are far from 0
+            centre = p.mean(0)       # distances from dot products lose digits if rows are far from 0
             negative = positive[mine(a - centre, p - centre)]
     return F.triplet_margin_loss(anchor, positive, negative, margin)
 
 
 def hard_negatives(a, p):
-    """Return (N,) the index of the row of p that is nearest to a_i, other than p_i."""
-    # −|a − p|²/2 = a·p − |p|²/2 − |a|²/2, and |a|² is the same for all p
+    """Return (N,): for each a_i, the index of the nearest row of p other than p_i."""
+    # the nearest p has the largest −|a − p|²/2 = a·p − |p|²/2 − |a|²/2; the last term is equal for all p
     keys = torch.cat([p, -(p * p).sum(1, keepdim=True) / 2], 1)
     return similarity_topk(F.pad(a, (0, 1), value=1.0), keys, 1, exclude="diagonal")[1][:, 0]
 
 
 def semi_hard_negatives(a, p):
-    """Return (N,) the index of the row of p that is nearest to a_i among those farther than p_i.
+    """Return (N,): for each a_i, the index of the nearest row of p among those farther from a_i than p_i.
 
-    If there is none, return the farthest row.
+    If no row is farther than p_i, the index is that of the farthest row other than p_i.
     """
     found, size = [], max(1, 2**22 // len(p))
     for start in range(0, len(a), size):
@@ -388,11 +387,11 @@ def semi_hard_negatives(a, p):
 def margin_loss(x1, x2, same, margin=1.0):
     """Return the mean over rows of ½ d² if same[i], else ½ max(0, margin − d)², with d = |x1_i − x2_i|.
 
-    Rows of any norm, used as given. Both d and the margin are Euclidean distances.
+    Rows are used as they are; d and margin are Euclidean distances.
 
-    x1, x2     (N, D) any float type; the loss is float32, or float64 if one of them is. For equal rows the
-               gradient of d is 0
-    same       (N,) bool, or integers 0 and 1
+    x1, x2     (N, D) each, any float type; the loss is float64 if x1 or x2 is, and float32 if neither is. If
+               x1_i equals x2_i, the gradient of d is 0
+    same       (N,) bool, or integers 0 and 1: whether x1_i and x2_i have the same class
     margin     number > 0
     returns    scalar
     source     Hadsell, Chopra, LeCun 2006, eq. 4
@@ -409,6 +408,6 @@ def margin_loss(x1, x2, same, margin=1.0):
 
 
 def upcast(*rows):
-    """Return all rows in float64 if one of them is float64, else in float32; None stays None."""
+    """Cast all tensors to float64 if one of them is float64, and to float32 if none is; None stays None."""
     dtype = torch.float64 if any(x is not None and x.dtype == torch.float64 for x in rows) else torch.float32
     return [x if x is None else x.to(dtype) for x in rows]

@@ -1,4 +1,4 @@
-"""Masks: which columns each row excludes, given by indices and id vectors, never by an (N, M) tensor."""
+"""Masks: which columns each row excludes, described by indices and vectors, never by an (N, M) tensor."""
 import math
 from typing import NamedTuple
 
@@ -10,16 +10,16 @@ from .heuristics import FEW_ROWS
 
 
 class Mask(NamedTuple):
-    """A mask whose parts have been checked, with fields in the order of gpu/launch.KernelMask.
+    """A checked mask of (N, M) logits. An entry is excluded if any part of the mask excludes it.
 
-    exclude                      "none" | "diagonal" (j = i + offset) | "pair" (both views of row i's image:
-                                 j = i' and i' + M/2 with i' = i mod N/2 + offset) | "target" (j = row_ids[i];
-                                 in a transposed mask i = column_ids[j])
-    row_ids, column_ids          integers (N,), (M,): columns with the row's id are excluded too; None: no
-                                 ids. For "target" row_ids (N,) holds the targets, and column_ids is None
-    row_groups, column_groups    integers (N,), (M,): a row keeps only columns of its group; None: no groups
+    exclude                      what row i excludes: "none" | "diagonal" (column i + offset) | "pair" (both
+                                 views of its sample, columns i' and i' + M/2, i' = i mod N/2 + offset) |
+                                 "target" (column row_ids[i]; transposed: row column_ids[j] for column j)
+    row_ids, column_ids          integers (N,), (M,): row i excludes columns with its id; None: no ids. For
+                                 exclude="target", row_ids holds the targets; column_ids is None
+    row_groups, column_groups    integers (N,), (M,): row i excludes columns of other groups; None: no groups
     row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are excluded; None: no features
-    offset                       row i belongs to column i + offset; negative in a transposed mask
+    offset                       row i belongs to column i + offset; a transposed mask has the negative offset
     phi                          threshold for products of features
     """
     exclude: str = "none"
@@ -34,28 +34,28 @@ class Mask(NamedTuple):
 
     @property
     def has_vectors(self):
-        """Whether the mask has ids, groups or features, besides the rule `exclude` on indices."""
+        """Whether the mask has ids, targets, groups or features; if not, indices alone define the mask."""
         vectors = self.row_ids, self.column_ids, self.row_groups, self.row_features
         return any(part is not None for part in vectors)
 
 
 def positive_columns(mask, n, m, device):
-    """Return (n,) the column of each row's positive, which "diagonal", "pair" or "target" excludes."""
+    """Return (n,): the column of each row's positive, for exclude = "diagonal", "pair" or "target"."""
     if mask.exclude == "target":
         return mask.row_ids
     rows = torch.arange(n, device=device)
     if mask.exclude == "pair":
-        return own_columns(mask, rows.roll(n // 2), n, m)          # the own column of the other view
+        return own_columns(mask, rows.roll(n // 2), n, m)          # where the sample's other view is
     return rows + mask.offset
 
 
 def own_columns(mask, rows, n, m):
-    """Return the column of the same view as each of the rows; the mask is a "pair"."""
+    """Return the column that holds the same view as each of `rows` (row indices), for exclude = "pair"."""
     return rows % (n // 2) + mask.offset + (rows >= n // 2) * (m // 2)
 
 
 def is_symmetric(mask):
-    """Return whether the mask is symmetric by its indices alone: i excludes j whenever j excludes i."""
+    """Return whether indices alone show that row i excludes column j whenever row j excludes column i."""
     return mask.offset == 0 and not mask.has_vectors
 
 
@@ -67,7 +67,7 @@ def transposed(mask):
 
 
 def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, offset=0):
-    """Return the Mask of an (n, m) matrix for the public arguments; raise ValueError if one does not fit."""
+    """Make the Mask of an (n, m) matrix from public arguments; raise ValueError for an invalid argument."""
     checks.check_offset(offset)
     ids, groups, features, phi = (None, None), (None, None), (None, None), 0.0
     if within is not None:
@@ -92,17 +92,17 @@ def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, of
 
 
 def check_ids(name, ids, n, m):
-    """Return (row ids (n,), column ids (m,)), contiguous, of one integer dtype."""
+    """Return the checked (row ids (n,), column ids (m,)), contiguous and with the same integer dtype."""
     rows, columns = checks.check_pair(name, ids, "of tensors: row ids (N,) and column ids (M,)")
     checks.check_rows(n=n, m=m, **{f"{name}: row ids": (rows, "n", int),
                                    f"{name}: column ids": (columns, "m", int)})
-    if rows.dtype != columns.dtype:        # Triton would find int8's -1 equal to uint8's 255
+    if rows.dtype != columns.dtype:        # Triton would take int8 -1 and uint8 255 as equal
         rows, columns = rows.long(), columns.long()
     return rows.contiguous(), columns.contiguous()
 
 
 def check_similar(similar, n, m):
-    """Return (row features (n, E), column features (m, E), phi), the features detached."""
+    """Return the checked (row features (n, E), column features (m, E), phi); features are detached."""
     if not isinstance(similar, (tuple, list)) or len(similar) != 3:
         expected = "(row features (N, E), column features (M, E), phi)"
         raise ValueError(f"similar: found {type(similar).__name__}, expected {expected}")
@@ -112,15 +112,15 @@ def check_similar(similar, n, m):
     if f_q.dtype != f_k.dtype:
         raise ValueError(f"similar: column features are {f_k.dtype}, expected {f_q.dtype} like row features")
     checks.check_number("similar: phi", phi, -math.inf, math.inf)
-    # Triton reads raw memory, so resolve_neg() materialises lazily negated views such as x.conj().imag
+    # resolve_neg() copies lazily negated views such as x.conj().imag, because Triton reads raw memory
     return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)
 
 
 def column_ranges(mask, size):
-    """Return (ranges, 2) int32: first column, and last column + 1, of the groups of every `size` rows.
+    """Return (blocks, 2) int32: first column, and last column + 1, of the groups of every `size` rows.
 
-    Return None without groups (within=), or for few rows. If the column ids are not sorted, every range is
-    all columns. The host reads no value, so there is no synchronisation.
+    Return None without groups (within=), or for at most FEW_ROWS rows and columns. If the column ids are not
+    sorted, each range covers all columns. The host reads no value from the GPU, so nothing synchronises.
     """
     rows, columns = mask.row_groups, mask.column_groups
     if rows is None or max(rows.shape[0], columns.shape[0]) <= FEW_ROWS:
@@ -134,10 +134,10 @@ def column_ranges(mask, size):
 
 
 def excluded(mask, rows, n, m, at=slice(None)):
-    """Return a bool matrix (len(rows), m), True for excluded entries; None if the mask excludes nothing.
+    """Return a bool matrix (rows, columns), True for excluded entries; None if the mask excludes nothing.
 
-    rows  vector of row indices, of the n rows
-    at    slice of the m columns to which the result is restricted
+    rows  vector of indices of the n rows: the rows of the result
+    at    slice of the m columns: the columns of the result
     """
     columns = torch.arange(m, device=rows.device)[at]
     out = None

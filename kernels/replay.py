@@ -1,14 +1,14 @@
-"""Replay a loss: after the first call with the same shapes, the host only repeats launches and operations.
+"""Replay a loss: after the first call with the same shapes, the host only repeats the recorded steps.
 
-While batches are small, a GPU waits for the host. What the host does for a loss depends on shapes, dtypes,
-flags and numbers (the key), never on values in GPU memory: the same key means the same work at other
-addresses. So the first call with a key also runs the loss and its gradient once on copies of its arguments,
-under a Recorder, which sees each launch of a Triton kernel and each operation of PyTorch. From these steps it
-makes a Plan, with a Part in place of each tensor. Memory that only kernels use is allocated as a workspace.
+With small batches, the GPU waits for the host. What the host does for a loss depends on shapes, dtypes, flags
+and numbers, which form the key of a call, and never on values in GPU memory. So calls with equal keys do the
+same work at other addresses. The first call with a key also runs the loss and its gradient once on copies of
+the arguments. Meanwhile a Recorder records the steps: launches of Triton kernels and operations of PyTorch. A
+Plan holds the steps, with a Part in place of each tensor. Tensors that only kernels use share a workspace.
 
-Not replayed: calls on the CPU, other implementations than Triton, problems that need more than MAX_WORKSPACE,
-new keys while a CUDA graph is captured or after MAX_PLANS, and what raises CannotRecord. Profilers that use
-Triton's launch hooks do not see replayed launches.
+Not replayed: calls on the CPU, implementations other than Triton, problems that need more than MAX_WORKSPACE,
+new keys during the capture of a CUDA graph or after MAX_PLANS, and what raises CannotRecord. Profilers that
+use Triton's launch hooks do not see replayed launches.
 """
 import functools
 import threading
@@ -18,18 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import heuristics
 
-MAX_PLANS = 1024                # no more are made: a temperature that changes would need one in each step
-MAX_WORKSPACE = 2 ** 29         # 512 MiB: larger problems do not wait for the host
-ALIGNMENT = 256                 # bytes, of the parts of a workspace
-PLANS = {}                      # key -> Plan, or None: cannot be replayed
+MAX_PLANS = 1024                # limit: a number that changes, such as a temperature, adds a plan per value
+MAX_WORKSPACE = 2 ** 29         # 512 MiB: with larger problems the GPU does not wait for the host
+ALIGNMENT = 256                 # parts of a workspace start at multiples of this number of bytes
+PLANS = {}                      # key -> Plan, or None if calls with the key cannot be replayed
 TENSORS, NUMBERS = (torch.Tensor, torch.nn.Parameter), (float, int, str, bool, type(None))
-ON_THIS_THREAD = threading.local()                             # .recorder
+ON_THIS_THREAD = threading.local()                             # .recorder: the Recorder of this thread
 NO_SECOND_DERIVATIVE = ("kernels: the fused operations do not support create_graph=True, which second "
                         "derivatives need; use impl='eager'")
 
 
 def without_compile(function):
-    """Decorate a function: torch.compile breaks the graph there, unless impl is "eager"."""
+    """Decorate a function so that torch.compile does not trace it (graph break), except for impl="eager"."""
     @functools.wraps(function)
     def run(*arguments, impl="auto", **named):
         if torch.compiler.is_compiling() and impl != "eager":
@@ -39,7 +39,7 @@ def without_compile(function):
 
 
 def replayed(function):
-    """Decorate a function of tensors, numbers and tuples that returns a tensor and reads no value."""
+    """Decorate a loss so that it is replayed; the loss must not read values of tensors on a GPU."""
     @without_compile
     @functools.wraps(function)
     def run(*arguments, impl="auto", **named):
@@ -57,23 +57,23 @@ def replayed(function):
 
 
 def on_gpu(x):
-    """Return whether a tensor is on a GPU. Tests replace this."""
+    """Return whether a tensor is on a GPU. Tests replace this function."""
     return x.is_cuda
 
 
 def capturing():
-    """Return whether a CUDA graph is captured. Tests replace this."""
+    """Return whether a CUDA graph is being captured. Tests replace this function."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def key_of(function, arguments, named):
-    """Return (all that decides what the host does, the different tensors); (None, ()) if not known."""
+    """Return (key of the call, list of its different tensors); (None, ()) if the call cannot be replayed."""
     tensors, numbers, key = [], {}, [function, len(arguments), *named]
     values = [*arguments, *named.values()]
-    for x in values:                                           # the list grows by the elements of tuples
+    for x in values:                                           # grows in the loop: elements of tuples
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided or not on_gpu(x):     # values on the CPU may be read
+            if x.layout is not torch.strided or not on_gpu(x):     # the host may read CPU values
                 return None, ()
             number = numbers.setdefault(id(x), len(tensors))
             if number == len(tensors):
@@ -98,7 +98,7 @@ def key_of(function, arguments, named):
 
 
 def gathered_from(x):
-    """Return the tensor from which gather_rows made x, or None."""
+    """Return the tensor from which gather_rows made x; None if x is not from gather_rows."""
     return x.__dict__.get("gathered_from", lambda: None)()
 
 
@@ -106,21 +106,21 @@ def gathered_from(x):
 
 
 class CannotRecord(Exception):
-    """A loss does something that a plan cannot repeat."""
+    """Raised if a loss does something that a plan cannot repeat."""
 
 
 class Memory:
-    """Memory that a recorder has seen.
+    """A block of memory (the storage of a tensor) that a recorder has seen.
 
-    kind       "given" (an input, the upstream gradient), "empty" (from torch.empty), or "result"
-    is_tensor  False: only kernels use it, so it is a part of a workspace
-    stages     that use it: 0 (forward), 1 (backward)
+    kind       "given" (an input or the upstream gradient), "empty" (by torch.empty) or "result" (of a step)
+    is_tensor  False: only kernels use the memory, so it becomes a part of a workspace
+    stages     set of stages that use the memory: 0 (forward), 1 (backward)
     """
 
     def __init__(self, kind, start, size, shape, stride, dtype):
         self.kind, self.is_tensor, self.stages = kind, kind != "empty", set()
         self.start, self.size, self.shape, self.stride, self.dtype = start, size, shape, stride, dtype
-        self.home, self.offset = self, 0                       # the workspace, and where in it
+        self.home, self.offset = self, 0                       # its workspace, and the offset in it
 
 
 def current_recorder():
@@ -129,17 +129,17 @@ def current_recorder():
 
 
 def record(function, arguments, named, tensors):
-    """Run the function and its gradients once; return its Plan, or None if it cannot be replayed."""
+    """Run the function and its gradients once on copies; return the Plan, or None if recording fails."""
     try:
         copies = {id(x): copy_of(x) for x in tensors}
         for x in tensors:
-            if "own_rows" in x.__dict__:                       # from gather_rows, for checks
+            if "own_rows" in x.__dict__:                       # for checks of gathered rows
                 copies[id(x)].own_rows = x.own_rows
                 copies[id(x)].gathered_from = functools.partial(copies.get, id(gathered_from(x)))
         recorder = ON_THIS_THREAD.recorder = Recorder(copies.values())
         values = map_leaves(lambda x: copies.get(id(x), x), [*arguments, *named.values()])
         named = dict(zip(named, values[len(arguments):]))
-        # the innermost hooks on saved tensors count: a checkpoint around the loss must not see the record
+        # these innermost hooks on saved tensors hide the recorded run from a checkpoint around the loss
         hidden = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
         with hidden, torch.autograd.set_multithreading_enabled(False):
             with recorder:
@@ -152,10 +152,10 @@ def record(function, arguments, named, tensors):
 
 
 def copy_of(x):
-    """Return a copy of x with its strides and alignment. Copies share no memory, even if inputs do."""
+    """Return a copy of x with the same strides and alignment. Copies share no memory, even if inputs do."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
     if not 0 < x.numel() <= span <= MAX_WORKSPACE // x.itemsize or x.is_neg():
-        raise CannotRecord("no elements, elements that share memory, too many, or negated ones")
+        raise CannotRecord("no elements, too many, elements that share memory, or a negated view")
     shift = x.data_ptr() % 16 // x.itemsize
     memory = x.new_empty(shift + span)
     memory[shift:] = x.detach().as_strided((span,), (1,))
@@ -170,27 +170,27 @@ def map_leaves(function, x):
 
 
 def leaves(x):
-    """Return the leaves of nested lists and tuples."""
+    """Return a list of the leaves of nested lists and tuples."""
     return [leaf for part in x for leaf in leaves(part)] if isinstance(x, (tuple, list)) else [x]
 
 
 def tensors_in(x):
-    """Return the tensors among the leaves; of a tensor descriptor, its tensor."""
+    """Return the tensors among the leaves of x; a tensor descriptor counts as the tensor it describes."""
     found = [getattr(leaf, "base", leaf) for leaf in leaves(x)]
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 class Recorder(TorchDispatchMode):
-    """Sees each operation of PyTorch, and each launch of a kernel, for which gpu/tiles.py calls launch()."""
+    """Records each operation of PyTorch, and each kernel launch, for which gpu/tiles.py calls launch()."""
 
     def __init__(self, inputs):
         super().__init__()
         self.memories, self.bytes, self.keep, self.stage = {}, 0, [], 0
-        self.steps = [], []            # of a stage: (function, arguments, names of keywords, new memories)
+        self.steps = [], []            # per stage: (function, arguments, keyword names, new memories)
         self.inputs = [self.add_memory("given", x) for x in inputs]
 
     def gradients(self, out, inputs):
-        """Record backward, stage 1; return the gradients of the inputs, None where there is none."""
+        """Record backward (stage 1); return the gradients of the inputs, None for inputs without gradient."""
         if not out.requires_grad:
             return []
         grad = torch.ones_like(out, memory_format=torch.contiguous_format)
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
         given, found = tensors_in(values), tensors_in(outs)
         is_view = operator.is_view or name in ("aten::detach", "aten::_unsafe_view")
         if is_view or not any(map(on_gpu, given + found)):
-            return outs                                        # numbers on the host are part of the key
+            return outs                                        # no work on the GPU: nothing to replay
         has_dynamic_shape = torch.Tag.dynamic_output_shape in operator.tags and name != "aten::index.Tensor"
         if not found or not all(map(on_gpu, found)) or has_dynamic_shape:
             raise CannotRecord(f"{name} reads a value")
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         return outs
 
     def launch(self, kernel, run, grid, arguments, named):
-        """Launch a kernel with run, its JITFunction.run, and record how that calls CompiledKernel.run."""
+        """Launch a kernel by run, its JITFunction.run; record the resulting call of CompiledKernel.run."""
         compiled = run(*arguments, grid=grid, warmup=False, **named)
         if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
             raise CannotRecord("scratch memory")
@@ -233,13 +233,13 @@ class Recorder(TorchDispatchMode):
         return compiled
 
     def add_memory(self, kind, x):
-        """Return the new Memory that x begins; None if x has no elements or its memory is known."""
+        """Add a Memory for x and return it; return None if x has no elements or its memory is known."""
         storage = x.untyped_storage()
         if not x.numel() or storage.data_ptr() in self.memories:
             return None
         memory = Memory(kind, x.data_ptr(), storage.nbytes(), x.shape, x.stride(), x.dtype)
         self.memories[storage.data_ptr()] = memory
-        self.keep.append(x)                                    # so that no address is used again
+        self.keep.append(x)                                    # keeps x alive: no address is reused
         self.bytes += memory.size
         if self.bytes > MAX_WORKSPACE:
             raise CannotRecord("too much memory")
@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
         return self.memories[address]
 
     def use(self, tensors, as_tensors):
-        """Note that this stage uses tensors, or only their addresses."""
+        """Record that this stage uses tensors; as_tensors=False: kernels use only their addresses."""
         for x in [x for x in tensors if on_gpu(x) and x.numel()]:
             memory = self.memory_of(x)
             memory.stages.add(self.stage)
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
                 raise CannotRecord("a view in another dtype")
 
     def use_result(self, stage, x):
-        """Note that a stage returns x. If only kernels know its memory, that gets the shape of x."""
+        """Record that a stage returns x. Memory that only kernels have used so far gets the shape of x."""
         memory, self.stage = self.memory_of(x), stage
         if not memory.is_tensor and memory.size == x.numel() * x.itemsize:
             memory.shape, memory.stride = x.shape, x.stride()
@@ -273,10 +273,10 @@ class Recorder(TorchDispatchMode):
 
 
 class Part:
-    """A tensor in a step: so many bytes from the start of the tensor in a slot.
+    """Stands for a tensor in a step: the tensor in a slot (see Stage), plus an offset in bytes.
 
-    view  None in a launch, which needs only an address; in an operation "all", for the tensor of the slot,
-          or (shape, stride, offset in elements)
+    view  None in a launch, which needs only an address. In an operation "all", for the slot's whole tensor,
+          or (shape, stride, offset in elements) for a view of this tensor
     """
 
     def __init__(self, slot, offset, view):
@@ -284,7 +284,7 @@ class Part:
 
 
 class Descriptor:
-    """A tensor descriptor in a launch. address: a Part, or what the launcher reads; fields: the others."""
+    """Stands for a tensor descriptor in a launch. address: a Part or a number; fields: other attributes."""
 
     def __init__(self, address, fields):
         self.__dict__.update(fields, address=address, fields=fields)
@@ -298,7 +298,7 @@ class Descriptor:
 
 
 def fill(x, held, address):
-    """Return an argument with what the slots hold: the tensor, or the address, of each Part."""
+    """Return x with each Part replaced by its tensor or address; held and address list those of the slots."""
     kind = type(x)
     if kind is Part:
         if x.view is None:
@@ -313,10 +313,10 @@ def fill(x, held, address):
 
 
 class Stage:
-    """Forward or backward. Its slots hold the tensors that it gets, allocates, and computes by operations."""
+    """The steps of forward or backward. A slot numbers a tensor that is given, allocated or computed."""
 
     def __init__(self, recorder, stage, given, new, results):
-        """Write the steps of a stage. given, new: memories that it gets and allocates."""
+        """Convert the recorded steps. given, new: memories that the stage gets and allocates."""
         self.new = [(memory.shape, memory.stride, memory.dtype) for memory in new]
         self.slots = {memory: i for i, memory in enumerate([*given, *new])}
         self.steps = [self.step(recorder, *step) for step in recorder.steps[stage]]
@@ -324,11 +324,11 @@ class Stage:
         self.has_operations = any(names is not None for *_, names, _ in self.steps)
 
     def step(self, recorder, function, values, names, found):
-        """Return (function, arguments, pointers, tensors, others, names, is_new) for run().
+        """Return (function, arguments, pointers, tensors, others, names, is_new), a step for run().
 
-        pointers, tensors    arguments that are an address, (i, slot, offset); a whole tensor, (i, slot)
-        others               other arguments that contain a Part, (i, x)
-        names, is_new        of the last arguments; None in a launch. Whether a result fills the next slot
+        pointers, tensors    (i, slot, offset) for arguments i that are addresses; (i, slot) for whole tensors
+        others               (i, x) for other arguments x that contain a Part
+        names, is_new        names of keyword arguments (launch: None); whether each result gets a new slot
         """
         values = map_leaves(lambda x: self.part(recorder, x, names is not None), values)
         changing = [(i, x) for i, x in enumerate(values)
@@ -341,7 +341,7 @@ class Stage:
         return function, values, pointers, tensors, others, names, [memory is not None for memory in found]
 
     def part(self, recorder, x, is_operand):
-        """Return the Part of a tensor, a Descriptor, and anything else as it is."""
+        """Return a Part for a tensor x, a Descriptor for a tensor descriptor, and any other x as it is."""
         if hasattr(x, "block_shape"):
             fields = {name: value for name, value in vars(x).items() if name != "base"}
             return Descriptor(self.part(recorder, x.base, False), fields)
@@ -357,9 +357,9 @@ class Stage:
         return Part(slot, 0, "all" if is_all else (x.shape, x.stride(), start // x.itemsize))
 
     def run(self, held):
-        """Return the results. held: a list of the tensors that the stage gets; the others are appended."""
+        """Run the steps, return the results. held: list of the given tensors; run() appends the others."""
         device = held[0].device
-        if self.has_operations and torch.is_autocast_enabled(device.type):     # the casts were recorded
+        if self.has_operations and torch.is_autocast_enabled(device.type):     # casts are recorded steps
             with torch.autocast(device.type, enabled=False):
                 return self.run(held)
         for shape, stride, dtype in self.new:
@@ -387,14 +387,14 @@ class Stage:
 
 
 def current_stream(index):
-    """Return the current stream of a GPU, a number. Tests replace this."""
+    """Return the current stream of GPU `index` as a number. Tests replace this function."""
     from triton.runtime import driver
-    torch.cuda.is_current_stream_capturing()                   # gives a new thread the GPU's context
+    torch.cuda.is_current_stream_capturing()                   # sets the GPU's context in a new thread
     return driver.active.get_current_stream(index)
 
 
 def workspaces(memories):
-    """Return the workspaces for what only kernels use: in forward, in backward, and in both."""
+    """Place memories that only kernels use in workspaces: for forward, backward or both; return these."""
     found = {}
     for memory in memories:
         if memory.stages and not memory.is_tensor:
@@ -407,7 +407,7 @@ def workspaces(memories):
 
 
 class Plan:
-    """The steps of a loss and of its gradients, and what is saved between them."""
+    """The steps of a loss and of its gradients, and the slots that are saved between the two."""
 
     def __init__(self, recorder, out, gradients):
         self.backward, inputs = None, recorder.inputs
@@ -427,7 +427,7 @@ class Plan:
 
 
 class Replay(torch.autograd.Function):
-    """A Plan as a differentiable operation."""
+    """Runs a Plan as a differentiable operation."""
 
     @staticmethod
     def forward(ctx, plan, *tensors):
@@ -447,7 +447,7 @@ class Replay(torch.autograd.Function):
 
 
 def with_layout(x, layout):
-    """Return x, or a copy, with the recorded strides and alignment; saved-tensor hooks may change both."""
+    """Return x, copied if it lost the recorded strides or alignment; saved-tensor hooks may change both."""
     stride, alignment = layout
     if x.stride() == stride and x.data_ptr() % 16 == alignment and not x.is_neg():
         return x
