@@ -1,10 +1,11 @@
 """CIL: Contrastive Instance Learning Framework for Distantly Supervised Relation Extraction. Chen, Shi, Tang,
 Chen, Wu, Zhuang, ACL 2021, arXiv 2106.10855.
 
-A bag is all sentences about the same two entities. A database names their relation, but some sentences do
-not express it. So only the bag's vector B_b, a weighted mean of sentence vectors x_i, is classified (L_bag).
-CIL also trains each sentence: x_i is pulled to the vector a_i of an edited copy, and pushed from the vectors
-of other bags. With the bag b(i) of sentence i, s(u, v) = cos(u, v) / τ, step t and w warm-up steps:
+A bag is the set of all sentences about the same two entities. A database names the relation of the entities,
+but some sentences do not express this relation. So the classifier reads only the bag's vector B_b, a weighted
+mean of the bag's sentence vectors x_i (L_bag). CIL also trains each sentence: it pulls x_i to the vector a_i
+of an edited copy, and pushes x_i away from the vectors of other bags. b(i) is the bag of sentence i,
+s(u, v) = cos(u, v) / τ, t is the step, w the number of warm-up steps, and L_MLM a masked-LM loss:
 
     L_C = mean over i of −log( exp s(x_i, a_i) / ( exp s(x_i, a_i) + Σ_{b ≠ b(i)} exp s(x_i, B_b) ) )
     L   = L_bag + 10 · tanh(t / 2w) · L_C + 0.1 · L_MLM
@@ -14,25 +15,25 @@ of other bags. With the bag b(i) of sentence i, s(u, v) = cos(u, v) / τ, step t
     torchrun --nproc-per-node 2 docs/more/cil.py --data nyt10d_train.txt --dev nyt10d_val.txt --out out/cil
     python docs/more/cil.py --evaluate --model out/cil --data nyt10d_test.txt
 
-Data: OpenNRE's JSON lines, one sentence each; pos is [start, end) of an entity in characters of the text:
+Data: OpenNRE's JSON lines, one sentence each, with a head entity h and a tail entity t; pos is [start, end):
     {"text": "Ada was born in Ulm.", "relation": "born_in",
      "h": {"id": "Q1", "name": "Ada", "pos": [0, 3]}, "t": {"id": "Q2", "name": "Ulm", "pos": [16, 19]}}
-The relation NA (or no_relation) means that none is known. A bag for training has one pair of ids and one
-relation; a bag for evaluation has one pair of ids and all its relations.
+The relation NA (or no_relation) means that no relation is known. In training a bag has one pair of ids and
+one relation; in evaluation a bag has one pair of ids and all relations of this pair.
 
-Expected: the scores on --dev rise. They rank all pairs of a bag and a relation: auc is the area under the
-curve of precision and recall, f1 the best F1, p@100 the precision of the first 100, all in percent. A curve
-in the authors' code has the label 50.8 (auc on NYT10-D); the nearest is --form code with our defaults.
+Expected: the scores on --dev rise. The model ranks all pairs of a bag and a relation. auc is the area under
+the precision-recall curve, f1 the best F1, and p@100 the precision of the first 100 pairs, all in percent.
+A curve in the authors' code has the label 50.8 (auc on NYT10-D). --form code is closest to their settings.
 
-Both forms follow the released code (antct/cil) where the paper is silent. --form code also follows it here:
-    L_C       the k-th sentence of a bag has as negatives the k-th sentences of others, compared with B_b(i)
-    copies    words are substituted, punctuation and one-letter words are lost; the paper also inserts words
-    MLM       the words of the entities may be masked, but no start mark (in the code: of any row)
-    p@N       the precision of the first N + 1
+Where the paper is silent, both forms follow the released code, antct/cil. --form code also follows it in:
+    L_C       negatives of a bag's k-th sentence i are the k-th sentences x_j of other bags: s(x_j, B_b(i))
+    copies    edits only replace words, and lose punctuation and one-letter words; the paper also inserts
+    MLM       may mask entities, but not start marks (in the code, also not their positions in other rows)
+    p@N       the precision of the first N + 1 pairs
 Departures from the released code, in both forms:
 - Negatives are the bags of all GPUs. The learning rate falls to 0; in the code, on 2 GPUs, to half its peak.
-- The own bag is masked. The code subtracts its term from the sum, which is wrong in float32.
-- The four marks are new tokens. Sentences are left out if --max-length cuts off a start mark.
+- The own bag is not in the sum. The code adds and subtracts its term, with large float32 rounding errors.
+- The marks around entities are new tokens. Sentences are left out if --max-length cuts off a start mark.
 """
 import math
 import os
@@ -77,11 +78,11 @@ def make_parser():
         eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--contrastive-weight", type=at_least(0), default=10.0,
-        help="weight of the contrastive loss; 0: off; default 10 (released code), approached by the schedule")
+        help="weight of the contrastive loss; 0: off; default 10 (released code), reached gradually")
     add("--mlm-weight", type=at_least(0), default=0.1,
         help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
     add("--bag-size", type=at_least(1, int), default=3,
-        help="sentences drawn from each bag; small bags repeat some; default 3 (released scripts)")
+        help="sentences drawn from each bag; smaller bags repeat sentences; default 3 (released scripts)")
     add("--classifier-dropout", type=ratio, group="model", default=0.5,
         help="dropout probability of bag vectors before the classifier; default 0.5 (released code)")
     return parser
@@ -95,7 +96,7 @@ SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20
 
 
 def load_data(path, args):
-    """Return (lines of --data, names of its relations, NA first); set flags that were not given."""
+    """Read --data, and set flags that were not given. Return (its lines, its relations' names, NA first)."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     rows, names = cil_bags.load_sentences(path)
     log("cil", f"{args.form}: {len(rows):,} sentences, {len(names) - 1} relations besides NA, from {path}")
@@ -103,13 +104,13 @@ def load_data(path, args):
 
 
 def build_model(args, run, relations, texts=None):
-    """Return the encoder with its masked-LM head, the layer W of sentence vectors, and the classifier."""
+    """Load the encoder and its masked-LM head. Add the layer W of sentence vectors and the bag classifier."""
     heads = Path(args.model, "heads.safetensors")
     if args.evaluate and not heads.is_file():
         fail(f"--model {args.model}: no heads.safetensors, expected a model that this script has trained")
     model = build_encoder(args, run, "cls", None, AutoModelForMaskedLM, texts=texts)
     cil_bags.add_marks(model)
-    set_dropout(model.encoder, 0.0, args.model)                # released scripts
+    set_dropout(model.encoder, 0.0, args.model)                # no dropout (released scripts)
     config, width = model.encoder.config, 2 * model.encoder.config.hidden_size
     saved = [*config.id2label.values()] if heads.is_file() else None
     relations = saved if args.evaluate else relations
@@ -124,14 +125,14 @@ def build_model(args, run, relations, texts=None):
 
 
 def make_batch(bags, tokens, step, model, args):
-    """Return the batch of compute_loss, with --bag-size sentences of each bag.
-    bags: [((head id, tail id, relation), indices of sentences)] of this rank."""
+    """Draw --bag-size sentences of each bag, and return the batch for compute_loss.
+    bags: [((head id, tail id, relation), [indices of sentences])] of this rank."""
     rows, size, number_of = [], args.bag_size, model.encoder.config.label2id
     for _, bag in bags:
         rng = random.Random(f"{args.seed} {step} {bag[0]}")
         rows += rng.sample(bag, size) if len(bag) > size else bag + rng.choices(bag, k=size - len(bag))
     sentences, copies = zip(*(tokens[row] for row in rows))
-    numbers = [number_of.get(relation, 0) for (_, _, relation), _ in bags]     # no_relation: 0
+    numbers = [number_of.get(relation, 0) for (_, _, relation), _ in bags]     # no_relation: 0, as NA
     return sentences, copies, torch.tensor(numbers, device=model.device)
 
 
@@ -139,15 +140,15 @@ def make_batch(bags, tokens, step, model, args):
 
 
 def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, all_bag_of=None, impl="auto"):
-    """Return L_C, the mean over N sentences. Vectors of any length and float type are normalised here.
+    """Return L_C, a mean over N sentences. All vectors are normalised here; they may have any float type.
 
-    x, a         (N, D) sentences and their edited copies; a zero vector has cosine 0 with all others
+    x, a         (N, D) vectors of sentences and of their edited copies; a zero vector has cosine 0 with all
     bags         (B, D) vectors of all bags of the batch
     bag_of       (N,) integers from 0 to B − 1: the bag of each sentence
-    form         "paper" | "code", where all bags have the same number of sentences
-    all_x        (L, D) sentences of all ranks, for form="code"; a bag is on one rank. None: x
-    all_bag_of   (L,) the bag of each sentence in all_x; None: bag_of
-    returns      scalar float32, float64 for float64; 0 if there is one bag
+    form         "paper" | "code"; "code" requires the same number of sentences in all bags
+    all_x        (L, D) sentence vectors of all ranks, for form="code"; None: x. Ranks must not share a bag
+    all_bag_of   (L,) integers: the bag of each sentence in all_x; None: bag_of
+    returns      scalar float32 (float64 for float64 vectors); 0 if there is only one bag
     """
     checks.check_choice("form", form, "paper", "code")
     all_x = x if all_x is None else all_x
@@ -167,7 +168,7 @@ def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, 
 
 
 def places_in_bags(bag_of, size):
-    """Return (N,) k for the k-th sentence of a bag, in order of rows. Each bag must have `size` sentences."""
+    """Number the sentences of each bag 0, 1, ... in row order: (N,). Each bag must have `size` sentences."""
     counts = bag_of.bincount()
     if ((counts != size) & (counts > 0)).any():
         raise ValueError("bag_of: expected the same number of sentences in each bag")
@@ -177,8 +178,8 @@ def places_in_bags(bag_of, size):
 def bag_attention(x, bag_of, queries):
     """Return (B, D) bag vectors Σ_i α_i x_i, where α is the softmax of x_i·query over the bag's sentences.
 
-    x, bag_of   (N, D) sentences, (N,) integers from 0 to B − 1; each bag has a sentence
-    queries     (B, D) in training the classifier's weights of the bag's relation, without gradient
+    x, bag_of   (N, D) sentence vectors, and (N,) integers, their bags, 0 to B − 1; each bag has a sentence
+    queries     (B, D) query of each bag: in training the classifier's weights of its relation, as constants
     """
     check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), queries=(queries, "B D"))
     checks.check_index("bag_of", bag_of, len(queries))
@@ -186,24 +187,24 @@ def bag_attention(x, bag_of, queries):
 
 
 def attend(scores, bag_of, count):
-    """Return (B, N) the softmax of the scores (N,) over the sentences of each bag; 0 for other sentences."""
+    """Return (B, N) weights: row b is the softmax of scores (N,) over bag b's sentences, and 0 elsewhere."""
     is_member = bag_of == torch.arange(count, device=bag_of.device)[:, None]
     return scores.where(is_member, -torch.inf).softmax(1)
 
 
 def bag_scores(x, bag_of, weight, bias):
-    """Return (B, R) scores: with weight[r] as query, the r-th element of the softmax of a bag's logits.
+    """Return (B, R) scores. Score (b, r) is bag b's probability of relation r, with weight[r] as the query.
 
-    x, bag_of      (N, D) sentences, (N,) integers from 0 to B − 1; each bag has a sentence
-    weight, bias   (R, D) and (R,) of the classifier
+    x, bag_of      (N, D) sentence vectors, and (N,) integers, their bags, 0 to B − 1; each bag has a sentence
+    weight, bias   (R, D) and (R,) parameters of the classifier
     """
-    products, count = x @ weight.T, int(bag_of.max()) + 1      # W B = Σ_i α_i W x_i: no (B, R, D) bag vectors
+    products, count = x @ weight.T, int(bag_of.max()) + 1      # W B = Σ_i α_i W x_i needs no (B, R, D) tensor
     logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
     return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
 
 
 def encode(model, batch):
-    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b, from the states h at the start marks."""
+    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b; h are the states at the two start marks."""
     def embed(group):
         _, ids, mask = group
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
@@ -216,8 +217,8 @@ def encode(model, batch):
 
 
 def compute_loss(model, batch, rows, args, schedule=1.0):
-    """Return this rank's part of the loss of `rows` bags over all ranks, and the values to log. batch: (token
-    ids of this rank's sentences, of their copies, relations of the bags (n,)); schedule: tanh(t / 2w)."""
+    """Return this rank's part of the loss of the global batch of `rows` bags, and the values to log. batch:
+    (token ids of this rank's sentences, of their copies, relations of its bags); schedule: tanh(t / 2w)."""
     sentences, copies, relations = batch
     n, own = len(relations), own_rows(rows)
     bag_of = torch.arange(n, device=model.device).repeat_interleave(args.bag_size)
@@ -249,7 +250,7 @@ def compute_loss(model, batch, rows, args, schedule=1.0):
 
 @torch.no_grad()
 def evaluate(model, dev, args):
-    """Return the scores of precision_recall. dev: the result of cil_bags.load_bags."""
+    """Score the bags of `dev`, the result of cil_bags.load_bags. Return the metrics of precision_recall."""
     tokens, bags, facts, total = dev
     scores = []
     model.eval()

@@ -15,13 +15,13 @@ from kernels.training.errors import fail, log
 from kernels.training.progress import progress
 from kernels.training.text.tokens import tokenise
 
-MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # around the head and the tail
-UNKNOWN = "NA", "no_relation"                                  # names of "no relation is known"
+MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # start, end of the head h and tail t
+UNKNOWN = "NA", "no_relation"                                  # either name means: no relation is known
 WORD = re.compile(r"\w\w+")                                    # a word that an edit may change
 
 
 def load_sentences(path):
-    """Return (lines of a file, also .gz, as dicts; names of their relations, NA first)."""
+    """Read a file of JSON lines, also .gz. Return (lines as dicts, names of their relations, NA first)."""
     rows = []
     for place, row in read_jsonl(Path(path)):
         error = str(row) if isinstance(row, RowError) else line_error(row)
@@ -35,7 +35,7 @@ def load_sentences(path):
 
 
 def line_error(row):
-    """Return what is wrong with a line, or None."""
+    """Return a message about what is wrong with a line, or None if the line is right."""
     match row:
         case {"text": str(text), "relation": str(), "h": {"id": _, "name": _, "pos": [int(), int()]},
               "t": {"id": _, "name": _, "pos": [int(), int()]}}:
@@ -49,8 +49,8 @@ def line_error(row):
 
 
 def add_marks(model):
-    """Add the marks to the vocabulary of a SentenceEncoder with a masked LM, and their ids as model.marks:
-    start and end of the head, start and end of the tail (4,)."""
+    """Add the four marks to the vocabulary of a SentenceEncoder with a masked LM. Set model.marks to their
+    ids (4,): start of the head, end of the head, start of the tail, end of the tail."""
     marks = [*itertools.chain(*MARKS.values())]
     model.tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     model.lm.resize_token_embeddings(len(model.tokenizer), mean_resizing=False)
@@ -58,8 +58,8 @@ def add_marks(model):
 
 
 def marked_text(row, editor=None, rng=None):
-    """Return the text with marks around its entities. Words of overlapping entities occur twice.
-    editor: a WordEditor, which edits each stretch of text outside the entities; rng: random.Random."""
+    """Return a line's text with marks around both entities. Words that belong to both entities occur twice.
+    editor: None, or a WordEditor that edits the text outside the entities, with random numbers from `rng`."""
     text, places = row["text"], sorted((*row[entity]["pos"], *marks) for entity, marks in MARKS.items())
     (start, end, *first), (start2, end2, *second) = places
     stretches = text[:start], text[end:start2], text[max(end, end2) :]
@@ -69,12 +69,12 @@ def marked_text(row, editor=None, rng=None):
 
 
 class WordEditor:
-    """Changes unimportant words of a text, guided by the TF-IDF of the words in all `texts`.
+    """Changes unimportant words of a text. TF-IDF (term frequency times idf, the inverse document frequency)
+    decides which words are changed. A word that occurs n times in all L texts has the idf log(L / n). Each
+    time that it occurs in a text of k words, it has the TF-IDF idf / k.
 
-    A word that occurs n times in L texts has idf log(L / n), and in a text of k words the TF-IDF idf / k.
-
-    form    "paper": a change is, with equal probability, a substitution or a new word before the old one
-            "code": it is a substitution, and what is not a word is lost: punctuation, single letters
+    form    "paper": each change, with equal probability, replaces a word or inserts a new word before it
+            "code": each change replaces a word, and punctuation and single letters are lost
     """
 
     def __init__(self, texts, form="paper"):
@@ -84,18 +84,16 @@ class WordEditor:
         for words in texts:
             totals.update({word: n * self.idf(word) / len(words) for word, n in Counter(words).items()})
         self.vocabulary, most = [*totals], max(totals.values(), default=0)
-        # new words: in proportion to the distance from the largest total; 1e-9, so that not all are 0
+        # weights for drawing a new word: largest total − the word's total; + 1e-9, so that not all are 0
         self.cumulative = [*itertools.accumulate(most - total + 1e-9 for total in totals.values())]
 
     def idf(self, word):
-        """Return the inverse document frequency; an unknown word counts as one that occurs once."""
+        """Return a word's inverse document frequency; an unknown word counts as if it occurred once."""
         return math.log(self.count / (self.occurrences[word] or 1))
 
     def edit(self, text, rng):
-        """Return the text with 30 % of its words changed, at least 1 and at most 10, mostly common words.
-
-        rng    random.Random
-        """
+        """Change 30 % of the words of a text, at least 1 and at most 10, mostly common words. Return the new
+        text. rng: a random.Random."""
         words = WORD.findall(text)
         if not words:
             return text
@@ -103,7 +101,7 @@ class WordEditor:
         values = [self.idf(word) / len(words) for word in words]
         most = max(values)
         gaps = [most - value for value in values]
-        # draw places without repetition, in proportion to the gaps; those with gap 0 follow in random order
+        # draw places of words without repetition, with the gaps as weights; then places with gap 0, at random
         keys = [(1, math.log(1 - rng.random()) / gap) if gap > 0 else (0, rng.random()) for gap in gaps]
         chosen = sorted(range(len(words)), key=keys.__getitem__)[len(words) - count :]
         for i, new in zip(chosen, rng.choices(self.vocabulary, cum_weights=self.cumulative, k=count)):
@@ -116,10 +114,10 @@ class WordEditor:
 
 
 def tokenise_sentences(rows, model, args, editor=None):
-    """Return (rows, their token ids): without sentences that lose a mark when they are truncated.
+    """Tokenise lines, and leave out those that lose a start mark by truncation. Return (lines, token ids).
 
-    editor    a WordEditor; then the ids are pairs: of the sentence, and of a copy with edited words, which
-              depends on the seed and the row's number only
+    editor    a WordEditor: then a line has two lists of ids, of the sentence and of an edited copy. The copy
+              depends only on the seed and on the line's number
     """
     limit, starts = min(args.max_length, model.max_length), model.marks[::2].cpu().numpy()
     columns = [[marked_text(row) for row in rows]]
@@ -128,13 +126,13 @@ def tokenise_sentences(rows, model, args, editor=None):
                         for i, row in enumerate(progress(rows, "editing sentences"))])
     tokens = [*zip(*(tokenise(texts, model.tokenizer, limit)[0] for texts in columns))]
     whole = [all(np.isin(starts, ids).all() for ids in row) for row in tokens]
-    log("tokens", f"{whole.count(False):,} of {len(rows):,} sentences left out, whose entities start after "
+    log("tokens", f"{whole.count(False):,} of {len(rows):,} sentences left out, where an entity starts after "
                   f"the first {limit} tokens")
     return [*itertools.compress(rows, whole)], [*itertools.compress(tokens, whole)]
 
 
 def group_rows(rows, *names):
-    """Return {(head id, tail id, values of `names`): [indices of the rows]}, the bags in file order."""
+    """Return bags {(head id, tail id, the rows' values of `names`): [indices of rows]}, in file order."""
     bags = defaultdict(list)
     for i, row in enumerate(rows):
         bags[(row["h"]["id"], row["t"]["id"], *(row[name] for name in names))].append(i)
@@ -142,7 +140,7 @@ def group_rows(rows, *names):
 
 
 def protected(ids, marks, form):
-    """Return (n, L) bool: tokens that are not masked: entities with marks (paper), start marks (code)."""
+    """Return (n, L) bool, True for tokens that MLM keeps: entities with marks (paper), start marks (code)."""
     starts, ends = torch.isin(ids, marks[::2]), torch.isin(ids, marks[1::2])
     return starts if form == "code" else starts.cumsum(1) > ends.cumsum(1) - ends.long()
 
@@ -150,8 +148,9 @@ def protected(ids, marks, form):
 def load_bags(path, model, args):
     """Read a file for evaluation, where a bag has one pair of entities and all relations of the pair.
 
-    returns   token ids of all sentences; [indices of a bag's sentences]; facts (B, R) bool, for the relations
-              in the model's config; number of facts in the file, also those without a bag or a known relation
+    returns   token ids of all sentences; [indices of the sentences] of each bag; facts (B, R) bool, in the
+              order of the model's relations: whether the pair has the relation; number of facts in the file,
+              also those whose sentences were left out, or whose relation the model does not know
     """
     rows, _ = load_sentences(path)
     number_of = model.encoder.config.label2id
@@ -173,28 +172,28 @@ def load_bags(path, model, args):
 def precision_recall(scores, facts, total, form="paper"):
     """Rank all pairs of a bag and a relation except NA, and compare them with the known facts.
 
-    scores    (B, R) of bag_scores; relation 0 is NA. Pairs with equal scores keep their order
+    scores    (B, R) result of bag_scores; relation 0 is NA. Pairs with equal scores keep their order
     facts     (B, R) bool: the known relations of each bag
-    total     number of facts, also those without a bag
-    form      "code": p@N is the precision of the first N + 1 pairs
-    returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean"} in percent, p@N if there are so many pairs,
-              and "curve": the precision, 0 to 1, at 1, 2 ... % of recall
+    total     number of facts, including facts without a bag
+    form      "paper" | "code"; with "code", p@N is the precision of the first N + 1 pairs
+    returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean" (their mean)} in percent; p@N is missing if
+              there are too few pairs. "curve": list of the precision (0 to 1) at 1 %, 2 %, ... of recall
     """
     order = scores[:, 1:].flatten().sort(descending=True, stable=True).indices
     hits = facts[:, 1:].flatten()[order].double().cumsum(0)
     count = torch.arange(1, len(hits) + 1, device=hits.device)
     precision, recall = hits / count, hits / total
     found = {"auc": torch.trapezoid(precision, recall), "f1": (2 * hits / (count + total)).max()}
-    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # counted from 0
+    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # index of the last pair
     found |= {f"p@{n}": precision[i] for n, i in at.items() if i < len(hits)}
     if "p@300" in found:
         found["p_mean"] = (found["p@100"] + found["p@200"] + found["p@300"]) / 3
     found = {name: 100 * value.item() for name, value in found.items()}
     levels = torch.arange(1, 101, dtype=recall.dtype, device=recall.device) / 100
-    places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9: rounding of hits / total
+    places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9 for rounding of hits / total
     return found | {"curve": precision[places[places < len(recall)]].tolist()}
 
 
 def format_scores(scores):
-    """Return the scores of precision_recall as a text."""
+    """Format the scores of precision_recall as text, without the curve."""
     return ", ".join(f"{name} {x:.2f}" for name, x in scores.items() if name not in ("step", "curve"))

@@ -1,9 +1,9 @@
 """ConSERT: A Contrastive Framework for Self-Supervised Sentence Representation Transfer. Yan et al., ACL
 2021, arXiv 2105.11741.
 
-The encoder reads each sentence twice (or an anchor and its positive), and its input is changed in another way
-each time. The two embeddings are pulled together and pushed away from those of all other sentences. For N
-sentences with embeddings z_1 ... z_2N, where i and i' belong together, and s(i, j) = cos(z_i, z_j) / τ:
+The encoder reads two changed views of each sentence, or one of an anchor and one of its positive. Training
+pulls the two embeddings together and pushes them away from the embeddings of all other sentences. N sentences
+have 2N embeddings z_1 ... z_2N; i' is the other view of the sentence of i, and s(i, j) = cos(z_i, z_j) / τ:
 
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
@@ -12,26 +12,26 @@ sentences with embeddings z_1 ... z_2N, where i and i' belong together, and s(i,
     python docs/more/consert.py --recipe simcse --views crop crop --data wiki1m.txt --dev stsb-dev.tsv
 
 --views names the change of each view:
-    dropout              no change besides the encoder's dropout (--dropout)
-    feature_cutoff       zeros in a fraction of the features, the same for all tokens of a text
-    token_cutoff         zeros in all features of a fraction of the tokens
-    embedding_dropout    zeros in a fraction of all entries
-    shuffle              other positions for the tokens
-    crop, delete         without a fraction of the words: at both ends, or anywhere (at least one word)
-    synonym              a fraction of the words, at least one, becomes WordNet synonyms (--wordnet)
-Cutoffs change the input of the encoder's first layer and do not rescale. --adversarial adds noise there,
-along the gradient of the loss. It needs anchors and positives, and changes the anchors only.
+    dropout              changes nothing: the views differ only by the encoder's dropout (--dropout)
+    feature_cutoff       sets a fraction of the features to 0, the same features for all tokens of a text
+    token_cutoff         sets all features of a fraction of the tokens to 0
+    embedding_dropout    sets a fraction of all entries of the token embeddings to 0
+    shuffle              gives the tokens other positions
+    crop, delete         remove a fraction of the words, at least one: crop at the ends, delete anywhere
+    synonym              replaces a fraction of the words, at least one, by WordNet synonyms (--wordnet)
+The cutoffs and embedding_dropout change the input of the encoder's first layer, without rescaling it.
+--adversarial adds noise to this input, along the gradient of the loss, but only to anchors with positives.
 
-Data: a .txt file has one sentence per line; other files have a column of sentences, or anchors and positives.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
+Data: a .txt file with one sentence per line, or columns: one of sentences, or one of anchors and one of
+positives. Scored pairs for --dev and --test: columns sentence1, sentence2, score, or see --dev-columns.
 
-Published result of BERT-base with the second command, where sts.txt has the sentences of the seven STS test
-sets without labels: 72.74 (mean Spearman × 100 of these sets with --evaluate --pooling avg_top2), from 53.86
-before training. --recipe simcse has SimCSE's loss and optimizer, with which its paper compares crop, delete
-and synonym.
+Published result of BERT-base: 72.74, from 53.86 before training (mean Spearman × 100 of seven STS test sets;
+use --evaluate --pooling avg_top2). The second command trains this model, if sts.txt has the sentences of the
+seven test sets, without labels. --recipe simcse uses SimCSE's loss and optimizer. SimCSE's paper compares
+crop, delete and synonym with them.
 
-Departures from the released code: its loss is the sum of both directions times 0.15, and it stops after ten
-evaluations without a better one. This script's loss is the mean (paper), and it does not stop early.
+Departures from the released code: this script's loss is the paper's mean over all anchors, not 0.15 times the
+sum of the means of both views. Only the released code stops after ten evaluations without a better score.
 """
 import contextlib
 import math
@@ -64,7 +64,7 @@ from kernels.training.text.tokens import restore_order, tokenise, tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Views with the default of --view-rates
+# {view: default of --view-rates}
 WORD_VIEWS = dict(crop=0.1, delete=0.1, synonym=0.1)
 CUTOFFS = dict(feature_cutoff=0.2, token_cutoff=0.15, embedding_dropout=0.2)
 VIEWS = dict(dropout=0.0, shuffle=0.0) | CUTOFFS | WORD_VIEWS
@@ -97,8 +97,8 @@ def make_parser():
         help="nt-xent: all 2N embeddings are anchors; infonce: SimCSE's loss, in which the first views are "
              "the anchors, and the second views are the candidates; default nt-xent (paper)")
     add("--optimizer-recipe", choices=("consert", "simcse"), default="consert",
-        help="consert: AdamW without bias correction, weight decay 0.01, warm-up (released code). simcse: "
-             "AdamW without weight decay and warm-up; default consert")
+        help="consert: AdamW without bias correction, with weight decay 0.01 and warm-up (released code). "
+             "simcse: AdamW without weight decay or warm-up; default consert")
     add("--dropout", type=at_least(0, most=0.999), group="model", default=0.0,
         help="dropout probability of the encoder in training; default 0 (released script for BERT-base)")
     add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
@@ -110,7 +110,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return the Table of --data, with one or two columns, and check the flags of the views."""
+    """Read --data into a Table with one or two columns. Set flags that were not given, and check --views."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     columns = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -132,12 +132,12 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the encoder. The views change the output of its module `embeddings`."""
-    head = "train-only" if args.loss == "infonce" else None               # for cls pooling
+    """Load the encoder. Fail if --views or --adversarial need a module `embeddings`, and it has none."""
+    head = "train-only" if args.loss == "infonce" else None               # used only with cls pooling
     model = build_encoder(args, run, "avg", head)
     set_dropout(model.encoder, args.dropout, args.model)
     if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
-        # XLM's `embeddings` are those of words alone, without positions
+        # XLM's module `embeddings` has only word embeddings, without positions
         if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
             fail(f"--model {args.model}: {type(model.encoder).__name__} has no module `embeddings` like BERT "
                  "for --views and --adversarial to change; use the views dropout, crop, delete or synonym")
@@ -146,10 +146,10 @@ def build_model(args, run):
 
 
 class ViewMaker:
-    """Makes the batches: lists of groups [row indices, ids, mask, view numbers]; --adversarial adds noise.
+    """Makes batches with two views of n texts: lists of groups [row indices, token ids, mask, view numbers].
 
-    Row index v · n + i is view v of text i. Random numbers come from the rank's PyTorch generator, so that
-    --resume and --chunk-size reproduce them.
+    Row v · n + i is view v of text i, where v is 0 or 1. Random numbers come from the rank's PyTorch
+    generator, so that --resume and --chunk-size reproduce them.
     """
 
     def __init__(self, args, model):
@@ -157,7 +157,7 @@ class ViewMaker:
         self.wordnet = WordNet(args.wordnet) if args.wordnet else None
 
     def make_batch(self, tokens, picked):
-        """Return the batch of the rows with these numbers."""
+        """Return the batch of the rows whose numbers are in `picked`."""
         views = tokens.views(picked, 2)
         if {*self.args.views} & {*WORD_VIEWS}:
             rng = random.Random(int(torch.randint(2**62, ())))
@@ -167,7 +167,7 @@ class ViewMaker:
         return [[*group, group[0] // len(picked)] for group in self.model.batch(*views)]
 
     def change_words(self, rows, name, rate, rng):
-        """Return the tokens of the texts after crop, delete or synonym."""
+        """Apply crop, delete or synonym to texts, given as token ids. Return the token ids of the results."""
         texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
         if name == "synonym":
             tagged = tag_words(texts, None, self.wordnet)
@@ -179,12 +179,12 @@ class ViewMaker:
 
 
 def number_to_change(words, rate):
-    """Return how many of the words a view changes, at least one."""
+    """Return how many words a view changes: the fraction `rate`, rounded down, but at least one."""
     return max(1, int(len(words) * rate))
 
 
 def remove_words(words, name, rate, rng):
-    """Remove a fraction of the words: crop removes them at the ends, delete anywhere. At least one stays."""
+    """Remove a fraction of the words, crop at the ends and delete anywhere. At least one word stays."""
     kept = len(words) - number_to_change(words, rate)
     if kept < 1:
         return words
@@ -195,7 +195,7 @@ def remove_words(words, name, rate, rng):
 
 
 def replace_by_synonyms(text, words, rate, wordnet, rng):
-    """Replace a fraction of the words (of tag_words), chosen at random among those that have synonyms."""
+    """Replace a fraction of the words by synonyms, chosen from those that have some. words: see tag_words."""
     left, new = number_to_change(words, rate), {}
     for start, end, pos in rng.sample(words, len(words)):
         options = []
@@ -212,10 +212,10 @@ def replace_by_synonyms(text, words, rate, wordnet, rng):
 
 
 def cutoff(x, mask, name, rate):
-    """Set a fixed fraction, rounded down, of each text's features, tokens or entries to 0 (released code).
+    """Set a fraction of each text's features, tokens or entries, rounded down, to 0 (released code).
 
-    x       (n, L, D) input of the first layer
-    mask    (n, L) bool, False for padding, which counts only for feature_cutoff
+    x       (n, L, D) input of the encoder's first layer
+    mask    (n, L) bool, False at padding, which only feature_cutoff changes
     """
     eligible = mask[:, :, None]
     if name == "feature_cutoff":
@@ -227,39 +227,39 @@ def cutoff(x, mask, name, rate):
 
 
 def random_subset(eligible, rate):
-    """Return a mask like `eligible` (n, C), with a random fraction, rounded down, of the True in each row."""
+    """Return (n, C) bool: a random fraction, rounded down, of the True entries in each row of `eligible`."""
     keys = random_keys(eligible)
     counts = (eligible.sum(1, keepdim=True).double() * rate).long()
     return keys < keys.sort(1).values.gather(1, counts)
 
 
 def random_keys(eligible):
-    """Return uniform random numbers where the mask is True, and 2 elsewhere, so that those sort last."""
+    """Return random numbers from 0 to 1 where `eligible` is True, and 2 elsewhere, which sorts last."""
     return torch.rand(eligible.shape, device=eligible.device, dtype=torch.float64).masked_fill_(~eligible, 2)
 
 
 def reorder(x, order):
-    """Reorder the tokens of each row of x (n, L, D) by its order (n, L)."""
+    """Permute the tokens of each text: token j of text i becomes x[i, order[i, j]], for x of (n, L, D)."""
     return x.gather(1, order[:, :, None].expand_as(x))
 
 
 @contextlib.contextmanager
 def changed_embeddings(encoder, args, mask, view, noise=None):
-    """Within this context the encoder changes its embeddings as the views of the texts say.
+    """Within this context the encoder applies shuffle, noise and cutoffs to the texts that it reads.
 
-    shuffle permutes the word embeddings, and permutes the output of the last layer back: so the words have
-    other positions, in any model. Then the noise is added, and cutoffs set zeros.
+    shuffle permutes the word embeddings, and permutes the output of the last layer back. This gives the words
+    other positions in any model. Noise and cutoffs change the output of the module `embeddings`.
 
     mask     (n, L) attention mask of the texts
-    view     (n,) number of each text's view
-    noise    (n, L, D), or None
+    view     (n,) view of each text, an index into args.views
+    noise    (n, L, D) noise that is added before the cutoffs, or None
     """
     real, hooks = mask.bool(), []
     shuffled = torch.tensor([name == "shuffle" for name in args.views], device=mask.device)[view]
     if shuffled.any():
         order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
         order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
-        noise = None if noise is None else reorder(noise, order)               # moves with its token
+        noise = None if noise is None else reorder(noise, order)               # noise moves with its token
 
         def shuffle(_, __, words):
             return reorder(words, order)
@@ -289,7 +289,7 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
 
 
 def encode(model, batch, args):
-    """Return (2n, H) embeddings of a batch of ViewMaker, in row order: the first views, then the second."""
+    """Return (2n, H) embeddings of a batch of ViewMaker: first the n first views, then the n second views."""
     def embed(group):
         _, ids, mask, *more = group
         with changed_embeddings(model.encoder, args, mask, *more):
@@ -299,8 +299,8 @@ def encode(model, batch, args):
 
 
 def add_adversarial_noise(model, batch, rows, args):
-    """Return the batch with noise on its first view: for each token a step of length --adversarial along the
-    gradient of the loss in its embedding."""
+    """Return the batch with noise for its first views. Each token gets a step of length --adversarial, along
+    the gradient of the loss with respect to the token's embedding."""
     width = model.encoder.config.hidden_size
     noise = [torch.zeros(*ids.shape, width, device=ids.device, requires_grad=True) for _, ids, *_ in batch]
     loss, _ = compute_loss(model, [[*group, step] for group, step in zip(batch, noise)], rows, args)
@@ -314,8 +314,8 @@ def add_adversarial_noise(model, batch, rows, args):
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
-    batch: of ViewMaker, with this rank's rows."""
+    """Return this rank's part of the loss of the global batch, and the values to log. batch: this rank's
+    rows, made by ViewMaker; rows: number of rows of the global batch."""
     z1, z2 = encode(model, batch, args).chunk(2)
     common = dict(offset=own_rows(rows).start, normalize=True, impl=args.impl)
     gathered = None if len(z1) == rows else [gather_keys(z, rows, args) for z in (z1, z2)]

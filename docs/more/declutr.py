@@ -1,11 +1,11 @@
 """DeCLUTR: Deep Contrastive Learning for Unsupervised Textual Representations. Giorgi et al., ACL 2021, arXiv
 2006.03659.
 
-Each document gives A anchors, which are spans of its text. P positives per anchor are spans that overlap or
-touch it. An anchor is pulled to the mean embedding of its positives, and pushed away from all other anchors
-and means, also those of the same document. The encoder also learns to guess masked tokens of the anchors.
-For N documents with embeddings z_1 ... z_2AN of anchors and means, of which i and i' belong together, and
-s(i, j) = cos(z_i, z_j) / τ:
+A spans of each document are the anchors. Each anchor has P positives: spans that overlap or touch the anchor.
+Training pulls an anchor to the mean embedding of its positives, and pushes the anchor away from all other
+anchors and means, also those of the same document. The encoder also learns to predict masked tokens of the
+anchors (L_MLM). N documents have 2AN vectors z_1 ... z_2AN: the embeddings of the anchors, and the means.
+Vector i' is the mean of anchor i, or the anchor of mean i, and s(i, j) = cos(z_i, z_j) / τ:
 
     L = 1/2AN Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ] + L_MLM
 
@@ -13,20 +13,20 @@ s(i, j) = cos(z_i, z_j) / τ:
     python docs/more/declutr.py --model roberta-base --data documents.jsonl --dev stsb-dev.tsv
     torchrun --nproc-per-node 4 docs/more/declutr.py --data documents.jsonl --out out/declutr-4
 
-Data: one document per row: a .txt file has one per line, other files have a column of them. A document needs
-2 · A · --max-length tokens; shorter ones are left out and counted.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
+Data: a .txt file has one document per line; other files have a column of documents. Documents with fewer than
+2 · A · --max-length tokens are left out.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or see --dev-columns.
 
-Published result of DistilRoBERTa with the first command, on documents of OpenWebText with at least 2,048
-tokens: 77.50 on the downstream tasks of SentEval (mean without SNLI), from 72.58 before training. --transfer
-evaluates such tasks.
+Published result of DistilRoBERTa: 77.50, from 72.58 before training (mean of the downstream tasks of SentEval
+without SNLI; --transfer evaluates such tasks). The first command trains this model. Its documents are those
+of OpenWebText with at least 2,048 tokens.
 
-Both forms sample spans as the released code does: a document is divided into cells of --max-length tokens,
-and an anchor lies in a cell. --form code also follows it in this point:
+Both forms sample spans as the released code does: the document is divided into cells of --max-length tokens,
+and each anchor lies within one cell. --form code also follows the released code in this point:
     MLM    the masked anchors are also the contrastive anchors; the decoder shares the word embeddings
 Departures from the released code:
-- With several GPUs the released code divides contrastive gradients by their number; this script does not.
-- The released code drops a last batch that is not full; this script uses it.
+- The released code divides contrastive gradients by the number of GPUs; this script does not.
+- The released code drops the last batch of an epoch if the batch is not full; this script uses the batch.
 """
 import os
 import random
@@ -70,8 +70,8 @@ def make_parser():
         pooling=("avg", "avg (paper)"), head=(None, "as saved with --model, else none"),
         batch_size=(None, "16 documents (paper), 8 with --model scratch"),
         epochs=(None, "1 (paper), 10 with --model scratch"),
-        lr=(None, "5e-5 (paper), 1e-3 with --model scratch; it rises from 1/32 of this value during a tenth "
-                  "of the steps, and falls to 1/32"))
+        lr=(None, "5e-5 (paper), 1e-3 with --model scratch; in the first tenth of the steps the rate rises "
+                  "from 1/32 of this value to this value, then it falls back to 1/32"))
     add("--spans", nargs=2, type=at_least(1, int), default=[2, 2], metavar=("A", "P"),
         help="number of anchors per document and of positives per anchor; default 2 2 (paper)")
     add("--mlm-weight", type=at_least(0), default=1.0,
@@ -81,14 +81,14 @@ def make_parser():
 
 PAPER = dict(batch_size=16, epochs=1, lr=5e-5)
 SCRATCH = dict(batch_size=8, epochs=10, lr=1e-3)               # with --model scratch
-MIN_SPAN = 32                                                  # tokens of a span (paper)
+MIN_SPAN = 32                                                  # least number of tokens of a span (paper)
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
-    """Return the Table of --data, with a document per row."""
+    """Read --data into a Table with one document per row, and set flags that were not given."""
     _, table = read_table(path, empty_cell, columns=args.columns)
     if len(next(iter(table))[1]) > 1:
         fail(f"{path}: several columns, expected one of documents; choose it by --columns")
@@ -98,7 +98,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the encoder with its masked-LM head."""
+    """Load the encoder with its masked-LM head. --form paper unties the decoder from the word embeddings."""
     model = build_encoder(args, run, "avg", None, AutoModelForMaskedLM)
     if args.form == "paper":
         untie_decoder(model.lm)
@@ -107,14 +107,14 @@ def build_model(args, run):
 
 
 def special_tokens(tokenizer):
-    """Return how many special tokens the tokenizer puts before and after a text."""
+    """Return (number of special tokens before a text, number of special tokens after a text)."""
     tokenizer.backend_tokenizer.no_padding()                   # the tokenizer's file may turn padding on
     special = tokenizer.backend_tokenizer.encode("a").special_tokens_mask
     return special.index(0), special[::-1].index(0)
 
 
 def long_documents(table, model, args):
-    """Return the numbers of the documents with at least 2 · A · --max-length tokens."""
+    """Return the row numbers of the documents with at least 2 · A · --max-length tokens."""
     need, special, lengths = 2 * args.spans[0] * args.max_length, sum(special_tokens(model.tokenizer)), []
     texts = (model.add_prompts(cells)[0] for _, cells in progress(table, "documents"))
     for part in text_batches(texts, rows=1000):
@@ -129,9 +129,9 @@ def long_documents(table, model, args):
 
 
 def make_batch(tokens, picked, model, args):
-    """Return (batch of the anchors, batch of the positives) of the documents with these numbers. All anchors
-    of a document follow each other, and so do the positives, first of all P positives per anchor."""
-    rng = random.Random(int(torch.randint(2**62, ())))         # the rank's generator: --resume repeats it
+    """Return (batch of anchors, batch of positives) of the documents whose numbers are in `picked`. Anchors
+    are in order of documents; the first positives of all anchors precede the second positives, and so on."""
+    rng = random.Random(int(torch.randint(2**62, ())))         # --resume repeats PyTorch's random numbers
     anchors, *positives = sample_spans([tokens[i][0] for i in picked], model, args, rng)
     return model.batch(anchors), model.batch(*positives)
 
@@ -140,8 +140,8 @@ def make_batch(tokens, picked, model, args):
 
 
 def sample_spans(documents, model, args, rng):
-    """Return the views [anchors, positives, positives, ...] of documents, as lists of token ids. Anchors and
-    positives are sampled one after the other, as in the released code."""
+    """Sample spans of documents, given as token ids, as the released code does. Return 1 + P lists of token
+    ids: of all anchors, of the first positive of each anchor, of the second positive, and so on."""
     (count, positives), size = args.spans, args.max_length
     n_start, n_end = special_tokens(model.tokenizer)
     views = [[] for _ in range(1 + positives)]
@@ -158,19 +158,19 @@ def sample_spans(documents, model, args, rng):
                 least, most = max(0, start - more), min(start + length, len(ids) - more)
                 spans.append((rng.randint(least, most), more))
             for view, (at, length) in zip(views, spans):
-                room = size - n_start - n_end                  # in the encoder's input
+                room = size - n_start - n_end                  # for tokens that are not special
                 view.append(np.concatenate([start_ids, ids[at : at + length][:room], end_ids]))
     return views
 
 
 def span_length(a, b, longest, rng):
-    """Sample a length from MIN_SPAN to `longest` tokens, by a Beta(a, b) distribution."""
+    """Sample a span length by Beta(a, b): from MIN_SPAN (longest / 2 if this is less) to `longest` tokens."""
     least = min(MIN_SPAN, longest // 2)
     return int(rng.betavariate(a, b) * (longest - least) + least)
 
 
 def sample_cell(cells, left, rng):
-    """Sample a cell for the next anchor, and remove it and its neighbours from the list of free cells.
+    """Sample one of the free cells for the next anchor. Remove the cell and its neighbours from `cells`.
 
     If a cell from the middle could leave too few free cells for the remaining anchors, take the first or the
     last free cell.
@@ -185,10 +185,10 @@ def sample_cell(cells, left, rng):
 
 
 def masked_embeddings(model, batch, impl="auto"):
-    """Mask tokens of a batch, and return (its embeddings (n, H), this rank's part of the mean cross entropy
-    of the masked tokens). One forward pass gives both (released code)."""
+    """Mask tokens of a batch and embed the batch. Return (embeddings (n, H), this rank's part of the mean
+    cross entropy of the masked tokens). One forward pass gives both, as in the released code."""
     def embed_group(group):
-        """Return (n, H + 2): the embeddings, and two columns with the masked LM's sums in their first row."""
+        """Return (n, H + 2): embeddings, and two columns, whose first row is loss sum and token count."""
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 
@@ -198,8 +198,8 @@ def masked_embeddings(model, batch, impl="auto"):
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of `rows` documents over all ranks, and the values to log.
-    batch: of make_batch, with this rank's documents."""
+    """Return this rank's part of the loss of the global batch, and the values to log. batch: this rank's
+    documents, from make_batch; rows: number of documents of the global batch."""
     anchors, positives = batch
     mlm, count = None, args.spans[0]
     if args.mlm_weight and args.form == "code":
@@ -210,7 +210,7 @@ def compute_loss(model, batch, rows, args):
             mlm = masked_lm_loss(model, anchors, args.impl)
     z2 = torch.stack(model(positives).chunk(args.spans[1])).mean(0)
     gathered = None
-    if len(z1) < rows * count:                                 # the anchors of a document stay together
+    if len(z1) < rows * count:                                 # gather whole documents with all anchors
         gathered = [gather_keys(z.unflatten(0, (-1, count)), rows, args).flatten(0, 1) for z in (z1, z2)]
     with loss_autocast(z1, args):
         loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start * count,

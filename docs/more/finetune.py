@@ -1,14 +1,14 @@
 """Fine-tuning of a text classifier with AdamW, and with the losses and tests of four papers. CE is the mean
-cross entropy, z_i the input of the last layer for text i, and P_i are the other texts with i's label:
+cross entropy, z_i the input of the last layer for text i, and J_i are the other texts with the label of i:
     --rdrop-weight α      R-Drop (Liang, Wu et al., NeurIPS 2021, arXiv 2106.14448). Two passes with different
                           dropout predict P1 and P2.  L = CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1))
     --supcon-weight λ     supervised contrastive loss (Gunel et al., ICLR 2021, arXiv 2011.01403)
                           L = (1 − λ) CE + λ SCL,  s_ij = cos(z_i, z_j) / τ
-                          SCL = mean over i of −1/|P_i| Σ_{j in P_i} log( exp s_ij / Σ_{k ≠ i} exp s_ik )
-    --ood-epochs, --ood   out-of-domain detection (Zeng et al., ACL 2021, arXiv 2105.14289). A first stage has
-                          the loss SCL of the texts and their adversarial views: word embeddings x become
-                          x + ε g / ‖g‖, where g is the gradient of CE. After training, three detectors
-                          separate the texts of --ood, whose classes --data lacks, from those of --dev
+                          SCL = mean over i of −1/|J_i| Σ_{j in J_i} log( exp s_ij / Σ_{k ≠ i} exp s_ik )
+    --ood-epochs, --ood   out-of-domain detection (Zeng et al., ACL 2021, arXiv 2105.14289). A first stage
+                          minimises SCL of the texts and their adversarial views, where a word embedding x is
+                          x + ε g / ‖g‖ with the gradient g of CE with respect to x. After training, three
+                          detectors separate the texts of --ood, with classes not in --data, from --dev
     --contrast-set        accuracy on test texts and on edited copies with other labels (Gardner et al. 2020)
 
     python docs/more/finetune.py --rdrop-weight 1 --data rte.tsv --dev rte-dev.tsv
@@ -16,13 +16,14 @@ cross entropy, z_i the input of the last layer for text i, and P_i are the other
     python docs/more/finetune.py --ood-epochs 20 --epochs 20 --data intents.tsv --dev dev.tsv --ood unseen.tsv
     python docs/more/finetune.py --model out/cline --data imdb.tsv --contrast-set test.tsv edited.tsv
 
-Data and defaults: as for childtuning.py. --contrast-set has the same columns, --ood the same columns of text.
+Data and defaults are those of childtuning.py. --contrast-set has the columns of --data, --ood only the text
+columns of --data.
 Expected: the score on --dev rises. Scores of runs are in docs/results.md.
---form code follows released code where it differs from the papers:
-    R-Drop    L = (CE1 + CE2) / 2 + α/2 (KL + KL′), where KL is summed over the batch
-    Zeng      both similarities of a pair of texts are added inside the logarithm, see ood_contrastive_loss
-Departures in both forms: SCL is a mean over the texts that have a positive, a sum in the paper. The stages of
---ood-epochs share one optimizer and one schedule. Steps whose gradient is not finite are skipped.
+--form code follows the released code where it differs from the papers:
+    R-Drop    L = (CE1 + CE2) / 2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), where KL is summed over the batch
+    Zeng      a pair of texts has one logarithm, of a sum over both views (a_ij in ood_contrastive_loss)
+Departures in both forms: SCL is a mean over the texts that have a positive; in the paper, it is a sum. One
+learning-rate schedule covers both stages of training. Steps whose gradient is not finite are skipped.
 """
 import math
 import os
@@ -77,7 +78,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return [(texts, label)]; for the labels see classifier.load_rows. Set the flags that were not given."""
+    """Read a file as classifier.load_rows does: [(texts, label)]. Set flags that were not given."""
     fill_defaults(args, dict(epochs=12, lr=2e-3) if args.model == "scratch" else dict(epochs=3, lr=4e-5))
     rows = classifier.load_rows(path, args)
     if args.task == "regression" and (args.supcon_weight or args.ood_epochs or args.ood or args.contrast_set):
@@ -87,7 +88,7 @@ def load_data(path, args):
 
 
 def load_test_sets(args):
-    """Return {"unseen": rows of --ood, "original", "edited": rows of --contrast-set}; [] if not given."""
+    """Return {"unseen": rows of --ood, "original" and "edited": rows of --contrast-set}; [] if not given."""
     found = dict(unseen=load_unseen(args) if args.ood else [], original=[], edited=[])
     if args.contrast_set:
         found["original"], found["edited"] = (load_data(path, args) for path in args.contrast_set)
@@ -101,15 +102,15 @@ def load_test_sets(args):
 
 
 def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
-    """R-Drop: the task losses of two passes over the same rows, plus a penalty for differing predictions.
+    """Return R-Drop's loss: the task losses of two passes over the same rows, and a penalty for differences.
 
-    logits1, logits2   (N, C), or (N, 1) in regression; every term is differentiable in both
+    logits1, logits2   (N, C) predictions of the two passes; (N, 1) in regression. Both get a gradient
     labels             (N,) int64, or float in regression
     alpha              weight α of the penalty
     form               "paper": CE1 + CE2 + α · mean over rows of K
                        "code": (CE1 + CE2) / 2 + α · sum over rows of K (README of the released code)
-                       CE1 and CE2 are the cross entropies of the passes, K = (KL(P1‖P2) + KL(P2‖P1)) / 2; in
-                       regression squared errors replace CE1 and CE2, and K = (logits1 − logits2)²
+                       CE1 and CE2 are the cross entropies of the passes, K = (KL(P1‖P2) + KL(P2‖P1)) / 2. In
+                       regression CE1 and CE2 are mean squared errors, and K = (logits1 − logits2)²
     source             Liang, Wu et al. 2021
     """
     check_rows(logits1=(logits1, "N C"), logits2=(logits2, "N C"))
@@ -120,39 +121,38 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
         penalty = (logits1 - logits2)[:, 0].square()
     else:
         log1, log2 = logits1.log_softmax(1), logits2.log_softmax(1)
-        penalty = ((log1.exp() - log2.exp()) * (log1 - log2)).sum(1) / 2       # both KL in one sum
+        penalty = ((log1.exp() - log2.exp()) * (log1 - log2)).sum(1) / 2       # both KL divergences
     return tasks + alpha * penalty.mean() if form == "paper" else tasks / 2 + alpha * penalty.sum()
 
 
 def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
-    """SCL: the mean SupCon loss over the views that have a positive; 0 if none has.
+    """Return SCL, the mean supervised contrastive loss of the views that have a positive; 0 if none has one.
 
     z         (N, V, D) features, V views of N texts; normalised here
     labels    (N,) integers
     gathered  (z, labels) of all ranks, with gradient; None: one process
     offset    this rank's first row in `gathered`
-    source    Gunel et al. 2021, eq. 3. Their loss is a sum over views, so that their λ depends on the batch
-              size; this one is a mean, so that the shares of all ranks add up to the loss of one process
+    source    Gunel et al. 2021, eq. 3, where SCL is a sum over views, so that λ depends on the batch size
     """
     check_rows(z=(z, "N V D"), labels=(labels, "N", int))
     loss = sup_con_loss(z, labels, temperature, gathered=gathered, offset=offset, normalize=True)
     all_labels = labels if gathered is None else gathered[1]
     _, group, sizes = all_labels.unique(return_inverse=True, return_counts=True)
-    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # the others add 0 to the mean
+    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # other views have loss 0
     return loss / share.clamp(min=1 / len(all_labels))
 
 
 def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gathered=None, offset=0):
-    """SupCon of N texts and their adversarial views.
+    """Return the supervised contrastive loss of N texts and their adversarial views.
 
     z, z_adv     (N, D) features z_i of the texts and z'_i of their adversarial views, float32 or float64;
                  normalised here
     labels       (N,) integers
-    form         "paper": the mean over all 2N views
+    form         "paper": SupCon's mean over all 2N views
                  "code": the mean over i of −1/|C_i| Σ_{j in C_i} log(a_ij / Σ_l a_il), plus the same with
                  z and z' swapped; a_ij = [j ≠ i] e^{z_i·z_j/τ} + e^{z_i·z'_j/τ}, and C_i are the texts with
                  the label of text i
-    gathered     ((z, z') stacked (M, 2, D), labels) of all ranks, with gradient; None: one process
+    gathered     (pairs (z_i, z'_i) as (M, 2, D), labels) of all ranks, with gradient; None: one process
     offset       this rank's first row in `gathered`
     source       Zeng et al. 2021
     """
@@ -181,10 +181,10 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
 
 
 def adversarial_noise(gradient, mask, size):
-    """Return a step of length `size` along its gradient for each token: (n, L, H), float32 or float64.
+    """Return noise (n, L, H), float32 or float64: a step of length `size` along the gradient of each token.
 
-    gradient   (n, L, H) gradient of a loss in the word embeddings, any float type; 0 gives a step of 0
-    mask       (n, L) integers, 0 for padding, whose step is 0
+    gradient   (n, L, H) gradient of a loss for the word embeddings, any float type; 0 gives no step
+    mask       (n, L) integers, 0 for padding, which gets no step
     source     Zeng et al. 2021, whose code has a size of 0.1
     """
     check_rows(gradient=(gradient, "n L H"), mask=(mask, "n L", int))
@@ -194,8 +194,8 @@ def adversarial_noise(gradient, mask, size):
 
 
 def adversarial_views(model, inputs, labels, size):
-    """Return (logits, features z of the texts, features z' of their adversarial views). A view has steps of
-    length `size` on its word embeddings, along the gradient of the cross entropy. .grad is not changed."""
+    """Return (logits, features z of the texts, features z' of their adversarial views). Adversarial views add
+    steps of length `size` to the word embeddings, along the gradient of the cross entropy."""
     words, mask = [], attention_mask_of(inputs)
     try:
         layer = model.get_input_embeddings()
@@ -204,7 +204,7 @@ def adversarial_views(model, inputs, labels, size):
     hook = layer.register_forward_hook(lambda layer, ids, x: words.append(x))
     logits, z = classify_with_features(model, inputs)
     hook.remove()
-    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5 embeds twice; XLNet has the batch second
+    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5 embeds twice; XLNet embeds (length, batch)
         fail(f"{type(model).__name__} does not embed the words of a batch in one call, one text per row; "
              "--ood-epochs needs a model like BERT", every_rank=True)
     task = F.cross_entropy(logits, labels, reduction="sum")
@@ -217,7 +217,7 @@ def adversarial_views(model, inputs, labels, size):
 
 
 def gathered_rows(z, labels, rows):
-    """Return the arguments gathered and offset of the losses above, for this rank's part of `rows` rows."""
+    """Return the arguments `gathered` and `offset` of the losses above; {} if this rank has all the rows."""
     if len(z) == rows:
         return {}
     return dict(gathered=(gather_rows(z, rows), gather_rows(labels, rows)), offset=own_rows(rows).start)
@@ -227,12 +227,12 @@ def compute_loss(model, batch, rows, args):
     """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log."""
     inputs, labels = batch
     passes = [classify_with_features(model, inputs) if args.supcon_weight else (classify(model, inputs), None)
-              for _ in range(1 if args.rdrop_weight is None else 2)]           # two have different dropout
+              for _ in range(1 if args.rdrop_weight is None else 2)]           # each has its own dropout
     logits, features = zip(*passes)
     if args.rdrop_weight is None:
         loss = task_loss(*logits, labels)
     else:
-        # form code sums KL over the rows: cancel the factor by which a mean is scaled below
+        # with form code KL is a sum over rows: cancel the factor len(labels) / rows that the loss gets below
         alpha = args.rdrop_weight * (rows / len(labels) if args.form == "code" else 1)
         loss = rdrop_loss(*logits, labels, alpha, args.form)
     if args.supcon_weight:
@@ -244,12 +244,12 @@ def compute_loss(model, batch, rows, args):
 
 
 def compute_ood_loss(model, batch, rows, args):
-    """Like compute_loss, for the contrastive loss of --ood-epochs."""
+    """Return what compute_loss returns, but for the contrastive loss of --ood-epochs."""
     inputs, labels = batch
     logits, z, z_adv = adversarial_views(model, inputs, labels, args.adversarial)
     loss = ood_contrastive_loss(z, z_adv, labels, args.temperature or 0.1, args.form,
                                 **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
-    # all_reduce_gradients of several ranks turns a gradient of None into zeros; 0 · logits does so on one
+    # without 0 · logits the last layer's gradient would be None on one rank, but 0 on several ranks
     loss = (loss + 0 * logits.sum()) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
 
@@ -258,7 +258,7 @@ def compute_ood_loss(model, batch, rows, args):
 
 
 def score_test_sets(model, data, args):
-    """Print and return {"contrast": scores, "ood": {detector: scores}} on --contrast-set and --ood.
+    """Score --contrast-set and --ood. Print and return {"contrast": scores, "ood": {detector: scores}}.
     data: {"train", "dev", "unseen", "original", "edited": tokenised rows}."""
     found = {}
     if args.contrast_set:
@@ -295,7 +295,7 @@ def main(argv=None):
     data = {name: tokenise_texts(rows, model, args.max_length, training=name == "train")
             for name, rows in data.items()}
     epoch = steps_per_epoch(len(data["train"]), args.batch_size)
-    ood_steps = args.ood_epochs * epoch                        # the first steps, with compute_ood_loss
+    ood_steps = args.ood_epochs * epoch                        # the first steps use compute_ood_loss
     total = ood_steps + (args.steps or args.epochs * epoch)
     warmup = math.ceil(args.warmup_ratio * total)
     args.eval_every = args.eval_every or epoch
@@ -315,7 +315,7 @@ def main(argv=None):
             optimizer.step()
         else:
             run.extra_state["skipped"] += 1
-            values = logged                                    # those of the step before
+            values = logged                                    # the values of the step before
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
         if step == total:
             values = values | score_test_sets(model, data, args)

@@ -1,5 +1,5 @@
-"""finetune.py: features of texts, and for --ood three detectors of texts of unseen classes. Texts of known
-classes should score higher; the metrics tell how well the scores separate the two kinds of texts."""
+"""Parts of finetune.py: features of texts, and the three detectors of --ood. A detector scores texts; those
+of known classes should have higher scores than those of unseen classes."""
 import numpy as np
 import torch
 
@@ -9,8 +9,8 @@ from kernels.training.text.classifier import classify, read_table_with_names
 
 
 def classify_with_features(model, inputs):
-    """Return (logits (n, labels), features (n, H)), both float32. The features are the input of the last
-    linear layer; in training the model's dropout has been applied."""
+    """Classify texts. Return (logits (n, labels), features (n, H)), both float32. The features are the input
+    of the last linear layer. In training they are taken after dropout."""
     labels, seen = model.config.num_labels, []
     linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     hooks = [part.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -22,7 +22,7 @@ def classify_with_features(model, inputs):
         fail(f"{type(model).__name__} calls a linear layer from a text's features to its {labels} labels "
              f"{len(seen)} times per pass, expected once; use another --model", every_rank=True)
     features, = seen
-    if features.dim() == 3:                                    # GPT-2: of all tokens; keep the last real one
+    if features.dim() == 3:                                    # GPT-2: features of all tokens; use the last
         places = torch.arange(1, features.shape[1] + 1, device=model.device)
         last = (places * attention_mask_of(inputs)).argmax(1)
         features = features[torch.arange(len(last), device=model.device), last]
@@ -30,13 +30,13 @@ def classify_with_features(model, inputs):
 
 
 def attention_mask_of(inputs):
-    """Return the attention mask (n, L), 0 for padding; all ones if the tokenizer gives none, as FNet's."""
+    """Return the attention mask (n, L), 0 for padding; all ones if the tokenizer has no mask (FNet)."""
     return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
 
 
 def load_unseen(args):
-    """Return [(texts, 0)] of --ood, from the same text columns as in --data. Fail if scikit-learn, which has
-    the local outlier factor, is not installed."""
+    """Read --ood into [(texts, 0)], where 0 replaces a label. The columns are the text columns of --data.
+    Fail if scikit-learn is not installed, which local_outlier_factor needs."""
     if not args.data or not args.dev:
         fail(f"--ood {args.ood}: expected training texts in --data, and texts of the same classes in --dev")
     try:
@@ -45,7 +45,7 @@ def load_unseen(args):
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
     header, table, named = read_table_with_names(args.ood, args.text_columns)
     names, expected = ([*map(normalise_name, columns)] for columns in (header, args.text_columns))
-    if not named and len(names) == len(expected):              # no header: the columns are the texts
+    if not named and len(names) == len(expected):              # no header: all columns are texts
         names = expected
     if not set(expected) <= set(names):
         fail(f"{args.ood}: columns {join_names(header)}; expected those of {args.data}, "
@@ -59,7 +59,7 @@ def load_unseen(args):
 
 
 def detector_scores(known, unseen, train, labels):
-    """Return {detector: its metrics, see ood_metrics}.
+    """Score texts with each detector, and return {name of the detector: result of ood_metrics}.
 
     known, unseen, train   (logits (n, C), features (n, H)) of the rows of --dev, --ood and --data
     labels                 (N,) classes of the training rows
@@ -72,8 +72,8 @@ def detector_scores(known, unseen, train, labels):
 
 
 def local_outlier_factor(train, x, neighbours=20):
-    """Return −LOF (n,) float64 of features x (n, H), for training features (N, H). LOF compares the density
-    around a vector with that around its nearest training vectors: 20 in the released code."""
+    """Return −LOF (n,) float64, the negative local outlier factor, of features x (n, H). LOF compares the
+    density around a vector with the density around its nearest training vectors (20 in the released code)."""
     from sklearn.neighbors import LocalOutlierFactor
 
     train, x = train.double().numpy(), x.double().numpy()
@@ -82,9 +82,9 @@ def local_outlier_factor(train, x, neighbours=20):
 
 
 def mahalanobis(train, labels, x):
-    """Return −(z − μ)ᵀ Σ⁺ (z − μ) (n,) float64 of features z in x (n, H); μ is the nearest class mean.
+    """Return (n,) float64 −(z − μ)ᵀ Σ⁺ (z − μ) for each row z of x (n, H), where μ is the nearest class mean.
 
-    train, labels   (N, H) features, any float type, and (N,) integers
+    train, labels   (N, H) training features of any float type, and their (N,) classes, integers
     source          Lee et al. 2018: Σ = 1/N Σ_i (z_i − μ_i)(z_i − μ_i)ᵀ over all classes, where μ_i is the
                     mean of the class of z_i; Σ⁺ is its pseudo-inverse
     """
@@ -94,23 +94,23 @@ def mahalanobis(train, labels, x):
     means = sums / group.bincount()[:, None]
     centred = train - means[group]
     variances, directions = torch.linalg.eigh(centred.T @ centred / len(train))
-    # features are float32, so a variance below its rounding error counts as 0
+    # a variance below the rounding error of float32 features counts as 0
     real = variances > torch.finfo(torch.float32).eps * variances.max()
-    whitening = directions[:, real] / variances[real].sqrt()   # makes the Mahalanobis distance Euclidean
+    whitening = directions[:, real] / variances[real].sqrt()   # Mahalanobis → Euclidean distance
     whitened, centres = ((z - means[0]) @ whitening for z in (x.double(), means))
     return -torch.cdist(whitened, centres).amin(1).square()
 
 
 def ood_metrics(known, unseen):
-    """Return {"AUROC", "FPR95", "F1"} in percent, of the scores (n,) of known and (m,) of unseen rows.
+    """Return {"AUROC", "FPR95", "F1"} in percent for scores of known rows (n,) and of unseen rows (m,).
 
-    AUROC   probability that a known row scores higher than an unseen one; ties count half
-    FPR95   fraction of unseen rows that are accepted, at the threshold that accepts 95 % of the known rows
-    F1      of detecting unseen rows at that threshold
+    AUROC   probability that a known row scores higher than an unseen row; ties count half
+    FPR95   fraction of unseen rows that are accepted by the threshold that accepts 95 % of the known rows
+    F1      F1 of detecting unseen rows with the threshold of FPR95
     """
     known = np.sort(known)
     below, upto = (np.searchsorted(known, unseen, side) for side in ("left", "right"))
-    threshold = known[len(known) // 20]                        # n − ⌈0.95 n⌉ known rows score lower
+    threshold = known[len(known) // 20]                        # at most n / 20 known rows score lower
     accepted, detected = (unseen >= threshold).mean(), (unseen < threshold).sum()
     rejected = (known < threshold).sum()
     return {"AUROC": 100 * float(1 - (below + upto).mean() / 2 / len(known)), "FPR95": 100 * float(accepted),

@@ -1,10 +1,10 @@
 """SimCLS: A Simple Framework for Contrastive Learning of Abstractive Summarization. Liu, Liu, ACL 2021, arXiv
 2106.01890.
 
-A summariser writes several candidates for each text. The encoder learns to choose the best one: the cosine of
-a text and a candidate should be higher, the better the candidate is. In the data the candidates of a text
-have an order, for example by ROUGE. With the text's embedding z, its reference's r, its candidates'
-c_1 ... c_C from best to worst, s(x) = cos(z, x) and a margin λ:
+A summariser writes several candidate summaries of each text. The encoder learns to choose the best candidate:
+better candidates should have a higher cosine with the text. The data list the candidates of a text from best
+to worst, for example by ROUGE. z is the embedding of the text, r that of the reference summary, and
+c_1 ... c_C are those of the candidates in this order. With s(x) = cos(z, x) and a margin λ:
 
     L = mean over texts of  Σ_i max(0, s(c_i) − s(r)) + Σ_{i<j} max(0, s(c_j) − s(c_i) + (j − i) λ)
 
@@ -12,17 +12,17 @@ c_1 ... c_C from best to worst, s(x) = cos(z, x) and a margin λ:
     python docs/more/simcls.py --data train.tsv --dev val.tsv --form code --candidate-length 80 --out out/xsum
     python docs/more/simcls.py --evaluate --model out/simcls --dev test.tsv
 
-Data: columns text, reference, and the candidates from best to worst, chosen by --columns, by a header (text
-reference candidate_1 candidate_2 ...) or by their order. A JSON row may have a list of candidates.
---dev has the same columns, and perhaps a last column `scores`: a number for each candidate, separated by
-spaces, such as ROUGE. The checkpoint whose chosen candidates have the highest mean score is kept; without
-scores, the one that chooses the first candidate most often.
+Data: columns text, reference, and one per candidate, from best to worst. They are chosen by --columns, by a
+header (text reference candidate_1 candidate_2 ...) or by their order. A JSON row may have a list of
+candidates. --dev has the same columns, and may have a last column `scores` with a number for each candidate,
+such as ROUGE, separated by spaces. The checkpoint whose chosen candidates have the highest mean score is
+kept. Without scores, the checkpoint that chooses the first candidate most often is kept.
 
-Published results: ROUGE-1, 2, L of 46.67, 22.15, 43.54 for the chosen one of 16 summaries on CNN/DailyMail
-with the first command, and 47.61, 24.57, 39.44 on XSum with the second. This script does not compute ROUGE.
+Published ROUGE-1, ROUGE-2, ROUGE-L of the choice among 16 summaries: 46.67, 22.15, 43.54 on CNN/DailyMail
+(first command); 47.61, 24.57, 39.44 on XSum (second command). This script does not compute ROUGE.
 
 --form code follows the released code in this point:
-    L    the first sum is a mean; the second is a mean for each distance j − i, and these means are added
+    L    the first sum becomes a mean; the second becomes a sum of means, one for each distance j − i
 """
 import os
 import re
@@ -62,11 +62,11 @@ def make_parser():
         max_length=(512, "512 (released code)"),
         pooling=(None, "as saved with --model, else cls_before_pooler (paper), avg for scratch"),
         batch_size=(None, "12 (released code)"), epochs=(None, "5 (released code), 20 with --model scratch"),
-        lr=(None, "2e-3 (released code), 20 with --model scratch; step t has this value times "
+        lr=(None, "2e-3 (released code), 20 with --model scratch; the rate of step t is this value times "
                   "min(t^-½, t · 10,000^-1½)"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--candidate-length", type=at_least(3, int), default=120,
-        help="truncate candidates to this many tokens in training; default 120 (released code; XSum 80)")
+        help="truncate candidates to this many tokens in training; default 120 (released code; for XSum 80)")
     add("--margin", type=at_least(0), default=0.01,
         help="λ, margin between consecutive candidates; default 0.01 (paper)")
     return parser
@@ -75,18 +75,18 @@ def make_parser():
 RELEASED = dict(batch_size=12, epochs=5, lr=2e-3)
 SCRATCH = dict(batch_size=12, epochs=20, lr=20.0, pooling="avg")               # with --model scratch
 
-# {role: usual names of its column}; candidates may have a number
+# {role: usual names of its column}; a number may follow the name of a candidate column
 ROLES = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
          "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
          "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
-SCORES = {"scores": "scores rouge rouges candidatescores".split()}             # in --dev
+SCORES = {"scores": "scores rouge rouges candidatescores".split()}             # a column of --dev
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
-    """Return the Table of --data: text, reference, candidates. Set args.count, the number of columns."""
+    """Read --data into a Table. Set args.count, the number of columns, and flags that were not given."""
     header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
     args.count = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -100,7 +100,7 @@ def load_data(path, args):
 
 
 def load_dev(path):
-    """Return [(text, [candidate], [score] or None)] of a file of --dev. Its references are not used."""
+    """Read a file of --dev. Return [(text, [candidates], [scores] or None)], without the references."""
     header, table = read_table(path, empty_cell, roles=ROLES | SCORES)
     scored, rows = bool(header) and header[-1].split()[0] == "scores", []
     for place, (text, _, *candidates) in table:
@@ -115,14 +115,14 @@ def load_dev(path):
 
 
 def build_model(args, run):
-    """Return the encoder, whose embedding is the first token's state, without a head."""
+    """Load the encoder. Its default embedding is the state of the first token, without a head."""
     model = build_encoder(args, run, "cls_before_pooler")
     log("model", describe_model(model, args))
     return model.to(run.device)
 
 
 def make_batch(tokens, picked, model, args):
-    """Return the batch of the rows with these numbers. Cut candidates keep their last token, [SEP]."""
+    """Return the batch of the rows whose numbers are in `picked`. Truncated candidates still end in [SEP]."""
     most = args.candidate_length
 
     def cut(ids):
@@ -136,13 +136,13 @@ def make_batch(tokens, picked, model, args):
 
 
 def ranking_loss(scores, reference, margin=0.01, form="paper"):
-    """Return the loss that asks the candidates of a text to score in their order, and below the reference.
+    """Return L: candidates should score below the reference, and above worse candidates by a margin.
 
     scores      (B, C) scores of the C candidates of B texts, from best to worst, any float type
     reference   (B,) score of each text's reference, the same type
     margin      λ, margin between consecutive candidates
-    form        "paper" | "code": see the docstring of this file. With "code", pairs with a larger distance,
-                of which there are fewer, weigh more
+    form        "paper" | "code", see the top of this file. With "code" each distance j − i has the same total
+                weight. There are fewer pairs at a large distance, so each of these pairs weighs more
     returns     scalar
     source      Liu and Liu 2021, arXiv 2106.01890
     """
@@ -156,8 +156,8 @@ def ranking_loss(scores, reference, margin=0.01, form="paper"):
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a batch with `rows` rows over all ranks, and the values to log.
-    batch: of make_batch, with this rank's rows."""
+    """Return this rank's part of the loss of the global batch, and the values to log. batch: this rank's
+    rows, from make_batch; rows: number of rows of the global batch."""
     z, *others = model(batch).chunk(args.count)
     reference, *scores = [F.cosine_similarity(z, other, dim=1) for other in others]
     loss = ranking_loss(torch.stack(scores, 1), reference, args.margin, args.form) * (len(z) / rows)
@@ -169,9 +169,9 @@ def compute_loss(model, batch, rows, args):
 
 @torch.no_grad()
 def evaluate(model, rows):
-    """Choose the candidate with the highest cosine to its text, and return the scores of this choice.
+    """Choose for each text the candidate with the highest cosine, and measure how good these choices are.
 
-    rows      of load_dev; texts are not truncated to --max-length
+    rows      the result of load_dev; texts are not truncated to --max-length
     returns   {"chosen": mean score of the chosen candidates, "best": mean score of each text's best
               candidate, "first": percentage of texts whose first candidate is chosen}; without scores only
               "first"
@@ -192,7 +192,7 @@ def evaluate(model, rows):
 
 
 def describe(scores):
-    """Return the scores of evaluate as text."""
+    """Format the result of evaluate as text."""
     return "  ".join(f"{name} {scores[name]:.4g}" for name in ("chosen", "best", "first") if name in scores)
 
 
@@ -224,7 +224,7 @@ def main(argv=None):
         loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()
         loss.backward()
-        all_reduce_gradients(model)                            # not clipped (released code)
+        all_reduce_gradients(model)                            # without clipping (released code)
         optimizer.step()
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
