@@ -184,7 +184,7 @@ def precision_recall(scores, facts, total, form="paper"):
     count = torch.arange(1, len(hits) + 1, device=hits.device)
     precision, recall = hits / count, hits / total
     found = {"auc": torch.trapezoid(precision, recall), "f1": (2 * hits / (count + total)).max()}
-    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # index of the last pair
+    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # index of the last pair that counts
     found |= {f"p@{n}": precision[i] for n, i in at.items() if i < len(hits)}
     if "p@300" in found:
         found["p_mean"] = (found["p@100"] + found["p@200"] + found["p@300"]) / 3

@@ -1,7 +1,7 @@
 """DeCLUTR: Deep Contrastive Learning for Unsupervised Textual Representations. Giorgi et al., ACL 2021, arXiv
 2006.03659.
 
-A spans of each document are the anchors. Each anchor has P positives: spans that overlap or touch the anchor.
+Each document gives A anchors: spans of its text. Each anchor has P positives: spans that overlap or touch it.
 Training pulls an anchor to the mean embedding of its positives, and pushes the anchor away from all other
 anchors and means, also those of the same document. The encoder also learns to predict masked tokens of the
 anchors (L_MLM). N documents have 2AN vectors z_1 ... z_2AN: the embeddings of the anchors, and the means.

@@ -102,7 +102,7 @@ def load_test_sets(args):
 
 
 def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
-    """Return R-Drop's loss: the task losses of two passes over the same rows, and a penalty for differences.
+    """Return R-Drop's loss: task losses of two passes over the same rows, plus a penalty for differences.
 
     logits1, logits2   (N, C) predictions of the two passes; (N, 1) in regression. Both get a gradient
     labels             (N,) int64, or float in regression
@@ -138,7 +138,7 @@ def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
     loss = sup_con_loss(z, labels, temperature, gathered=gathered, offset=offset, normalize=True)
     all_labels = labels if gathered is None else gathered[1]
     _, group, sizes = all_labels.unique(return_inverse=True, return_counts=True)
-    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # other views have loss 0
+    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # views without positive add 0
     return loss / share.clamp(min=1 / len(all_labels))
 
 
