@@ -132,7 +132,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial would change."""
+    """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial change."""
     head = "train-only" if args.loss == "infonce" else None               # used only with cls pooling
     model = build_encoder(args, run, "avg", head)
     set_dropout(model.encoder, args.dropout, args.model)
