@@ -23,7 +23,7 @@ The cutoffs and embedding_dropout change the input of the encoder's first layer,
 --adversarial adds noise to this input, along the gradient of the loss, but only to anchors with positives.
 
 Data: a .txt file with one sentence per line, or columns: one of sentences, or one of anchors and one of
-positives. Scored pairs for --dev and --test: columns sentence1, sentence2, score, or see --dev-columns.
+positives. Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
 
 Published result of BERT-base: 72.74, from 53.86 before training (mean Spearman × 100 of seven STS test sets;
 use --evaluate --pooling avg_top2). The second command trains this model, if sts.txt has the sentences of the

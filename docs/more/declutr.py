@@ -15,7 +15,7 @@ Vector i' is the mean of anchor i, or the anchor of mean i, and s(i, j) = cos(z_
 
 Data: a .txt file has one document per line; other files have a column of documents. Documents with fewer than
 2 · A · --max-length tokens are left out.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or see --dev-columns.
+Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
 
 Published result of DistilRoBERTa: 77.50, from 72.58 before training (mean of the downstream tasks of SentEval
 without SNLI; --transfer evaluates such tasks). The first command trains this model. Its documents are those
