@@ -1,4 +1,4 @@
-"""cil.py and cil_bags.py: the losses, edited copies and scores against their definitions."""
+"""Test cil.py and cil_bags.py: losses, edited copies of sentences, and scores, compared with definitions."""
 import itertools
 import math
 import random
@@ -20,7 +20,7 @@ both_forms = pytest.mark.parametrize("form", ["paper", "code"])
 
 
 def reference_loss(x, a, bags, bag_of, temperature, form):
-    """Return L_C term by term. In the code's form the sentences of a bag have the places 0, 1 ..."""
+    """Return L_C. With form "code", negatives are the sentences at the same place in the other bags."""
     def s(u, v):
         return cosine(u, v) / temperature
 
@@ -34,17 +34,17 @@ def reference_loss(x, a, bags, bag_of, temperature, form):
             negatives = [s(x[j], bags[own]) for j in same_place if bag_of[j] != own]
         positive = s(x[i], a[i])
         terms.append(torch.stack([positive, *negatives]).logsumexp(0) - positive)
-    return sum(terms) / len(terms) + 0 * bags.sum()            # in the code's form their gradient is 0
+    return sum(terms) / len(terms) + 0 * bags.sum()            # so that bags always have a gradient
 
 
 X, A, BAGS = randn(12, 5, 0), randn(12, 5, 1), randn(4, 5, 2)
-BAG_OF = torch.tensor([2, 0, 0, 3, 1, 2, 1, 0, 3, 3, 2, 1])    # three sentences each
+BAG_OF = torch.tensor([2, 0, 0, 3, 1, 2, 1, 0, 3, 3, 2, 1])    # three sentences per bag
 
 
 @both_impls
 @both_forms
 def test_loss(form, impl):
-    """Value and gradients, also of bags with one sentence. Only form "paper" takes unequal bags."""
+    """Value and gradients are right, also for bags of one sentence. Unequal bags need form "paper"."""
     inputs = [(X, A, BAGS, BAG_OF), (X[:4], A[:4], BAGS, torch.tensor([1, 3, 0, 2])),
               (X, A, BAGS, torch.tensor([0, 0, 1, 3, 3, 3] * 2))]
     for *vectors, bag_of in inputs if form == "paper" else inputs[:2]:
@@ -53,7 +53,7 @@ def test_loss(form, impl):
 
 
 def test_bag_attention_and_scores():
-    """They equal their formulas. The rows of a bag need not be neighbours."""
+    """Bag vectors and scores equal their formulas, also if the rows of a bag are not adjacent."""
     x, bag_of = randn(6, 4, 0), torch.tensor([1, 2, 0, 2, 0, 0])
 
     def attend(x, queries):
@@ -70,7 +70,7 @@ def test_bag_attention_and_scores():
 
 
 def build(tmp_path, *flags):
-    """Return (model, token ids of sentences and copies, bags, args) as main makes them, without training."""
+    """Return (model, token ids of sentences and copies, bags, args), made as in cil.main before training."""
     args = cil.make_parser().parse_args([*map(str, [*FLAGS, "--out", tmp_path, *flags])])
     rows, relations = cil.load_data(args.data, args)
     texts = [row["text"] for row in rows]
@@ -82,7 +82,7 @@ def build(tmp_path, *flags):
 
 
 def sentence_vector(model, ids):
-    """Return the vector of one sentence: W [h_head; h_tail] + b at the first token of each start mark."""
+    """Return the sentence's vector W [h_head; h_tail] + b, with the states h of the two start marks."""
     hidden = model.encoder(torch.tensor(ids[None]).long()).last_hidden_state[0]
     head, tail = (ids.tolist().index(mark) for mark in model.marks[::2].tolist())
     return model.sentence(torch.cat([hidden[head], hidden[tail]]))
@@ -90,8 +90,8 @@ def sentence_vector(model, ids):
 
 @both_forms
 def test_loss_of_a_batch(form, tmp_path, monkeypatch):
-    """The loss is L_bag + 10 λ L_C + 0.1 L_MLM, each as defined. W gets no gradient from the attention. Three
-    sentences are drawn from each bag: of a larger bag none twice, of a smaller one all."""
+    """The loss is L_bag + 10 λ L_C + 0.1 L_MLM. The weights of the classifier get no gradient from the
+    attention. Three sentences of each bag are drawn: different ones if possible, and all of a smaller bag."""
     masked = set()
 
     def mask_all(ids, maskable, tokenizer):
@@ -125,7 +125,7 @@ def test_the_seed_decides_how_copies_are_edited(tmp_path):
 
 
 def test_weight_of_the_contrastive_loss(tmp_path):
-    """It rises to 10: 10 · tanh(step / (2 · warm-up steps)), with steps from 1."""
+    """The weight of L_C rises towards 10. In step t = 1, 2, ... it is 10 · tanh(t / (2 · warm-up steps))."""
     flags = ["--batch-size", 4, "--steps", 3, "--warmup-steps", 2, "--mlm-weight", 0]
     steps = run("cil", tmp_path / "out", *FLAGS, *flags).steps
     weights = [(row["loss"] - row["bag"]) / row["contrast"] for row in steps]
@@ -133,7 +133,7 @@ def test_weight_of_the_contrastive_loss(tmp_path):
 
 
 def test_protected_tokens():
-    """Marks are 1 to 4. On and between a pair of marks nothing is masked (paper); start marks only (code)."""
+    """Ids 1 to 4 are marks. "paper" protects both marks and the tokens between them, "code" start marks."""
     ids, marks = torch.tensor([[9, 1, 9, 2, 9, 3, 9, 9, 4, 9], [3, 4, 9, 9, 1, 9, 9, 9, 9, 2]]), range(1, 5)
     paper = [[0, 1, 1, 1, 0, 1, 1, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1, 1, 1, 1]]
     assert protected(ids, torch.tensor(marks), "paper").int().tolist() == paper
@@ -143,8 +143,8 @@ def test_protected_tokens():
 @both_forms
 @pytest.mark.parametrize("words, changes", [(1, 1), (7, 2), (60, 10)])
 def test_number_of_changes(words, changes, form, monkeypatch):
-    """30 % of the words change, at least 1 and at most 10. Only the paper's form inserts words and keeps
-    punctuation. Entities do not change, and each stretch of text between them is edited alone."""
+    """30 % of the words change, at least 1 and at most 10. Only form "paper" inserts words and keeps
+    punctuation. Entities do not change, and each stretch of text around them is edited separately."""
     editor = WordEditor([text for text, in SENTENCES], form)
     monkeypatch.setattr(editor, "vocabulary", ["NEW"] * len(editor.vocabulary))
     text = ", ".join(["word", "other", "third"][i % 3] for i in range(words))
@@ -161,9 +161,9 @@ def test_number_of_changes(words, changes, form, monkeypatch):
 
 
 def test_common_words_are_replaced_and_chosen():
-    """TF-IDF by definition: of three texts, "the" occurs in three (idf 0), "dog" in two and "cat" in one."""
+    """Common words are preferred. "the" is in all three texts (TF-IDF 0), "dog" in two and "cat" in one."""
     editor = WordEditor(["the cat", "the dog", "the dog"], "code")
-    # totals are 0, 2 · log(3/2) / 2 and log(3) / 2; a new word's weight is the distance from the largest
+    # TF-IDF totals: 0, 2 · log(3/2) / 2, log(3) / 2. The weight of a new word: largest total − its total
     weights = dict(zip(editor.vocabulary, torch.tensor([0.0, *editor.cumulative]).diff().tolist()))
     expected = dict(the=math.log(3) / 2, dog=math.log(3) / 2 - math.log(1.5), cat=0)
     assert weights == pytest.approx(expected, abs=1e-6)
@@ -174,8 +174,8 @@ def test_common_words_are_replaced_and_chosen():
 @both_forms
 @pytest.mark.parametrize("bags, relations, missing", [(40, 9, 0), (8, 5, 3)])
 def test_precision_recall(bags, relations, missing, form):
-    """Pairs with equal scores keep their order. Facts without a bag lower the recall. p@N counts one pair
-    more in the code's form, and exists if there are enough pairs."""
+    """Pairs of a bag and a relation with equal scores keep their order. Facts without a bag lower the recall.
+    p@N is the precision of N pairs ("code": N + 1), and exists only if there are that many pairs."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(8, (bags, relations), generator=generator) / 8
     facts = torch.rand(bags, relations, generator=generator) < 0.2
@@ -189,5 +189,5 @@ def test_precision_recall(bags, relations, missing, form):
     at = {f"p@{n}": 100 * points[n - 1 + more][0] for n in (100, 200, 300) if n + more <= len(points)}
     mean = {"p_mean": sum(at.values()) / 3} if len(at) == 3 else {}
     found = precision_recall(scores, facts, total, form)
-    del found["curve"]                                         # for a plot
+    del found["curve"]                                         # for a plot, not tested
     assert found == pytest.approx(expected | at | mean)

@@ -1,4 +1,4 @@
-"""ConSERT: views of word embeddings, the loss, adversarial noise."""
+"""Test consert.py: changes of the word embeddings in a view, the loss, and adversarial noise."""
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +17,15 @@ from running import NLI, ONE_BATCH, SENTENCES, embed_saved, run_text
     ("feature_cutoff", 0.29, [84] * 3), ("token_cutoff", 0.15, [25, 25, 0]),
     ("embedding_dropout", 0.2, [60, 35, 5])])
 def test_cutoffs(name, rate, zeroed):
-    """As in the released code, a cutoff zeroes int(rate · n) of n columns (also at padding), n real tokens,
-    or n entries of real tokens. Nothing else changes."""
+    """A cutoff sets int(rate · n) of a text's n parts to 0 (released code). Parts are features (also at
+    padding), real tokens, or entries of real tokens. Nothing else changes."""
     torch.manual_seed(0)
     mask = torch.arange(12) < torch.tensor([[12], [7], [1]])
     draws = torch.stack([cutoff(torch.ones(3, 12, 25), mask, name, rate) for _ in range(50)])
     zeros = draws == 0
     assert set(draws.unique().tolist()) <= {0.0, 1.0}
     assert (zeros.sum((2, 3)) == torch.tensor(zeroed)).all()
-    whole = dict(feature_cutoff=2, token_cutoff=3).get(name)   # the axis along which zeros reach
+    whole = dict(feature_cutoff=2, token_cutoff=3).get(name)   # along this axis, all or none are 0
     assert whole is None or torch.equal(zeros.all(whole), zeros.any(whole))
     eligible = mask[:, :, None].expand(3, 12, 25) | (name == "feature_cutoff")
     assert torch.equal(zeros.any(0)[:2], eligible[:2]) and not (zeros & ~eligible).any()
@@ -63,7 +63,7 @@ def test_shuffle_changes_position_ids(bert, monkeypatch):
 
 @pytest.mark.parametrize("name", ["feature_cutoff", "token_cutoff", "embedding_dropout"])
 def test_cutoffs_and_noise_change_the_input_of_the_first_layer(name, bert):
-    """Only texts of the view get zeros, and noise comes before them."""
+    """Only texts of the cutoff's view get zeros. Noise is added first, so it does not change the zeros."""
     _, model, args = make(bert, ["dropout", name])
     rows, _ = tokenise(["two dogs run", "it rains a lot of cats"], model.tokenizer, 64)
     (places, ids, mask), = model.eval().batch(rows, rows)
@@ -90,7 +90,7 @@ def test_first_loss_matches_the_formula(columns, objective, tmp_path, bert):
 
 
 def test_dropout(folder_of, tmp_path):
-    """The encoder's dropout is that of the flag, 0 by default, and not that of the model's folder."""
+    """The encoder's dropout is that of --dropout, by default 0, whatever the config in the folder says."""
     for flags, p in ([], 0), (["--dropout", 0.3], 0.3):
         result = run_text("consert", tmp_path / f"{p}", SENTENCES[:4], "--model", folder_of("Bert"),
                           "--batch-size", 4, "--steps", 1, *flags)
@@ -98,7 +98,7 @@ def test_dropout(folder_of, tmp_path):
 
 
 def test_noise_is_along_the_gradient(bert):
-    """The noise has length ε on each real token of the anchors, and increases the loss."""
+    """The noise has length --adversarial on each real token of the anchors, and increases the loss."""
     maker, model, args = make(bert, ["shuffle", "dropout"], adversarial=0.1)
     rows = [tokenise(list(column), model.tokenizer, 64)[0] for column in zip(*(row[:2] for row in NLI[:7]))]
     batch = maker.make_batch(SimpleNamespace(views=lambda *_: rows), range(7))

@@ -1,4 +1,4 @@
-"""DeCLUTR: spans of documents, the loss of anchors and positives, and the masked LM of both forms."""
+"""Test declutr.py: spans of documents, the contrastive loss, and the masked-LM loss of both forms."""
 import random
 from types import SimpleNamespace
 
@@ -18,12 +18,12 @@ DOCUMENT = [["abc " * 20]]
 
 
 def test_spans(bert):
-    """Lengths of anchors and positives follow Beta(4, 2) and Beta(2, 4). A document is cut into cells of
-    --max-length tokens. Anchors lie in cells that are not adjacent; positives overlap or touch their anchor.
-    Each span has special tokens at its ends."""
+    """Lengths of anchors follow Beta(4, 2), lengths of positives Beta(2, 4). A document is cut into cells of
+    --max-length tokens. Each anchor lies in one cell, and the cells of two anchors are not adjacent.
+    Positives overlap or touch their anchor. Each span has special tokens at its ends."""
     model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert))
     args = SimpleNamespace(max_length=64, spans=[2, 3])
-    positions = np.arange(1000, 4000, dtype=np.int32)          # a document whose tokens are positions
+    positions = np.arange(1000, 4000, dtype=np.int32)          # token ids give the positions
     ends = [model.tokenizer.cls_token_id, model.tokenizer.sep_token_id]
     document = np.concatenate([ends[:1], positions, ends[1:]])
     lengths, sides = {0: [], 1: []}, set()
@@ -47,8 +47,8 @@ def test_spans(bert):
 
 @pytest.mark.parametrize("chunks", [[], ["--chunk-size", 2]])
 def test_masked_anchors_are_embedded(chunks, tmp_path, bert, monkeypatch):
-    """--form code: one pass over masked anchors gives their embeddings and the masked-LM loss, whose decoder
-    is tied to the word embeddings. Positives are not masked."""
+    """With --form code, one pass over masked anchors gives their embeddings and the masked-LM loss. The
+    decoder is tied to the word embeddings. Positives are not masked."""
     spans = [[row[0] for row in SENTENCES[start : start + 4]] for start in (0, 4, 8)]
     tokenizer = AutoTokenizer.from_pretrained(bert)
     tokens = [tokenise(view, tokenizer, 512)[0] for view in spans]
@@ -84,8 +84,8 @@ def test_masked_anchors_are_embedded(chunks, tmp_path, bert, monkeypatch):
 
 @pytest.mark.parametrize("anchors", [1, 2])
 def test_loss_of_spans(anchors, tmp_path, bert, monkeypatch):
-    """The loss compares eight anchors with the means of their three positives; other anchors of the document
-    are negatives. With --form paper the masked LM gets the clean anchors, and its decoder is untied."""
+    """The loss compares each of eight anchors with the mean of its three positives. All other anchors are
+    negatives. With --form paper, masked_lm_loss gets the unmasked anchors, and the decoder is not tied."""
     spans = [[row[0] for row in SENTENCES[start : start + 8]] for start in (0, 8, 16, 24)]
     tokenizer = AutoTokenizer.from_pretrained(bert)
     tokens = [tokenise(view, tokenizer, 512)[0] for view in spans]

@@ -1,4 +1,4 @@
-"""finetune.py: losses and adversarial views of a batch, detectors, and contrast sets by their definitions."""
+"""Test finetune.py: losses and adversarial views of a batch, out-of-distribution detectors, contrast sets."""
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,7 +18,7 @@ from running import DATA, run
 
 @pytest.mark.parametrize("form", ["paper", "code"])
 def test_loss_of_two_passes(form, monkeypatch):
-    """R-Drop and SCL together: SCL sees the passes as views of the texts."""
+    """The loss has R-Drop and SCL (supervised contrastive loss), whose views are the two passes."""
     logits, z, labels = numbers(2, 3, 3), numbers(2, 3, 4, seed=1), torch.tensor([0, 1, 1])
     monkeypatch.setattr(finetune, "classify_with_features", Mock(side_effect=zip(logits, z)))
     args = SimpleNamespace(rdrop_weight=0.7, supcon_weight=0.2, form=form, temperature=None)
@@ -28,8 +28,8 @@ def test_loss_of_two_passes(form, monkeypatch):
 
 
 def test_adversarial_view(bert):
-    """compute_ood_loss compares the clean features with those after a step of the word embeddings along the
-    gradient of the summed cross entropy. The noise is detached, and the head gets a gradient of zeros."""
+    """compute_ood_loss compares clean features with features of moved word embeddings. The move is along the
+    gradient of the summed cross entropy, and is detached. The classifier gets a gradient of zeros."""
     model = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3).double().train()
     model.tokenizer, model.bf16 = None, False
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [1] * 6 + [0]])
@@ -50,12 +50,12 @@ def test_adversarial_view(bert):
     assert found.item() == pytest.approx(expected.item(), rel=1e-4)
     weights = [w for name, w in model.named_parameters() if "classifier" not in name]
     results = [torch.autograd.grad(value, weights, retain_graph=True) for value in (found, expected)]
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)                 # features are float32
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)                 # the features are float32
     assert torch.autograd.grad(found, model.classifier.weight)[0].eq(0).all() and not words._forward_hooks
 
 
 def test_mahalanobis():
-    """It equals the definition with a pseudo-inverse: Σ has no inverse. One class has a single text."""
+    """Scores equal the definition with a pseudo-inverse, as Σ is singular. One class has one text."""
     scale = torch.tensor([1.0, 1, 1, 0], dtype=torch.float64)
     train, classes = numbers(30, 4) * scale, torch.tensor([*range(3)] * 9 + [4, 4, 8])
     x = torch.cat([numbers(6, 4, seed=1) * scale, 3 * numbers(6, 4, seed=2) * scale, train[:2]])
@@ -67,14 +67,14 @@ def test_mahalanobis():
 
 
 def test_ood_metrics():
-    """2 of 40 known texts may be rejected, so the threshold is 3; unseen texts below it are detected."""
+    """The threshold is 3: 2 of 40 known texts (5 %) score lower. Unseen texts below 3 are detected."""
     found = detectors.ood_metrics(np.arange(40.0, 0, -1), np.array([0.5, 2.5, 3, 20]))
     auroc = 100 * (40 + 38 + 37.5 + 20.5) / 160
     assert found == pytest.approx({"AUROC": auroc, "FPR95": 50, "F1": 100 * 4 / (4 + 2 + 2)})
 
 
 def test_detectors(monkeypatch):
-    """Texts of known classes have higher scores in each detector."""
+    """Each detector gives the texts of known classes higher scores than the unseen texts."""
     neighbors = pytest.importorskip("sklearn.neighbors")
     factor = Mock(wraps=neighbors.LocalOutlierFactor)
     monkeypatch.setattr(neighbors, "LocalOutlierFactor", factor)
@@ -83,11 +83,11 @@ def test_detectors(monkeypatch):
     found = detectors.detector_scores(known, unseen, (None, train), labels)
     assert [*found] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
     assert all((scores["AUROC"], scores["FPR95"]) == (100, 0) for scores in found.values())
-    factor.assert_called_with(n_neighbors=20, novelty=True)    # released code
+    factor.assert_called_with(n_neighbors=20, novelty=True)    # as in the released code
 
 
 def test_two_stages_and_detection(tmp_path, monkeypatch):
-    """An epoch of the contrastive loss and then the steps of the task share a schedule."""
+    """The epoch of the contrastive loss and the later steps of the task have one learning-rate schedule."""
     lines = (DATA / "topics.tsv").read_text().splitlines(True)
     for name, rows in dict(data=lines[:37], dev=lines[:31], ood=[lines[0], *lines[40:60]]).items():
         (tmp_path / name).with_suffix(".tsv").write_text("".join(rows))
@@ -107,7 +107,7 @@ def test_two_stages_and_detection(tmp_path, monkeypatch):
 
 
 def test_contrast_set(monkeypatch):
-    """Consistency is the share of texts of which both copies are classified correctly."""
+    """Consistency is the percentage of texts whose two versions are both classified correctly."""
     monkeypatch.setattr(finetune.classifier, "predict", lambda _, rows: torch.tensor([x for x, _ in rows]))
     data = dict(original=[([0.0, 1.0], 1), ([1.0, 0.0], 0), ([2.0, 1.0], 1), ([0.0, 3.0], 1)],
                 edited=[([0.0, 1.0], 0), ([1.0, 0.0], 0), ([2.0, 1.0], 0), ([0.0, 3.0], 1)])

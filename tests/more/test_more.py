@@ -1,4 +1,4 @@
-"""What the scripts of further papers share: mistakes of a user, and where kernels/ is."""
+"""Test all scripts of further papers: they find the package kernels, and reject mistakes of a user."""
 import runpy
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from running import ROOT, rejects
 
 @pytest.mark.parametrize("name", "consert declutr simcls cil finetune".split())
 def test_the_script_finds_kernels(name, monkeypatch):
-    """`python docs/more/NAME.py` adds the folder of kernels/ to the search path."""
+    """`python docs/more/NAME.py` adds the folder that contains kernels/ to Python's search path."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path or ".").resolve() != ROOT])
     runpy.run_path(str(ROOT / "docs/more" / f"{name}.py"))
     assert any(Path(path).resolve() == ROOT for path in sys.path)

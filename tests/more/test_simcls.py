@@ -1,4 +1,4 @@
-"""SimCLS: the ranking loss, its columns, and the choice among candidates."""
+"""Test simcls.py: the ranking loss, the columns of the data, and the choice among candidates."""
 import csv
 import itertools
 from types import SimpleNamespace
@@ -23,9 +23,9 @@ def write(path, *rows):
 
 
 def reference_ranking_loss(scores, reference, margin, form):
-    """Return the paper's loss, or the released code's: a mean over the pairs of each rank difference."""
+    """Return the paper's loss, or the released code's: a sum of means, one for each distance j − i."""
     n, c = scores.shape
-    hinges = {0: [scores[b, i] - reference[b] for b in range(n) for i in range(c)]}    # {difference: terms}
+    hinges = {0: [scores[b, i] - reference[b] for b in range(n) for i in range(c)]}    # {j − i: terms}
     for b, i, j in itertools.product(range(n), range(c), range(c)):
         if i < j:
             hinges.setdefault(j - i, []).append(scores[b, j] - scores[b, i] + (j - i) * margin)
@@ -41,7 +41,7 @@ def test_ranking_loss(form, n, c, margin):
 
 
 def test_columns_of_the_ranking_loss(tmp_path, bert):
-    """The columns are text, reference, and candidates from best to worst. The scores are cosines."""
+    """Columns are text, reference, and candidates from best to worst. Scores are cosines with the text."""
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--margin", 0.05, "--form", "code"]
     step, = run_text("simcls", tmp_path, ROWS, *flags).steps
     text, *others = [embed_saved(bert, column, "avg").double() for column in zip(*ROWS)]
@@ -59,8 +59,8 @@ def test_cut_candidates_keep_their_last_token():
 
 
 def test_nearest_candidate_is_chosen(tmp_path):
-    """Scores of the candidates with the highest cosine, of each text's best candidate, and how often the
-    first one is chosen."""
+    """evaluate returns the mean score of the candidates with the highest cosine, the mean score of each
+    text's best candidate, and how often the first candidate is chosen."""
     scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
     rows = [[*row, " ".join(map(str, x.tolist()))] for row, x in zip(ROWS, scores)]
     texts = sorted({text for row in ROWS for text in row})
@@ -75,9 +75,9 @@ def test_nearest_candidate_is_chosen(tmp_path):
 
 
 def test_run(tmp_path):
-    """It keeps the checkpoint with the highest mean score of the chosen candidates: here the first, because
-    the last candidates, against which it trains, have high scores. Step t has the released learning rate:
-    --lr · min(t^-½, t · 10,000^-1½)."""
+    """The run keeps the checkpoint whose chosen candidates have the highest mean score: here the first
+    checkpoint, as training prefers the first candidates, whose scores in --dev are the lowest. Step t has the
+    learning rate of the released code: --lr · min(t^-½, t · 10,000^-1½)."""
     dev = write(tmp_path / "dev.csv", HEADER, *([*row, "0.1 0.25 0.5 0.9"] for row in ROWS))
     flags = ["--model", "scratch", "--data", write(tmp_path / "data.csv", HEADER[:6], *ROWS), "--dev", dev]
     result = run("simcls", tmp_path / "out", *flags, "--eval-every", 3, "--lr", 10, "--steps", 6)

@@ -1,5 +1,5 @@
-"""childtuning.py: its optimizer and Fisher information against independent float64 code, the child network of
-a run."""
+"""Test childtuning.py: the optimizer and the Fisher information, compared with independent float64 code, and
+the child network of a run."""
 import math
 from unittest.mock import Mock
 
@@ -14,7 +14,7 @@ from running import DATA, equal, metrics, run
 
 
 def loss(model, batch):
-    """Return Σ w·x: its gradient with respect to the weights is the batch."""
+    """Return Σ w·x. The gradient with respect to each weight w is its entry x of the batch."""
     return sum((model[name] * x).sum() for name, x in batch.items())
 
 
@@ -32,9 +32,9 @@ def random_masks(weights, seed):
 @pytest.mark.parametrize("mode, p, correct_bias", [
     ("none", 0.3, True), ("D", 0.3, False), ("F", 0.3, True), ("ChildTuning-F", 0.9, False), ("F", 1, True)])
 def test_steps_follow_the_released_rule(mode, p, correct_bias):
-    """Ten steps equal a numpy version, for two parameter groups and a falling learning rate. In every third
-    step a weight has no gradient. In the last step some gradients are NaN; where the mask is 0 they count
-    as 0. With p = 1 there is no mask."""
+    """Ten steps give the same weights as NumPy code, with two parameter groups and a falling learning rate.
+    In every third step, one weight has no gradient. In the last step, some gradients are NaN; a NaN counts as
+    0 where the mask is 0. With p = 1 there is no mask."""
     weights = [torch.nn.Parameter(randn(*shape)) for shape in ((5, 7), (5,), (), (1, 3), (17, 11))]
     weights[0] = torch.nn.Parameter(weights[0].detach().T)     # not contiguous
     masks = random_masks(weights[:-2] + weights[-1:], 50)      # weights[-2] has no mask
@@ -55,7 +55,7 @@ def test_steps_follow_the_released_rule(mode, p, correct_bias):
         optimizer.step()
         for i, (w, g) in enumerate(zip(weights, gradients)):
             if g is not None:
-                np.testing.assert_array_equal(w.grad, g)       # .grad is not changed
+                np.testing.assert_array_equal(w.grad, g)       # step() does not change .grad
                 if given and w in masks:
                     g = np.where(masks[w].numpy(), g / p if mode[-1] == "F" else g, 0.0)
                 beta1, beta2, eps, decay = (0.9, 0.999, 1e-6, 0.1) if i < 2 else (0.8, 0.99, 1e-3, 0.0)
@@ -69,8 +69,8 @@ def test_steps_follow_the_released_rule(mode, p, correct_bias):
 
 
 def test_masks_of_a_seed_stay_the_same():
-    """docs/results.md has scores of these masks. An odd number of weights uses half of the last number. The
-    default seed is 0, so that ranks sample the same masks; PyTorch's default generator is not used."""
+    """docs/results.md has scores of runs with these masks. An odd number of weights uses half of the last
+    random number. The default seed is 0 on all ranks, and PyTorch's default generator is not used."""
     mask = sample_mask(torch.zeros(3, 5), 0.3, torch.Generator().manual_seed(42))
     assert mask.int().tolist() == [[1, 0, 0, 0, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]
     w, masks, untouched = torch.nn.Parameter(torch.zeros(99, 401)), [], torch.get_rng_state()
@@ -89,8 +89,8 @@ def test_masks_of_a_seed_stay_the_same():
 
 @pytest.mark.parametrize("clip", [None, 2.0])
 def test_fisher_information(clip, capsys):
-    """Each tensor's gradient is clipped separately. A batch with a non-finite gradient is skipped. The mask
-    has the largest values of all tensors together; if the threshold is 0, as for p = 0.9, it has all."""
+    """Each tensor's gradient is clipped separately. A batch with a non-finite gradient is skipped. The masks
+    select the largest values of all tensors together. For p = 0.9 the threshold is 0: all are selected."""
     names = "unused", "frozen", "layer_W", "layer_b"
     model = torch.nn.ParameterDict({name: torch.nn.Parameter(randn(2, 3)) for name in names})
     model["frozen"].requires_grad_(False)
@@ -115,7 +115,7 @@ def test_fisher_information(clip, capsys):
 
 
 def small_command(folder, rows=36):
-    """Return flags for the first rows of a file: by default 36 rows, four batches of 8 and one of 4."""
+    """Copy the first rows of topics.tsv to a file, and return flags that train on it: by default 36 rows."""
     (folder / "topics.tsv").write_bytes(
         b"".join((DATA / "topics.tsv").read_bytes().splitlines(True)[: rows + 1]))
     return ["--model", "scratch", "--batch-size", 8, "--data", folder / "topics.tsv", "--fisher-samples", 12]
@@ -124,15 +124,15 @@ def small_command(folder, rows=36):
 @pytest.mark.parametrize("form, flags, masked, seen", [
     ("paper", [], "bert.", ([1] * 20, False, None)), ("code", [], "layer", ([16, 4], True, 1.0))])
 def test_child_network(form, flags, masked, seen, tmp_path, monkeypatch):
-    """Mode D masks the right weights.
+    """In mode D without weight decay, at most 30 % of the masked weights change: the child network. Tensors
+    without a mask change, too.
 
     masked  the text that the names of all masked weights contain
-    seen    (batch sizes, dropout, clipping norm) of the Fisher pass; the defaults of paper and code differ
-    Without weight decay, at most 30 % of these weights change (the child network); other tensors change.
+    seen    (batch sizes, whether dropout is on, clipping norm) for the Fisher information of this --form
     """
     before = {}
 
-    def find(model, batches, loss, p, clip, name_filter):      # checks its arguments, calls fisher_mask
+    def find(model, batches, loss, p, clip, name_filter):      # check the arguments, call fisher_mask
         before.update({name: w.detach().clone() for name, w in model.named_parameters()})
         assert ([len(batch) for batch in batches], model.training, clip, name_filter) == (*seen, masked)
         return fisher_mask(model, batches, loss, p, clip, name_filter)
@@ -149,8 +149,8 @@ def test_child_network(form, flags, masked, seen, tmp_path, monkeypatch):
 
 
 def test_fisher_pass_and_resume(tmp_path, monkeypatch):
-    """A Fisher pass with dropout does not change later random numbers: in the first step both modes have the
-    same loss. A resumed run does not compute the Fisher information of tuned weights."""
+    """Computing the Fisher information with dropout does not change later random numbers: in the first step,
+    modes D and F have the same loss. A resumed run does not compute the Fisher information again."""
     flags = [*small_command(tmp_path), "--form", "code", "--warmup-ratio", 0.5, "--steps", 4, "--mode"]
     both = [run("childtuning", tmp_path / mode, *flags, mode).losses for mode in ("D", "F")]
     assert both[0][0] == both[1][0]
@@ -165,7 +165,7 @@ def test_fisher_pass_and_resume(tmp_path, monkeypatch):
 
 
 def test_nan_gradients_are_skipped(tmp_path, monkeypatch):
-    """Steps with NaN gradients are skipped and counted. The optimizer counts the other steps only."""
+    """The run skips and counts steps with NaN gradients. The optimizer counts only the other steps."""
     factors = iter([math.nan, 1, math.nan, 1])
     monkeypatch.setattr(childtuning, "all_reduce_gradients",
                         lambda model: model.classifier.bias.grad.mul_(next(factors)))
@@ -175,7 +175,7 @@ def test_nan_gradients_are_skipped(tmp_path, monkeypatch):
 
 
 def test_scores_of_several_seeds():
-    """Mean, standard deviation and best. A lower FPR95 is better."""
+    """Scores are mean, standard deviation and best value of each metric. The best FPR95 is the lowest."""
     runs = [{"accuracy": 80.0, "FPR95": 30.0}, {"accuracy": 90.0, "FPR95": 10.0}]
     assert childtuning_modes.mean_and_spread(runs, ["a", "b"]) == (
         "accuracy 85.00 ± 7.07, best 90.00; FPR95 20.00 ± 14.14, best 10.00")

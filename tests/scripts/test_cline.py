@@ -1,4 +1,4 @@
-"""cline.py: the three losses against transformers' own head and one text at a time, the scores.
+"""Test cline.py: the three losses and the scores, compared with texts that are encoded one at a time.
 Replaced words are tested in tests/training/papers, whole runs in tests/contract."""
 import itertools
 from types import SimpleNamespace
@@ -23,9 +23,9 @@ def fixed_masks(ids, maskable, tokenizer):
 
 
 def reference_losses(model, rows, mask, form):
-    """Return (MLM, RTD, CTS) and the vectors of the three views, one text at a time without padding.
+    """Return the losses (MLM, RTD, CTS) and the vectors of the three views, from one text at a time.
 
-    mask    whether to mask tokens of the originals, for the MLM loss of transformers' own head
+    mask    whether to mask tokens of the originals; transformers' own head then gives the MLM loss
     """
     special = torch.tensor(model.tokenizer.all_special_ids)
     vectors, mlm, rtd = [[], [], []], [], []
@@ -49,7 +49,7 @@ def reference_losses(model, rows, mask, form):
 @pytest.mark.parametrize("form", ["paper", "code"])
 def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
     """Losses, gradients and scores equal those of texts encoded one by one, with many small length groups and
-    with a single group. A batch without masks has finite gradients. Scoring needs more than one batch."""
+    with one group. Without masked tokens, gradients are finite. The scored rows fill two batches."""
     flags = [*COMMAND, "--data", DATA / "sentences.txt", "--form", form, "--model", bert, "--max-length", 256]
     args = cline.make_parser().parse_args([*map(str, flags)])
     triples = cline.make_triples(*cline.load_data(args.data, args), args)[:9]
@@ -73,7 +73,7 @@ def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
         total.backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
-    of_two_ranks, _ = cline.compute_loss(model, batch, 2 * len(rows), args)    # max(s, 0) is shared
+    of_two_ranks, _ = cline.compute_loss(model, batch, 2 * len(rows), args)    # adds half of max(s, 0)
     assert (total - of_two_ranks).item() == pytest.approx((0.3 + 0.5) / 2, rel=1e-3)
     monkeypatch.setattr(cline, "mask_tokens", lambda ids, maskable, _: (ids, maskable & False))
     loss, values = cline.compute_loss(model, cline.make_batch(rows, model), len(rows), args)

@@ -1,4 +1,4 @@
-"""dclr.py: anchors without negatives, blocks, the guide, the first loss with its noise."""
+"""Test dclr.py: anchors without negatives, the loss in blocks, the guide, the first loss with its noise."""
 import json
 import shutil
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ TEXTS = [row[0] for row in SENTENCES]
 
 
 def test_an_anchor_without_negatives_has_loss_0():
-    """But a NaN is not mistaken for one: else a run with NaN weights would go on unnoticed."""
+    """A NaN embedding gives loss NaN, not 0. Otherwise, a run with NaN weights would go on unnoticed."""
     z, f = torch.randn(2, 4, 8), torch.ones(4, 4)
     assert dclr.dclr_loss(*z, z[0, :0], f, f, 0.9) == 0
     z[0, 1, 0] = torch.nan
@@ -35,8 +35,8 @@ def test_code_form_in_blocks_equals_the_whole_matrix(monkeypatch):
 
 @pytest.fixture(scope="module")
 def guides(bert, tmp_path_factory):
-    """Return {name: folder} of two guides. mean: modules.json with mean pooling, and another vocabulary;
-    pooler: a pooler."""
+    """Return {name: folder} of two guides. "mean" has modules.json with mean pooling, and a vocabulary in
+    another order. "pooler" has no saved settings, but a pooler."""
     mean = shutil.copytree(bert, tmp_path_factory.mktemp("guides") / "mean")
     modules = [dict(path="", type="models.Transformer"), dict(path="1_Pooling", type="models.Pooling")]
     (mean / "modules.json").write_text(json.dumps(modules))
@@ -50,7 +50,7 @@ def guides(bert, tmp_path_factory):
 
 @pytest.mark.parametrize("name, how", [("pooler", "pooler"), ("mean", "avg")])
 def test_guide_embeds_as_its_folder_describes(name, how, guides):
-    """The guide is in eval mode and frozen. Without saved settings it uses its pooler."""
+    """The guide is in eval mode and frozen. Without saved settings, the guide uses its pooler."""
     args = SimpleNamespace(guide=guides[name], max_length=32)
     guide = dclr.build_guide(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
     wanted = embed_saved(guides[name], TEXTS[:8], how)
@@ -64,9 +64,9 @@ def test_guide_embeds_as_its_folder_describes(name, how, guides):
     ("code", 1.3, "pooler", "--noise-steps 2 --temperature 0.1", (2, 1e-3, 0.1))])
 def test_first_loss_matches_the_formula(form, per_sentence, pooling, more, ascent, bert, guides, tmp_path,
                                         monkeypatch):
-    """The first loss equals the formula on the embeddings of model and guide, which have their own
-    tokenizers, and on the sampled noise. The models have no dropout, and the batch holds all rows. With
-    --form code the head is on top of the pooler. noise_negatives gets the noise flags."""
+    """The first loss equals the formula on the embeddings of model and guide, and on the sampled noise. Model
+    and guide have different tokenizers and no dropout, and the batch holds all rows. With --form code the
+    head follows the pooler. noise_negatives gets the values of the noise flags."""
     ascend = Mock(wraps=dclr.noise_negatives)
     monkeypatch.setattr(dclr, "noise_negatives", ascend)
     rows = SENTENCES[:10] + SENTENCES[:2]                      # two sentences occur twice
@@ -75,11 +75,11 @@ def test_first_loss_matches_the_formula(form, per_sentence, pooling, more, ascen
     result = run_text("dclr", tmp_path, rows, *flags, *ONE_BATCH)
     linear, texts = result.model.head[-2], [row[0] for row in rows]
     z = torch.tanh(linear(embed_saved(bert, texts, pooling))).detach().double()
-    f = embed_saved(guides["mean"], texts, "avg").double()     # φ differs from all cosines by 0.001 at least
-    assert 4 < (1 - loss_formulas.instance_weights(f, f, 0.99)).sum() < 100    # the duplicates and others
+    f = embed_saved(guides["mean"], texts, "avg").double()     # all cosines differ from φ by at least 0.001
+    assert 4 < (1 - loss_formulas.instance_weights(f, f, 0.99)).sum() < 100    # 4 pairs are duplicates
     noise, settings = ascend.call_args_list[0].args[2].double(), ascend.call_args_list[0].args[3:]
     assert noise.shape == (int(per_sentence * 12), 32) and settings == (*ascent, form)
-    assert noise.square().sum() / 32 == pytest.approx(len(noise), rel=0.1)     # Gaussian
+    assert noise.square().sum() / 32 == pytest.approx(len(noise), rel=0.1)     # standard normal noise
     moved = loss_formulas.noise_negatives(z, z, noise, *ascent, form) if len(noise) else noise
     expected = loss_formulas.dclr_loss(z, z, moved, f, f, 0.99, result.args.temperature, form)
     assert result.losses == pytest.approx([expected.item()], abs=2e-4)

@@ -1,4 +1,4 @@
-"""ease.py: sampling of hard negatives, the first loss, training of the entities."""
+"""Test ease.py: sampling of hard negatives, the first loss, and training of the entity vectors."""
 from unittest.mock import Mock
 
 import pytest
@@ -22,9 +22,9 @@ def write_tsv(path, rows):
 
 @pytest.mark.parametrize("page", [[], ["origin_entity"]])
 def test_hard_negatives_share_a_type_and_are_not_on_the_page(page, tmp_path):
-    """A row's hard negatives are different entities of one of its types that are not on its page; all of them
-    are sampled. Without a column for the page, or with an empty cell, the text is the page. The sample
-    depends on seed, epoch and row only."""
+    """The hard negatives of a row are distinct entities of one of its types that are not on its page. In 200
+    epochs, all these entities are sampled. If the page column is missing or its cell is empty, the text is
+    the page. The sample depends only on seed, epoch and row."""
     pages = ["" if i % 2 == 0 else f"p{i % 4}" for i in range(36)]
     links = [(f"T{i % 9}", f"e{i % 12}", ("a", "b", "a|b")[i % 3], pages[i]) for i in range(36)]
     header = "text", "entity", "entity_type", *page
@@ -47,11 +47,11 @@ def test_hard_negatives_share_a_type_and_are_not_on_the_page(page, tmp_path):
 
 @pytest.mark.parametrize("form, m, kind, tau, equals", [
     ("paper", 0, "none", 0.1, None), ("paper", 1, "tanh", 0.1, "keep"), ("paper", 3, "linear", 100, None),
-    ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100 tests the default flags
+    ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100: no flags, but defaults
 def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, bert, monkeypatch):
-    """The first loss equals the formula on the embeddings of the model. With --form code, negatives come from
-    groups of 8 and 4 rows, also on a rank with only these 4, and equal entities are not masked by default.
-    The columns have the released names, or other accepted names and another order."""
+    """The first loss equals the formula on the model's embeddings. With --form code, negatives come from
+    groups of 8 and 4 rows, also on a rank that has only the last 4 rows, and equal entities are not masked by
+    default. With --form paper, the file has other accepted column names, in another order."""
     rows, paper = ROWS[:8] + ROWS[:4], form == "paper"         # four entities occur twice
     renamed = [["language", "negative_entity", "entity", "sentence"]]
     renamed += [["de", row[2], row[1].replace(" ", "_"), row[0]] for row in rows]
@@ -91,8 +91,8 @@ def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, be
 
 @pytest.mark.parametrize("form, epochs", [("paper", [0, 0, 0, 1, 1, 1, 2]), ("code", [0] * 7)])
 def test_entities_in_training(form, epochs, tmp_path, bert, monkeypatch):
-    """Hard negatives are sampled in each epoch, or with --form code once. Training changes the vectors of the
-    entities that it uses, and they are not saved with the encoder."""
+    """Hard negatives are sampled in each epoch; with --form code, only once. Training changes the vectors of
+    the entities in its batches. The saved encoder does not contain these vectors."""
     path = write_tsv(tmp_path / "data.tsv", [row[:2] + row[3:] for row in [HEAD, *ROWS[:22]]])
     titles, sampled = sorted({row[1] for row in ROWS[:22]}), Mock(wraps=sample_entities)
     vectors = write_tsv(tmp_path / "vectors", [[f"ENTITY/{title}", "0.5 -0.5 0.25"] for title in titles])

@@ -1,4 +1,4 @@
-"""Which checkpoint a script keeps, and what --evaluate scores."""
+"""Test which checkpoint a script keeps, and which score --evaluate prints."""
 import copy
 import importlib
 from pathlib import Path
@@ -12,7 +12,7 @@ SMALL = ["--model", "scratch", "--batch-size", 8]
 
 
 def evaluate(name, capsys, *flags):
-    """Run --evaluate and return its last line. Check that no file in the working folder changes."""
+    """Run a script with --evaluate, check that it changes no file, and return its last printed line."""
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
     capsys.readouterr()
     importlib.import_module(name).main(["--evaluate", *map(str, flags)])
@@ -21,8 +21,8 @@ def evaluate(name, capsys, *flags):
 
 
 def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
-    """A better score on --dev replaces the checkpoint. An equal score does not, and the score before training
-    does not count. --test evaluates the kept checkpoint."""
+    """A higher score on --dev replaces the checkpoint; an equal score does not. The score before training
+    does not count. --test scores the checkpoint that is kept."""
     scores, seen = iter([9.0, 1.0, 3.0, 3.0, 2.0, 7.0]), []
 
     def next_score(model, *_):
@@ -39,8 +39,8 @@ def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
 
 
 def test_the_mean_over_test_sets(cwd, bert, capsys):
-    """The last line has the mean score of --test; --dev does not count. This folder has no saved pooling, so
-    --pooling gives it."""
+    """The last line has the mean score over the files of --test, without --dev. The model's folder does not
+    name a pooling, so the flag --pooling is needed."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
     flags, files = ["--model", bert, "--pooling", "avg"], ["one.tsv", few_pairs(Path(), 30)]
     alone = [float(evaluate("simcse", capsys, *flags, "--test", file).split()[1]) for file in files]

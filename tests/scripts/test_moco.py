@@ -1,5 +1,5 @@
-"""moco.py: queue, memory bank, key encoder, split and shuffled batch norms. The order of a step's parts and
-several processes are tested in tests/training/images/test_dataset.py."""
+"""Test moco.py: queue, memory bank, key encoder, split batch norm, and shuffled keys. The order of operations
+in a step, and several processes, are tested in tests/training/images/test_dataset.py."""
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -28,8 +28,8 @@ def test_enqueue_overwrites_the_oldest_keys():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_step_with_a_memory_bank(momentum, monkeypatch):
-    """A query's positive is its own slot, its negatives are sampled slots. Then only the slots of these
-    images move towards the queries, and stay unit vectors."""
+    """The positive of a query is the bank's slot of the same image; the negatives are sampled slots. The step
+    moves only the slots of the batch's images. They move towards the queries, and stay unit vectors."""
     torch.manual_seed(11)
     bank, q, rows = F.normalize(randn(7, 5), dim=1), randn(3, 5, requires_grad=True), [4, 0, 6]
     sampled = torch.tensor([0, 2, 2, 5])
@@ -42,13 +42,13 @@ def test_a_step_with_a_memory_bank(momentum, monkeypatch):
     torch.testing.assert_close([loss, gradients[0]], [wanted, gradients[1]], rtol=1e-10, atol=1e-10)
     moved = F.normalize(momentum * bank[rows] + (1 - momentum) * F.normalize(q.detach(), dim=1), dim=1)
     expected = bank.index_copy(0, torch.tensor(rows), moved)
-    torch.testing.assert_close(model.queue, expected, rtol=1e-6, atol=1e-6)       # updates are in float32
+    torch.testing.assert_close(model.queue, expected, rtol=1e-6, atol=1e-6)   # the bank is updated in float32
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.999, 1.0])
 def test_update_key_encoder(momentum):
-    """Weights follow those of the query encoder: 0 copies and 1 freezes exactly. Batch norms of the key
-    encoder keep their own statistics."""
+    """The key encoder's weights follow those of the query encoder. Momentum 0 copies the weights exactly;
+    momentum 1 keeps the old weights exactly. Batch norms of the key encoder keep their running statistics."""
     query, key = (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double() for _ in range(2))
     query[1].running_mean += 5
     wanted = [momentum * k + (1 - momentum) * q for k, q in zip(key.parameters(), query.parameters())]
@@ -59,8 +59,8 @@ def test_update_key_encoder(momentum):
 
 
 def test_split_batch_norm():
-    """The layer equals a separate batch norm for each split; running statistics are their mean. In eval mode
-    it is an ordinary batch norm."""
+    """The outputs equal those of one batch norm per split. The running statistics are the mean over these
+    batch norms. In eval mode, the layer is an ordinary batch norm."""
     x, parts = randn(8, 3, 4, 4), [nn.BatchNorm2d(3).double() for _ in range(4)]
     network = nn.Sequential(nn.BatchNorm2d(3).double())
     moco.use_split_batch_norm(network, split_size=2)
@@ -82,7 +82,7 @@ def test_keys_are_shuffled_for_encoding_only():
 
 
 def test_symmetric_uses_each_view_as_query_and_as_key(monkeypatch):
-    """Both losses are added. Keys of the first views enter the queue first."""
+    """The losses of both directions are added. The keys of the first views enter the queue first."""
     first, second, queue = F.normalize(randn(3, 4, 6), dim=2)
     monkeypatch.setattr(moco, "augment", lambda x, _: x)
     images = SimpleNamespace(training_views=iter([torch.cat([first, second])]))

@@ -1,5 +1,5 @@
-"""The numbers of the papers and of their released code, for all ten scripts: defaults of flags, optimizers,
-clipping, learning rates and linear probes."""
+"""Test that the ten scripts use the numbers of the papers and of their released code: defaults of flags,
+optimizers, clipping, learning rates and linear probes."""
 import importlib
 import math
 from types import SimpleNamespace
@@ -26,16 +26,16 @@ SG = dict(objective="opt3", temperature=0.01, regulariser_weight=0.1, projection
 IMAGENET = dict(model="resnet-50", image_size=224, batch_size=256, epochs=200, lr=0.03, weight_decay=1e-4,
                 queue_size=65536, momentum=0.999, crop=0.2, bn_splits=8, projection_dim=128)
 V1, V2 = dict(head_layers=1, temperature=0.07, blur=0), dict(head_layers=2, temperature=0.2, blur=0.5)
-# script, flags, defaults
+# (script, flags, {flag: its default})
 DEFAULTS = [
     ("simcse", "--columns 1", SIMCSE | dict(batch_size=64, lr=3e-5, epochs=1)),
     ("simcse", "--columns 1 2 3", SIMCSE | dict(batch_size=512, lr=5e-5, epochs=3)),
     ("selfguided", "--columns 1", SG | dict(view_pooling="max")),
     ("selfguided", "--columns 1 --form code", SG | dict(view_pooling="mean")),
     ("cline", "", CLINE | dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, max_length=512,
-                               length=30_000, warmup_part=60, eps=1e-8)),        # warm-up of 500 steps
+                               length=30_000, warmup_part=60, eps=1e-8)),        # warm-up: 500 steps
     ("cline", "--form code", CLINE | dict(synonym_rate=0.5, antonym_rate=0.5, batch_size=128, max_length=256,
-                                          length=1_000_000, warmup_part=100, eps=1e-6)),  # of 10,000 steps
+                                          length=1_000_000, warmup_part=100, eps=1e-6)),  # warm-up: 10,000
     ("tacl", "", dict(temperature=0.01, contrastive_weight=1, similarity="cosine", batch_size=256, lr=1e-4,
                       steps=150_000, max_length=256, eval_every=10_000, whole_word=False)),
     ("ease", "", EASE | dict(form="paper", entity_map="linear", hard_negative_weight=0, equal_entities="mask",
@@ -43,7 +43,7 @@ DEFAULTS = [
     ("ease", "--form code", EASE | dict(entity_map="tanh", hard_negative_weight=1, equal_entities="keep",
                                         negative_group_size=8)),
     ("vascl", "--columns 1", VASCL | dict(form="code", radius=15)),
-    ("vascl", "--columns 1 --form paper", VASCL | dict(radius=None, relative_radius=0.25)),     # our own
+    ("vascl", "--columns 1 --form paper", VASCL | dict(radius=None, relative_radius=0.25)),  # our own value
     ("dclr", "--columns 1", dict(
         temperature=0.05, phi=0.9, noise_per_sentence=1, noise_steps=4, noise_step_size=1e-3,
         noise_temperature=0.05, batch_size=128, epochs=3, lr=3e-5, max_length=32, eval_every=125,
@@ -59,7 +59,7 @@ DEFAULTS = [
         blur=0.5, probe_epochs=90)),
     ("simclr", "--recipe code", dict(
         lr=0.075, lr_scaling="sqrt", weight_decay=1e-4, temperature=0.1, head_layers=3, form="code")),
-    ("simclr", "--epochs 500 --recipe cifar", dict(                              # a flag wins over a recipe
+    ("simclr", "--epochs 500 --recipe cifar", dict(                           # --epochs overrides the recipe
         model="resnet-18", batch_size=512, epochs=500, lr=1.0, lr_scaling="linear", weight_decay=1e-4,
         temperature=0.5, head_layers=3, form="code", colour=0.5, blur=0)),
     ("simclr", "--recipe v2", dict(lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, epochs=800,
@@ -80,7 +80,7 @@ DEFAULTS = [
 
 @pytest.fixture(scope="module")
 def large_files(tmp_path_factory):
-    """Return {script: data with as many rows as the largest batch}."""
+    """Return ({script: data file}, data file of other scripts), with enough rows for default batches."""
     folder = tmp_path_factory.mktemp("large")
     files = {"text": "".join(f"sentence {i}\tpositive {i}\tother {i}\n" for i in range(1024)),
              "ease": "text\tentity\tnegative_entity\n" + "".join(f"{i}\te{i}\tother\n" for i in range(128)),
@@ -104,10 +104,10 @@ def test_defaults_of_flags(name, flags, wanted, large_files):
 
 # ── optimizers, clipping and learning rates ─────────────────────────────────────────────────────────────────
 
-LINEAR = [1 - step / 10 for step in range(10)]                 # decay to 0 from the first step on
-WARM_UP = [0, *(1 - step / 9 for step in range(9))]            # one step of warm-up, a tenth of the steps
+LINEAR = [1 - step / 10 for step in range(10)]                 # linear decay to 0, from the first step on
+WARM_UP = [0, *(1 - step / 9 for step in range(9))]            # one of ten steps is warm-up
 COSINE = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
-WARM_COSINE = [0, 1 / 2, *((1 + math.cos(math.pi * step / 8)) / 2 for step in range(8))]       # two steps
+WARM_COSINE = [0, 1 / 2, *((1 + math.cos(math.pi * step / 8)) / 2 for step in range(8))]  # 2 steps of warm-up
 TEXT = ["--model", "scratch", "--lr", 1e-3, "--batch-size", 4, "--data"]
 ONE_COLUMN, TRIPLES = [*TEXT, DATA / "sentences.txt"], [*TEXT, DATA / "nli.csv"]
 CHILD_RUN = [*TEXT, DATA / "topics.tsv", "--mode"]
@@ -115,8 +115,8 @@ PICTURES = ["--model", "resnet-small", "--lr", 0.32, "--batch-size", 8, "--probe
             "--data", "IMAGES"]
 MOCO = [*PICTURES, "--queue-size", 16, "--bn-splits", 2]
 ADAM, ROBERTA = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0), dict(betas=(0.9, 0.999), eps=1e-6)
-# script, flags, learning rates of ten steps, norm to which gradients are clipped, settings of each group of
-# weights. An epoch of eight images has one step, or two steps of four images.
+# {run: (flags, factors of --lr in ten steps, norm to which gradients are clipped or None, settings of each
+# parameter group)}. An epoch of eight images is one step, or two steps with batches of four images.
 RUNS = {
     "simcse": (TRIPLES, LINEAR, 1, [ADAM]),
     "selfguided": ([*ONE_COLUMN, "--projection-dim", 16], WARM_UP, 1,
@@ -145,7 +145,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_optimizers_and_learning_rates(name, tmp_path, bert, monkeypatch):
-    """In ten steps. The rate of image scripts is multiplied by batch / 256, or by the root of the batch."""
+    """Image scripts multiply --lr by batch / 256 or, with --lr-scaling sqrt, by the root of the batch."""
     flags, rates, norm, groups = RUNS[name]
     (tmp_path / "documents").write_text("A man eats.\nHe likes it.\n\nA dog runs.\nIt is fast.\n")
     paths = dict(IMAGES=few_images(tmp_path, 8), GUIDE=bert, DOCUMENTS=tmp_path / "documents")
@@ -168,7 +168,7 @@ def test_optimizers_and_learning_rates(name, tmp_path, bert, monkeypatch):
     ("simclr", "--image-size 224", 4096, [1.6, 0.8, 0], dict(nesterov=True, weight_decay=1e-6)),
     ("moco", "", 256, [30, 30, 0.3], dict(init_std=0.01))])
 def test_linear_probes(name, flags, batch, rates, settings, monkeypatch):
-    """Batch, settings, and the learning rates of the first step, halfway and after the last step."""
+    """Check batch size, settings, and learning rates in the first step, halfway and after the last step."""
     script, train_probe = importlib.import_module(name), Mock()
     monkeypatch.setattr(script, "train_probe", train_probe)
     args = script.make_parser().parse_args(["--data", "x", *flags.split()])

@@ -1,4 +1,4 @@
-"""--precision: the dtypes in which the kernels of each script multiply."""
+"""Test --precision: the dtypes in which the kernels of each script multiply matrices."""
 import pytest
 import torch
 
@@ -7,8 +7,8 @@ from running import DATA, SENTENCES, few_images, run
 
 TEXT = ["--model", "scratch", "--batch-size", 8, "--data"]
 PICTURES = ["--model", "resnet-small", "--data", "IMAGES", "--batch-size", 8, "--probe-epochs", 0]
-UNIT, ANY = torch.float16, torch.bfloat16                      # dtype for rows of length 1, and of any length
-# script, flags, dtypes in which the kernels multiply in training with --precision bf16
+UNIT, ANY = torch.float16, torch.bfloat16                      # dtypes: for unit rows, for other rows
+# (script, flags, dtypes in which its kernels multiply in training with --precision bf16)
 CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {UNIT}),
          ("simcse", [*TEXT, DATA / "sentences.txt", "--mlm-weight", 1], {UNIT, ANY}),
          ("selfguided", [*TEXT, DATA / "sentences.txt", "--projection-dim", 64], {UNIT}),
@@ -25,8 +25,8 @@ CALLS = [("simcse", [*TEXT, DATA / "nli.csv"], {UNIT}),
 @pytest.mark.parametrize("precision, impl, name, flags, wanted", [
     *(("bf16", "blockwise", *call) for call in CALLS), *(("fp32", "eager", *call) for call in CALLS[::2])])
 def test_dtypes_of_products_and_gradients(name, flags, wanted, precision, impl, bert, tmp_path, monkeypatch):
-    """Kernels multiply in the dtypes of CALLS, or in float32 with --precision fp32. They get float32 rows and
-    return float32 gradients that were not rounded to 16 bits. --impl reaches all of them."""
+    """Kernels multiply in the dtypes of CALLS, or in float32 with --precision fp32. The kernels get float32
+    rows, and return float32 gradients that were not rounded to 16 bits. --impl applies to all kernels."""
     documents = tmp_path / "documents.txt"
     lines = [row[0] for row in SENTENCES[:80]]
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))

@@ -1,4 +1,4 @@
-"""The recipes of docs/others.md: apply the blocks to a copy of simcse.py exactly as printed, and train."""
+"""Test the recipes of docs/others.md: apply their code blocks to a copy of simcse.py, and train with it."""
 import csv
 import importlib.util
 import re
@@ -25,12 +25,12 @@ COLUMNS = ["query", "positive", "negative"]
 
 
 def blocks(name, language):
-    """Return the code blocks of a recipe in this language."""
+    """Return the code blocks of a recipe in a language: python or diff."""
     return re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[NAMES[name]], re.M | re.S)
 
 
 def edit(text, diff):
-    """Return the text after the changes of a diff block, in which an empty line separates the changes."""
+    """Return the text after the changes of a diff block, which are separated by empty lines."""
     for change in diff.split("\n\n") if diff else ():
         lines = change.splitlines()
         old, new = ("".join(line[1:] + "\n" for line in lines if line[0] != sign) for sign in "+-")
@@ -41,7 +41,7 @@ def edit(text, diff):
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory):
-    """Write the four edited copies of simcse.py, and margin.py, to a folder from which they are imported."""
+    """Write the edited copies of simcse.py (one per recipe, and margin.py) to a folder on the import path."""
     folder = tmp_path_factory.mktemp("copies")
     for name in NAMES:
         assert f"cp simcse.py {name}.py\n" in SECTIONS[NAMES[name]]
@@ -74,8 +74,8 @@ def test_matryoshka_loss_is_the_sum_over_widths(copies):
 
 @pytest.mark.parametrize("name", ["teacher", "margin"])
 def test_first_loss_of_a_teacher(name, copies, tmp_path, bert, monkeypatch):
-    """The loss equals the formula, in float64, although rows are shuffled. It is that of a rank which has the
-    first 7 of the 12 rows of a batch."""
+    """The first loss equals the formula in float64, although rows are shuffled. The tested rank has the first
+    7 rows of a batch of 12, and computes their part of the loss."""
     monkeypatch.setattr(importlib.import_module(name), "own_rows", lambda rows: slice(7))
     file = write_table(tmp_path / "scored.csv", [*COLUMNS, "positive_score", "negative_score"], ROWS)
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--columns", *COLUMNS, "--temperature", 0.2]
@@ -93,8 +93,8 @@ def test_first_loss_of_a_teacher(name, copies, tmp_path, bert, monkeypatch):
 
 
 def test_lora(copies, tmp_path, monkeypatch):
-    """Only LoRA matrices train, and the saved folder gives the embeddings that were scored: base and adapter,
-    or merged as printed."""
+    """Only LoRA matrices train. Three models give the embeddings of the trained model: the base with the
+    saved adapter, the saved folder, and the folder that the printed code merges."""
     peft = pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     small_model("Qwen2", Path("base"))
@@ -124,8 +124,8 @@ def test_lora(copies, tmp_path, monkeypatch):
 
 
 def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
-    """Batches are full; data sets are drawn in proportion to their size; each pass has a row at most once.
-    The first loss of a run is that of the first batch."""
+    """Batches are full. Data sets are drawn in proportion to their size, and each pass over a data set has
+    each row at most once. The first loss of a run is that of the first batch."""
     names = sorted(24 * ["a"] + 11 * ["b"], key=lambda name: torch.rand(()).item())
     rows = [[name, *row[:2]] for name, row in zip(names, NLI)]
     file = write_table(tmp_path / "mixed.csv", ["dataset", *COLUMNS[:2]], rows)

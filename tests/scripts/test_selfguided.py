@@ -1,4 +1,4 @@
-"""selfguided.py: the first loss, the two copies of the encoder, the sampled layers, columns of sentences."""
+"""Test selfguided.py: the first loss, the two copies of the encoder, sampled layers, columns of sentences."""
 from unittest.mock import Mock
 
 import pytest
@@ -20,8 +20,8 @@ TEXT = [row[0] for row in ROWS]
     ("base", "--layers 2", "max", [2]), ("opt1", "--layers 2 --form code", "mean", [2]),
     ("opt2", "--layers 0 --view-pooling sum", "sum", [0]), ("opt3", "--temperature 0.1", "max", range(4))])
 def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_path, bert, monkeypatch):
-    """The first loss equals the formula on states of one sentence at a time. The views do not depend on the
-    tuned copy, or on whether rows are encoded in one group or in groups of similar length."""
+    """The first loss equals the formula on hidden states of one sentence at a time. The views depend neither
+    on the weights of the tuned copy nor on how rows are grouped for encoding."""
     flags = ["--objective", objective, "--lr", 0, "--projection-dim", 16, *ONE_BATCH, *flags.split()]
     result = run_text("selfguided", tmp_path, ROWS, "--model", bert, *flags)
     model, head = result.model, result.model.projection
@@ -44,9 +44,9 @@ def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_p
 
 @pytest.mark.parametrize("form", ["paper", "code"])
 def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_path, monkeypatch):
-    """Six steps change all weights of the tuned copy T except its embedding layer, and no weight of the fixed
-    copy F. state.pt has no F. F has dropout with --form code only. The regulariser's gradient is 2λ (θ_T −
-    θ_F); its value is 0, not NaN, while T equals F."""
+    """Six steps change all weights of the tuned copy T except the embedding layer, and no weight of the fixed
+    copy F. state.pt does not contain F. Only --form code gives F dropout. The regulariser has the gradient 2λ
+    (θ_T − θ_F). The regulariser's value is 0, not NaN, while T equals F."""
     flags = ["--model", "scratch", "--form", form, "--projection-dim", 16, "--regulariser-weight", 0.3]
     made, build_model = [], selfguided.build_model
     monkeypatch.setattr(selfguided, "build_model", lambda *given: made.append(build_model(*given)) or made[0])
@@ -73,7 +73,7 @@ def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_pat
 
 
 def test_one_layer_is_sampled_per_sentence(monkeypatch):
-    """Each number in a view is the index of its layer, one of three."""
+    """The views are made so that each number in a view is the index of its layer: 0, 1 or 2."""
     views, loss = torch.arange(3.0)[:, None].expand(600, 3, 4), Mock(return_value=torch.zeros(()))
     monkeypatch.setattr(selfguided, "selfguided_loss", loss)
     model = Mock(return_value=views[:, 0], projection=torch.nn.Identity(), device=views.device, bf16=False)
@@ -85,10 +85,10 @@ def test_one_layer_is_sampled_per_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize("content, sentences", [
-    ("sentence1\tscore\tsentence2\tgenre\nA\t5\tB\tx\nC\t0.5\t7\tx\n", "A B C 7"),     # by name
+    ("sentence1\tscore\tsentence2\tgenre\nA\t5\tB\tx\nC\t0.5\t7\tx\n", "A B C 7"),     # known names
     ("A\tB\t5\nC\t7\t0.5\n", "A B C 7")])
 def test_columns_of_sentences(content, sentences, tmp_path):
-    """Sentences are read from the named columns, else from all columns that are not numeric."""
+    """Sentences come from columns with known names or, without such names, from non-numeric columns."""
     (tmp_path / "a.tsv").write_text(content)
     args = selfguided.make_parser().parse_args(["--data", "x", "--batch-size", "2"])
     assert [text for _, (text,) in selfguided.load_data(tmp_path / "a.tsv", args)] == sentences.split()

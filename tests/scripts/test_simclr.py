@@ -1,5 +1,5 @@
-"""simclr.py: LARS and other optimizers, projection heads and the stages of v2. Augmentation
-and several processes are tested in tests/training/images."""
+"""Test simclr.py: LARS and other optimizers, projection heads, and the stages of SimCLR v2. Augmentation and
+several processes are tested in tests/training/images."""
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -28,7 +28,7 @@ def flags(*given):
 
 
 def test_lars_steps():
-    """Three steps with falling rates of a matrix, a bias, and a matrix of zeros, whose step is not scaled."""
+    """Three steps equal the formula, for a matrix, a bias, and a zero matrix with an unscaled first step."""
     weights = [randn(3, 4), randn(3), torch.zeros(2, 2, dtype=torch.float64)]
     tensors, momenta = [torch.nn.Parameter(w.clone()) for w in weights], [0, 0, 0]
     optimizer = simclr_lars.LARS(tensors, lr=0.5, weight_decay=0.01)
@@ -48,8 +48,8 @@ def test_lars_steps():
 @pytest.mark.parametrize("optimizer, decay, trust", [
     ("lars", 0.1, 0.001), ("sgd", 0.1, None), ("nesterov", 0.0, None), ("adam", 0.0, None)])
 def test_weight_decay_and_classifiers(optimizer, decay, trust):
-    """decay is that of the norms (LARS itself leaves them out). LARS does not scale the steps of a classifier
-    by the norm of its weights, which start at 0 and would stay there."""
+    """`decay` is the weight decay in the group of batch norms; LARS does not apply it. LARS does not scale
+    the steps of a classifier by the norm of its weights, which start at 0 and would stay 0."""
     model = torch.nn.Module()
     model.encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
     model.head, model.classes = torch.nn.Sequential(torch.nn.Linear(8, 2)), ["a", "b"]
@@ -72,7 +72,7 @@ def test_weight_decay_and_classifiers(optimizer, decay, trust):
 @pytest.mark.parametrize("form, norm, norms", [
     ("paper", None, False), ("code", None, True), ("paper", True, True)])
 def test_layers_of_projection_heads(form, norm, norms, layers):
-    """With batch norms, linear layers have no bias, and the bias of the last norm is not trained."""
+    """With batch norms, linear layers have no bias, and the bias of the last batch norm is not trained."""
     args = SimpleNamespace(head_layers=layers, projection_dim=4, form=form, head_norm=norm)
     head = simclr.projection_head(8, args)
     inner = ["Linear", "BatchNorm1d", "ReLU"] if norms else ["Linear", "ReLU"]
@@ -83,7 +83,7 @@ def test_layers_of_projection_heads(form, norm, norms, layers):
 
 
 def test_batch_norms_are_synchronised_and_saved_as_plain_ones(tmp_path):
-    """On several GPUs all batch norms see the whole batch. A head that was trained there loads on one GPU."""
+    """On several GPUs, batch norms see the whole batch. A head trained on several GPUs loads on one."""
     args = flags("--model", "resnet-small", "--form", "code")
     run = SimpleNamespace(world_size=2, device=torch.device("meta"), bf16=False, args=args)
     model = simclr.build_model(args, SimpleNamespace(is_small=True), run)
@@ -101,8 +101,8 @@ def test_batch_norms_are_synchronised_and_saved_as_plain_ones(tmp_path):
 
 @pytest.mark.parametrize("given", ["--distill t --temperature 0.3", "--finetune x"])
 def test_loss_of_a_classifier(given, monkeypatch):
-    """For this rank's half of the images, it is the cross entropy with the labels, or with the predictions of
-    the teacher, in eval mode, at --temperature."""
+    """This rank has half of the images. Its loss is half the mean cross entropy of these images with their
+    labels or, at --temperature, with the predictions of the teacher in eval mode."""
     teacher = ImageEncoder(load_image_encoder("resnet-small", True), torch.nn.Linear(256, 3), classes="abc")
     monkeypatch.setattr(simclr_v2, "load_classifier", lambda *_: teacher.train())
     monkeypatch.setattr(simclr_v2, "own_rows", lambda count: slice(4, count))
@@ -131,8 +131,8 @@ def test_the_seed_decides_which_labels_are_kept():
 
 
 def test_finetuning_and_distillation(tmp_path):
-    """Fine-tuning keeps --from-layer layers of the saved head, uses a fraction of each class, and learns. The
-    saved classifier gives the same logits after loading, and a student learns from it."""
+    """Fine-tuning keeps --from-layer layers of the saved head, trains on a share of each class, and learns.
+    The saved classifier gives the same logits after loading. A student learns from this classifier."""
     with np.load(DATA / "shapes.npz") as file:
         x, y = file["images"][:260, ::2, ::2] // 2, file["labels"][:260] % 3
     x[np.arange(260), :, :, y] += 120                          # each class has a colour
@@ -140,7 +140,7 @@ def test_finetuning_and_distillation(tmp_path):
     np.savez(data, images=x[:200], labels=y[:200] + 5, test_images=x[200:], test_labels=y[200:] + 5)
     run("simclr", first, "--data", data, *SMALL, "--steps", 2, "--head-layers", 3, "--form", "code")
     head = load_file(first / "head.safetensors")
-    for layer, last in ((0, 0), (1, 3), (3, 8)):               # place of the new layer
+    for layer, last in ((0, 0), (1, 3), (3, 8)):               # last: index of the new layer
         args = flags("--from-layer", str(layer), "--model", str(first))
         start = FinetuneOrDistill(args, SimpleNamespace(classes=["5", "6", "7"]), None).make_head(256)
         assert len(start) == last + 1 and not start[-1].weight.any() and not start[-1].bias.any()

@@ -1,5 +1,5 @@
-"""simcse.py: the first loss and dropout. Its flags for lists of negatives and equal texts are
-tested in tests/training/test_data.py, the masked LM in test_mlm.py."""
+"""Test simcse.py: the first loss, the head and dropout. Lists of negatives and equal texts are tested in
+tests/training/test_data.py, the masked LM in tests/training/text/test_mlm.py."""
 import re
 
 import pytest
@@ -38,8 +38,8 @@ def test_head_of_the_first_token(columns, is_kept, tmp_path, bert):
 
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
 def test_set_dropout_equals_dropout_in_the_config(family, tmp_path):
-    """set_dropout gives the same bits as loading the model with this dropout in its config, also for families
-    whose own dropout is 0. The config, which is saved later, does not change."""
+    """After set_dropout, a model gives the same bits as one loaded with this dropout in its config, also in
+    families whose default dropout is 0. The config, which a run saves, does not change."""
     folder, ids, states = small_model(family, tmp_path), torch.arange(6, 46).view(4, 10), []
     encoder = AutoModel.from_pretrained(folder).train()
     config = encoder.config.to_dict()
@@ -54,7 +54,7 @@ def test_set_dropout_equals_dropout_in_the_config(family, tmp_path):
 
 
 def test_dropout_of_a_run(tmp_path):
-    """--dropout changes the losses."""
+    """The dropout of --model scratch is 0.1 by default. With --dropout 0 the loss differs."""
     rows, flags = [row[:1] for row in NLI[:12]], [*ONE_BATCH, "--lr", 0, "--model", "scratch"]
     own, same, none = (run_text("simcse", tmp_path / name, rows, *flags, *more).losses
                        for name, *more in (["own"], ["same", "--dropout", 0.1], ["none", "--dropout", 0]))

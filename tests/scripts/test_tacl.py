@@ -1,5 +1,5 @@
-"""tacl.py: the student's three losses against transformers' own, its scores, the frozen teacher,
-what is saved. Sentence pairs and masks are tested in tests/training/papers."""
+"""Test tacl.py: the student's three losses, compared with those of transformers, its scores, the frozen
+teacher, and the saved files. Sentence pairs and masks are tested in tests/training/papers."""
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from running import SENTENCES, equal, run
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Write --data and --dev, and return the flags that name them."""
+    """Write the files of --data and --dev, and return flags for a run on these files."""
     folder, lines = tmp_path_factory.mktemp("documents"), [line for line, in SENTENCES]
     for name, head, first, count in (("data", "", 0, 8), ("dev", "I\n", 500, 4)):
         documents = ["\n".join(lines[i : i + 5]) for i in range(first, first + 5 * count, 5)]
@@ -30,14 +30,14 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def with_heads(tmp_path_factory, bert):
-    """Write a BERT with all its heads and the tokenizer of `bert`."""
+    """Return a folder that contains a BERT with all its pre-training heads, and the tokenizer of `bert`."""
     folder, tokenizer = tmp_path_factory.mktemp("heads"), AutoTokenizer.from_pretrained(bert)
     torch.manual_seed(1)
     model = BertForPreTraining(BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         vocab_size=len(tokenizer), initializer_range=0.2, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0))
-    for parameter in model.cls.parameters():                   # biases, too
+    for parameter in model.cls.parameters():                   # also biases, which would be 0
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -45,8 +45,8 @@ def with_heads(tmp_path_factory, bert):
 
 
 def build(flags, model, **changes):
-    """Return (model, teacher, flags, nine pairs, nine sentences). `changes` replace flags; --max-length is
-    long, so that the pairs have many lengths."""
+    """Return (student, teacher, flags, nine sentence pairs, nine sentences). `changes` replace flags.
+    --max-length is 256, so that the pairs have many lengths."""
     args = tacl.make_parser().parse_args([*map(str, flags), "--model", str(model), "--dev-pairs", "9"])
     vars(args).update(max_length=256, **changes)
     torch.manual_seed(0)
@@ -56,19 +56,20 @@ def build(flags, model, **changes):
 
 
 def padded(rows, part, width):
-    """Return entry number `part` of each row, padded with 0 to the width."""
+    """Return entry number `part` of all rows as one tensor (rows, width), padded with 0."""
     return torch.stack([F.pad(torch.tensor(row[part]), (0, width - len(row[0]))) for row in rows]).long()
 
 
 @pytest.mark.parametrize("form", ["paper", "code"])
 @pytest.mark.parametrize("grad_accum, weight", [(1, 1), (4, 0.5)])
 def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, with_heads):
-    """Losses and gradients of micro-batches equal BertForPreTraining's own losses and the contrastive loss of
-    the whole batch; the decoder computes no logits. `evaluate` returns the same losses, and the accuracy."""
+    """Losses and gradients, summed over micro-batches, equal those of BertForPreTraining and of the
+    contrastive loss on the whole batch. The decoder computes no logits. `evaluate` returns equal losses and
+    the accuracy."""
     changes = dict(form=form, grad_accum=grad_accum, contrastive_weight=weight, impl="eager")
     model, teacher, args, rows, sentences = build(files, with_heads, **changes)
     for parameter in model.encoder.parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)   # unlike its teacher
+        parameter.data += 0.05 * torch.randn_like(parameter)   # makes the student differ from the teacher
     values, seen, decoder = Counter(), [], model.lm.get_output_embeddings()
     micro_batches = tacl.make_batch(rows, model.train(), args)
     lengths = sorted(len(row[0]) for row in rows)
@@ -99,18 +100,18 @@ def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, wit
     nsp = F.cross_entropy(library.seq_relationship_logits, labels).item()
     for found in (values, evaluated):
         assert [found["mlm"], found["nsp"]] == pytest.approx([library.loss.item() - nsp, nsp], abs=2e-5)
-        assert found["contrast"] == pytest.approx(contrast.item(), rel=2e-3)   # float32 at τ = 0.01
+        assert found["contrast"] == pytest.approx(contrast.item(), rel=2e-3)   # τ = 0.01 enlarges rounding
         total = found["mlm"] + found["nsp"] + weight * found["contrast"]
         assert found["loss"] == pytest.approx(total, abs=1e-4)
-    ends = real.sum(1) if form == "paper" else [256] * 9       # with form "code" padding may be nearest
+    ends = real.sum(1) if form == "paper" else [256] * 9       # "code": also compared with padding
     right = [i == cosines(s[row, i], t[row, : ends[row]]).argmax() for row, i in is_masked.nonzero()]
     assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3)
     assert 0.05 < np.mean(right) < 1
 
 
 def test_token_similarity(files, with_heads):
-    """Of each layer: without [CLS] and [SEP] the mean over sentences, with them the mean over token pairs. A
-    sentence of one word has no similarity of its own."""
+    """Each layer has two similarities: a mean over sentences, without [CLS] and [SEP], and a mean over all
+    pairs of tokens, with [CLS] and [SEP]. The first mean leaves out a sentence of one word."""
     model, teacher, args, rows, sentences = build(files, with_heads)
     found = tacl.evaluate(model, (rows, sentences), args, teacher)
     assert len(sentences[0][0]) == 3 and len(sentences) == 9
@@ -126,8 +127,8 @@ def test_token_similarity(files, with_heads):
 
 
 def test_missing_heads_and_frozen_teacher(tmp_path, files):
-    """Heads that a DistilBERT lacks are trained. The teacher is neither trained nor saved, and
-    model.train() does not turn its dropout on."""
+    """The heads that a DistilBERT lacks are added and trained. The teacher is frozen, is no part of the model
+    that is saved, and stays without dropout after model.train()."""
     folder = small_model("DistilBert", tmp_path, max_position_embeddings=512, initializer_range=0.02)
     model, teacher, args, rows, _ = build(files, folder)
     micro_batch, = tacl.make_batch(rows, model, args)
@@ -149,7 +150,7 @@ def test_missing_heads_and_frozen_teacher(tmp_path, files):
 
 
 def test_saved_student(tmp_path, files, bert):
-    """The printed line loads the encoder of state.pt, with its pooler but without heads and teacher."""
+    """The printed code loads the encoder of state.pt, with its pooler but without heads and teacher."""
     result, out = run("tacl", tmp_path / "out", *files, "--model", bert, "--steps", 2), tmp_path / "out"
     model = eval(result.said["load"], {"AutoModel": AutoModel})
     inside = {name.removeprefix("lm.bert."): weight for name, weight in result.state["model"].items()

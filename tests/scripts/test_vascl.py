@@ -1,4 +1,4 @@
-"""vascl.py: the first loss and its perturbation, distinct rows."""
+"""Test vascl.py: the perturbation δ, the first loss, and the removal of duplicate rows."""
 import numpy as np
 import pytest
 import torch
@@ -11,13 +11,13 @@ from running import NLI, ONE_BATCH, SENTENCES, embed_saved, equal, run_text
 
 
 def test_virtual_augmentation_leaves_everything_else_unchanged():
-    """δ has the length Δ. No gradient reaches embeddings or head, statistics of batch norms do not change,
-    and the function works without gradients around it."""
+    """Each row of δ has length Δ. Embeddings and head get no gradient, and the statistics of batch norms do
+    not change. The function also works within torch.no_grad()."""
     e, noise = randn(8, 6, 1).requires_grad_(), randn(8, 6, 2)
     head = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)).double()
     before = [x.clone() for x in head.buffers()]
     with torch.no_grad():
-        near = vascl.nearest_neighbours(e, 16)                 # too many: all other rows
+        near = vascl.nearest_neighbours(e, 16)                 # there are only 7 other rows
         delta = vascl.virtual_augmentation(e, head, near, noise, 2.0, 0.5)
     assert near.shape == (8, 7) and not delta.requires_grad
     assert delta.norm(dim=1).tolist() == pytest.approx([2] * 8, rel=1e-4)
@@ -28,9 +28,9 @@ def test_virtual_augmentation_leaves_everything_else_unchanged():
     ("paper", 1, "--radius 2"), ("code", 2, "--radius 2 --ascent-steps 2"), ("paper", 2, "--radius 0"),
     ("paper", 1, ""), ("code", 1, ""), ("code", 1, "--relative-radius 0.7")])
 def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, monkeypatch):
-    """Both terms of the first loss, and the head's gradients, equal the formulas on the embeddings of the
-    model. The model has no dropout, and the batch holds all rows. The length of δ is --radius, or a multiple
-    of the spread of the batch. The first direction is Gaussian in the paper, uniform in the code."""
+    """Both terms of the first loss, and the head's gradients, equal the formulas on the model's embeddings.
+    The model has no dropout, and the batch holds all rows. The length of δ is --radius, or a multiple of the
+    spread of the batch. The first direction of δ is Gaussian in the paper, uniform in the code."""
     noise = randn(12, 32, 20)
     if form == "paper":
         monkeypatch.setattr(torch, "randn_like", lambda x: noise.float())
@@ -39,7 +39,7 @@ def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, m
     rows = [row[:columns] for row in NLI[:12]]
     flags = ["--model", bert, "--lr", 0, "--head-lr", 0, "--neighbours", 3, *length.split(), *ONE_BATCH]
     result = run_text("vascl", tmp_path, rows, *flags, "--form", form)
-    order = next(batches(12, 12, result.args.seed))            # noise belongs to positions in the batch
+    order = next(batches(12, 12, result.args.seed))            # row i of the noise is for row i of the batch
     views = [embed_saved(bert, [rows[i][column] for i in order], "avg").double() for column in range(columns)]
     layers = list(result.model.projection.parameters())
     assert [tuple(weight.shape) for weight in layers] == [(32, 32), (128, 32)]             # no biases
@@ -62,8 +62,8 @@ def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, m
 
 
 def test_duplicates_are_dropped(tmp_path):
-    """9 of 12 rows are distinct, so the third batch of an epoch would have one sentence, without negatives:
-    it is left out."""
+    """9 of 12 rows are distinct. With batches of 4, the third batch of an epoch would have one sentence and
+    no negatives, so it is left out."""
     flags = ["--model", "scratch", "--batch-size", 4, "--neighbours", 3, "--epochs", 2]
     result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags)
     assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]

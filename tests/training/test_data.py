@@ -1,5 +1,5 @@
-"""Data files and rows in memory: every format, columns and their roles, lists in cells, and errors that name
-the file and the row."""
+"""Test the reading of data files and of rows in memory: formats, columns and their roles, lists in cells, and
+errors that name the file and the row."""
 import collections
 import csv
 import gzip
@@ -20,7 +20,7 @@ from running import NLI, ONE_BATCH, embed_saved, run_text
 
 NAMES = ["sent0", "sent1", "hard_neg"]
 A, LONG = 'He said: "No",\r\nand went.', "x " * 100_000
-OTHER = "A\x85b\u2028c\x0bd\x0ce \x0b"                          # str.splitlines would split it
+OTHER = "A\x85b\u2028c\x0bd\x0ce \x0b"                          # str.splitlines would split this text
 ROWS = [[A, OTHER, ", \u00e4"], [LONG, "", A]]
 FLAT = [[cell.replace("\r\n", " ") for cell in row] for row in ROWS]
 QUOTED = "\r\n".join(",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in ROWS)
@@ -42,7 +42,7 @@ DICTS = [dict(zip(NAMES, row)) for row in ROWS]
     ("jsonl", JSON_LINES, None, ROWS, "line 1")],
     ids="txt csv-header csv tsv-header tsv json-names json jsonl-names jsonl".split())
 def test_every_format_has_the_same_rows(kind, content, names, rows, place, compressed, tmp_path):
-    """A table can be read twice. Each row has its place in the file."""
+    """A table can be iterated twice. Each row comes with its place in the file."""
     path = tmp_path / (f"a.{kind}.gz" if compressed else f"a.{kind}")
     path.write_bytes(gzip.compress(content.encode()) if compressed else content.encode())
     header, table = read_table(path)
@@ -67,7 +67,7 @@ def test_every_format_has_the_same_rows(kind, content, names, rows, place, compr
     ("a.jsonl", '{"query": "A", "pos": ["b", " "]}\n', " line 1: an empty cell")])
 def test_wrong_files_are_refused(name, content, wanted, tmp_path, monkeypatch):
     """The message names the file, the row, and what is wrong."""
-    for package in ("pyarrow", "pyarrow.parquet"):             # as if it were not installed
+    for package in ("pyarrow", "pyarrow.parquet"):             # as if pyarrow were not installed
         monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=re.escape(name) + wanted):
@@ -97,7 +97,7 @@ def test_parquet(tmp_path):
     ("id,query,passage,label\n1,p,a,", ["3", "2"], "anchor passage, positive query", "ap"),
     ("Frage,Antwort\np,a", ["Antwort", "Frage"], "anchor Antwort, positive Frage", "ap")])
 def test_roles(kind, content, columns, header, row, tmp_path):
-    """Column names may be in any case and order; columns that are not read may contain anything."""
+    """Column names are found in any case and order. Columns that are not read may contain anything."""
     path = tmp_path / f"a.{kind}"
     path.write_text(content if kind == "csv" else json.dumps([*csv.DictReader(content.splitlines())]))
     found, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=columns)
@@ -109,7 +109,7 @@ def test_roles(kind, content, columns, header, row, tmp_path):
     ("a.csv", None, ["Answer,He said so to a man.", "A man eats.,He eats."]),
     ("a.tsv", None, ["One, two; three.", "One, or two.", "One, two, three; four."])])
 def test_nothing_is_guessed_from_texts(name, columns, rows, tmp_path):
-    """A first row without two usual column names is data. Single sentences may contain other separators."""
+    """Without two usual column names, a first row of several cells is data. A sentence may contain commas."""
     (tmp_path / name).write_text("\n".join(rows))
     cells = [row.split(",") if name == "a.csv" else [row] for row in rows]
     _, table = read_table(tmp_path / name, roles=SENTENCE_COLUMNS, columns=columns)
@@ -117,7 +117,7 @@ def test_nothing_is_guessed_from_texts(name, columns, rows, tmp_path):
 
 
 def test_lists_of_positives_and_negatives(tmp_path, capsys):
-    """One row per positive in a list, with all negatives; --negatives repeats or cuts them, and says so."""
+    """Each positive in a list gives a row with all negatives. --negatives repeats or cuts the negatives."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}\n'
                     '{"query": "r", "pos": "e", "neg": ["f", "g"]}\n')
@@ -140,7 +140,7 @@ Pair = collections.namedtuple("Pair", NAMES)
 
 
 class Frame:
-    """Behaves like a DataFrame of pandas: iterating yields column names; columns are no lists."""
+    """Imitates a DataFrame of pandas: iteration yields the column names, and columns are arrays."""
     columns = NAMES
     __iter__ = NAMES.__iter__
 
@@ -153,7 +153,7 @@ class Frame:
     ([dict(zip(NAMES, row)) for row in THREE], NAMES), ([Pair(*row) for row in THREE], NAMES),
     (COLUMNS, NAMES), (Frame(), NAMES)])
 def test_rows_in_memory(data, header):
-    """Each type gives the same rows as a list; other rows have another checksum."""
+    """Each type gives the same rows as the list THREE. Rows in another order have another checksum."""
     found, table = read_table(Table(data), empty_cell, roles=SENTENCE_COLUMNS)
     assert found == (header and ["anchor sent0", "positive sent1", "negative hard_neg"])
     for _ in range(2):
@@ -177,8 +177,8 @@ def test_wrong_rows_in_memory(data, wanted):
 
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_ignore_equal(columns, tmp_path, bert):
-    """Every anchor is compared with the positives and hard negatives of all rows, but those whose text is the
-    anchor, or a positive of a row with the same anchor. The output shows how the first row is read."""
+    """The keys of an anchor are its positive, and all positives and hard negatives whose text is neither the
+    anchor nor a positive of a row with the same anchor. The output shows how the first row is read."""
     texts = [row[0] for row in NLI[:9]]
     rows = [[texts[(i + column * (i % 4 + 1)) % 9] for column in range(columns)] for i in range(12)]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--ignore-equal"]

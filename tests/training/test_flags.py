@@ -1,4 +1,4 @@
-"""Wrong flags, and checksums of the inputs that flags name, by which --resume notices changed inputs."""
+"""Test messages for wrong flags, and the checksums by which --resume notices that an input has changed."""
 import json
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_flag_given_as_0_is_no_missing_flag():
 # ── checksums of inputs ──
 
 @pytest.mark.parametrize("flag, value, change", [
-    ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # of the same size
+    ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # has the same size
     ("test", ["b.txt", "a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
     ("guide", "model", lambda: Path("model/config.json").write_text('{"act": "relu"}')),
     ("model", "model", lambda: Path("model/new.json").touch()),
@@ -42,7 +42,7 @@ def test_a_flag_given_as_0_is_no_missing_flag():
     ("data", "images", lambda: os.rename("images/a/0.png", "images/b/1.png")),
     ("data", "images", lambda: os.unlink("images/a/0.png"))])
 def test_checksum_changes_with_the_input(flag, value, change, cwd):
-    """Of files the size and the first megabyte count, of folders the names and sizes, and config.json."""
+    """A file's checksum depends on size and first megabyte, a folder's on names, sizes and config.json."""
     for path in "a.txt", "b.txt", "images/a/0.png", "images/b/0.png", "model/config.json":
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"act": "gelu"}) if path.endswith("json") else "A man ate.\n")

@@ -1,5 +1,5 @@
-"""Batch order, learning rates, AdamW without bias correction, and what the ranks of a run exchange, compared
-with simple implementations."""
+"""Test batch order, learning rates, AdamW without bias correction, and what the ranks of a run exchange, by
+comparison with simple implementations."""
 import itertools
 
 import pytest
@@ -19,10 +19,10 @@ def order(steps, skip=0, rows=23, seed=3, least=1):
 
 
 def test_batches():
-    """The order depends on the seed and the epoch only. A resumed run continues it after any step. An epoch
-    of 23 rows has six steps, the last one with a short batch."""
+    """The order of rows depends only on the seed and the epoch. A resumed run continues the order after any
+    step. An epoch of 23 rows has six steps, the last one with a short batch."""
     run, epochs = order(18), [order(6, skip) for skip in (0, 6, 12)]
-    torch.rand(3)                                              # from PyTorch's own generator
+    torch.rand(3)                                              # changes PyTorch's own generator
     assert run == sum(epochs, []) == order(18)
     for epoch in epochs:
         assert [len(batch) for batch in epoch] == [4, 4, 4, 4, 4, 3]
@@ -38,7 +38,7 @@ def test_last_batch_with_too_few_rows_is_skipped(rows, least):
     steps = steps_per_epoch(rows, 4, least)
     sizes = [len(batch) for batch in order(steps + 1, rows=rows, least=least)]
     last = [rows % 4] if rows % 4 >= least else []
-    assert sizes == [4] * (rows // 4) + last + [4]             # and the first batch of the next epoch
+    assert sizes == [4] * (rows // 4) + last + [4]             # [4]: first batch of the next epoch
 
 
 @pytest.mark.parametrize("ours, theirs", [(warmup_linear, get_linear_schedule_with_warmup),
@@ -54,7 +54,7 @@ def test_schedules_equal_those_of_transformers(ours, theirs, total, warmup):
 
 
 def test_uncorrected_adamw_matches_the_formula():
-    """Biases and norms have no weight decay. Frozen weights, and weights without a gradient, stay."""
+    """Biases and norms get no weight decay. Frozen weights and weights without a gradient do not change."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(5, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3), torch.nn.Linear(2, 2)
     model, lr, eps, decay = torch.nn.Sequential(*layers).double(), 0.01, 1e-6, 0.1
@@ -72,11 +72,11 @@ def test_uncorrected_adamw_matches_the_formula():
         optimizer.step()
     found = [weight.detach() for weight in model.parameters()]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]        # not the frozen ones
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]        # no frozen ones
 
 
 def test_unit_rows_keep_zero_rows():
-    """A zero row stays zero in half precision, where the usual eps of 1e-8 would be 0."""
+    """A zero row stays zero in half precision, where the usual eps of 1e-8 would round to 0."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         z = unit_rows(torch.tensor([[0.0, 0.0], [3.0, 4.0]], dtype=dtype))
         torch.testing.assert_close(z, torch.tensor([[0.0, 0.0], [0.6, 0.8]], dtype=dtype))
@@ -84,11 +84,11 @@ def test_unit_rows_keep_zero_rows():
 
 # ── three ranks ──
 
-BUCKETS = 64, 2**25                                            # bytes: many buckets; one per dtype
+BUCKETS = 64, 2**25                                            # bytes; 2**25 gives one bucket per dtype
 
 
 def make_gradients(rank):
-    """Return weights with gradients. The second has a gradient on rank 1 only; the last is frozen."""
+    """Return five weights with gradients. The second has a gradient only on rank 1. The last is frozen."""
     torch.manual_seed(rank)
     weights = torch.randn(3, 5), torch.randn(7), torch.randn(2, 2).double(), torch.randn(40), torch.randn(1)
     model = torch.nn.ParameterList(weights)
@@ -110,17 +110,17 @@ def rank_main(rank, world_size, port, out):
 
 
 def check_gathered_rows(rank):
-    """Three ranks have 2, 3 and 3 of 8 rows. Then ranks 0 and 2 share 5 rows, and rank 1 has 5 rows alone."""
+    """Three ranks share 8 rows: 2, 3 and 3. Then ranks 0 and 2 share 5 rows, and rank 1 has 5 rows alone."""
     z, own = torch.eye(8), own_rows(8)
     keys, labels = gather_rows(z[own], 8), torch.arange(8, dtype=torch.int16)
     assert torch.equal(keys, z) and torch.equal(gather_rows(labels[own], 8), labels)
-    if rank:                                                   # a loss knows that its keys are gathered
+    if rank:                                                   # gathered keys need the argument offset
         with pytest.raises(ValueError, match=rf"k has .* start at {own.start}; .*own_rows\(8\)\.start"):
             info_nce(z[own], keys)
-    x = (z[own] / 3).requires_grad_()                          # sent as float16; the gradient is not rounded
+    x = (z[own] / 3).requires_grad_()                          # sent as float16; the gradient stays float32
     gathered = gather_rows(x, 8, dtype=torch.float16)
     assert gathered.dtype == torch.float32 and torch.equal(gathered, (z / 3).half().float())
-    (gathered * 1e-9).sum().backward()                         # would be 0 in float16
+    (gathered * 1e-9).sum().backward()                         # 1e-9 would be 0 in float16
     torch.testing.assert_close(x.grad, torch.full_like(x, 3e-9))
     groups = dist.new_group([0, 2]), dist.new_group([1])
     x = torch.arange(5.0)[own_rows(5, group=groups[rank % 2]), None].requires_grad_()
@@ -131,7 +131,7 @@ def check_gathered_rows(rank):
 
 
 def test_ranks_sum_gradients_and_gather_rows(tmp_path):
-    """All ranks have the sums of the gradients, with many small buckets and with one bucket per dtype."""
+    """All ranks get the sums of the gradients, with many small buckets and with one bucket per dtype."""
     fork_context()
     arguments = 3, free_port(), tmp_path
     torch.multiprocessing.start_processes(rank_main, arguments, 3, start_method="forkserver")

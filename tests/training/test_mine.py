@@ -1,4 +1,4 @@
-"""kernels.training.mine: negatives compared with their definition, the files that are written, errors."""
+"""Test kernels.training.mine: mined negatives, compared with their definition, written files, and errors."""
 import json
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def arguments(*flags):
 
 
 def pairs():
-    """Return (rows (60, 3) of text ids, embeddings z (65, 6) of texts 0 to 64, q and k of mine.mine).
+    """Return (rows (60, 3) of text ids, embeddings z (65, 6) of texts 0 to 64, arguments q, k of mine.mine).
 
     Each of 25 anchors has several rows; some anchors are positives of other anchors. Text 65 occurs only as a
     hard negative, and has no embedding.
@@ -36,7 +36,7 @@ def pairs():
 
 
 def by_definition(rows, z, args):
-    """Yield for each row the text ids of all its candidates, the hardest first."""
+    """Yield the text ids of all candidates of each row, the hardest first."""
     for anchor, own, *_ in rows.tolist():
         known = {text for row in rows.tolist() if row[0] == anchor for text in row}
         scores = (z @ z[anchor]).tolist()
@@ -46,13 +46,13 @@ def by_definition(rows, z, args):
         yield sorted(pool - known, key=scores.__getitem__, reverse=True)
 
 
-@pytest.mark.parametrize("slots", [1, 64])                     # 1: nearly all rows need a second search
+@pytest.mark.parametrize("slots", [1, 64])                     # 1: nearly all rows are searched twice
 @pytest.mark.parametrize("flags", [
     [], ["--negatives", 3], ["--relative-margin", 0.4], ["--relative-margin", -100], ["--margin", 0.3],
     ["--max-score", 0.4], ["--min-score", 0.2, "--max-score", 0.5, "--negatives", 2],
     ["--ranks", 2, 2], ["--ranks", 3, 9, "--negatives", 2, "--margin", 0.1]], ids=str)
 def test_negatives_are_the_nearest_candidates(flags, slots, monkeypatch):
-    """They are sampled from all ranks of --ranks, the hardest first; a row with too few of them gets −1."""
+    """Negatives come from all ranks of --ranks, the hardest first. Rows with too few candidates get −1."""
     monkeypatch.setattr(mine, "TOPK_SLOTS", slots)
     monkeypatch.setattr(mine, "BLOCK", 7)
     rows, z, q, k = pairs()
@@ -75,8 +75,8 @@ def test_negatives_are_the_nearest_candidates(flags, slots, monkeypatch):
 
 @pytest.mark.parametrize("out", ["out.csv", "out.jsonl"])
 def test_files(out, cwd, bert):
-    """simcse.py reads the written columns, with quotes and line breaks. Each row has one candidate left, the
-    last row none: texts of rows with the same anchor are no candidates, and white space does not count."""
+    """The written file can be read again, with quotes and line breaks. Each row has one candidate, the last
+    has none: texts of rows with the same anchor are excluded, and white space does not distinguish texts."""
     rows = [["a b", "c\n d", "z"], ["a  b", '"e" f', "z"], ["x", "g\rh", "c d"], ['"e" f', "c d", "g h"]]
     Path("data.json").write_text(json.dumps(rows))
     mine.main(["--data", "data.json", "--model", str(bert), "--out", out, "--relative-margin", "-9"])

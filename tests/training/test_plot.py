@@ -1,4 +1,4 @@
-"""python -m kernels.training.plot: what it draws, and its errors."""
+"""Test python -m kernels.training.plot: the lines of its panels, and its errors."""
 import json
 from pathlib import Path
 from unittest.mock import patch
@@ -10,15 +10,14 @@ from running import rejects
 
 
 def write_run(folder, *rows):
-    """Write the files of a run."""
+    """Write rows to metrics.jsonl, and an empty args.json, in a new folder."""
     Path(folder).mkdir()
     Path(folder, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path(folder, "args.json").write_text("{}")
 
 
 def test_panels(cwd):
-    """Each folder has a line in each panel for which it has data. Run a has scores of step 0, and a layer
-    study."""
+    """A panel shows each run that has data for it. Run `a` has scores of step 0 and a layer study."""
     pytest.importorskip("matplotlib")
     scores = [dict(dev_spearman=10 * i, dev_alignment=i / 8, dev_uniformity=-i) for i in range(3)]
     write_run("a", dict(step=0, **scores[0], dev_similarity=[0.9, 0.8]), dict(step=1, loss=3.5),
@@ -36,9 +35,9 @@ def test_panels(cwd):
         [tuple(map(list, line.get_data())) for line in axis.lines] for axis in figure.axes)
     assert losses == [([1, 2, 4], [3.5, 2.5, 1.5]), ([1], [12]), ([3], [4])]
     assert scores == [([0, 2, 4], [0, 10, 20]), ([3], [28])]
-    assert path == [([0, -1, -2], [0, 0.125, 0.25]), ([0], [0]), ([-2], [0.25])]       # and its two ends
+    assert path == [([0, -1, -2], [0, 0.125, 0.25]), ([0], [0]), ([-2], [0.25])]       # line, start, end
     assert [values for _, values in layers] == [[0.9, 0.8], [0.1, 0]]
-    assert precision == [([0.01, 0.02], [0.9, 0.8])]           # of the largest area
+    assert precision == [([0.01, 0.02], [0.9, 0.8])]           # the curve with the largest area
     assert [values for _, values in study] == [[0, 2], [1, 3], [0, 7], [6, 8]]
 
 

@@ -1,4 +1,4 @@
-"""--transfer and --cluster: scores of embeddings whose answer is known, printed lines, mistakes in data."""
+"""Test --transfer and --cluster: scores of embeddings whose answer is known, and mistakes in the data."""
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernels.training.probes import C_GRID, evaluate_clusters, evaluate_transfer, features
 from running import rejects
 
-ROWS = [(str(i),) for i in range(120)]                         # texts
+ROWS = [(str(i),) for i in range(120)]                         # text i is the number i
 LABELS = np.array(list("abc") * 40)
 SHUFFLED = np.random.default_rng(0).permutation(LABELS)
 
@@ -23,16 +23,16 @@ def stub(x, normalise=False):
 
 @pytest.fixture
 def clouds():
-    """Return a model that embeds row i near the point number i mod 3."""
+    """Return a model that embeds row i near the unit vector number i mod 3."""
     pytest.importorskip("sklearn")
     noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
     return stub(torch.eye(3, 6).repeat(40, 1) + 0.05 * noise)
 
 
 def test_transfer_never_tests_on_training_rows(clouds):
-    """Separable rows give 100, and a test file with wrong labels gives 0. In cross-validation, shuffled
-    labels give about chance, although on one-hot rows a regression knows all rows that it was trained on.
-    C is chosen on held-out rows: the smallest, if all columns but three only fit errors."""
+    """Separable classes give 100, wrong test labels 0. In cross-validation, shuffled labels give about
+    chance, although a regression on one-hot embeddings fits all its training rows. C is chosen on held-out
+    rows: the smallest C, if a larger C only fits wrong labels."""
     train, wrong = (ROWS[:90], LABELS[:90]), np.roll(LABELS[90:], 1)
     assert evaluate_transfer(clouds, train, (ROWS[90:], LABELS[90:]), 1) == (100, C_GRID[:1])
     assert evaluate_transfer(clouds, train, (ROWS[90:], wrong), 1)[0] == 0
@@ -44,7 +44,7 @@ def test_transfer_never_tests_on_training_rows(clouds):
 
 
 def test_clusters(clouds):
-    """Clouds give 100, and shuffled labels about 0 and chance. Each of the five starts is another one."""
+    """Separate clouds score 100; shuffled labels a V-measure near 0 and chance accuracy. Starts differ."""
     assert evaluate_clusters(clouds, (ROWS, LABELS), 1) == [(pytest.approx(100), 100)] * 5
     noise = stub(torch.randn(120, 6, generator=torch.Generator().manual_seed(0)))
     v_measures, accuracies = zip(*evaluate_clusters(noise, (ROWS, SHUFFLED), 1))
@@ -52,7 +52,7 @@ def test_clusters(clouds):
 
 
 def test_features():
-    """A pair has |u − v| and u ⊙ v. A model that normalises its embeddings gives unit rows."""
+    """A pair gives |u − v| and u ⊙ v. If the model normalises its embeddings, the features are unit rows."""
     x = torch.randn(4, 3)
     u, v = x[::2], x[1::2]
     assert np.allclose(features(stub(x), [("0", "1"), ("2", "3")]), torch.cat([(u - v).abs(), u * v], 1))
@@ -64,7 +64,7 @@ def test_features():
     ("--transfer own.tsv", "own.tsv: 3 labels in 3 rows, expected at least 2 labels with 12 rows each"),
     ("--cluster own.tsv", "own.tsv: 3 labels in 3 rows, expected at least 2 labels, with two .*")])
 def test_bad_input(flags, expected, cwd, bert, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", ModuleType("sklearn"))         # imported, but not used yet
+    monkeypatch.setitem(sys.modules, "sklearn", ModuleType("sklearn"))         # imported, but not used here
     Path("two.tsv").write_text("sentence\tlabel\n" + "A.\tx\nB.\ty\n" * 12)
     Path("own.tsv").write_text("sentence\tlabel\nA.\tw\nB.\tx\nC.\ty\n")
     rejects("simcse", capfd, expected, "--evaluate", "--model", bert, *flags.split())

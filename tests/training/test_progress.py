@@ -1,4 +1,4 @@
-"""Trackers (--log)."""
+"""Test --log, which sends metrics to wandb or TensorBoard."""
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock, call
@@ -11,7 +11,7 @@ from running import KEPT, metrics
 
 @pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
 def test_trackers_get_the_numbers_of_metrics(name, package, cwd, monkeypatch):
-    """--resume continues the same run of wandb, and replaces the rows of TensorBoard after the checkpoint."""
+    """After --resume, wandb continues the same run, and TensorBoard drops the rows after the checkpoint."""
     tracker = MagicMock()
     monkeypatch.setitem(sys.modules, package, tracker)
     flags = [*KEPT, "--log", name, "--out", "out"]

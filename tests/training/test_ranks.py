@@ -1,4 +1,4 @@
-"""Several processes (ranks): agreement on flags and data, a rank that dies, the random state of each rank."""
+"""Test runs of two processes (ranks): equal flags and data, a rank that dies, random state of each rank."""
 import itertools
 import time
 
@@ -14,14 +14,14 @@ COMMAND = ["simcse", "--model", "scratch", "--data", DATA / "nli.csv", "--batch-
 
 
 def start_both(folder, *flags, setup=None, of_rank_1=()):
-    """Start simcse.py in two processes, in sub-folders 0 and 1. Their --out is the folder `out` beside it."""
+    """Start simcse.py as ranks 0 and 1 in sub-folders 0 and 1. Both write to `out` beside the folder."""
     port, words = free_port(), [*COMMAND, "--out", folder.parent / "out", *flags]
     return [start_rank(0, 2, port, words, folder / "0", setup),
             start_rank(1, 2, port, [*words, *of_rank_1], folder / "1", setup)]
 
 
 def end(process):
-    """Wait for a process, and return its exit code. One that hangs is killed."""
+    """Wait for a process and return its exit code. A process that hangs is killed after 60 seconds."""
     process.join(60)
     process.kill()
     process.join()
@@ -32,7 +32,7 @@ def end(process):
     ("--seed", "seed of rank 1 is 7, of rank 0 42; start all ranks with the same flags and data"),
     ("--data", "inputs of rank 1 is ")])
 def test_ranks_that_disagree(flag, message, tmp_path):
-    """Ranks with other flags or other data end before training."""
+    """If the ranks have different flags or different data, both exit before training."""
     (tmp_path / "other.csv").write_text((DATA / "nli.csv").read_text().replace("man", "dog"))
     value = 7 if flag == "--seed" else tmp_path / "other.csv"
     processes = start_both(tmp_path / "run", of_rank_1=[flag, value])
@@ -42,7 +42,7 @@ def test_ranks_that_disagree(flag, message, tmp_path):
 
 
 def test_dead_rank_ends_the_others(tmp_path):
-    """The other rank ends with one line, and the last checkpoint is complete."""
+    """If one rank dies, the other exits with one line, and the last checkpoint is complete."""
     out, errors, latest = tmp_path / "out", tmp_path / "run/0/errors", time.monotonic() + 60
     processes = start_both(tmp_path / "run", "--steps", 500, "--eval-every", 1)
     while not (out / "state.pt").exists():
@@ -55,7 +55,7 @@ def test_dead_rank_ends_the_others(tmp_path):
 
 
 def stop_in_step_3():
-    """Make a script stop in its third step, as after Ctrl-C."""
+    """Interrupt a script in its third step, as Ctrl-C does."""
     real, steps = loop.all_reduce_gradients, itertools.count(1)
 
     def all_reduce_or_stop(model):
@@ -67,14 +67,14 @@ def stop_in_step_3():
 
 
 def test_every_rank_resumes_with_its_own_random_state(tmp_path):
-    """Elsewhere, all ranks resume with the state of rank 0, so that dropout is not that of a whole run. Here
-    the run has the weights of a run that was not interrupted, bit by bit."""
+    """A resumed run of two ranks has, bit by bit, the weights of a run that was not interrupted. For this,
+    each rank must load its own random state, because dropout depends on it."""
     for folder, more, setup in (("whole/run", [], None), ("parts/first", [], stop_in_step_3),
                                 ("parts/second", ["--resume"], None)):
         processes = start_both(tmp_path / folder, "--steps", 4, "--eval-every", 2, *more, setup=setup)
         assert [end(process) for process in processes] == ([130, 130] if setup else [0, 0])
     states = (torch.load(tmp_path / run / "out/state.pt", weights_only=True) for run in ("whole", "parts"))
     whole, parts = states
-    seeds = [state[:8].view(torch.int64).item() for state, _ in whole["random"]]       # a state begins so
+    seeds = [state[:8].view(torch.int64).item() for state, _ in whole["random"]]       # 8 bytes of seed
     assert seeds == [42, 43]
     assert equal(whole["random"], parts["random"]) and equal(whole["model"], parts["model"])

@@ -1,4 +1,4 @@
-"""A run of a script: its folder, signals and --resume, a full disk, weights that are NaN."""
+"""Test a run of simcse.py: its folder, signals and --resume, a full disk, weights that are NaN."""
 import itertools
 import os
 import re
@@ -25,7 +25,7 @@ def saved_step(out):
 
 
 def stop_in_step(step, stop, *flags):
-    """Run simcse.py, and call stop() in this step, after the backward pass. The run must exit with 130."""
+    """Run simcse.py, and call stop() in this step, after its backward pass. The exit code must be 130."""
     steps = itertools.count(1)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="130"):
         patch.setattr(simcse, "all_reduce_gradients", lambda model: next(steps) == step and stop())
@@ -41,7 +41,7 @@ def interrupt():
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_run_after_its_step_is_saved(kind, cwd, capfd):
-    """--resume needs only --out, which may have been moved. It gives the weights of a run without a stop."""
+    """--resume needs only --out, which may have moved. The weights equal those of an uninterrupted run."""
     flags = [*SMALL, "--steps", "3", "--lr", "1e-3", "--prompt", "a: ", "b: "]
     simcse.main([*flags, "--out", "whole"])
     stop_in_step(2, lambda: signal.raise_signal(kind), *flags, "--out", "out")
@@ -62,8 +62,8 @@ def test_a_second_signal_stops_at_once(cwd):
 @pytest.mark.parametrize("keep, during, after", [
     ("always", True, True), ("running", True, False), ("never", False, False)])
 def test_keep_state(keep, during, after, cwd, capfd):
-    """state.pt exists during the run, after the run, or never. --resume may change --keep-state; without
-    state.pt it starts again. A new run does not overwrite a stopped one."""
+    """--keep-state decides whether state.pt exists during and after the run. --resume may change
+    --keep-state; without state.pt, --resume starts at step 1. A new run does not overwrite a stopped one."""
     stop_in_step(2, interrupt, *FLAGS, "--keep-state", keep, "--out", "out")
     assert Path("out/state.pt").exists() == during
     simcse.main([*FLAGS, "--keep-state", keep, "--out", "whole"])
@@ -83,7 +83,7 @@ def test_keep_state(keep, during, after, cwd, capfd):
     ("args.json", bytes, "--seed 7", r"--resume: seed was 42 in out, now it is 7"),
     ("args.json", bytes, "--steps 9", "--resume: steps was 1 in out, now it is 9; to train .* --out NEW")])
 def test_resume_refuses(file, change, flags, wanted, cwd, capfd, finished):
-    """A changed flag is named, and so are files that are missing or damaged."""
+    """The message names the changed flag, or the file that is missing or damaged."""
     path = Path(shutil.copytree(finished, "out"), file)
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
     rejects("simcse", capfd, wanted, *SMALL, "--out", "out", "--resume", *flags.split())
@@ -93,7 +93,7 @@ def test_resume_refuses(file, change, flags, wanted, cwd, capfd, finished):
 
 
 def test_out_inside_an_input_is_refused(cwd):
-    """Otherwise the run would write into a folder of images."""
+    """Without this check, the run would write into a folder of images."""
     Path("images").mkdir()
     args = SimpleNamespace(inputs=["data", "test"], data="x", test=["images"], out="images/out")
     with pytest.raises(UserError, match="--out images/out: inside --test images; choose another folder"):
@@ -103,7 +103,7 @@ def test_out_inside_an_input_is_refused(cwd):
 
 
 def test_files_are_flushed_before_they_are_renamed(cwd, monkeypatch):
-    """Without fsync, a power cut could leave an incomplete file. Killing a process does not show this."""
+    """Without fsync, a power failure could leave an incomplete file. Killing a process cannot test this."""
     calls, real_replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda *_: calls.append("fsync"))
     monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or real_replace(*paths))
@@ -114,7 +114,7 @@ def test_files_are_flushed_before_they_are_renamed(cwd, monkeypatch):
 
 @pytest.mark.parametrize("full_at", ["model.safetensors", "state.pt"])
 def test_full_disk_keeps_the_checkpoint(full_at, cwd, capfd):
-    """The disk is full in the middle of this file. A limit on the size of files fails in the same way."""
+    """Writing this file fails halfway. A limit on the size of files has the same effect as a full disk."""
     stop_in_step(2, interrupt, *FLAGS, "--out", "out")
     capfd.readouterr()
     before = {name: Path("out", name).read_bytes() for name in ("model.safetensors", "state.pt")}
@@ -131,7 +131,7 @@ def test_full_disk_keeps_the_checkpoint(full_at, cwd, capfd):
 
 
 def test_weights_that_are_not_finite_are_not_saved(cwd, capfd):
-    """An update may be NaN although the loss of its step was finite."""
+    """An update can make a weight NaN although the loss of the step was finite."""
     def spoil(optimizer, *_):
         optimizer.param_groups[0]["params"][0].data.view(-1)[5] = torch.nan
 

@@ -1,4 +1,4 @@
-"""Image augmentation, compared with Pillow and with plain code for one image at a time."""
+"""Test image augmentation, compared with Pillow and with plain code for one image at a time."""
 import colorsys
 import itertools
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def random_images(*shape):
 
 @pytest.mark.parametrize("bicubic, size", [(False, 1), (False, 5), (False, 30), (True, 30)])
 def test_crop_and_resize_matches_pillow(bicubic, size):
-    """Pillow crops and then resizes. With bicubic interpolation the edge pixels of a box are repeated."""
+    """The result is Pillow's crop, then resize. Bicubic interpolation repeats the edge pixels of a box."""
     x, pad = random_images(4, 3, 12, 20), 2 * bicubic
     boxes = np.array([[0, 0, 20, 12], [3, 2, 15, 10], [19, 11, 1, 1], [0, 5, 20, 2]])
     found = crop_and_resize(x, boxes, size, bicubic).flatten(0, 1).numpy()
@@ -32,8 +32,8 @@ def test_crop_and_resize_matches_pillow(bicubic, size):
 
 @pytest.mark.parametrize("script, median", [(simclr, 25 / 24), (moco, 1)])
 def test_distribution_of_crop_areas_aspects_and_positions(script, median):
-    """Areas up to half the image's, where every aspect ratio fits, are uniform from 0.08; so are positions.
-    The median of uniform aspect ratios (SimCLR) is not that of uniform logarithms (MoCo)."""
+    """Areas from 0.08 to 0.5 of the image, for which every aspect ratio fits, are uniform, and so are
+    positions. In SimCLR the aspect ratio is uniform from 3/4 to 4/3, in MoCo its logarithm is uniform."""
     n, size = 20_000, np.array([480, 640])
     boxes = script.CROPS.sample_boxes(3, 1, np.arange(n), np.tile(size, (n, 1)), 2)
     assert boxes.shape == (2, n, 4) and not (boxes[0] == boxes[1]).all(1).any()
@@ -94,7 +94,7 @@ def test_jitter_applies_four_colour_changes_in_random_order():
 
 
 def test_blur_is_gaussian_with_a_sigma_for_each_image():
-    """Sigma is uniform from 0.1 to 2, and the kernel's width is a tenth of the image's height (papers)."""
+    """Sigma is uniform from 0.1 to 2. The kernel's width is about a tenth of the image's height (papers)."""
     x = random_images(3, 3, 40, 40)
     torch.manual_seed(4)
     out = blur(x)
@@ -111,7 +111,7 @@ def test_blur_is_gaussian_with_a_sigma_for_each_image():
     (moco, False, [("jitter", 0.4, 0.1, 0.8), 0.2, "grey", 0.3, "blur"]),
     (moco, True, [0.2, "grey", ("jitter", 0.4, 0.4, 1)])])
 def test_augmentation_matches_the_paper(script, v1, expected, monkeypatch):
-    """Order of the augmentations, with the strengths of jitter, and the probabilities of grey and blur."""
+    """Check the order of augmentations, the strengths of jitter, and the probabilities of grey and blur."""
     calls, bernoulli_mask = [], script.bernoulli_mask
 
     def replace(name, change):
@@ -130,4 +130,4 @@ def test_augmentation_matches_the_paper(script, v1, expected, monkeypatch):
     views = script.augment(torch.zeros(4000, 3, 2, 1), SimpleNamespace(colour=0.5, grey=0.1, blur=0.3, v1=v1))
     assert calls == expected and views.shape == (4000, 3, 2, 1)
     for p, amount in zip([call for call in calls if isinstance(call, float)], (0.25, 0.5)):
-        assert abs(((views / amount).int() % 2).float().mean() - p) < 0.03         # each changes its share
+        assert abs(((views / amount).int() % 2).float().mean() - p) < 0.03         # a share p is changed

@@ -1,5 +1,4 @@
-"""ImageDataset: views and labels. Image encoders, their saved folders and their evaluation. Runs of two
-processes."""
+"""Test ImageDataset, image encoders with their saved folders and evaluation, and runs of two processes."""
 import os
 import re
 from pathlib import Path
@@ -26,7 +25,7 @@ MOCO = ["--model", "tiny", "--batch-size", 6, "--steps", 2, "--probe-epochs", 0,
 
 
 def write(path, content):
-    """Write a file with these arrays or this image, and return its path."""
+    """Write arrays (a dict) or an image to a file, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, **content) if isinstance(content, dict) else Image.fromarray(content).save(path)
     return path
@@ -55,7 +54,7 @@ def test_evaluation_uses_centre_crop(size, share, tmp_path):
 
 
 def test_training_views_are_flipped_crops_of_shuffled_images(tmp_path, monkeypatch):
-    """Crops have at least min_area."""
+    """Crops cover at least the share min_area of an image."""
     flipped = []
     monkeypatch.setattr(dataset, "flip", lambda x: flipped.append(len(x)) or x)
     images = make_dataset(write(tmp_path / "x.npz", dict(images=IMAGES)))
@@ -67,7 +66,7 @@ def test_training_views_are_flipped_crops_of_shuffled_images(tmp_path, monkeypat
 
 
 def test_labels_are_numbered_without_gaps(tmp_path):
-    """Labels may be large, and may differ in the test set. Equal folder names are equal labels."""
+    """Labels may be large. The test set may have new labels. Folders of the same name are one class."""
     large = dict(images=IMAGES[:4], labels=np.array([5, 10**12] * 2), test_images=IMAGES[:3],
                  test_labels=np.array([4, 5, 6]))
     images = make_dataset(write(tmp_path / "x.npz", large))
@@ -97,8 +96,8 @@ def test_knn_accuracy(k):
 
 
 def test_linear_probe(tmp_path, monkeypatch):
-    """Gradient descent with Nesterov momentum and weight decay, on features of random crops of at least 0.08,
-    whatever --crop is; then the percentage of test images that are labelled correctly."""
+    """The probe is gradient descent with Nesterov momentum and weight decay on features of random crops of at
+    least 0.08, whatever --crop is. The score is the percentage of test images with correct labels."""
     monkeypatch.setattr(dataset, "flip", lambda x: x)
     labels, colours = np.arange(12) % 3, np.random.default_rng(1).integers(0, 256, (999, 1, 1, 3))
     test = np.broadcast_to(colours, (999, 8, 8, 3)).astype(np.uint8)
@@ -122,7 +121,7 @@ def test_linear_probe(tmp_path, monkeypatch):
     found = evaluation.train_probe(model, images, run, batch=5, nesterov=True, weight_decay=0.05,
                                    lr_schedule=lambda step, total: 4 + total - step)
     assert found == pytest.approx(100 * (predicted == images.test.labels).double().mean().item())
-    model.eval.assert_called_once()                            # batch norms use and keep their statistics
+    model.eval.assert_called_once()                            # eval() keeps statistics of batch norms
 
 
 def test_accuracy_of_a_classifier():
@@ -134,7 +133,7 @@ def test_accuracy_of_a_classifier():
 
 @pytest.mark.parametrize("name, millions", [("resnet-18", 11.18), ("resnet-50", 23.51)])
 def test_sizes_of_resnets(name, millions):
-    """They have the papers' numbers of parameters. For 32 pixels the stem keeps the size of the image."""
+    """ResNets have the papers' numbers of parameters. For 32 pixels, the stem keeps the size of the image."""
     with torch.device("meta"):
         large, small = (encoders.load_image_encoder(name, small=is_small) for is_small in (False, True))
         x = torch.zeros(1, 3, 32, 32)
@@ -144,8 +143,8 @@ def test_sizes_of_resnets(name, millions):
 
 @pytest.mark.parametrize("size", [8, 40])
 def test_saved_encoder(size, tmp_path):
-    """The printed line loads an encoder with equal features: a ResNet for small images by our own function,
-    others by transformers. --model loads both."""
+    """The printed code loads an encoder with the same features. Our own function loads a ResNet for small
+    images, transformers loads other models. --model loads both."""
     smooth = [Image.fromarray(x[:5, :5]).resize((size, size)) for x in IMAGES]
     pixels, out = np.stack([*map(np.asarray, smooth)]), tmp_path / "out"
     data = write(tmp_path / "x.npz", dict(images=pixels))
@@ -157,7 +156,7 @@ def test_saved_encoder(size, tmp_path):
     features = names["loaded"].eval()(**processor([*pixels], return_tensors="pt")).pooler_output.flatten(1)
     if size == 8:
         torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-5)
-    else:                                                      # the processor resizes first and crops then
+    else:                                                      # the processor resizes before it crops
         assert torch.cosine_similarity(features, expected).min() > 0.99
     encoder, normalisation = encoders.load_image_encoder(str(out)), encoders.read_mean_std(str(out))
     again = encoders.ImageEncoder(encoder, None, None, *normalisation)
@@ -165,7 +164,7 @@ def test_saved_encoder(size, tmp_path):
 
 
 def test_moco_updates_the_key_encoder_before_it_encodes_keys(tmp_path, monkeypatch):
-    """Momentum is 0, so key encoder and query encoder have equal weights whenever keys are encoded. Both keys
+    """With momentum 0, key encoder and query encoder have equal weights whenever keys are encoded. Both keys
     of an image enter the queue."""
     def checked(model, *rest, encode=moco.encode_keys):
         weights = dict(model.key.named_parameters())
@@ -183,7 +182,7 @@ CASES = ["moco --symmetric", "moco --memory-bank", "simclr", "simclr --supervise
 
 
 def same_views(x, args):
-    """Replace augmentation: no colour changes; if there are two views, the second one is flipped."""
+    """Replace augmentation: colours stay unchanged; if there are two views, the second one is flipped."""
     if getattr(args, "memory_bank", False):
         return x
     first, second = x.chunk(2)
@@ -191,14 +190,14 @@ def same_views(x, args):
 
 
 def run_cases(rank, port, folder):
-    """Train all CASES: ranks 0 and 1 train together, rank 2 alone. float64 keeps equal runs equal to nine
+    """Train all CASES twice: ranks 0 and 1 together, and rank 2 alone. With float64, equal runs agree to nine
     digits. SimCLR runs without batch statistics, because SyncBatchNorm does not exist for CPUs."""
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double
     torch.cuda.is_available = lambda: False
-    # Random colours and flips differ between ranks, so replace them. Random crop boxes do not.
+    # Random colours and flips would differ between ranks, so replace both. Random crop boxes do not differ.
     moco.augment = simclr.augment = same_views
     dataset.flip = lambda x: x
     for i, case in enumerate(CASES):
@@ -214,8 +213,8 @@ def run_cases(rank, port, folder):
 
 
 def test_two_processes_equal_one(tmp_path):
-    """This includes unequal shares of labels, the memory bank, and MoCo's shuffling, split batch norms, queue
-    and pointer."""
+    """Two processes end with the weights of one. CASES include labelled batches that the two ranks share
+    unequally, the memory bank, and MoCo's shuffling, split batch norms, queue and pointer."""
     write(tmp_path / "x.npz", dict(images=IMAGES, labels=np.arange(12) % 3))
     given = free_port(), tmp_path
     torch.multiprocessing.start_processes(run_cases, given, nprocs=3, start_method="forkserver")

@@ -1,4 +1,4 @@
-"""Readers of image data sets: good files are read exactly, bad ones give a one-line error."""
+"""Test the readers of image data sets: good files are read exactly, bad files give a one-line error."""
 import io
 import struct
 from pathlib import Path
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def write(path, content=b""):
-    """Write a file with these bytes, arrays or image, and return its path."""
+    """Write bytes, arrays (a dict) or an image to a file, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, dict):
@@ -28,13 +28,13 @@ def write(path, content=b""):
 
 
 def pixels(source):
-    """Return all images of a source of images of 32 x 32 pixels."""
+    """Return all images (n, 32, 32, 3) of a source whose images have 32 x 32 pixels."""
     views, = source.load_views([(0, np.arange(len(source)))], Cutter(None, 0, 1, 1.0, 32, False), CPU)
     return (255 * views).round().permute(0, 2, 3, 1).to(torch.uint8).numpy()
 
 
 def python_2_pickle(key):
-    """Return a batch pickled as CIFAR's were, by Python 2 with protocol 2, where strings are bytes."""
+    """Return PIXELS pickled like a batch of CIFAR: by Python 2 with protocol 2, where strings are bytes."""
     data = PIXELS.transpose(0, 3, 1, 2).tobytes()
     return (b"\x80\x02}q\x01(U\x0bbatch_labelU\x06one ofU\x04datacnumpy.core.multiarray\n_reconstruct\nq\x03"
             b"cnumpy\nndarray\nq\x04K\x00\x85U\x01b\x87Rq\x05(K\x01K\x04M\x00\x0c\x86cnumpy\ndtype\nq\x06"
@@ -46,7 +46,7 @@ def python_2_pickle(key):
 @pytest.mark.parametrize("names, key", [
     (["data_batch_1", "data_batch_2", "test_batch"], b"labels"), (["train", "test"], b"fine_labels")])
 def test_cifar(names, key, tmp_path):
-    """CIFAR-10 has several batches, CIFAR-100 one file with fine labels."""
+    """CIFAR-10 has several training files. CIFAR-100 has one training file, with fine labels."""
     for name in names:
         write(tmp_path / name, python_2_pickle(key))
     found, test = read_images(tmp_path)
@@ -64,7 +64,8 @@ def test_arrays(tmp_path):
 
 
 def test_folders(tmp_path):
-    """Sub-folders are labels, also of images deeper inside. Names that begin with a dot are skipped."""
+    """The first sub-folder is an image's label, even if the image is in a deeper folder. Files and folders
+    whose names begin with a dot are skipped."""
     for i, name in enumerate(("x/c/a/1.png", "x/c/a/0.png", "x/b/2.png")):
         write(tmp_path / name, PIXELS[i])
     for name in ("x/notes.txt", "x/.ipynb_checkpoints/2.png"):
@@ -75,10 +76,10 @@ def test_folders(tmp_path):
 
 
 @pytest.mark.parametrize("name, text, labels", [
-    ("labels.tsv", "sub/b.png\t10\na.png\t9\nsub/c.png\t10\n", [0, 1, 0]),    # "10" < "9"
+    ("labels.tsv", "sub/b.png\t10\na.png\t9\nsub/c.png\t10\n", [0, 1, 0]),    # text: "10" < "9"
     ("labels.csv", "label,file\n1,sub/b.png\n 2 , a.png\n 1,sub/c.png\n", [0, 1, 0])])
 def test_tables_of_files(name, text, labels, tmp_path):
-    """File names are relative to the table's folder. A header is obeyed, and cells are stripped."""
+    """File names are relative to the table's folder. A header names columns. Cells lose outer spaces."""
     for i, image in enumerate(("a.png", "sub/b.png", "sub/c.png")):
         write(tmp_path / image, PIXELS[i])
     found, _ = read_images(write(tmp_path / name, text.encode()), workers=0)
@@ -102,7 +103,7 @@ Image.fromarray(PIXELS[0]).save(JPEG := io.BytesIO(), "JPEG")
 
 
 def test_damaged_images_are_skipped(cwd, capsys):
-    """--skip-damaged decodes all files before training, and prints the names of the damaged ones."""
+    """--skip-damaged decodes all files before training, and prints the names of the damaged files."""
     for i in range(8):
         write(f"x/{'ab'[i % 2]}/{i}.jpg", JPEG.getvalue()[: -400 if i in (4, 5) else None])
     found, _ = read_images("x", workers=2, skip=True)

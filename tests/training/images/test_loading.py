@@ -1,5 +1,5 @@
-"""Image files decoded by worker processes: crops equal Pillow's, and views do not depend on the number of
-workers."""
+"""Test the decoding of image files in worker processes: crops equal those of Pillow, and views do not depend
+on the number of workers."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +20,7 @@ def photo(width, height, seed=0):
 
 
 def views_and_pillows(path, boxes, size, bicubic=False):
-    """Yield (our view, Pillow's) of each box (left, top, width, height) of an image file."""
+    """Yield (our view, Pillow's view) for each box (left, top, width, height) of an image file."""
     crops = SimpleNamespace(sample_boxes=lambda *_: np.array(boxes)[:, None])
     source, cutter = read_images(path.parent, workers=0)[0], Cutter(crops, 0, 1, 1.0, size, bicubic)
     found = crop_files(source, cutter, 0, np.array([0]))[:, 0].numpy()
@@ -34,7 +34,7 @@ def views_and_pillows(path, boxes, size, bicubic=False):
 @pytest.mark.parametrize("bicubic", [True, False])
 @pytest.mark.parametrize("name, mode", [("a.png", "RGB"), ("a.png", "P"), ("a.png", "RGBA"), ("a.jpg", "L")])
 def test_crops_equal_pillows(name, mode, bicubic, tmp_path):
-    """Crops of images that are decoded at full size are bitwise equal, for small and large boxes."""
+    """If an image is decoded at full size, its crops equal Pillow's bit by bit, for small and large boxes."""
     photo(70, 50).convert(mode).save(tmp_path / name)
     boxes = [(0, 0, 70, 50), (3, 5, 40, 31), (69, 49, 1, 1), (10, 0, 9, 50)]
     for view, pillows in views_and_pillows(tmp_path / name, boxes, 32, bicubic):
@@ -43,14 +43,14 @@ def test_crops_equal_pillows(name, mode, bicubic, tmp_path):
 
 @pytest.mark.parametrize("boxes", [[(0, 0, 803, 601), (201, 99, 402, 501)], [(7, 9, 130, 140)]])
 def test_jpegs_decoded_at_reduced_size(boxes, tmp_path):
-    """Views are close to those of the full image."""
+    """The views are close to those of the image at full size."""
     photo(803, 601).save(tmp_path / "a.jpg", quality=95)
     for view, pillows in views_and_pillows(tmp_path / "a.jpg", boxes, 64):
         assert np.abs(view - pillows.astype(float)).mean() < 4
 
 
 def test_views_do_not_depend_on_the_number_of_workers(tmp_path):
-    """There may be more workers than images in a batch. Training's random state does not change."""
+    """A batch may have fewer images than workers. Loading does not change PyTorch's random state."""
     for i in range(12):                                        # images of many shapes
         photo(20 + 3 * i, 60 - 2 * i, i).save(tmp_path / f"{i:02}.{('png', 'jpg')[i % 2]}")
     batches = [(epoch, np.arange(12)[epoch:]) for epoch in range(4)] + [(4, np.array([7]))]

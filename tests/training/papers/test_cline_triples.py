@@ -1,4 +1,4 @@
-"""CLINE's triples: replaced words, their labels, .csv files of triples, and labels of tokens."""
+"""Test CLINE's triples: replaced words, their labels, .csv files of triples, and labels of tokens."""
 import csv
 import random
 from collections import Counter
@@ -22,8 +22,8 @@ TEXTS = [text for text, in SENTENCES]
     ("antonym", LATE, {0.49: "antonym", 0.51: "random"}), ("synonym", "thing", {0.0: "inflected"}),
     ("antonym", "dog", {0.0: "random"}), ("synonym", "fully", {0.0: None})])
 def test_one_kind_of_replacement_per_text(side, text, kinds, monkeypatch):
-    """Each random number in `kinds` selects this kind of replacement for the text (None: no replacement), as
-    in the released code; a kind that replaces nothing is followed by the next."""
+    """`kinds` is {random number: the kind of replacement that it selects for the text, None if no word is
+    replaced}. If a kind finds nothing to replace, the next kind is tried (released code)."""
     rng = random.Random(0)
     words, = tag_words([text], None, WORDNET)
     for number, kind in kinds.items():
@@ -34,8 +34,8 @@ def test_one_kind_of_replacement_per_text(side, text, kinds, monkeypatch):
 
 
 def test_triples():
-    """The text between candidate words does not change. Each replacement fits its kind, and at most a
-    fraction `rate` of the words is replaced. Triples depend on the seed only."""
+    """The text between candidate words does not change. Each replacement fits its kind, and the replaced
+    share of the words is at most `rate`. Triples depend only on the texts and the seed."""
     args, rates = SimpleNamespace(synonym_rate=0.4, antonym_rate=0.1, seed=42, tagger="lexicon"), (0.4, 0.1)
     first, triples = (cline_triples.make_triples(TEXTS, WORDNET, args) for _ in range(2))
     args.seed = 1
@@ -60,7 +60,7 @@ def test_triples():
 
 
 def test_files_of_triples(tmp_path):
-    """They can be read again. Without labels, words that differ from those of the original are replaced."""
+    """Written triples can be read again. Without labels, words not in the original count as replaced."""
     labels = [(3, 7, 0), (9, 12, 2)], [(0, 3, 5)]
     triples = [('He said "no",\nthen', 'He said "not",\nthen', "She, 'yes'", *labels),
                ("He", "He", "He", [], [])]
@@ -75,8 +75,8 @@ def test_files_of_triples(tmp_path):
 
 @pytest.mark.parametrize("form, other", [("paper", 0), ("code", -100)])
 def test_labels_of_tokens(form, other):
-    """A token has the label of the word in which it starts, as in the released code; with a byte-level
-    tokenizer it may begin with a space."""
+    """A token has the label of the word in which the token starts (released code). With a byte-level
+    tokenizer, a token may begin with the space before the word."""
     text, words = "naïve bread makers go", [(0, 5, 0), (6, 18, 3)]
     offsets = [(0, 0), (0, 2), (2, 5), (5, 11), (6, 11), (11, 14), (14, 18), (18, 21), (19, 21), (0, 0)]
     encoding = SimpleNamespace(offsets=offsets, special_tokens_mask=[1, *[0] * 8, 1])
@@ -86,12 +86,12 @@ def test_labels_of_tokens(form, other):
 
 
 def test_tokenised_triples_are_truncated_with_their_labels(bert):
-    """Truncation may cut a replaced word. Rows without a difference, before or after it, are left out."""
+    """Truncation may cut a replaced word. A row whose truncated copy equals the original is left out."""
     model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert))
     rows = [("a dog eats", "a hound eats", "a cat eats", [(2, 7, 2), (8, 12, 0)], [(2, 5, 4)]),
             ("the small dog", "the small hound", "a cat", [(10, 15, 2)], [(0, 1, 1)]),
             ("a", "b", "a", [(0, 1, 2)], [])]
-    args, none = SimpleNamespace(form="paper", max_length=8), -100             # 6 letters and special tokens
+    args, none = SimpleNamespace(form="paper", max_length=8), -100             # 6 letters, 2 special tokens
     (row,), _ = cline_triples.tokenise_triples(rows, model, args)
     assert [len(x) for x in row[:5]] == [8] * 5
     labels = [x.tolist() for x in row[3:5]]

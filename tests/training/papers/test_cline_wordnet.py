@@ -1,4 +1,4 @@
-"""The WordNet reader: lemmas, replacements of a word, parts of speech of a text."""
+"""Test the WordNet reader: lemmas, replacements of a word, and parts of speech of the words of a text."""
 import pytest
 
 from kernels.training.papers.cline_wordnet import WordNet, tag_words
@@ -14,7 +14,7 @@ WORDNET = WordNet(DATA / "wordnet")
     ("synonym", "noun", {"dogs": "hound", "baker": "bread maker", "woman": "lady"}),
     ("synonym", "verb", {"walk": ""}), ("synonym", "adv", {"again": "once more"}),
     ("hypernym", "noun", {"ponies": "horse", "thing": ""}), ("hypernym", "verb", {"leave": "go, move"}),
-    ("antonym", "noun", {"boys": "girl", "male child": "girl"}),               # of all words in the synset
+    ("antonym", "noun", {"boys": "girl", "male child": "girl"}),               # for all words in a synset
     ("inflected", "noun", {"dog": "dogs", "children": "child"}),
     ("inflected", "verb", {"took": "take, taken, takes, taking", "stops": "stop, stopped, stopping"}),
     ("inflected", "adj", {"old": "older, oldest", "best": "better, good", "perfect": ""})])
@@ -23,7 +23,7 @@ def test_lemmas_and_replacements(kind, pos, expected):
         return WORDNET.lemmas(word, pos) if kind == "lemma" else WORDNET.replacements(kind, word, pos)
 
     assert {word: ", ".join(find(word)) for word in expected} == expected
-    words = WORDNET.replacements("random", "dog", "noun")      # single words of any kind
+    words = WORDNET.replacements("random", "dog", "noun")      # single words of any part of speech
     assert {"dog", "buy", "scarlet", "soon"} < set(words) and all(word.isalpha() for word in words)
 
 

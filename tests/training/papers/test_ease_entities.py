@@ -1,4 +1,4 @@
-"""EASE's entities: an embedding with AdamW built in, and files of entity vectors."""
+"""Test EASE's entities: an embedding table with AdamW built in, and files of entity vectors."""
 import bz2
 import gzip
 
@@ -11,7 +11,7 @@ from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vec
 
 @pytest.mark.parametrize("size", [1e-7, 1.0])                  # with small gradients eps matters
 def test_lazy_updates_equal_adamw(size):
-    """Rows occur twice in a batch, are unused for a few steps or for hundreds of steps, or are never used."""
+    """Some rows occur twice in a batch, are unused for a few or for many steps, or are never used."""
     torch.manual_seed(0)
     rates = [warmup_linear(step, 300, 20, 3e-3) for step in range(300)]
     start = torch.randn(40, 6)
@@ -38,8 +38,8 @@ GLOVE = TABS.replace(" York", "_York").replace("\t", " ")
 @pytest.mark.parametrize("pack, name, text", [
     (bytes, "a.txt", TABS), (gzip.compress, "a.gz", GLOVE), (bz2.compress, "a.bz2", "5 3\n" + GLOVE)])
 def test_entity_vectors(pack, name, text, tmp_path):
-    """Wikipedia2Vec's three text formats, compressed or not. Word vectors are ignored, and entities that are
-    not in the file get random vectors."""
+    """Three text formats of Wikipedia2Vec can be read, compressed or not. Word vectors are ignored. Entities
+    that are not in the file get random vectors."""
     (tmp_path / name).write_bytes(pack(text.encode()))
     vectors, found = load_entity_vectors(str(tmp_path / name), ["Ulm", "the", "New York"])
     assert found == 2 and vectors[[0, 2]].tolist() == [[0.25, 3, 4], [1, -2, 0.5]]

@@ -1,4 +1,4 @@
-"""--layer-study of selfguided.py: scores of layers and poolings, compared with their definitions."""
+"""Test --layer-study of selfguided.py: scores of layers and poolings, compared with their definitions."""
 import json
 
 import pytest
@@ -11,8 +11,8 @@ from running import DATA, few_pairs, run
 
 
 def test_layers_before_and_after_training(tmp_path, folder_of):
-    """The tables show the frozen copy (without the dropout of --form code) and the best checkpoint. Their
-    scores equal the definitions, one sentence at a time."""
+    """The tables have the scores of the frozen copy, without the dropout of --form code, and of the best
+    checkpoint. The scores equal those computed by definition, one sentence at a time."""
     sts, model, out = few_pairs(tmp_path, 40), folder_of("Bert"), tmp_path / "out"
     result = run("selfguided", out, "--model", model, "--data", DATA / "sentences.txt", "--dev", sts,
                  "--batch-size", 12, "--steps", 2, "--projection-dim", 16, "--form", "code", "--lr", 1e-2,

@@ -1,4 +1,4 @@
-"""TaCL's documents: their sentence pairs and masks, compared with the rules of BERT's data generator."""
+"""Test TaCL's sentence pairs and masks, compared with the rules of BERT's data generator."""
 import itertools
 import random
 from collections import Counter
@@ -13,13 +13,13 @@ from running import SENTENCES
 
 
 def numbered_documents(sizes):
-    """Return documents with sentences of these sizes. Each token is unique, and so shows its position."""
+    """Return documents whose sentences have these numbers of tokens. A token's number shows its position."""
     count = itertools.count(5)
     return [[np.array([next(count) for _ in range(n)], np.int32) for n in document] for document in sizes]
 
 
 def make_pairs(documents, max_tokens, seed):
-    """Return sentence_pairs as [(A, B, whether B is random)], after checking special tokens and segments."""
+    """Call sentence_pairs, check special tokens and segments, and return [(A, B, whether B is random)]."""
     model, pairs = SimpleNamespace(tokenizer=SimpleNamespace(cls_token_id=2, sep_token_id=3)), []
     args = SimpleNamespace(max_length=max_tokens + 3)
     for ids, second, is_random in tacl_documents.sentence_pairs(documents, model, args, random.Random(seed)):
@@ -30,9 +30,9 @@ def make_pairs(documents, max_tokens, seed):
 
 
 def test_pairs_consist_of_whole_sentences():
-    """Without truncation each sentence of a document is used once, in order. B continues A, or is from
-    another document, which it always is after a document's last sentence, else half of the time. The pairs
-    are shuffled."""
+    """Without truncation, each sentence of a document is used once, in order. B continues A or comes from
+    another document: always if A starts with a document's last sentence, else half of the time. The pairs are
+    shuffled."""
     rng, seen, used = random.Random(0), Counter(), Counter()
     documents = numbered_documents([[rng.randint(1, 6) for _ in range(rng.randint(2, 9))] for _ in range(60)])
     sentence_of = {int(token): (d, s) for d, document in enumerate(documents)
@@ -52,17 +52,17 @@ def test_pairs_consist_of_whole_sentences():
 
 
 def test_pairs_are_cut_at_random_ends():
-    """Tokens are removed from the longer text, or from B if both are equally long, at both ends."""
+    """Tokens are removed from random ends of the longer text, or of B if both texts are equally long."""
     pairs = make_pairs(numbered_documents([[9, 14]] * 100), 9, 2)
     for a, b, _ in pairs:
         assert (a, b) == ([*range(a[0], a[0] + 5)], [*range(b[0], b[0] + 4)])
-    assert {(a[0] - 5) % 23 for a, *_ in pairs} >= {0, 1, 2, 3, 4}             # removed from the front
+    assert {(a[0] - 5) % 23 for a, *_ in pairs} >= {0, 1, 2, 3, 4}             # tokens removed in front
 
 
 @pytest.mark.parametrize("whole, words, wanted", [(False, 6, 4), (False, 40, 16), (True, 40, 6)])
 def test_mask_pair(whole, words, wanted):
-    """As in BERT, round(0.15 · length) tokens are chosen, at most a quarter of --max-length, here 16; with
-    --whole-word, words. A chosen token becomes the mask token (80 %) or a random token (10 %)."""
+    """As in BERT, round(0.15 · length) tokens are chosen, at most a quarter of --max-length, here 16. With
+    --whole-word, words are chosen. A chosen token becomes the mask token (80 %) or a random token (10 %)."""
     # ids 0 to 4 are special tokens; 6 and 8 continue a word, unless they follow a special token such as 1
     ids = np.array([2, *[5, 6, 8] * words, 3, 7, 1, 6, 3])
     args, outcomes = SimpleNamespace(max_length=64, whole_word=whole), Counter()
@@ -83,8 +83,8 @@ def test_mask_pair(whole, words, wanted):
 
 
 def test_stream_pairs(bert, tmp_path, monkeypatch):
-    """The stream reads documents of two or more sentences in file order, over and over, a buffer at a time,
-    and truncates sentences to 512 tokens. It continues from any position."""
+    """The stream reads documents of two or more sentences in file order, again and again, one buffer at a
+    time. Sentences are truncated to 512 tokens. The stream continues from any position."""
     tokenizer, path, buffers = AutoTokenizer.from_pretrained(bert), tmp_path / "d.txt", []
     make_pairs = tacl_documents.sentence_pairs
     monkeypatch.setattr(tacl_documents, "sentence_pairs",

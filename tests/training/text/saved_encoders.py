@@ -1,4 +1,4 @@
-"""Build a SentenceEncoder from a folder, and save one, without a run."""
+"""Helpers that build a SentenceEncoder from a folder, or save one to a folder, without a run."""
 from pathlib import Path
 from types import SimpleNamespace
 

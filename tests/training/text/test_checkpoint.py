@@ -1,4 +1,4 @@
-"""Model folders written by sentence-transformers: supported and unsupported settings, overriding flags."""
+"""Test folders in the format of sentence-transformers: their settings, and flags that override these."""
 import json
 import shutil
 
@@ -20,9 +20,9 @@ def write_folder(bert, folder, pooling, *more, default=None, subfolder="", **set
     """Copy the model `bert` to a folder in the format of sentence-transformers.
 
     pooling    config of the Pooling module
-    more       further modules: (type, config, tensors)
-    default    name of the default prompt
-    settings   of the module Transformer
+    more       further modules, each as (type, config, tensors)
+    default    name of the default prompt; None: the folder has no prompts
+    settings   settings of the module Transformer
     """
     shutil.copytree(bert, folder / subfolder, dirs_exist_ok=True)
     modules = [dict(path=subfolder, type="sentence_transformers.models.Transformer")]
@@ -41,8 +41,8 @@ def write_folder(bert, folder, pooling, *more, default=None, subfolder="", **set
 
 
 def test_saved_settings_are_applied_and_saved_again(folder_of, tmp_path):
-    """A linear head, a sub-folder, prompts, lower case, normalisation and the maximum length. Prompts that no
-    column uses are saved again, too."""
+    """The folder has a linear head, a sub-folder, prompts, lower case, normalisation and a maximum length.
+    Prompts that no column uses are saved again, too."""
     bert, out = folder_of("Bert"), tmp_path / "out"            # one token per character
     folder = write_folder(bert, tmp_path / "a", dict(pooling_mode="mean"), ("Dense", HEAD, WEIGHTS),
                           ("Normalize", {}, {}), default="topic", subfolder="0_Transformer",
@@ -64,7 +64,7 @@ def test_saved_settings_are_applied_and_saved_again(folder_of, tmp_path):
     (dict(pooling_mode_cls_token=False, pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True), "last"),
     (dict(pooling_mode_cls_token=True), "cls"), (dict(pooling_mode="mean"), "avg"), ({}, "avg")])
 def test_pooling_of_old_and_new_folders(settings, pooling, bert, tmp_path):
-    """Nothing else is set, so there is no head, no prompt, and the maximum length is the model's."""
+    """The folder sets only the pooling: no head, no prompt, and the maximum length is the model's."""
     model = make_encoder(write_folder(bert, tmp_path, settings), evaluate=True).eval()
     torch.testing.assert_close(model.embed_texts(TEXTS), embed_saved(bert, TEXTS, pooling), atol=1e-5, rtol=0)
     assert (model.head, model.prompts, model.max_length) == (None, ("",), 512)
@@ -74,7 +74,7 @@ def test_pooling_of_old_and_new_folders(settings, pooling, bert, tmp_path):
     ({}, True), (dict(head=["train-only"]), True), (dict(head=["new"]), False), (dict(pooling="avg"), False),
     (dict(prompt=["c "], max_length=61), True)])
 def test_flags_override_saved_settings(flags, kept, bert, tmp_path):
-    """Without flags, training continues with the saved head."""
+    """Training continues with the saved head; the flags --head new and --pooling drop the saved head."""
     folder = write_folder(bert, tmp_path / "a", dict(pooling_mode="cls"), ("Dense", HEAD, WEIGHTS),
                           default="query", max_seq_length=60)
     model = make_encoder(folder, **flags)
@@ -85,8 +85,8 @@ def test_flags_override_saved_settings(flags, kept, bert, tmp_path):
 
 
 def test_pooler_as_head(bert, tmp_path):
-    """Supervised SimCSE models, recognised by their name, use their pooler as the head. With --head pooler
-    other models do so, too."""
+    """A supervised SimCSE model, recognised by its name, uses its pooler as the head. Other models do so with
+    --head pooler."""
     named = shutil.copytree(bert, tmp_path / "sup-simcse-bert-small")
     other = shutil.copytree(bert, tmp_path / "unsup-simcse-bert-small")
     assert make_encoder(other, evaluate=True).head is None

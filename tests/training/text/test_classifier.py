@@ -1,4 +1,4 @@
-"""Classifiers: columns of labelled texts, tasks, metrics, and loading a saved model elsewhere."""
+"""Test classifiers: columns of labelled texts, tasks, metrics, and loading a saved model in transformers."""
 import numpy as np
 import pytest
 import torch
@@ -21,8 +21,8 @@ NAMED = '{"premise": "A", "hypothesis": "B", "gold": 1}\n{"premise": "C", "hypot
     ("csv", MOVES, "", ("Oh, no.",), "9", "-1 9 10"),
     ("jsonl", NAMED, "", ("C", "D"), "0", "0 1")])
 def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels):
-    """Columns are found by their names, or the last one has the labels. Labels with a decimal point make the
-    task a regression."""
+    """Columns are found by their names; without known names, the last column has the labels. If some of the
+    labels have a decimal point, the task is regression."""
     data = tmp_path / f"a.{kind}"
     data.write_text(content)
     args = make_parser().parse_args(["--data", str(data), "--batch-size", "2", *flags.split()])
@@ -34,8 +34,8 @@ def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels
 
 @pytest.mark.parametrize("labels, n", [("01", 40), (["no", "yes"], 40), ("abcd", 60)])
 def test_classification_metrics(labels, n):
-    """Label d never occurs and does not count for the mean F1. The Matthews correlation is the correlation of
-    one-hot rows, or 0."""
+    """Label d never occurs and does not count in the mean F1. The Matthews correlation equals the correlation
+    of one-hot rows; it is 0 if all predictions are equal."""
     rng = np.random.default_rng(0)
     truth, predicted = rng.integers(0, min(len(labels), 3), (2, n))
     predicted[: n // 2] = truth[: n // 2]
@@ -57,9 +57,9 @@ KINDS = {"bert": dict(intermediate_size=32), "distilbert": dict(hidden_dim=32), 
 @pytest.mark.parametrize("kind, task", [
     ("bert", "pairs"), ("distilbert", "regression"), ("gpt2", "texts"), ("xlnet", "pairs")])
 def test_models_are_fine_tuned_and_loaded_by_pipeline(kind, task, tmp_path, bert):
-    """The printed line loads the model. The pipeline's logits of single rows equal ours of a padded batch
-    (padded on the left for XLNet, which reads its last token). It has the file's labels, and its predictions
-    have our score. The last linear layer maps the features of classify_with_features to the logits."""
+    """The printed code loads the model as a pipeline. Its logits of single rows equal ours of a padded batch.
+    XLNet reads the last token, so its padding is on the left. The pipeline has the file's labels, and its
+    score equals ours. The last linear layer maps features of classify_with_features to logits."""
     tokenizer = BertTokenizer.from_pretrained(bert, padding_side="left" if kind == "xlnet" else "right")
     tokenizer.save_pretrained(tmp_path / "model")
     config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SHAPE, **KINDS[kind])

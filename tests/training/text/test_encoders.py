@@ -1,5 +1,5 @@
-"""Sentence encoders: embeddings do not depend on batches, saved folders give the same ones in transformers,
-and flags that do not fit the model are refused."""
+"""Test sentence encoders: embeddings do not depend on batches, transformers gives the same embeddings from
+saved folders, and flags that do not fit the model are refused."""
 import itertools
 
 import pytest
@@ -20,8 +20,8 @@ TEXTS = ["Yes, [PAD].", "no, " * 20, *(row[0] for row in NLI[:4])]
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("use", ["keep", "train-only"])
 def test_embeddings_match_the_definition(pooling, use, bert, monkeypatch):
-    """Embeddings do not depend on the order and the groups of the rows. The head is used in training, and at
-    inference only with --head keep."""
+    """Embeddings depend neither on the order of the rows nor on their groups. Training uses the head;
+    inference uses it only with --head keep."""
     model = make_encoder(bert, pooling=pooling, head=[use])
     rows, group_counts = tokens.tokenise(TEXTS, model.tokenizer, 512)[0], set()
     bare = embed_unbatched(model.encoder, model.tokenizer, TEXTS, pooling)
@@ -36,7 +36,7 @@ def test_embeddings_match_the_definition(pooling, use, bert, monkeypatch):
         views = model.batch(rows, rows[::-1])
         torch.testing.assert_close(model(views), torch.cat([wanted, wanted.flip(0)]), atol=1e-5, rtol=0)
     assert min(group_counts) == 1 and max(group_counts) > 3
-    embedded = model.embed_texts(TEXTS, size=5)                # in eval mode
+    embedded = model.embed_texts(TEXTS, size=5)                # embed_texts uses eval mode
     torch.testing.assert_close(embedded, wanted, atol=1e-5, rtol=0)
 
 
@@ -55,14 +55,14 @@ def test_chunks_give_the_gradients_of_the_whole_batch(limits, bert):
     *((name, "cls", "keep") for name in ENCODERS), *((name, "last", "train-only") for name in DECODERS),
     ("Bert", "avg", "keep"), ("XLM", "avg_first_last", "train-only"), ("Qwen2", "avg_top2", "keep")])
 def test_saved_folders(family, pooling, use, folder_of, tmp_path):
-    """Our embeddings and the definition applied to the files in the folder agree, also for heads and prompts.
-    --evaluate loads the same model, and so does the end of a run."""
+    """Our embeddings equal those computed by definition from the files in the folder, also with heads and
+    prompts. --evaluate, and `restore` at the end of a run, load the same model."""
     prompts, out = ["query: ", "passage: "], tmp_path
     model = make_encoder(folder_of(family), pooling=pooling, head=[use], prompt=prompts).eval()
     ours = model.embed_texts(TEXTS)
     save(model, out)
     encoder, found = AutoModel.from_pretrained(out, output_loading_info=True)
-    assert not any(found.values())                             # no missing weights, of which libraries warn
+    assert not any(found.values())                             # no missing weights: libraries warn of these
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.padding_side == "right"
     z = embed_unbatched(encoder, tokenizer, ["query: " + text for text in TEXTS], pooling)
@@ -86,7 +86,7 @@ def test_saved_folders(family, pooling, use, folder_of, tmp_path):
     ("Llama", ["--max-length", "131"], "--max-length 131: .* reads at most 130 tokens")])
 def test_flags_that_do_not_fit_the_model(family, flags, wanted, folder_of, cwd, capfd):
     folder = folder_of(family)
-    capfd.readouterr()                                         # a progress bar of transformers
+    capfd.readouterr()                                         # drops a progress bar of transformers
     rejects("simcse", capfd, wanted, *SMALL, "--model", folder, "--max-length", "60", *flags)
 
 

@@ -1,4 +1,4 @@
-"""Masked language models: which tokens are masked, and the loss compared with that of the full logits."""
+"""Test masked language models: which tokens are masked, and the loss, compared with that of full logits."""
 import itertools
 from types import SimpleNamespace
 
@@ -20,8 +20,8 @@ from running import NLI, equal
     (0.151, 0.799, "no token is chosen")])
 def test_masked_lm_loss(chosen, draw, becomes, chunks, bert, monkeypatch):
     """Fixed random numbers decide whether all tokens are masked, replaced by an e, unchanged, or not chosen.
-    The loss is the mean over all of them, but not over special and protected tokens. The decoder is untied
-    from the word embeddings. simcse.py multiplies the loss by its weight."""
+    The loss is the mean over chosen tokens. Special and protected tokens are never chosen. The decoder is
+    untied from the word embeddings. simcse.py multiplies the loss by --mlm-weight."""
     lm, tokenizer = AutoModelForMaskedLM.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
     run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, **chunks),
                           device=torch.device("cpu"), bf16=False)

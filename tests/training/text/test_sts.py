@@ -1,4 +1,4 @@
-"""Scored pairs: reading files, and Spearman, alignment and uniformity compared with slow direct versions."""
+"""Test scored pairs: reading files; Spearman, alignment and uniformity, compared with slow direct code."""
 import itertools
 import math
 import random
@@ -15,7 +15,7 @@ from running import embed_unbatched
 
 
 def slow_spearman(a, b):
-    """Count ranks pair by pair, then compute Pearson's correlation from its definition."""
+    """Count ranks pair by pair, and return Pearson's correlation of these ranks by its definition."""
     ranks = [[sum(y < v for y in x) + (sum(y == v for y in x) + 1) / 2 for v in x] for x in (a, b)]
     da, db = ([r - sum(x) / len(x) for r in x] for x in ranks)
     return sum(p * q for p, q in zip(da, db)) / math.sqrt(sum(p * p for p in da) * sum(q * q for q in db))
@@ -25,11 +25,11 @@ def test_spearman():
     rng = random.Random(0)
     for n in (2, 3, 10, 200):
         a = np.array([rng.random() for _ in range(n)])
-        b = [0, 1, *rng.choices(range(4), k=n - 2)]            # has ties
+        b = [0, 1, *rng.choices(range(4), k=n - 2)]            # b has ties
         assert spearman(a, b) == pytest.approx(slow_spearman(a, b), abs=1e-12)
         assert spearman(a, -a) == pytest.approx(-1) and spearman(a, np.exp(a)) == pytest.approx(1)
     assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(math.sqrt(0.9))           # 4.5 / √(4.5 · 5)
-    assert spearman([1, 1, 1], [1, 2, 3]) == spearman([1, 2, 3], [1, 1, 1]) == 0           # a constant side
+    assert spearman([1, 1, 1], [1, 2, 3]) == spearman([1, 2, 3], [1, 1, 1]) == 0       # one side is constant
 
 
 @pytest.mark.parametrize("name, content, columns", [
@@ -41,20 +41,19 @@ def test_spearman():
      ["sentence_A", "sentence_B", "relatedness"]),
     ("raw.tsv", 'news\t2012\t1\t5\t"A" cat.\tIt eats.\nnews\t2012\t2\t0\tB\tC\n', ["5", "6", "4"])])
 def test_load_sts(tmp_path, name, content, columns):
-    """Columns are found by name, the score is last, or they are chosen by name (SICK) or by number (STS-B).
-    Only .csv files have quotes. A pair without a score, of E and F, is skipped."""
+    """Columns are found by known names, or chosen by name (SICK) or number (STS-B); otherwise the last column
+    has the score. Only .csv files have quotes. The pair E, F has no score and is skipped."""
     (tmp_path / name).write_text(content)
     assert load_sts(tmp_path / name, columns) == [('"A" cat.', "It eats.", 5.0), ("B", "C", 0.0)]
 
 
 def test_evaluate(bert):
-    """Spearman, alignment and uniformity equal those of loops over embeddings that are computed one sentence
-    at a time."""
+    """The scores equal those of plain loops over embeddings that are computed one sentence at a time."""
     rng, words = random.Random(1), "cat dog man sun eats runs sees old".split()
     sentences = [" ".join(rng.choices(words, k=2 + i)) for i in range(9)]
     pairs = [(*rng.sample(sentences, 2), rng.randint(0, 3)) for _ in range(20)]    # different sentences
     pairs += [(one, one + " cat", rng.randint(2, 5)) for one in sentences]         # similar sentences
-    args = SimpleNamespace(model="bert", max_length=3, chunk_size=None)            # is not used in evaluation
+    args = SimpleNamespace(model="bert", max_length=3, chunk_size=None)       # evaluation ignores max_length
     encoder, tokenizer = AutoModel.from_pretrained(bert), AutoTokenizer.from_pretrained(bert)
     run = SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False)
     result = evaluate(SentenceEncoder(encoder, tokenizer, run, "avg"), pairs)

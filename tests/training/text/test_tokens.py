@@ -1,4 +1,4 @@
-"""Tokens in files, in batches, and in groups of similar length."""
+"""Test tokenisation of data files and batches, and groups of sequences of similar length."""
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +13,9 @@ TEXTS = ["Yes.", "He sang a very long song about the sea.", "No.", "\u00e4", "We
 
 @pytest.mark.parametrize("at_once, side", [(10, "right"), (2**21, "left")])
 def test_tokens_are_those_of_each_text(at_once, side, tmp_path, bert, monkeypatch, capsys):
-    """Tokens are in the order of the texts, with prompts, truncated to the maximum length on the tokenizer's
-    side, and without the padding that some tokenizers add. They do not depend on how many characters are
-    tokenised at once."""
+    """Tokens are in the order of the texts. They have prompts, are truncated to the maximum length on the
+    tokenizer's side, and lack the padding that some tokenizers add. They do not depend on the number of
+    characters that are tokenised at once."""
     monkeypatch.setattr(tokens, "MAX_CHARS", at_once)
     tokenizer = AutoTokenizer.from_pretrained(bert, truncation_side=side)
     model = SimpleNamespace(tokenizer=tokenizer, max_length=512,
@@ -35,7 +35,7 @@ def test_tokens_are_those_of_each_text(at_once, side, tmp_path, bert, monkeypatc
         assert "3 of 6 sentences truncated to 8 tokens" in capsys.readouterr().out
         assert [[ids.tolist() for ids in row] for row in rows] == [
             [expected("q " + text) for text in row] for _, row in table]
-        views = rows.views([1, 0], 4)                          # a second view of each column, and so on
+        views = rows.views([1, 0], 4)                          # view i shows column i % columns
         assert [[ids.tolist() for ids in view] for view in views] == [
             [rows[i][view % columns].tolist() for i in (1, 0)] for view in range(4)]
     pairs = [*zip(TEXTS, TEXTS[::-1])]
@@ -49,7 +49,7 @@ def test_tokens_are_those_of_each_text(at_once, side, tmp_path, bert, monkeypatc
 @pytest.mark.parametrize("limits, expected", [
     ((None, 12), [[2, 3, 4], [5, 6], [7], [40]]), ((2, 12), [[2, 3], [4, 5], [6], [7], [40]])])
 def test_rows_and_tokens_of_a_group_are_limited(limits, expected, monkeypatch):
-    """Groups get sequences in the order of their lengths. A sequence that is too long is a group alone."""
+    """Sequences enter groups in the order of their lengths. A sequence above max_tokens is alone."""
     monkeypatch.setitem(tokens.GROUP_COST, "cpu", 10**9)
     lengths = [7, 3, 40, 4, 2, 6, 5]
     groups = group_by_length(lengths, SimpleNamespace(type="cpu"), *limits)
