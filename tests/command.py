@@ -1,7 +1,7 @@
-"""Run a command line in a new process, as a user does, and read what it prints and writes.
+"""Run a script in a new process, as a user does, and read its output and its files.
 
-The processes are forked from a server that has imported PyTorch, transformers and the scripts, because a new
-Python needs five seconds for these imports.
+A server imports PyTorch, transformers and the scripts once, and each process is forked from this server. In a
+new Python process these imports would take five seconds.
 """
 import functools
 import json
@@ -25,16 +25,16 @@ multiprocessing.set_forkserver_preload([*SCRIPTS, "transformers.models.bert.mode
 
 
 def start(words, folder, setup=None, data=None):
-    """Start `python WORDS` in a folder, and return its process.
+    """Start a process that does what `python WORDS` does in a folder, and return the process.
 
     words    the script's name without .py, then its flags
-    setup    function that the process calls first, for example to limit its memory
-    data     rows to pass to main(data=...), instead of a file
+    setup    function that the process calls before the script, for example to limit the memory
+    data     rows for the script's main(data=...), in place of a data file
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
         multiprocessing.forkserver.ensure_running()
-    name, *flags = map(str, words)                             # of a further paper: docs/more/NAME
+    name, *flags = map(str, words)                             # for a script in docs/more: docs/more/NAME
     process = multiprocessing.get_context("forkserver").Process(
         target=run_here, args=(name, flags, str(folder), setup, data))
     process.start()
@@ -42,16 +42,16 @@ def start(words, folder, setup=None, data=None):
 
 
 def run_here(name, flags, folder, setup, data):
-    """Run a script in this process, which writes its streams to the files `printed` and `errors`."""
+    """Run a script in this process. Write stdout to the file `printed`, and stderr to the file `errors`."""
     os.chdir(folder)
     for path, descriptor in (("printed", 1), ("errors", 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    multiprocessing.set_start_method(None, force=True)         # image scripts choose their own
+    multiprocessing.set_start_method(None, force=True)         # not set, as in a new Python process
     if setup:
         setup()
     sys.argv = [f"{name}.py", *flags]
-    sys.path.insert(0, str(ROOT / Path(name).parent))          # as `python docs/more/NAME.py` does
+    sys.path.insert(0, str(ROOT / Path(name).parent))          # as Python does for the folder of a script
     if data is None:
         runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
     else:
@@ -59,7 +59,7 @@ def run_here(name, flags, folder, setup, data):
 
 
 def start_rank(rank, count, port, words, folder, setup=None):
-    """Start one of `count` processes in a folder of its own, and return it. Several are those of torchrun."""
+    """Start process `rank` of `count` in a new folder, as torchrun would if count > 1, and return it."""
     Path(folder).mkdir(parents=True)
     return start(words, folder, functools.partial(become_rank, rank, count, port, setup))
 
@@ -75,29 +75,29 @@ def become_rank(rank, count, port, setup):
 def run(words, folder, setup=None, data=None):
     """Run `python WORDS` in a folder to its end.
 
-    returns  code: the exit code, negative for a signal; printed, errors: the text of its two streams
+    returns  code: exit code, or minus the number of a signal; printed: stdout; errors: stderr
     """
     process = start(words, folder, setup, data)
     process.join(60)
-    process.kill()                                             # only if it hangs
+    process.kill()                                             # has an effect only if the process hangs
     process.join()
     printed, errors = (Path(folder, name).read_text("utf-8") for name in ("printed", "errors"))
     return SimpleNamespace(code=process.exitcode, printed=printed, errors=errors)
 
 
 def train(words, folder, **more):
-    """Run a command that must succeed, and return what it printed."""
+    """Run a command, check that its exit code is 0, and return its stdout."""
     done = run(words, folder, **more)
     assert done.code == 0, done.errors
     return done.printed
 
 
 def metrics(out):
-    """Return the rows of metrics.jsonl without their times."""
+    """Return the rows of metrics.jsonl, with all `seconds` set to 0."""
     return [json.loads(line) | {"seconds": 0} for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(out):
-    """Return {file and name: bytes} of all tensors in the .safetensors files of a folder."""
+    """Return {(file name, tensor name): bytes} of all tensors in the .safetensors files inside a folder."""
     return {(path.name, name): x.reshape(-1).view(torch.uint8).numpy().tobytes()
             for path in Path(out).rglob("*.safetensors") for name, x in load_file(path).items()}

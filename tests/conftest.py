@@ -1,4 +1,4 @@
-"""Fixtures. Tests run without the model hub and, on a machine without a GPU, with Triton's interpreter."""
+"""Fixtures and settings of all tests: no downloads, and Triton's interpreter if there is no GPU."""
 import functools
 import importlib.util
 import os
@@ -7,23 +7,23 @@ import signal
 import sys
 from pathlib import Path
 
-# Triton's interpreter multiplies with NumPy. OpenBLAS's code for Haswell and Zen CPUs rounds a product and
-# its transpose differently, so tests of extreme logits would fail. NumPy reads this variable on import.
+# Triton's interpreter multiplies with NumPy, whose OpenBLAS reads this variable on import. OpenBLAS code for
+# Haswell and Zen CPUs rounds a product and its transpose differently, so tests of extreme logits would fail.
 if platform.machine() == "x86_64":
     os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
-os.environ.setdefault("OMP_NUM_THREADS", "1")           # one thread per worker of pytest-xdist, also in NumPy
+os.environ.setdefault("OMP_NUM_THREADS", "1")           # one thread per worker of pytest-xdist, in NumPy too
 
 import pytest
 import torch
 
-# nohup, and a shell that runs tests in the background, make them ignore signals that some tests send
+# Started with nohup, or in the background of a shell, this process ignores signals that some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads this when the kernels are imported
-    torch.set_num_threads(1)                            # makes runs bitwise reproducible
+    torch.set_num_threads(1)                            # makes equal runs bitwise equal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.fsync = lambda file: None                            # tests need no files that survive a power failure
+os.fsync = lambda file: None                            # files of tests need not survive a power failure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreter import make_interpreter_faster
@@ -34,14 +34,14 @@ ON_THE_GPU = {f"test_{name}" for name in
 
 @pytest.fixture(autouse=True)
 def scripts_stay_on_the_cpu(request, monkeypatch):
-    """Hide the GPU from all tests but those of the kernels."""
-    if request.module.__name__ not in ON_THE_GPU:       # others would need other tolerances
+    """Hide the GPU from the tests of all modules except those in ON_THE_GPU."""
+    if request.module.__name__ not in ON_THE_GPU:       # on a GPU, other tests would need other tolerances
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
 def restore_signal_handlers():
-    """Restore signal handlers after each test. Otherwise a script's handler would catch Ctrl-C later."""
+    """Restore the signal handlers after each test, so that no script's handler catches a later Ctrl-C."""
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for kind, handler in before.items():
@@ -50,7 +50,7 @@ def restore_signal_handlers():
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):
-    """Return a folder with a BERT: 3 layers, one token per character, large random weights, no dropout."""
+    """Return the folder of a BERT with 3 layers, one token per character, random weights and no dropout."""
     from running import small_bert
     return small_bert(tmp_path_factory.mktemp("bert"))
 
@@ -65,7 +65,7 @@ def cwd(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """Return the --out of a finished run of simcse.py on good.csv, to pass to --model or --resume."""
+    """Return the output folder of a finished run of simcse.py on good.csv, for --model or --resume."""
     import simcse
     from running import GOOD, KEPT
     folder = tmp_path_factory.mktemp("finished")
@@ -78,6 +78,6 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
-    """Return a function: folder_of(family) is a folder with a small random model of this architecture."""
+    """Return a function: folder_of("Bert") is the folder of a small random model of this architecture."""
     from families import small_model
     return functools.cache(lambda family: small_model(family, tmp_path_factory.mktemp(family)))

@@ -11,7 +11,7 @@ ENCODERS = {
     "Bert": SHAPE, "Roberta": SHAPE, "XLMRoberta": SHAPE, "MPNet": SHAPE,
     "DistilBert": dict(dim=32, n_layers=3, n_heads=2, hidden_dim=64, max_position_embeddings=130,
                        initializer_range=0.2, pad_token_id=0),
-    "SqueezeBert": SHAPE | dict(embedding_size=32), "Esm": SHAPE,  # Esm's file has other weight names
+    "SqueezeBert": SHAPE | dict(embedding_size=32), "Esm": SHAPE,  # Esm saves LayerNorm's weight as gamma
     "XLM": dict(emb_dim=32, n_layers=3, n_heads=2, max_position_embeddings=130, init_std=0.2, pad_index=0),
     "DebertaV2": SHAPE | dict(relative_attention=True, position_buckets=16, pos_att_type="p2c|c2p",
                               position_biased_input=False, norm_rel_ebd="layer_norm", share_att_key=True),
@@ -21,7 +21,7 @@ VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 
 
 
 def small_tokenizer(decoder=False, **more):
-    """Return a tokenizer with one token per character. For a decoder it pads on the left."""
+    """Return a tokenizer with one token per character, which pads on the left for a decoder."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, "[UNK]"))
     splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("", "isolated")]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
@@ -36,7 +36,7 @@ def small_tokenizer(decoder=False, **more):
 
 
 def small_model(family, folder, **more):
-    """Write a random model of this architecture to the folder; more: settings of its config."""
+    """Write a random model of an architecture to a folder, and return the folder. more: config settings."""
     special = dict(pad_token=None) if family == "Llama" else {}                # Llama has no padding token
     small_tokenizer(family not in ENCODERS, **special).save_pretrained(folder)
     shape = (ENCODERS | DECODERS)[family] | more

@@ -1,13 +1,13 @@
-"""Helpers to compare a loss with its formula, written out in float64."""
+"""Helpers that compare a loss with its formula in float64."""
 import pytest
 import torch
 
 both_impls = pytest.mark.parametrize("impl", ["blockwise", "eager"])
-POOL = dict(max=lambda x: x.amax(0), mean=lambda x: x.mean(0), sum=lambda x: x.sum(0))      # states (L, H)
+POOL = dict(max=lambda x: x.amax(0), mean=lambda x: x.mean(0), sum=lambda x: x.sum(0))      # states x (L, H)
 
 
 def randn(n, d, seed):
-    """Return random normal vectors (n, d)."""
+    """Return (n, d) random normal numbers in float64."""
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -16,7 +16,7 @@ def cosine(a, b):
 
 
 def check_equal(loss, formula, *inputs, tolerance=1e-10):
-    """Check that two functions of the inputs have equal values and gradients in float64."""
+    """Check that loss(*inputs) and formula(*inputs) have equal values and equal gradients."""
     results = []
     for f in (loss, formula):
         leaves = [x.clone().requires_grad_() for x in inputs]

@@ -1,11 +1,11 @@
-"""Make Triton's interpreter two to three times as fast. The results of kernels stay the same, bit for bit."""
+"""Make Triton's interpreter two to three times as fast. The results of kernels do not change by a bit."""
 import functools
 
 import numpy as np
 
 
 def make_interpreter_faster():
-    """Replace three slow functions of the interpreter, unless this version of Triton has other functions."""
+    """Replace three slow functions of the interpreter, if this version of Triton has them."""
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     if hasattr(interpreter, "_LangPatchScope"):
@@ -15,11 +15,11 @@ def make_interpreter_faster():
 
 
 def patch_once_per_launch(interpreter):
-    """Let a launch patch triton.language once for each module, not in each call of a device function."""
+    """Make a launch patch triton.language once for each module, and not in each call of a device function."""
     patch_lang, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def patch_module_once(function):
-        """Return what undoes the patch, which the launch uses; None if the module is already patched."""
+        """Patch a function's module; return the scope that undoes the patch, or None if patched before."""
         module = id(function.__globals__)
         if module in patched:
             return None
@@ -35,7 +35,7 @@ def patch_once_per_launch(interpreter):
 
 
 def cache_scalar_types(numpy_type):
-    """Cache this function of a Triton type for scalar types, which are hashable."""
+    """Return numpy_type, a function of a Triton type, with a cache for scalar types, which are hashable."""
     of_scalar = functools.cache(numpy_type)
     return lambda dtype: numpy_type(dtype) if dtype.is_block() or dtype.is_ptr() else of_scalar(dtype)
 
@@ -43,8 +43,8 @@ def cache_scalar_types(numpy_type):
 def check_overflow(self, x, y, operation):
     """Raise AssertionError if adding, subtracting or multiplying two integer tensors overflows.
 
-    Triton's own function computes the same with ten operations of the interpreter, and then ignores the
-    result unless its option `debug` is on.
+    Triton's own function makes this check with ten operations of the interpreter, and uses the result only
+    if Triton's option `debug` is on.
     """
     dtype = x.type.scalar
     if dtype.int_bitwidth >= 64:

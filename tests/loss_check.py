@@ -1,24 +1,24 @@
-"""Comparison of a loss with its formula, in all implementations and dtypes.
+"""Compare a loss with its formula, in all implementations and dtypes.
 
-The limit is 1e-10 in float64. In other dtypes "eager" may have the rounding errors of a textbook formula, and
-others at most a few times eager's errors on the same rows. Each call is repeated: it must give the same bits.
+The error of the implementation "eager" may be at most EAGER. Other implementations may have three times the
+error of eager on the same rows, plus MORE. Each call is repeated, and must give the same bits again.
 """
 import inspect
 
 import torch
 
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"                              # Triton's interpreter runs on the CPU
+DEVICE = "cuda" if GPU else "cpu"                              # without a GPU, Triton's interpreter runs
 BOTH = ["eager", "blockwise"]
 IMPLS = {torch.float64: BOTH, torch.float32: [*BOTH, "triton"], torch.float16: [*BOTH, "triton"],
          torch.bfloat16: [*BOTH, "triton"] if GPU else BOTH}   # the interpreter's bfloat16 products are wrong
-# limits of eager's error; and what others may add to three times eager's error, which may happen to be tiny
+# EAGER: largest error of eager. MORE: addition to three times eager's error, which may be tiny by chance
 EAGER = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 MORE = {torch.float64: 1e-10, torch.float32: 5e-7, torch.float16: 3e-4, torch.bfloat16: 2e-3}
 
 
 def cast(x, dtype, device):
-    """Return x on the device; rows of floats in this dtype, numbers in float32, or in float64 for float64."""
+    """Return x on a device. Float tensors get the dtype; 0-dim ones get float32 instead of a half type."""
     if isinstance(x, tuple):
         return tuple(cast(part, dtype, device) for part in x)
     if not isinstance(x, torch.Tensor):
@@ -28,7 +28,7 @@ def cast(x, dtype, device):
 
 
 def differentiate(f, arguments):
-    """Return {part: tensor in float64}: the value of f, and its gradients in all tensors of floats."""
+    """Return {part: float64 tensor}: f's value, and the gradient of its weighted sum in each float tensor."""
     leaves = {name: x.detach().requires_grad_() for name, x in arguments.items()
               if isinstance(x, torch.Tensor) and x.is_floating_point()}
     value = f(**arguments | leaves)
@@ -44,21 +44,21 @@ def differentiate(f, arguments):
 
 
 def error_of(found, exact):
-    """Return the largest error relative to the largest entry; infinite if the infinite entries differ."""
+    """Return the largest error divided by the largest exact entry; infinity if infinite entries differ."""
     finite = exact.isfinite()
     if found.shape != exact.shape or not torch.equal(found[~finite], exact[~finite]):
         return torch.inf
     found, exact = found[finite], exact[finite]
-    if found.equal(exact):                                     # all entries may be 0, and there may be none
+    if found.equal(exact):                                     # also without entries, or if all are 0
         return 0.0
     return ((found - exact).abs().max() / exact.abs().max()).item()
 
 
 def check(loss, formula, arguments, dtypes=IMPLS):
-    """Compare a loss with its formula in all dtypes and implementations; fail with a list of all errors."""
+    """Compare a loss with its formula in all dtypes and implementations; fail with a list of all problems."""
     sizes = {name: tuple(x.shape) for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     shown = {name: "..." if isinstance(x, tuple) else x for name, x in arguments.items()} | sizes
-    is_large = max(shape[0] for shape in sizes.values() if shape) > 500        # too large for the interpreter
+    is_large = max(shape[0] for shape in sizes.values() if shape) > 500        # too slow in the interpreter
     has_impl, problems = "impl" in inspect.signature(loss).parameters, []
     for dtype in dtypes:
         rounded = {name: cast(x, dtype, "cpu") for name, x in arguments.items()}
@@ -88,5 +88,5 @@ def numbers(*shape, seed=0):
 
 
 def cases(loss, formula, *variants, **common):
-    """Return [(loss, formula, arguments)]: the common arguments, changed by each of the variants."""
+    """Return [(loss, formula, arguments)], one for each variant, which changes the common arguments."""
     return [(loss, formula, common | variant) for variant in variants]

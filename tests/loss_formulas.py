@@ -1,7 +1,7 @@
 """The losses of kernels and of the ten papers, written out in plain PyTorch.
 
-They have the names and the arguments of the public functions, whose docstrings name the sources. A head is
-given by its weights. The (N, M) matrix is stored, and what must not get a gradient is detached.
+The functions have the names and arguments of the public functions, whose docstrings name the sources. A
+projection head is given by its weights. (N, M) logits are stored, and inputs without gradient are detached.
 """
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ def cosines(a, b):
 
 
 def cross_entropy(logits, positive):
-    """Return the mean of −log softmax of column positive[i] of row i."""
+    """Return the mean over all rows i of −log p, with p the softmax of row i at column positive[i]."""
     return (logits.logsumexp(1) - logits.gather(1, positive[:, None])[:, 0]).mean()
 
 
@@ -70,7 +70,7 @@ def linear_cross_entropy(hidden, weight, targets, temperature, ignore_index=-100
 
 def triplet_loss(anchor, positive, negative=None, margin=1.0, mining="hard"):
     def distance(x, y):
-        return (x - y + 1e-6).norm(dim=-1)                     # 1e-6 as in PyTorch
+        return (x - y + 1e-6).norm(dim=-1)                     # PyTorch adds 1e-6, too
 
     near = distance(anchor, positive)
     if negative is None:
@@ -92,7 +92,7 @@ def margin_loss(x1, x2, same, margin=1.0):
 
 def masked_products(q, k=None, temperature=1.0, exclude=None, within=None, similar=None, offset=0,
                     normalize=False):
-    """Return q·kᵀ/τ, −inf where a column is excluded."""
+    """Return q·kᵀ/τ (N, M), with −inf where the mask excludes a column."""
     q, k = (x if x is None or not normalize else unit(x) for x in (q, k))
     k = q if k is None else k
     i, j = torch.arange(len(q))[:, None], torch.arange(len(k))
@@ -113,12 +113,12 @@ def masked_products(q, k=None, temperature=1.0, exclude=None, within=None, simil
 
 def similarity_lse(**arguments):
     products = masked_products(**arguments)
-    empty = products.isneginf().all(1)                         # rows without columns have no gradient
+    empty = products.isneginf().all(1)                         # rows with all columns excluded: no gradient
     return products.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
 def similarity_topk(n, **arguments):
-    """Return the n largest products of each row, twice: see test_kernel_losses.topk."""
+    """Return the n largest products of each row in two equal blocks, like topk in test_kernel_losses.py."""
     products = masked_products(**arguments).topk(n, 1).values.detach()
     return torch.cat([products, products])
 
@@ -136,9 +136,9 @@ def simcse_loss(z1, z2, z3, temperature, hard_negative_weight=0.0, ids=None, anc
     for column, z in enumerate(keys):
         s = cosines(z1, z) / temperature
         s = s + hard_negative_weight * own.double() if column else s
-        if ids is not None:                                    # texts equal to the positive are no negatives
+        if ids is not None:                                    # a text equal to the positive is no negative
             equal = ids[:, column] == ids[:, :1]
-            if anchor_ids is not None:                         # nor to the anchor, or another positive of it
+            if anchor_ids is not None:                         # nor is the anchor, or its other positives
                 same_anchor = (anchor_ids == anchor_ids[:, None]).double()
                 positives = same_anchor @ (ids[:, :1] == ids[:, column]).double()
                 equal = (positives > 0) | (ids[:, column] == anchor_ids[:, None])
@@ -172,7 +172,7 @@ def contrastive_loss(original, synonym, antonym, form):
 def replaced_token_loss(logits, labels, form):
     counted = labels != -100
     logits, labels = logits[counted], labels[counted]
-    if form == "paper":                                        # two classes; the logit of "kept" is 0
+    if form == "paper":                                        # two classes; the logit of "not replaced" is 0
         logits, labels = torch.stack([0 * logits, logits], 1), (labels > 0).long()
     return cross_entropy(logits, labels)
 
@@ -204,7 +204,7 @@ def ease_loss(z, entity, hard, temperature, hard_logit=0.0, entity_ids=None, har
 
 
 def head(first, second):
-    """Return VaSCL's projection head with these weights."""
+    """Return VaSCL's projection head with these weights, a function of embeddings."""
     return lambda e: torch.relu(e @ first.T) @ second.T
 
 
@@ -224,7 +224,7 @@ def neighbourhood_loss(e, perturbed, first, second, neighbours, temperature, for
 def virtual_augmentation(e, first, second, neighbours, noise, radius, temperature, steps):
     project, e, noise = head(first.detach(), second.detach()), e.detach(), noise.detach()
     z, direction = unit(project(e), 1e-8), noise / (noise.norm(dim=1, keepdim=True) + 1e-8)
-    for _ in range(steps):                                     # each replaces the direction
+    for _ in range(steps):                                     # each step replaces the direction
         moved = unit(project(e + radius * direction.requires_grad_()), 1e-8)
         keys = torch.cat([z[:, None], z[neighbours]], 1)
         logits = (keys @ moved[:, :, None])[:, :, 0] / temperature
@@ -292,7 +292,7 @@ def child_gradient(gradient, mask, mode, p):
 
 
 def fisher_information(weight, rows, labels):
-    """Return F of a linear classifier with this weight (C, D), one row per batch."""
+    """Return the Fisher information of a linear classifier's weight (C, D), from batches of one row."""
     squares = [torch.autograd.grad(cross_entropy(x[None] @ weight.T, y[None]), weight, retain_graph=True)[0]
                for x, y in zip(rows, labels)]
     return torch.stack(squares).square().mean(0).detach()

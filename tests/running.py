@@ -1,4 +1,4 @@
-"""Helpers for tests of the scripts: tiny data and models, a run in this process, runs in other processes."""
+"""Helpers for tests of the scripts: tiny data and models, and runs in this process or in others."""
 import contextlib
 import csv
 import importlib
@@ -25,7 +25,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
-GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"    # good.csv; see `cwd`
+GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"    # text of good.csv
 SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
 KEPT = [*SMALL, "--keep-state", "always"]
 ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # 12 rows, not truncated
@@ -33,21 +33,21 @@ SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf
 
 
 def few_images(folder, rows=40):
-    """Write the first training and test images of shapes.npz to a new file, and return its path."""
+    """Write the first `rows` training and test images of shapes.npz to a new file, and return its path."""
     with np.load(DATA / "shapes.npz") as file:
         np.savez(folder / "few.npz", **{key: file[key][:rows] for key in file.files})
     return folder / "few.npz"
 
 
 def few_pairs(folder, rows=10):
-    """Write the first scored pairs of sts.tsv to a new file for --dev, and return its path."""
+    """Write the first `rows` scored pairs of sts.tsv to a new file for --dev, and return its path."""
     lines = (DATA / "sts.tsv").read_bytes().splitlines(True)
     (folder / "few.tsv").write_bytes(b"".join(lines[: 1 + rows]))
     return folder / "few.tsv"
 
 
 def small_bert(folder):
-    """Write a small random BERT to the folder. Each character is a token."""
+    """Write a small random BERT with one token per character to the folder, and return the folder."""
     characters = sorted(set("".join(cell for row in NLI + SENTENCES for cell in row).lower()) - {" "})
     inside = ["##" + character for character in characters]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters, *inside]
@@ -63,12 +63,13 @@ def small_bert(folder):
 def run(name, out, *flags):
     """Run a script's main in this process.
 
-    returns   script: its module; run: its Run, with args and model; norms, losses: one per step; state:
-              content of state.pt; steps: rows of metrics.jsonl; said: {first word: rest} of printed lines
+    returns   script: its module; run: its Run; args, model: those of the Run; norms, losses: gradient
+              norm and loss of each step; state: content of state.pt; steps: rows of metrics.jsonl but
+              row 0; said: {first word: rest} of the printed lines
     """
     script, runs, norms = importlib.import_module(name), [], []
     real_run, real_all_reduce = script.Run, script.all_reduce_gradients
-    keep = [] if "--keep-state" in flags else ["--keep-state", "always"]       # to read state.pt below
+    keep = [] if "--keep-state" in flags else ["--keep-state", "always"]       # state.pt is read below
 
     def make_run(*args):
         runs.append(real_run(*args))
@@ -92,7 +93,7 @@ def run(name, out, *flags):
 
 
 def run_text(name, folder, rows, *flags):
-    """Write the rows to a file (.txt for one column, else .json), and call run on it."""
+    """Write rows to a data file (.txt for one column, else .json), and run a script on this file."""
     folder.mkdir(exist_ok=True)
     file = folder / ("data.txt" if len(rows[0]) == 1 else "data.json")
     file.write_text(json.dumps(rows) if file.suffix == ".json" else "\n".join(row[0] for row in rows))
@@ -105,7 +106,7 @@ def metrics(out):
 
 
 def saved_weights(out):
-    """Return the weights of the encoder in a folder, without the pooler, which embeddings do not use."""
+    """Return {name: weight} of the encoder in a folder, without the pooler, which embeddings do not use."""
     weights = load_file(out / "model.safetensors")
     return {name: x for name, x in weights.items() if not name.startswith("pooler.")}
 
@@ -124,11 +125,11 @@ def free_port():
         return free.getsockname()[1]
 
 
-# Processes of tests are forked from a server that has imported these modules, so that they start fast.
+# Tests fork their processes from a server that has imported these modules, so that processes start fast.
 multiprocessing.set_forkserver_preload([
     *(path.stem for path in ROOT.glob("*.py")), "running", "transformers.models.bert.modeling_bert"])
-with contextlib.suppress(ImportError):                         # other versions of transformers
-    # Loading or saving a model compiles 900 regular expressions. This compiles them once, in the server.
+with contextlib.suppress(ImportError):                         # some versions of transformers lack the module
+    # Loading or saving a model compiles 900 regular expressions. The call below compiles them once.
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     get_checkpoint_conversion_mapping("bert")
 
@@ -136,7 +137,7 @@ with contextlib.suppress(ImportError):                         # other versions 
 def fork_context():
     """Start the fork server and return its multiprocessing context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11 does not pass sys.path on
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11 passes no sys.path to the server
         multiprocessing.forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
@@ -144,8 +145,8 @@ def fork_context():
 def rejects(name, capfd, wanted, *argv):
     """Check that a script's main rejects its flags: exit code 2, one line on stderr, no file changed.
 
-    name     name of the script, or a module
-    wanted   regular expression for the message after "simcse.py: "
+    name     name of the script, or its module
+    wanted   regular expression for the message after "NAME.py: "
     """
     module = name if isinstance(name, types.ModuleType) else importlib.import_module(name)
     name = module.__name__.rpartition(".")[2]
@@ -154,12 +155,12 @@ def rejects(name, capfd, wanted, *argv):
         module.main([*map(str, argv)])
     err = capfd.readouterr().err
     assert end.value.code == 2
-    assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # one line: . does not match a newline
+    assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # one line, because . matches no newline
     assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
 
 
 def embed_unbatched(encoder, tokenizer, sentences, pooling):
-    """Return embeddings (n, H) by the definition of the pooling, one sentence at a time, without padding."""
+    """Return embeddings (n, H) by the pooling's definition, from one sentence at a time, without padding."""
     # indices into hidden_states; 0 would be the word embeddings
     layers = {"avg": [-1], "avg_top2": [-2, -1], "avg_first_last": [1, -1]}.get(pooling)
     rows = []
@@ -177,13 +178,13 @@ def embed_unbatched(encoder, tokenizer, sentences, pooling):
 
 
 def embed_saved(folder, sentences, pooling):
-    """Return embed_unbatched for the model and tokenizer in a folder."""
+    """Return what embed_unbatched returns for the model and the tokenizer in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return embed_unbatched(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
 
 
 class Memory(TorchDispatchMode):
-    """Measure the peak MB of the tensors that operations return. A kernel's own buffers do not count."""
+    """Measure the peak MiB of tensors that PyTorch's operations return, without buffers inside operations."""
 
     def __init__(self):
         super().__init__()

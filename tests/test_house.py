@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md: no duplicated functions, banners, one meaning per flag, imports, lengths."""
+"""Check rules of CONTRIBUTING.md: no function twice, banners, flags with one meaning, imports, lengths."""
 import ast
 import importlib
 import re
@@ -16,7 +16,7 @@ TRAINING = [file for file in CORE.rglob("*.py") if file not in PAPERS]
 MORE = sorted((ROOT / "docs" / "more").glob("*.py"))           # further papers
 ALL_SCRIPTS = [*SCRIPTS, *(file for file in MORE if "def make_parser" in file.read_text("utf-8"))]
 CODE = [*SCRIPTS, *MORE, *sorted(KERNELS.rglob("*.py"))]
-# {part: (its files, limit, goal)}. A limit is today's number of lines, rounded up, and may only fall.
+# {part: (its files, limit on the sum of their lines, goal for this sum)}. A limit may only fall.
 LENGTHS = {**{file.name: ([file], 440, 440) for file in SCRIPTS}, "the ten scripts": (SCRIPTS, 3_400, 3_400),
            "simcse.py": ([ROOT / "simcse.py"], 215, 215), "README.md": ([ROOT / "README.md"], 130, 130),
            "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), *BENCHMARK}, 4_490, 3_600),
@@ -24,11 +24,11 @@ LENGTHS = {**{file.name: ([file], 440, 440) for file in SCRIPTS}, "the ten scrip
            "papers and tools": (PAPERS, 1_780, 1_300), "further papers": (MORE, 1_842, 1_500),
            "tests": (list((ROOT / "tests").rglob("*.py")), 9_000, 9_000)}
 T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training.images"
-# {folder: folders that its modules may import, beside itself}; "": the scripts
+# {folder: folders from which its modules may import, beside the folder itself}; "": the folder of the scripts
 MAY_IMPORT = {"kernels.gpu": {"leaf"}, "kernels": {"kernels.gpu"}, T: {"kernels"}, TEXT: {"kernels", T},
               IMAGES: {"kernels", T}, f"{T}.papers": {"kernels", T, TEXT, IMAGES}}
 MAY_IMPORT[""] = MAY_IMPORT["docs.more"] = {*MAY_IMPORT[f"{T}.papers"], f"{T}.papers", "docs.more"}
-LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}             # kernels.gpu may import them
+LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}             # kernels.gpu may import these
 
 
 def functions(file):
@@ -60,7 +60,7 @@ def test_a_flag_means_the_same_everywhere():
 
 
 def imports(file):
-    """Yield the dotted names of what a file imports from this repository."""
+    """Yield the dotted name of each module and object that a file imports from this repository."""
     package, ours = file.relative_to(ROOT).parent.parts, {"kernels", *(script.stem for script in ALL_SCRIPTS)}
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         above = package[: len(package) - node.level + 1] if getattr(node, "level", 0) else ()

@@ -1,6 +1,5 @@
-"""README, CONTRIBUTING and docs: commands parse, links exist, README's first command and all Python code run.
-
-The other commands need data that is not in the repository."""
+"""Check README, CONTRIBUTING and docs: commands parse, and links exist. Run README's first command, and the
+Python code of README and CONTRIBUTING. Other commands need data that is not in the repository."""
 import argparse
 import importlib.util
 import os
@@ -35,8 +34,8 @@ def read(path):
 
 
 def commands(path):
-    """Return {(program, flags)} of the commands in a document, in code blocks and in inline code. A copy made
-    by `cp simcse.py NAME.py` has the flags of simcse.py."""
+    """Return {(program, flags)} of the commands in a document's code blocks and inline code. For a copy that
+    `cp simcse.py NAME.py` makes, the program is simcse."""
     text, blocks, prose = read(path)
     copies = {copy: script for script, copy in re.findall(r"^cp (\w+)\.py (\w+)\.py$", text, re.M)}
     printed = "\n".join(re.sub(r" \\\n *", " ", block) for language, block in blocks if not language)

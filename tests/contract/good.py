@@ -1,4 +1,4 @@
-"""Small good inputs, and flags with which each script accepts them."""
+"""Small valid inputs of every kind, and flags with which each script accepts them."""
 import json
 import os
 import shutil
@@ -29,16 +29,16 @@ FLAGS = {
 
 
 def words(command):
-    """Return the words of "SCRIPT FLAGS", with the script's good flags and --out out before its own flags."""
+    """Return the words of a command "SCRIPT ...", with FLAGS[SCRIPT] and "--out out" added after SCRIPT."""
     script, *flags = command.split()
     return [script, *FLAGS[script].split(), "--out", "out", *flags]
 
 
 def write_good_files(here, bert):
-    """Write data, a BERT (bert/), an image encoder (net/) and a run that --resume accepts (half/) into the
-    folder `here`, and return it.
+    """Write data files, a BERT (bert/), an image encoder (net/) and a run that --resume accepts (half/) to
+    the folder `here`, and return `here`.
 
-    bert    folder of a BERT, which is copied
+    bert    folder of a BERT, which is copied to here/bert
     """
     for name, new, rows in [("nli.csv", "few.csv", 13), ("sentences.txt", "few.txt", 12),
                             ("sentences.txt", "documents.txt", 12), ("sts.tsv", "sts.tsv", 5),
@@ -62,12 +62,12 @@ def write_good_files(here, bert):
 
 
 def with_settings(**more):
-    """Return a function that sets these values in the bytes of a JSON file."""
+    """Return a function that takes the bytes of a JSON file, and returns them with these settings changed."""
     return lambda old: json.dumps(json.loads(old) | more).encode()
 
 
 def change_files(here, made):
-    """Write files. made: {path: text, bytes, or function of the old bytes; None: delete the file}."""
+    """Write or delete files. made: {path: new text or bytes, function of the old bytes, None to delete}."""
     for name, content in made.items():
         path = here / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The losses on three processes with unequal shares of a batch: python loss_ranks.py FOLDER.
+"""Compute the losses on three processes with unequal shares of a batch: python loss_ranks.py FOLDER.
 
-Every process has the whole batch, takes its own rows, and computes its share of each loss, so that shares and
-gradients of all processes add up to those of the batch. The files 0, 1 and 2 in the folder hold what the
-processes found: {name of the loss: {part: tensor}}. The file "alone" has the losses without gathered rows.
+Every process makes the whole batch, selects its rows, and computes its share of each loss. The shares of all
+processes, and their gradients, add up to those of the batch. Process r writes {name of the loss: {part:
+tensor}} to FOLDER/r. The file FOLDER/alone has the losses of one process with all rows, without gathering.
 """
 import sys
 from pathlib import Path
@@ -19,12 +19,12 @@ import simclr
 import simcse
 import vascl
 
-ROWS, T = 13, 0.3                                              # shares of 4, 4 and 5 rows
+ROWS, T = 13, 0.3                                              # the processes have 4, 4 and 5 rows
 LABELS, IDS, PHI = torch.arange(ROWS) * 5 % 4, torch.arange(ROWS) * 5 % 9, 0.3
 
 
 class Share:
-    """This process's rows of a batch; leaves: the tensors of the whole batch, which get gradients."""
+    """The rows of a batch that this process has. leaves: tensors of the whole batch, which get gradients."""
 
     def __init__(self, alone):
         numbers = torch.Generator().manual_seed(0)
@@ -41,11 +41,11 @@ class Share:
         self.offset = self.own.start
 
     def all(self, x):
-        """Return the rows of all processes."""
+        """Return the rows x of all processes in one tensor."""
         return x if self.alone else kernels.gather_rows(x, ROWS)
 
     def gathered(self, *rows):
-        """Return the arguments `gathered` and `offset` of a loss; none in a single process."""
+        """Return the arguments `gathered` and `offset` of a loss, as a dict; {} if this process is alone."""
         return {} if self.alone else dict(gathered=tuple(map(self.all, rows)), offset=self.offset)
 
 
@@ -111,7 +111,7 @@ def compute_shares(alone=False):
     for name, loss in LOSSES.items():
         share = Share(alone)
         rows = share.own.stop - share.own.start
-        value = loss(share) * (rows / ROWS)                    # losses are means over the rows
+        value = loss(share) * (rows / ROWS)                    # each loss is a mean over the process's rows
         gradients = torch.autograd.grad(value, list(share.leaves.values()), materialize_grads=True)
         found[name] = dict(value=value.detach()) | {
             f"gradient of {leaf}": gradient for leaf, gradient in zip(share.leaves, gradients)}

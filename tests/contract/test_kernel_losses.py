@@ -1,7 +1,7 @@
 """The contract of the losses: value and gradients of each public loss equal those of its formula in float64.
 
-Small matrices, several tiles of Triton, and matrices too large to be stored; several processes; chunks. Only
-public names are used, so this file holds for any implementation.
+Matrices are small, or of several Triton tiles, or large. Other tests compare several processes, and chunks,
+with the whole batch. The tests use only public names, so they hold for any implementation of the losses.
 """
 import itertools
 import os
@@ -19,7 +19,7 @@ from loss_check import cases, check, error_of, numbers
 
 @pytest.fixture(autouse=True)
 def scripts_stay_on_the_cpu():
-    """Replace conftest's fixture, which hides the GPU."""
+    """Let these tests see the GPU: replace the fixture of tests/conftest.py that hides it."""
 
 
 # ── the losses of kernels ───────────────────────────────────────────────────────────────────────────────────
@@ -30,7 +30,7 @@ def unit_rows(n, seed):
 
 
 def topk(n, impl, **arguments):
-    """Return the n largest products, and the products of the columns found, which must be the same."""
+    """Return two equal blocks: the n largest products of each row, and those of the returned columns."""
     products, columns = kernels.similarity_topk(n=n, impl=impl, **arguments)
     q, k = (arguments[x].detach().double() for x in "qk")
     q, k = (formulas.unit(q), formulas.unit(k)) if arguments.get("normalize") else (q, k)
@@ -39,7 +39,7 @@ def topk(n, impl, **arguments):
 
 
 def of_ranks(loss, first, second):
-    """Return the loss as the sum of the shares of three ranks, computed one after the other.
+    """Return a function that computes a loss as the sum of the shares of three ranks, one after the other.
 
     first, second   names of the arguments that all ranks gather
     """
@@ -55,13 +55,13 @@ def of_ranks(loss, first, second):
 
 
 T, N, M = torch.tensor(0.1).double(), torch.arange(37), torch.arange(53)
-Q, K = unit_rows(37, 1), unit_rows(53, 2).T.contiguous().T     # K is stored by columns
+Q, K = unit_rows(37, 1), unit_rows(53, 2).T.contiguous().T     # K is stored column by column
 QUEUE = unit_rows(61, 3)
-TILES = dict(q=unit_rows(150, 4), k=unit_rows(170, 5))         # of several tiles in Triton
-LARGE = dict(q=unit_rows(1031, 6), k=unit_rows(1051, 7))       # too many pairs to store them
+TILES = dict(q=unit_rows(150, 4), k=unit_rows(170, 5))         # several tiles in Triton
+LARGE = dict(q=unit_rows(1031, 6), k=unit_rows(1051, 7))       # several strips in blockwise
 LONG, LONG_PAIRS = dict(q=3 * Q, k=K / 2, normalize=True), dict(text=3 * K[:37], normalize=True)
-IDS, GROUPS = (N % 5 - 2, M * 7 % 9 - 2), (N // 4, M // 6)     # row 36 has no column of its group
-# features of whole numbers, whose products are exact in all dtypes; some are equal to the threshold
+IDS, GROUPS = (N % 5 - 2, M * 7 % 9 - 2), (N // 4, M // 6)     # no column has the group of row 36
+# features are whole numbers, so their products are exact in all dtypes; some products equal the threshold
 SIMILAR = (N[:, None] * 5 + N[:6]).double() % 7 - 3, (M[:, None] * 3 + M[:6]).double() % 5 - 2, 4.0
 MASKS = [{}, dict(exclude="diagonal", offset=3), dict(exclude=IDS), dict(within=GROUPS), dict(within=IDS),
          dict(exclude=("diagonal", *IDS), offset=1), dict(similar=SIMILAR),
@@ -133,7 +133,7 @@ def test_loss_of_kernels(name):
 
 
 def test_losses_of_three_ranks(tmp_path):
-    """The shares of all ranks, and their gradients, add up to those of one process without gathered rows."""
+    """The losses of three ranks and their gradients add up to those of one process without gathered rows."""
     here = Path(__file__).resolve()
     root = here.parents[2]
     subprocess.run([sys.executable, here.with_name("loss_ranks.py"), tmp_path], check=True, timeout=120,
@@ -146,7 +146,7 @@ def test_losses_of_three_ranks(tmp_path):
 
 
 def test_embed_in_chunks():
-    """Loss, gradients and the next random number are those of the whole batch, whose dropout is repeated."""
+    """Loss, gradients and the next random number equal those of one graph over all rows, dropout included."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(0.4), torch.nn.Linear(16, 5)
     module, x = torch.nn.Sequential(*layers).double(), numbers(34, 6)

@@ -1,5 +1,5 @@
-"""Mistakes of a user, and failures of the machine: each is answered by one line, which names what is wrong,
-and by exit code 2. Nothing is written or changed."""
+"""After a mistake of the user or a failure of the machine, a command prints one line, which names what is
+wrong, and ends with exit code 2. It writes and changes no file."""
 import ctypes
 import json
 import os
@@ -16,23 +16,23 @@ from safetensors.torch import load, save
 
 from command import run
 
-# ── conditions under which a command runs (called in its process) ──
+# ── functions that set a condition in the process of a command, before the command runs ──
 
 
 def limit_memory(megabytes):
-    """Allow this much memory more than the process has now."""
+    """Limit the memory of this process to its present size plus `megabytes`."""
     size = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (size + megabytes * 2**20,) * 2)
 
 
 def close(path, mode):
-    """Change the permissions of a path, and give up root's right to ignore them."""
+    """Change the permissions of a path. If this process is root, give up the right to ignore permissions."""
     os.chmod(path, mode)
     if os.geteuid() == 0:
         ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
-# ── made beforehand ──
+# ── files that are written before a command runs ──
 
 
 def add_token(old):
@@ -45,7 +45,7 @@ NAN = {"bert/model.safetensors": lambda old: save({name: x * torch.nan for name,
 OTHER_DATA = {"few.csv": lambda old: old.replace(b" a ", b" the ")}
 SHORTER = {"bert/model.safetensors": lambda old: old[:-9]}
 
-# script and flags; files made beforehand; words of the message; and a condition
+# (script and flags, files written before, "PART | PART ..." of the message, function that sets a condition)
 MISTAKES = [
     # ── flags ──
     ("simclr --no-such-flag", {}, "--no-such-flag"),
@@ -105,14 +105,14 @@ MISTAKES = [
 
 
 def files_in(folder):
-    """Return {path: what changes with its content} of all files and folders, but the streams'."""
+    """Return {path: (size, time, inode) of a file, True for a folder}, without files of stdout and stderr."""
     found = {path: path.lstat() for path in folder.rglob("*") if path.name not in ("printed", "errors")}
     return {path: path.is_dir() or (about.st_size, about.st_mtime_ns, about.st_ino)
             for path, about in found.items()}
 
 
 def check_refusal(done, script, message):
-    """Check exit code 2 and stderr: one line "SCRIPT.py: ..." with the parts of `message`, "PART | PART"."""
+    """Check for exit code 2, and a line "SCRIPT.py: ..." on stderr with all parts of "PART | PART"."""
     assert done.code == 2, done.errors
     assert re.fullmatch(rf"{script}\.py: [^\x00-\x1f\x7f]+\n", done.errors), done.errors
     assert [part for part in message.split(" | ") if part not in done.errors] == [], done.errors
@@ -132,7 +132,7 @@ def test_mistakes(command, made, message, condition, here):
     ("simcse", set(), "step 2 | not finite | no checkpoint | --lr"),
     ("moco --eval-every 1", {"state.pt", "model.safetensors"}, "finite | checkpoint of step 1 | --lr")])
 def test_loss_that_is_not_finite(script, keep, message, here):
-    """The run ends, and keeps the checkpoint that it has saved before, if any."""
+    """The run ends with exit code 2 and one line. If it has saved a checkpoint, the checkpoint remains."""
     done = run(words(f"{script} --lr 1e18 --steps 3"), here)
     check_refusal(done, script.split()[0], message)
     assert keep == {path.name for path in (here / "out").iterdir()} & {"state.pt", "model.safetensors"}

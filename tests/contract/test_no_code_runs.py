@@ -1,6 +1,6 @@
-"""Models, runs and data of strangers contain programs. None of them runs: the script refuses the input by one
-line, or trains without it. A program is a pickle, or the module own.py that a setting names; it writes the
-file `pwned`. A second test shows that the programs work: careless readers run them.
+"""Models, runs and data from strangers can contain programs: a pickle, or own.py, which a setting names.
+A script runs none of them. It refuses the input with one line, or trains without the program. A program that
+runs writes the file `pwned`. A second test reads each input carelessly, to show that the program works.
 """
 import contextlib
 import io
@@ -20,7 +20,7 @@ from command import run
 
 
 class Bomb:
-    """Object that runs `text`, a program that writes a file, when it is unpickled."""
+    """An object that, when it is unpickled, runs the program `text`, which writes the file at `path`."""
     def __init__(self, path):
         self.text = f"open({str(path)!r}, 'w').close()"
 
@@ -34,7 +34,7 @@ def written(write, value):
     return file.getvalue()
 
 
-# programs: functions of a Bomb and of the old content of the file, which return its new content
+# programs: functions of a Bomb and of a file's old bytes, which return the file's new bytes
 pickled = lambda bomb, old: pickle.dumps(bomb, 2)
 archive = lambda bomb, old: written(torch.save, bomb)
 in_state = lambda part: lambda bomb, old: written(torch.save, torch.load(io.BytesIO(old)) | {part: bomb})
@@ -45,7 +45,7 @@ npy_header = lambda bomb, old: b"\x93NUMPY\x01\0\0\1" + f"exec({bomb.text!r})".l
 cifar = lambda protocol: lambda bomb, old: pickle.dumps(
     {b"batch_label": bomb, b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8}, protocol)
 settings = lambda **more: lambda bomb, old: with_settings(**more)(old)
-# careless readers: functions of the path of the program
+# careless readers: functions that open the file at a path and run the program in it
 trust = lambda kind: lambda path: getattr(transformers, kind).from_pretrained(
     path.parent, trust_remote_code=True)
 unpickle = lambda path: torch.load(io.BytesIO(path.read_bytes()), weights_only=False)
@@ -56,16 +56,16 @@ evaluate = lambda path: eval(path.read_bytes()[10:])
 OWN = dict.fromkeys([f"Auto{kind}" for kind in "Config Model ModelForMaskedLM ModelForSequenceClassification "
                      "ImageProcessor".split()], "own.Own")
 OWN_MODEL = settings(auto_map=OWN, model_type="own")
-OWN_PART = settings(auto_map=OWN, image_processor_type="Own")  # beside a known model_type
+OWN_PART = settings(auto_map=OWN, image_processor_type="Own")  # model_type stays one that transformers knows
 OWN_TOKENIZER = settings(auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
-# transformers has no AutoModel of kind trocr: inside another model, it asks whether to run own.py
+# If a model contains trocr, for which it has no AutoModel, transformers asks whether to run own.py.
 INNER = dict(model_type="trocr", auto_map={"AutoModel": "bert--own.Own"})
 NESTED = settings(model_type="llava", text_config=INNER, vision_config=INNER)
 LAYERS = '[{"type": "sentence_transformers.models.Transformer", "path": ""}, {"type": "%s", "path": "dense"}]'
 DENSE = {"bert/modules.json": LAYERS % "sentence_transformers.models.Dense",
          "bert/dense/config.json": '{"in_features": 32, "out_features": 32}'}
 NO_WEIGHTS, HALF = {"bert/model.safetensors": None}, "simcse --out half --resume"
-# command; file that is the program, or names own.py; its content; a careless reader; other files
+# (command, file with a program or the name of own.py, its content, careless reader, other files)
 INPUTS = [
     ("simcse --model bert", "bert/config.json", OWN_MODEL, trust("AutoModel")),
     ("childtuning --model bert", "bert/config.json", OWN_MODEL, trust("AutoModelForSequenceClassification")),
@@ -80,7 +80,7 @@ INPUTS = [
     ("simclr --finetune few.npz --model net", "net/head.safetensors", pickled, unpickle),
     (HALF, "half/state.pt", pickled, unpickle), (HALF, "half/state.pt", in_state("random"), unpickle),
     (HALF, "half/args.json", pickled, unpickle),
-    (HALF, "half/simcse.py", lambda bomb, old: bomb.text, runpy.run_path),     # the copy of the code in --out
+    (HALF, "half/simcse.py", lambda bomb, old: bomb.text, runpy.run_path),     # the script's copy in --out
     ("moco --data a.npz", "a.npz", npz, read_images),
     ("simclr --data a.npy", "a.npy", npy_header, evaluate),
     *(("simclr --data cifar", "cifar/data_batch_1", cifar(protocol), read_images) for protocol in (0, 5)),
@@ -89,7 +89,7 @@ each_input = pytest.mark.parametrize("number", range(len(INPUTS)), ids=lambda i:
 
 
 def write_input(here, _, file, content, __, others=()):
-    """Write the files of an input, and own.py in all folders. Returns the path that a program would write."""
+    """Write the files of an input, and own.py in each folder. Return the path that a program would write."""
     bomb = Bomb(here / "pwned")
     own = {f"{folder}own.py": f"{bomb.text}\nclass Own: pass\n" for folder in ("", "bert/", "net/")}
     change_files(here, own | dict(others) | {file: lambda old: content(bomb, old)})
@@ -97,7 +97,7 @@ def write_input(here, _, file, content, __, others=()):
 
 
 def say_yes():
-    """Answer "y" to each question of the command, such as whether to trust a model."""
+    """Make stdin answer "y" to each question of a command, such as whether to trust a model."""
     read_end, write_end = os.pipe()
     os.write(write_end, b"y\n" * 99)
     os.dup2(read_end, 0)
@@ -115,7 +115,7 @@ def test_no_code_runs(number, here):
 
 @each_input
 def test_programs_work(number, here, monkeypatch):
-    """A careless reader runs the program. Otherwise the test above could not fail."""
+    """A careless reader runs each program, so test_no_code_runs would fail if a script ran it."""
     _, file, _, careless, *_ = INPUTS[number]
     mark = write_input(here, *INPUTS[number])
     monkeypatch.chdir(here)
@@ -129,7 +129,7 @@ def test_programs_work(number, here, monkeypatch):
 @pytest.mark.parametrize("name, script", [("attn_implementation", "simcse"),
                                           ("experts_implementation", "childtuning")])
 def test_no_code_of_the_hub_is_downloaded(name, script, here):
-    """A config can name compiled kernels of the hub. Without a network, the download would be an error."""
+    """A config can name compiled kernels on the hub. Tests are offline, so a download would be an error."""
     change_files(here, {"bert/config.json": with_settings(**{name: "kernels-community/flash-attn"})})
     done = run(words(f"{script} --model bert"), here)
     assert done.code == 0 and not done.errors

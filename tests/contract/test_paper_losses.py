@@ -1,4 +1,4 @@
-"""The contract of the ten scripts: each public loss equals the paper's formula in value and gradients.
+"""The contract of the scripts: each public loss has the value and the gradients of the paper's formula.
 
 Formulas are those of the papers (form="paper") and of the authors' released code (form="code").
 """
@@ -22,7 +22,7 @@ from loss_check import cases, cast, check, numbers
 
 @pytest.fixture(autouse=True)
 def scripts_stay_on_the_cpu():
-    """Replace conftest's fixture, which hides the GPU."""
+    """Let these tests see the GPU: replace the fixture of tests/conftest.py that hides it."""
 
 
 DTYPES = [torch.float64, torch.float32]
@@ -34,8 +34,8 @@ IDS, LABELS = torch.arange(N) * 5 % 9, torch.arange(N) * 3 % 4
 PAPER, CODE = dict(form="paper"), dict(form="code")
 HEAD = dict(first=numbers(16, 8, seed=7), second=numbers(5, 16, seed=8))      # weights of VaSCL's head
 NEAR = (torch.arange(N)[:, None] + torch.tensor([2, 5])) % N
-REAL = torch.arange(9) < torch.tensor([9, 4, 7])[:, None]       # tokens that are not padding
-GUIDE = (E + 0.5 * P)[torch.arange(N) // 2]                    # pairs of DCLR's guide embeddings are equal
+REAL = torch.arange(9) < torch.tensor([9, 4, 7])[:, None]       # False for padding tokens
+GUIDE = (E + 0.5 * P)[torch.arange(N) // 2]                    # rows 2i and 2i + 1 of DCLR's guide are equal
 
 
 def with_head(loss):
@@ -47,7 +47,7 @@ def with_head(loss):
 
 
 def nearest_products(e, impl):
-    """Return the products of each row with its nearest neighbours."""
+    """Return the dot products of each row with its four nearest neighbours."""
     return (e @ e.T).detach().gather(1, vascl.nearest_neighbours(e, 4, impl=impl))
 
 
@@ -138,7 +138,7 @@ def test_losses_of_scripts(name):
 
 @pytest.mark.parametrize("name", ["simclr", "moco", "simcse", "selfguided", "ease", "dclr"])
 def test_a_zero_row_in_float16(name):
-    """X has one. Its cosines are 0 in float16, too."""
+    """X has a zero row, whose cosines are 0 in float16, too."""
     for loss, _, arguments in CASES[name]:
         half, single = (loss(**{key: cast(x, dtype, "cpu") for key, x in arguments.items()})
                         for dtype in (torch.float16, torch.float32))

@@ -1,5 +1,5 @@
-"""Whole runs of the scripts: they learn, resume exactly, score again what they saved, run as copies, and
-give the same gradients in several processes."""
+"""Whole runs of the scripts. A script learns, resumes exactly, scores its saved model again, runs as a copy,
+and has the same gradients in several processes as in one."""
 import csv
 import functools
 import os
@@ -23,11 +23,11 @@ STS = ["--dev", DATA / "sts.tsv"]
 SENTENCES = ["--model", "scratch", "--data", DATA / "sentences.txt", *STS]
 IMAGES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 60, "--probe-epochs", 0]
 WORDNET = ["--tagger", "lexicon", "--wordnet", DATA / "wordnet", "--data", DATA / "sentences.txt"]
-# script: (flags of a run that learns, its steps, flags of --evaluate, pattern of the score before and after,
-# smallest gain). "bert" and other names of fixtures stand for their folders.
+# {script: (flags of a run that learns, its steps, flags of --evaluate, pattern of the score before and after,
+# smallest gain)}. `places` replaces names of fixtures and files, such as "bert", by paths.
 RUNS = {
     "simclr": ([*IMAGES, "--optimizer", "adam", "--lr", 2e-3, "--warmup-epochs", 0], 30,
-               IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),       # its loss must fall; see below
+               IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),  # check_learning checks the loss
     "moco": ([*IMAGES, "--queue-size", 120, "--bn-splits", 2, "--lr", 0.06], 30,
              IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", 4),
     "simcse": (["--model", "scratch", "--data", DATA / "nli.csv", *STS], 30, STS, r"(\S+) → (\S+) at", 20),
@@ -57,20 +57,20 @@ RUNS = {
                             "--dev", DATA / "topics_dev.tsv", "--supcon-weight", 0.3], 120,
                            ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30)}
 
-# flags that --form code needs; moco.py and simcse.py have no --form
+# {script: flags that its runs with --form need}; moco.py and simcse.py have no --form
 FORMS = {name: "" for name in SCRIPTS if name not in ("moco", "simcse")} | {
     "childtuning": "--mode D", "selfguided": "--temperature 0.05", "tacl": "--max-length 128"}
 
 
 @pytest.fixture
 def places(bert, trained, spoiled, documents, tmp_path):
-    """Return {word in RUNS: path}."""
+    """Return {word in RUNS or RANKS that stands for a model or a data file: its path}."""
     lines = (DATA / "sentences.txt").read_text("utf-8").splitlines()
     articles, letters = tmp_path / "articles.txt", tmp_path / "letters.txt"
     candidates = tmp_path / "candidates.csv"
     starts = range(0, len(lines) - 19, 20)
     articles.write_text("\n".join(" ".join(lines[i : i + 20]) for i in starts), "utf-8")
-    letters.write_text("".join(f"{letter} " * 16 + "\n" for letter in "abcdefghijkl"))   # equal spans
+    letters.write_text("".join(f"{letter} " * 16 + "\n" for letter in "abcdefghijkl"))  # all spans equal
     rows = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:41]
     with open(candidates, "w", newline="", encoding="utf-8") as file:
         # a text, its reference, and candidates from best to worst: entailed, contradicting, unrelated
@@ -80,7 +80,7 @@ def places(bert, trained, spoiled, documents, tmp_path):
 
 
 def check_learning(name, out, printed):
-    """Check that the score of a run with its flags in RUNS has improved; return the last lines it printed."""
+    """Check that a run with its flags in RUNS has improved its score; return its output from "done" on."""
     _, steps, _, pattern, gain = RUNS[name]
     done = printed[printed.index("\ndone "):]
     before, after = re.search(pattern, done).groups()
@@ -92,7 +92,7 @@ def check_learning(name, out, printed):
 
 
 def die_after(steps):
-    """Make this process kill itself with SIGKILL after so many steps of its optimizer."""
+    """Make this process kill itself with SIGKILL after `steps` steps of its optimizer."""
     def count(*_):
         nonlocal steps
         steps -= 1
@@ -104,26 +104,26 @@ def die_after(steps):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_learning(name, tmp_path, places):
-    """The score of the trained model is better than before training. --evaluate prints it again."""
+    """Training improves the score. --evaluate prints the score of the trained model again."""
     flags, steps, scored, pattern, _ = RUNS[name]
     flags, scored = ([places.get(flag, flag) for flag in words] for words in (flags, scored))
-    often = steps // 2 if name.endswith("declutr") else steps  # its score falls in the end
+    often = steps // 2 if name.endswith("declutr") else steps  # DeCLUTR's score falls at the end
     printed = train([name, *flags, "--steps", steps, "--eval-every", often, "--out", "out"], tmp_path)
     done = check_learning(name, tmp_path / "out", printed)
     printed = train([name, "--evaluate", "--model", "out", *scored], tmp_path)
-    if name == "cline":                                        # training held out a part of these texts
+    if name == "cline":                                        # training scores only held-out texts
         assert float(re.search(r"hits ([0-9.]+)", printed)[1]) > 50
         return
-    if name == "tacl":                                         # now the model itself is the teacher
+    if name == "tacl":                                         # in --evaluate, the saved model is the teacher
         pattern = r"(top layer) \S+ → (\S+),"
     assert re.search(rf" {re.escape(re.search(pattern, done)[2])}\b", printed), printed
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_resume_after_a_kill(name, here):
-    """The killed and resumed run has the metrics and the saved weights of the uninterrupted run, bit by bit.
-    It was killed in step 4, and resumes after step 3, whose checkpoint it had saved. --out has a copy of the
-    script and of the files that only this script imports."""
+    """A killed and resumed run has, bit for bit, the metrics and saved weights of an uninterrupted run. The
+    run is killed in step 4 and resumes from the checkpoint of step 3. --out has a copy of the script, and of
+    the files that only this script imports."""
     command = words(f"{name} --steps 6 --eval-every 3")
     train([*command, "--out", "whole"], here)
     killed = run(command, here, setup=functools.partial(die_after, 4))
@@ -137,7 +137,7 @@ def test_resume_after_a_kill(name, here):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_form_code(name, here):
-    """After three steps, its weights are not those of --form paper."""
+    """After three steps, --form code has other weights than --form paper."""
     for form in ("paper", "code"):
         train(words(f"{name} {FORMS[name]} --form {form} --steps 3 --out {form}"), here)
     found = weights(here / "paper"), weights(here / "code")
@@ -145,8 +145,8 @@ def test_form_code(name, here):
 
 
 def test_copies_need_only_kernels(here):
-    """All ten scripts run in a folder with nothing but them and kernels/, without the project around it, and
-    without Triton, which does not exist for all systems."""
+    """All ten scripts run in a folder that has only the scripts, kernels/ and data, and without Triton, which
+    does not exist for all operating systems."""
     shutil.copytree(ROOT / "kernels", here / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     commands = []
     for name in SCRIPTS:
@@ -176,7 +176,7 @@ def test_rows_from_python(tmp_path):
 
 
 def record_norms(path):
-    """Append the gradients' norms before clipping and before each step to a file."""
+    """Append the gradient norms before clipping and before each step to a file; replace random masks."""
     mlm.mask_tokens = mask_every_fourth
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -198,7 +198,7 @@ def record_norms(path):
 
 
 def train_ranks(count, words, folder):
-    """Train in several processes; return the losses and the gradient norms of rank 0."""
+    """Train in `count` processes; return the losses and the gradient norms of rank 0."""
     port, processes = free_port(), []
     for rank in range(count):
         processes.append(start_rank(rank, count, port, [*words, "--out", folder / "out"], folder / str(rank),
@@ -210,8 +210,8 @@ def train_ranks(count, words, folder):
     return [row["loss"] for row in metrics(folder / "out") if row["step"]], norms
 
 
-# script: its flags in test_processes_equal_one, where nothing but masks is random. Processes draw other
-# images in simclr.py and moco.py; a test in tests/training/images replaces their augmentation.
+# {script: its flags in test_processes_equal_one}. With these flags only token masks are random. simclr.py and
+# moco.py are tested in tests/training/images/test_dataset.py, which replaces their random augmentation.
 POOLED, CIL = ["--pooling", "avg"], ["--mlm-weight", 0, "--classifier-dropout", 0]
 FINETUNE = ["--data", DATA / "topics_dev.tsv", "--ood-epochs", 1, "--supcon-weight", 0.5,
             "--rdrop-weight", 0.5]
@@ -231,14 +231,14 @@ RANKS = {
 
 
 def mask_every_fourth(ids, maskable, tokenizer):
-    """Replace mask_tokens, whose random masks depend on the process."""
+    """Mask tokens whose id is a multiple of 4. The masks of mask_tokens would depend on the process."""
     is_masked = maskable & (ids % 4 == 0)
     return torch.where(is_masked, tokenizer.mask_token_id, ids), is_masked
 
 
 @pytest.mark.parametrize("case", RANKS)
 def test_processes_equal_one(case, tmp_path, places):
-    """Three processes with unequal shares of a batch, and chunks, have the losses and gradients of one
+    """Three processes with unequal shares of a batch and --chunk-size have the losses and gradients of one
     process without chunks. The model has no dropout."""
     name = case.split()[0]
     data = RUNS[name][0][RUNS[name][0].index("--data") + 1]
@@ -252,7 +252,7 @@ def test_processes_equal_one(case, tmp_path, places):
 
 
 def test_the_first_command_of_the_readme(tmp_path):
-    """It prints the scores that README shows."""
+    """README's first command prints the scores that README shows."""
     readme = (ROOT / "README.md").read_text("utf-8")
     command = re.search(r"python simcse\.py (--model scratch .*?) --out out/first$", readme, re.M)[1]
     words = [ROOT / word if word.startswith("tests/") else word for word in command.split()]

@@ -1,5 +1,5 @@
-"""Saved folders give the same embeddings in transformers, in sentence-transformers and in our scripts: an
-encoder, a decoder, a projection head, a prompt."""
+"""A saved folder gives the same embeddings in transformers, in sentence-transformers and in our scripts. The
+tests save an encoder, a decoder, a projection head and a prompt."""
 import re
 
 import pytest
@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from command import DATA, train
 
-# name: (fixture of the model, flags)
+# {name: (fixture of the model, flags of the run)}
 FOLDERS = {"mean": ("bert", ["--pooling", "avg"]),
            "first token": ("bert", ["--pooling", "cls", "--head", "keep"]),
            "before the pooler": ("bert", ["--pooling", "cls_before_pooler"]),
@@ -24,7 +24,7 @@ every_folder = pytest.mark.parametrize("name", FOLDERS)
 
 @pytest.fixture
 def saved(name, tmp_path, bert, decoder):
-    """Return the folder of a short run of simcse.py and the flags of its pooling."""
+    """Return the output folder of a short run of simcse.py with the flags FOLDERS[name]."""
     model, flags = FOLDERS[name]
     model = dict(bert=bert, decoder=decoder)[model]
     train(["simcse", "--model", model, "--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 4,
@@ -33,13 +33,13 @@ def saved(name, tmp_path, bert, decoder):
 
 
 def scored_pairs(count=60):
-    """Return sentences (2, count) and gold scores (count,) of the first pairs of sts.tsv."""
+    """Return the sentences (2, count) and gold scores (count,) of the first pairs of sts.tsv."""
     rows = [line.split("\t") for line in (DATA / "sts.tsv").read_text("utf-8").splitlines()[1:1 + count]]
     return list(zip(*(row[:2] for row in rows))), torch.tensor([float(row[2]) for row in rows])
 
 
 def embed(folder, sentences, name):
-    """Embed with transformers alone, one sentence at a time: the definition of each pooling."""
+    """Embed sentences one by one with transformers alone, by the definition of each pooling."""
     model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     rows = []
     for sentence in sentences:
@@ -67,7 +67,7 @@ def embed(folder, sentences, name):
 
 
 def spearman(x, y):
-    """Return the rank correlation times 100; equal values share their mean rank."""
+    """Return Spearman's rank correlation times 100; equal values share their mean rank."""
     ranks = [(values[:, None] > values).double().sum(1) + (values[:, None] == values).double().sum(1) / 2
              for values in (x, y)]
     return 100 * torch.corrcoef(torch.stack(ranks))[0, 1].item()
@@ -75,7 +75,7 @@ def spearman(x, y):
 
 @every_folder
 def test_transformers(name, saved, tmp_path):
-    """--evaluate prints the score of embeddings that transformers alone computes."""
+    """--evaluate prints the score of the embeddings that transformers alone computes."""
     (first, second), gold = scored_pairs()
     (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tscore\n" + "".join(
         f"{a}\t{b}\t{score}\n" for a, b, score in zip(first, second, gold.tolist())), "utf-8")
@@ -86,7 +86,7 @@ def test_transformers(name, saved, tmp_path):
 
 @every_folder
 def test_sentence_transformers(name, saved):
-    """SentenceTransformer(folder) gives the embeddings of transformers with pooling, head and prompt."""
+    """SentenceTransformer(folder) gives the embeddings that `embed` computes with transformers."""
     library = pytest.importorskip("sentence_transformers")
     sentences = scored_pairs(12)[0][0]
     found = torch.from_numpy(library.SentenceTransformer(str(saved)).encode(list(sentences)))

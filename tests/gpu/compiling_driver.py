@@ -1,4 +1,4 @@
-"""A driver for Triton that compiles kernels for a GPU that is not present, and ignores launches."""
+"""A driver with which Triton compiles kernels for a GPU that the machine lacks. Launches do nothing."""
 import functools
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from typing import NamedTuple
 class Chip(NamedTuple):
     """Sizes of a GPU, from NVIDIA's data sheets."""
     multiprocessors: int
-    shared: int          # bytes of shared memory that a program can have
+    shared: int          # bytes of shared memory that one program can use
 
 
 CHIPS = {"sm_80": Chip(108, 166_912), "sm_90": Chip(132, 232_448), "sm_100": Chip(148, 232_448)}
 
 
 class CompilingDriver:
-    """A driver object as Triton expects it."""
+    """A driver with the attributes and methods that Triton uses."""
 
     def __init__(self, chip):
         from triton.backends.compiler import GPUTarget
@@ -34,13 +34,13 @@ class CompilingDriver:
                     multiprocessor_count=self.chip.multiprocessors, warpSize=32)
 
     def load_binary(self, name, binary, shared, device):
-        """Return what Triton expects: module, function, registers, spills, threads."""
+        """Return placeholders for what Triton expects: module, function, registers, spills, threads."""
         return 1, 0, 0, 0, 1024
 
     def launcher_cls(self, source, metadata):
-        """Return the function that Triton calls to launch a kernel."""
+        """Return the function that Triton calls to launch a kernel. It does nothing."""
         return lambda *arguments: None
 
 
-# One driver per chip: a kernel that Triton has compiled keeps the driver that it was compiled with.
+# There is one driver per chip, because a compiled kernel keeps the driver with which it was compiled.
 compiling_driver = functools.cache(CompilingDriver)

@@ -1,12 +1,13 @@
 """Compile every Triton kernel for sm_80, sm_90 and sm_100 exactly as a launch would, without a GPU.
 
     python -m pytest tests/gpu/test_compile.py                      the kernels that are nearest to a limit
-    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all of them, half an hour
+    TENCL_COMPILE=all python -m pytest tests/gpu/test_compile.py    all kernels; half an hour
     python tests/gpu/test_compile.py [90]                           print registers, spills and shared memory
 
-The host functions are called as in use, with a driver that compiles and runs nothing. No kernel may spill (8
-bytes of predicates are allowed) or exceed the shared memory; half types use the GPU's own tensor core
-instruction, and in loops over tiles and features products do not wait for each other (tiles.count_steps).
+The tests call the host functions as a loss does, with a driver that compiles kernels and runs none. A kernel
+must not spill registers (8 bytes of predicates are allowed) or need more shared memory than the GPU has. For
+half types it must use the GPU's tensor core instruction. In the kernels ONE_LOOP, products must not wait for
+each other (see tiles.count_steps).
 """
 import importlib
 import itertools
@@ -24,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TUNED = "3.6", "3.7"           # the tile sizes of the kernels were chosen with these versions of Triton
 TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # instruction of each GPU generation
 ONE_LOOP = "sums_kernel", "weights_kernel", "sigmoid_kernel"
-# float16 rows take as many registers as bfloat16 rows
+# (dtype, float32 matmul precision). float16 is absent: it takes as many registers as bfloat16
 DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest")]
-# Launches that nearly fill the registers or shared memory of some GPU, by dtype, precision of float32
-# products and kind of temperature; at least one of each kernel.
+# {(dtype, float32 matmul precision, kind of temperature): titles of launches that nearly fill the registers
+# or the shared memory of some GPU}. Each kernel has at least one launch.
 TIGHT = {
     ("bfloat16", "high", "number"): ["forward 128 two sides", "forward 128 two sides, few", "queue 128",
                                      "small d 768 one side", "large d 256 two sides", "fused 256 targets",
@@ -44,11 +45,11 @@ TIGHT = {
 
 
 def launches(name, precision, scalars):
-    """Yield (title, function) for every launch with rows of the dtype `name`; calling the function launches.
+    """Yield (title, function that launches kernels) for every launch with rows of the dtype `name`.
 
-    precision  the float32 matmul precision, which is set here
-    scalars    "number" or "tensor": what the temperature is, and the bias of sigmoid_loss. Kernels take a
-               number as an argument and read a tensor from memory
+    precision  the float32 matmul precision, which this function sets
+    scalars    "number" or "tensor": kind of the temperature and of sigmoid_loss's bias. Kernels take a number
+               as an argument, and read a tensor from memory
     """
     import torch
 
@@ -66,20 +67,20 @@ def launches(name, precision, scalars):
     from kernels.masks import make_mask
 
     def gradients(small_d, *arguments):
-        """Launch the gradient kernels for a small or a large D, whatever D is."""
+        """Launch the gradient kernels for a small D or for a large D, whatever D the rows have."""
         gradient.is_small_d = lambda *x: small_d
         gradient.gradients(*arguments)
 
     def with_value(module, name, value, f):
-        """Call f while module.name has another value."""
+        """Call f() while module.name is `value`."""
         with mock.patch.object(module, name, value):
             f()
 
-    # replaced, because it tells numbers by their device, and here all tensors are on the CPU
+    # replace is_host_scalar, which compares devices: in these tests all tensors are on the CPU
     launch.is_host_scalar = sigmoid.is_host_scalar = lambda scalar, x: scalar is number
     torch.set_float32_matmul_precision(precision)
     half = name != "float32"
-    only_features = (name, precision) == ("bfloat16", "highest")  # precision matters for features only
+    only_features = (name, precision) == ("bfloat16", "highest")  # precision affects only mask features
     one, number, tensor = (torch.ones(()) for _ in range(3))
     t, other_kind = (number, tensor) if scalars == "number" else (tensor, number)
     needs, rows = (True, True, True), torch.ones(3, 512)
@@ -94,7 +95,7 @@ def launches(name, precision, scalars):
                 continue
             mask = make_mask(len(q), len(k), False, **mask)
             one_sided = q, k, t, mask, rows, None, None, one, 1.0, *needs, q.dtype
-            if d in (128, 256):  # with 128 features rows stay in shared memory, with 256 they do not
+            if d in (128, 256):  # rows stay in shared memory if D = 128, but not if D = 256
                 yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, *one_sided)
@@ -152,18 +153,18 @@ def all_kernels():
 
 
 def table(chip, only=None):
-    """Yield (line, problems) of every kernel that the launches compile for a GPU, such as 90 for sm_90.
+    """Yield (line of text, list of problems) of every kernel that the launches compile. chip: 90 for sm_90.
 
-    only  launches by dtype and precision, such as TIGHT; None: all
+    only  titles of launches, in the form of TIGHT; None: all launches
     """
     from compiling_driver import compiling_driver
     from triton.runtime import driver
 
     from kernels import masks
     from kernels.gpu import launch, shift
-    launch.INTERPRETED = True  # accept CPU tensors, because nothing runs
+    launch.INTERPRETED = True  # kernels then accept CPU tensors; nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
-    masks.FEW_ROWS = shift.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # 300 rows compile what many rows do
+    masks.FEW_ROWS = shift.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # the kernels of many rows
     driver.set_active(compiling_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
@@ -185,7 +186,7 @@ def table(chip, only=None):
 
 
 def check_compiled(chip, compiled, half):
-    """Return (registers, stack and shared memory as text, list of problems) of a kernel."""
+    """Return (text, list of problems) of a kernel. The text has its registers, stack and shared memory."""
     import triton
     from compiling_driver import CHIPS
     registers, stack = resources(compiled.asm["cubin"])
@@ -202,19 +203,19 @@ def check_compiled(chip, compiled, half):
     if compiled.metadata.name in ONE_LOOP and instruction == "wgmma":
         command = [tool("ptxas"), "-v", "--gpu-name=sm_90a", "-o", os.devnull, "/dev/stdin"]
         done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True)
-        if "wgmma" in done.stderr:                                 # a warning
+        if "wgmma" in done.stderr:                                 # ptxas has warned
             problems.append("products wait for each other")
     return f"{registers:9}{stack:6}{shared:8}", problems
 
 
 def tool(name):
-    """Return the path of a program of NVIDIA's that comes with Triton."""
+    """Return the path of one of NVIDIA's programs that Triton contains."""
     import triton
     return Path(triton.__file__).parent / "backends/nvidia/bin" / name
 
 
 def resources(cubin):
-    """Return (registers per thread, bytes of stack per thread: spills) of a kernel, from the assembler."""
+    """Return (registers, bytes of stack) per thread of a kernel. Spilled registers are on the stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

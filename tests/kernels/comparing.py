@@ -1,9 +1,9 @@
-"""Rows, masks and losses for the tests of this folder, and their comparison with eager in float64.
+"""Rows, masks and losses for the tests of this folder, and comparison of losses with eager in float64.
 
-Tolerances calibrate themselves: an implementation may have three times the error of eager in the same dtype,
-plus a few units of rounding, because eager may happen to be exact. All tensors are on DEVICE: on a GPU if
-there is one, else Triton runs in its interpreter. The interpreter's bfloat16 products are wrong, so Triton's
-bfloat16 is tested on a GPU only.
+Tolerances depend on eager: an implementation may have three times the error of eager in the same dtype, plus
+a few units of rounding, because eager may be exact by chance. All tensors are on DEVICE, which is the GPU or,
+without a GPU, the CPU. On the CPU, Triton runs in its interpreter, which computes wrong products in bfloat16,
+so Triton is tested in bfloat16 only on a GPU.
 """
 import functools
 import importlib
@@ -30,7 +30,7 @@ from kernels.gather import cat_rows
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 HALF = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
-TRITON = [torch.float32, *HALF]                                # dtypes of Triton's kernels
+TRITON = [torch.float32, *HALF]                                # dtypes in which Triton is tested
 both_impls = pytest.mark.parametrize("impl", ["blockwise", "triton"])
 every_impl = pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 
@@ -44,16 +44,15 @@ def unit_rows(n, d, dtype, seed):
 
 
 def positive_pairs(n, d, dtype):
-    """Return unit rows q, k (n, d) in which k_i is near q_i."""
+    """Return unit rows q and k (n, d), in which k_i is near q_i."""
     q = unit_rows(n, d, dtype, 17)
     return q, F.normalize(q.double() + 0.3 * unit_rows(n, d, torch.float64, 18), dim=1).to(dtype)
 
 
 def masks(n, m):
-    """Return {name: keyword arguments of similarity_lse}, with repeated, missing and negative ids."""
+    """Return {name: mask arguments of similarity_lse}. Ids repeat, are negative or occur on one side only."""
     rows, columns, e = (torch.arange(count, device=DEVICE) for count in (n, m, 20))
-    # features of whole numbers have exact products in every dtype, so that none is rounded across the
-    # threshold
+    # features are whole numbers: their products are exact in every dtype, and none crosses the threshold
     f_q, f_k = (rows[:, None] * 5 + e) % 7 - 3, (columns[:, None] * 3 + e) % 5 - 2
     ids = rows % 5 - 2, (columns * 7) % 9 - 2
     return {"all": {}, "diagonal": dict(exclude="diagonal"), "shifted": dict(exclude="diagonal", offset=2),
@@ -75,19 +74,19 @@ def labels_of(rows):
 
 
 def pairs(q, k):
-    """Return torch.stack([q, k], 1). On the CPU, autocast's stack accepts no half type but its own."""
+    """Return torch.stack([q, k], 1), which under autocast on the CPU accepts only autocast's half type."""
     return cat_rows([q, k]).unflatten(0, (2, -1)).transpose(0, 1)
 
 
 def ignoring(q, k, t, impl):
-    """Return linear_cross_entropy with 20 repeated classes; every fifth row is ignored."""
+    """Return linear_cross_entropy over the first 20 rows of k as classes, with every fifth row ignored."""
     row = torch.arange(len(q), device=DEVICE)
     targets = (row % 20).masked_fill(row % 5 == 0, -1)
     return linear_cross_entropy(q, k[:20], targets, -1, temperature=t, impl=impl)
 
 
 def gathered(loss, q, k, t, impl, **options):
-    """Return a loss of the middle rows, as one rank's, against all rows."""
+    """Return the loss of one rank that has the middle rows, with all rows as the gathered rows."""
     own = slice(len(q) // 3, len(q) - len(q) // 4)
     options |= dict(offset=own.start, impl=impl)
     if loss == sup_con_loss:
@@ -124,7 +123,7 @@ LOSSES = {
 
 
 def differentiate(f, *inputs):
-    """Return [value, gradients...] in float64, with gradients of a weighted sum of the finite values."""
+    """Return [value, gradients...] in float64. The gradients are of a weighted sum of all finite values."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     value = f(*inputs)
     finite = value.where(value.isfinite(), torch.zeros_like(value))
@@ -134,11 +133,11 @@ def differentiate(f, *inputs):
 
 
 def assert_close(ours, exact, eager, dtype, largest_logit, units, floor=0.0):
-    """Check that each error of ours is at most three times that of eager, plus a few units of rounding.
+    """Check that each error of `ours` is at most three times that of `eager`, plus `units` units of rounding.
 
     largest_logit  1/τ for unit rows: exp turns the float32 rounding error of a logit, which grows with the
                    logit, into a relative error of its result
-    floor          size of a gradient's terms if they cancel: errors are relative to at least this size
+    floor          errors are relative to at least this size, for gradients with terms that cancel
     """
     summed = dtype if dtype == torch.float64 else torch.float32
     unit = units * (torch.finfo(dtype).eps + largest_logit * torch.finfo(summed).eps)
@@ -146,14 +145,14 @@ def assert_close(ours, exact, eager, dtype, largest_logit, units, floor=0.0):
         assert torch.equal(a.isneginf(), b.isneginf()) and not a.isnan().any(), f"{name}: infinite or NaN"
         a, b, c = (x.nan_to_num(neginf=0.0) for x in (a, b, c))
         scale = b.abs().max().clamp(min=floor)
-        if name == "dtemperature":  # its terms may cancel
+        if name == "dtemperature":  # the terms of this sum may cancel
             scale = exact[1].abs().sum().clamp(min=floor * len(exact[1])) * largest_logit
         error, allowed = (a - b).abs().max().item(), (3 * (c - b).abs().max() + unit * scale).item()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
 def compare(f, q, k, temperature=0.07, impl="triton", units=16, floor=0.0):
-    """Compare f(q, k, temperature, impl) with itself in float64 eager on the same rounded rows."""
+    """Compare f(q, k, temperature, impl) with its result in eager in float64, on the same rounded rows."""
     t = torch.tensor(temperature, dtype=torch.float32, device=DEVICE)
     exact = differentiate(lambda *x: f(*x, "eager"), q.double(), k.double(), t.double())
     t = t.double() if q.dtype == torch.float64 else t
@@ -163,8 +162,8 @@ def compare(f, q, k, temperature=0.07, impl="triton", units=16, floor=0.0):
 
 
 def patch_kernels(monkeypatch, settings):
-    """Set {name inside the package kernels: value} for this test, which replays no loss recorded before."""
-    for module in pkgutil.iter_modules(gpu.__path__):          # one imported later would copy values for ever
+    """Set {name inside the package kernels: value} for one test, which replays no loss recorded before."""
+    for module in pkgutil.iter_modules(gpu.__path__):          # a later import would keep the new values
         importlib.import_module(f"kernels.gpu.{module.name}")
     monkeypatch.setattr(replay, "PLANS", {})
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""Every loss for every dtype of rows under every autocast: values, gradients and dtypes."""
+"""Values, gradients and dtypes of every loss, for every dtype of rows and every dtype of autocast."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,12 @@ DTYPES = [(F64, F64, F16), (F32, F32, F16), (F32, F32, BF16), (F16, F16, F16), (
 
 
 def dtype_of_products(impl, q_dtype, k_dtype, autocast):
-    """Float32 rows are multiplied in autocast's dtype; half rows in their own, except by eager."""
+    """Return autocast's dtype for float32 rows, and in eager for half rows too; else the rows' dtype."""
     half = F32 in (q_dtype, k_dtype) or impl == "eager" and q_dtype != F64
     return autocast if half else q_dtype
 
 
-# no float64 in Triton, whose interpreter computes wrong products in bfloat16
+# Triton does not support float64, and its interpreter computes wrong products in bfloat16
 CASES = [(impl, *dtypes) for impl in ("eager", "blockwise", "triton") for dtypes in DTYPES
          if impl != "triton" or dtype_of_products(impl, *dtypes) in (F32, F16, *([BF16] if GPU else []))]
 CASES += [("triton, large D", F32, F32, F16), ("triton, large D", F32, F16, F16)]
@@ -34,9 +34,9 @@ LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 
 
 def check(f, q, k, autocast, exact_rows, tolerance, scale=1.0):
-    """Compare f(q, k) under autocast, and its gradients, with f of exact_rows, which are float64.
+    """Compare f(q, k) under autocast, and its gradients, with f(*exact_rows, exact=True) in float64.
 
-    scale  of the upstream gradient. The backward pass runs outside autocast, as it should, and inside
+    scale  the upstream gradient. Backward runs twice: outside autocast, as PyTorch recommends, and inside
     """
     leaves, exact_leaves = ([x.detach().requires_grad_() for x in rows] for rows in ((q, k), exact_rows))
     exact = f(*exact_leaves, exact=True)
@@ -56,7 +56,7 @@ def check(f, q, k, autocast, exact_rows, tolerance, scale=1.0):
 @pytest.mark.parametrize("impl, q_dtype, k_dtype, autocast", CASES, ids=str)
 @pytest.mark.parametrize("loss", SOFTMAX)
 def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast, monkeypatch):
-    """Gradients of float32 rows stay in float32, except in eager: float16 could not hold 1e-7 of them."""
+    """Gradients of float32 rows are float32, except in eager. Scaled by 1e-7, they would be 0 in float16."""
     if impl == "triton, large D":
         impl = "triton"
         patch_kernels(monkeypatch, LARGE_D)
@@ -68,7 +68,7 @@ def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast, monkeypatch):
     q, k = (x.to(dtype) for x, dtype in zip(positive_pairs(12, 16, F64), (q_dtype, k_dtype)))
     rounded = [x.to(product_dtype).double() for x in (q, k)]
     tolerance = max(torch.finfo(product_dtype).eps, 1e-12)
-    if impl == "eager":                                        # it rounds the products too
+    if impl == "eager":                                        # eager rounds the products too
         tolerance *= 2 / TEMPERATURE
     scale = 1e-7 if q_dtype == k_dtype == F32 and impl != "eager" else 1.0
     check(f, q, k, autocast, rounded, tolerance, scale)
@@ -77,7 +77,7 @@ def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast, monkeypatch):
 @pytest.mark.parametrize("q_dtype, k_dtype, autocast", DTYPES, ids=str)
 @pytest.mark.parametrize("loss", DISTANCES)
 def test_losses_of_distances(loss, q_dtype, k_dtype, autocast):
-    """Autocast does not round them."""
+    """Autocast does not round the rows of losses that use distances."""
     q, k = (x.to(dtype) for x, dtype in zip(positive_pairs(12, 16, F64), (q_dtype, k_dtype)))
     tolerance = max(1e-12, *(2 * torch.finfo(dtype).eps for dtype in (q_dtype, k_dtype)))
     f = lambda q, k, exact=False: DISTANCES[loss](q, k)
@@ -87,7 +87,7 @@ def test_losses_of_distances(loss, q_dtype, k_dtype, autocast):
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 @pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "queue_loss", "sup_con_loss", "self_similarity"])
 def test_normalize_divides_in_float32(loss, impl):
-    """The loss has the bits of rows normalised in float32, also if one of q and k has autocast's dtype."""
+    """The loss is bitwise that of rows normalised in float32, even if q or k has autocast's dtype."""
     q, k = (3 * x for x in positive_pairs(24, 16, F32))
     with torch.autocast(DEVICE, F16):
         for x, y in ((q, k), (q, k.half()), (q.half(), k.half())):
@@ -97,7 +97,7 @@ def test_normalize_divides_in_float32(loss, impl):
 
 
 def test_ease_reweights_hard_negatives():
-    """EASE needs the share of a row's hard negatives in the sum. Autocast may round this share above 1."""
+    """EASE needs the share of hard negatives in a row's sum. Autocast may round this share above 1."""
     z, noise = (6 * x for x in positive_pairs(64, 32, F32))
     rows = z, noise.flip(0), (z + 0.05 * noise)[:, None]
     exact = ease_loss(*(x.double() for x in rows), 0.01, -5.0)

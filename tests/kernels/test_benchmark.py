@@ -1,4 +1,4 @@
-"""python -m kernels.benchmark: results, peers, crashes and slow cases, wrong flags, table and plot."""
+"""Tests of python -m kernels.benchmark: results, peers (other packages), README's table, and the plot."""
 import json
 import re
 import sys
@@ -23,7 +23,7 @@ def measure(loss, impl):
 
 
 def test_results_are_printed_saved_and_shown(tmp_path, capsys):
-    """Two implementations, each measured in a process of its own."""
+    """The results of two implementations, each measured in a new process."""
     flags = "--loss info_nce --sizes 64x64x32 --impl eager blockwise --repeat 3 --set trained --markdown"
     benchmark.main([*flags.split(), "--json", str(tmp_path / "rows.json")])
     output, saved = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
@@ -35,7 +35,7 @@ def test_results_are_printed_saved_and_shown(tmp_path, capsys):
 
 
 def test_inputs_and_losses():
-    """Each loss of the package has results. The loss of trained inputs is about 5e-3."""
+    """Each loss of the package can be measured. The value of info_nce on trained inputs is about 5e-3."""
     for loss in benchmark.DEFAULT_SIZES:
         for impl in ("eager", "blockwise", "auto"):
             row = measure(loss, impl)
@@ -45,7 +45,7 @@ def test_inputs_and_losses():
 
 
 def test_peers_are_called_correctly(monkeypatch):
-    """The made-up packages compute what the documentation of the real ones says."""
+    """The peers here are made-up packages, which compute what the documentation of the real ones says."""
     def cce(x, weight, target, filter_eps=None):
         return F.cross_entropy(x @ weight.T, target)
 
@@ -74,7 +74,7 @@ def test_peers_are_called_correctly(monkeypatch):
     for loss, number in peers.items():
         rows = [row for row in (measure(loss, impl) for impl in benchmark.PEERS) if "ms" in row]
         assert len(rows) == number
-        assert all(row["error"] < 1e-3 for row in rows if loss != "nt_xent")   # where they have another loss
+        assert all(row["error"] < 1e-3 for row in rows if loss != "nt_xent")   # peers' nt_xent differs
 
 
 def test_table_in_readme_is_what_its_command_prints(capsys):

@@ -1,4 +1,4 @@
-"""Every public loss rejects a bad argument with one line that names it."""
+"""Every public loss rejects a bad argument with a message of one line, which names the argument."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ FOUR, OWN = LABELS[:4], slice(2, 5)                            # OWN: one rank's
 
 
 def of_a_rank(loss, *gathered, offset=2, **options):
-    """Call a loss with rows 2 to 4 of Z as one rank's rows, and these as those of all ranks."""
+    """Call a loss for a rank that has rows 2 to 4 of Z, with `gathered` as the rows of all ranks."""
     return loss(Z[OWN], Z[OWN], gathered=gathered, offset=offset, **options)
 
 
@@ -59,9 +59,9 @@ def test_bad_arguments_are_named(call, message):
 
 
 def test_a_missing_offset_is_an_error():
-    """Elsewhere, without an offset the loss is finite and wrong. Here gathered rows know where they start."""
+    """Without the offset, the loss would be finite but wrong. gather_rows marks its result for this check."""
     z = torch.randn(7, 4)
-    z.own_rows = 2, 4                                          # as gather_rows marks its result on rank 1
+    z.own_rows = 2, 4                                          # what gather_rows sets on rank 1 of 3
     for call in (lambda: info_nce(z[2:4], z), lambda: nt_xent(z[2:4], z[2:4], gathered=(z, z))):
         with pytest.raises(ValueError, match=r"offset: 0, but .* expected offset=own_rows\(7\)\.start"):
             call()
@@ -69,7 +69,7 @@ def test_a_missing_offset_is_an_error():
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_a_wrong_target_on_a_gpu_makes_the_loss_nan(impl, monkeypatch):
-    """Reading the targets would make the host wait for the GPU, so only targets on the CPU raise."""
+    """Reading targets on a GPU would make the host wait, so only wrong targets on the CPU raise an error."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
     h, w = (torch.randn(n, 8, device=DEVICE, requires_grad=True) for n in (5, 12))
     for target in (-1, 12, 2 ** 40, 5):

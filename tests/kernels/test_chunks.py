@@ -1,4 +1,4 @@
-"""embed_in_chunks: the gradients of the whole graph, with the memory of one chunk.
+"""Tests of embed_in_chunks, which gives the gradients of the whole graph with the memory of one chunk.
 
 tests/contract compares loss, gradients and random numbers with those of the whole batch, dropout included.
 """
@@ -12,7 +12,7 @@ from kernels import embed_in_chunks
 
 
 def test_running_statistics_are_updated_once_per_chunk():
-    """Each chunk is normalised by its own statistics, in both passes."""
+    """BatchNorm normalises each chunk by the chunk's own statistics, in both passes."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(16)
     encoder = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh(), nn.Linear(16, 5)).double()
@@ -30,7 +30,7 @@ def test_running_statistics_are_updated_once_per_chunk():
 
 
 def test_activations_of_one_chunk_exist_at_a_time():
-    """Forward keeps only the embeddings; backward has the activations of one chunk at a time."""
+    """Forward stores only the embeddings. Backward has the activations of one chunk at a time."""
     layer, alive, most = nn.Linear(6, 5), set(), []
 
     def embed(chunk):
@@ -58,7 +58,7 @@ def test_changes_before_backward_are_refused(change):
 
 
 def test_changed_inputs_are_refused():
-    """Elsewhere, gradients are silently wrong if a data loader reuses its buffers before the second pass."""
+    """Without this check, gradients would be wrong if a data loader reused its buffers before backward."""
     layer, chunks = nn.Linear(6, 5), [{"x": chunk.clone()} for chunk in torch.randn(8, 6).split(3)]
     z = embed_in_chunks(lambda chunk: layer(chunk["x"]), chunks, layer)
     chunks[1]["x"].zero_()

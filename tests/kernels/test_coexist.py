@@ -1,4 +1,4 @@
-"""Our package works beside another installed package called `kernels`: here a made-up one."""
+"""Our package works beside another installed package called `kernels`, which the test makes up."""
 import os
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from . import device
 from .layer import Layer
 """,
     "kernels/device.py": "class Device: pass",
-    "kernels/masks.py": "RULE = 'other package'",              # our package has modules of these names
+    "kernels/masks.py": "RULE = 'other package'",              # our package has `masks` and `benchmark`, too
     "kernels/benchmark.py": "class Benchmark: pass",
     "kernels/layer/__init__.py": "from .layer import Layer",
     "kernels/layer/layer.py": "from ..device import Device\nclass Layer(Device): pass",
@@ -40,7 +40,7 @@ CODE = """if True:
 
 
 def test_names_and_modules_of_both_are_found(tmp_path):
-    """sys.path has the repository first, then the folder of the other package."""
+    """In sys.path, the repository comes before the folder of the other package."""
     for name, text in INSTALLED.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)

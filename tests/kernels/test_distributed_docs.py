@@ -1,6 +1,6 @@
 """The loops of docs/distributed.md, as they are printed, give the same weights in one process and in three.
 
-Batches have 7 and 9 rows, so that shares differ.
+Batches have 7 or 9 rows. Three processes have unequal shares of 7 rows.
 """
 import functools
 import importlib
@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs/distributed.md").read_text("utf-8")
 TITLES = ["setup", "without a wrapper", "DDP", "accumulation", "compile", "fully_shard", "saving",
           "mixed precision"]
 CLIPPED = ["without a wrapper", "DDP", "compile", "fully_shard"]               # these blocks clip gradients
-NORMS = []                                                     # norms before clipping, which hides wrong ones
+NORMS = []                                                     # gradient norms before clipping
 WORLDS = (1, 3)
 
 
@@ -38,7 +38,7 @@ def make_batches():
 
 
 def whole(x):
-    """Return a tensor with all its shards."""
+    """Return the full tensor if x is sharded, else x."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
@@ -48,7 +48,7 @@ def clip_and_record(*args, clip=torch.nn.utils.clip_grad_norm_, **more):
 
 
 def weights(model):
-    """Return {name: weight}: shards are collected, and prefixes that wrappers add are removed."""
+    """Return {name: full weight}, with names that lack the prefixes of wrappers."""
     found = {}
     for name, weight in model.named_parameters():
         found[re.sub(r"(module|_orig_mod|layer)\.", "", name)] = whole(weight.detach()).clone()
@@ -56,12 +56,12 @@ def weights(model):
 
 
 def run_blocks():
-    """Run each block; return {title: weights of the model after it}."""
+    """Run each block; return {title: weights after the block, "TITLE, norms": gradient norms}."""
     code, found, names = code_blocks(), {}, {}
     for title in TITLES[1:]:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32 if title == "mixed precision" else torch.float64)
-        if title != "saving":                                  # which saves the model of the block before
+        if title != "saving":                                  # "saving" uses the model of the block before
             names = {"batches": make_batches()}
             exec(code["setup"], names)
         NORMS.clear()
@@ -72,7 +72,7 @@ def run_blocks():
             with torch.no_grad():
                 for weight in names["model"].parameters():
                     weight.zero_()
-            exec(code[title].rpartition("\n\n")[2], names)     # loads the shards
+            exec(code[title].rpartition("\n\n")[2], names)     # the part that loads shards
             found["saving, loaded"] = weights(names["model"])
             dist.barrier()
             plain = names["Encoder"]()
@@ -107,7 +107,7 @@ def run_orders():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
         for name in order.split(", ") if order else ():
-            wrap = torch.compile if name == "compile" else WRAPPERS[name]      # as patched by one_process
+            wrap = torch.compile if name == "compile" else WRAPPERS[name]      # one_process sets the backend
             per_layer = name in ("checkpoint", "compile") and isinstance(model, torch.nn.Sequential)
             model = torch.nn.Sequential(*map(wrap, model)) if per_layer else wrap(model)
         if order:
@@ -122,15 +122,15 @@ def run_orders():
 
 
 def one_process(index, ports, folder):
-    """Run process 0, which is alone, or one of the processes 1 to 3, which are a group."""
+    """Run one of four processes: process 0 is alone, and the processes 1 to 3 are a group."""
     world, rank = (1, 0) if index == 0 else (3, index - 1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[world]))
     os.makedirs(folder / str(world), exist_ok=True)
     os.chdir(folder / str(world))
     torch.set_num_threads(1)
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")      # compiling C++ takes long
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")      # the default compiles C++
     torch.nn.utils.clip_grad_norm_ = clip_and_record
-    torch.optim.AdamW = torch.optim.SGD                        # whose steps show a wrong factor of a gradient
+    torch.optim.AdamW = torch.optim.SGD                        # AdamW hides a wrong factor of the gradient
     dist.init_process_group("gloo", rank=rank, world_size=world)
     found = run_blocks()
     if world > 1:
@@ -142,7 +142,7 @@ def one_process(index, ports, folder):
 
 
 def all_processes(_, ports, folder):
-    """Import once what the loops need, which takes seconds, and fork all processes."""
+    """Import what the loops need once, because it takes seconds, and fork all processes."""
     importlib.import_module("torch.distributed.checkpoint")
     torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
     torch.multiprocessing.start_processes(one_process, (ports, folder), 4, start_method="fork")

@@ -1,6 +1,6 @@
 """The blocks of docs/drop-ins.md, run as they are printed, equal the losses that they replace.
 
-Losses of vectors are compared with their formulas, and with the libraries if these are installed.
+Losses of vectors are compared with formulas. All losses are compared with those of the installed libraries.
 """
 import importlib.util
 import os
@@ -26,21 +26,21 @@ LIBRARY = {"ranking": f"{ST}.MultipleNegativesRankingLoss",
            "metric": f"{METRIC}.NTXentLoss"}
 TEXT, PAIRS, LABELLED = ["ranking", "cached", "sorted"], ["clip", "siglip", "lightly"], ["sup con", "metric"]
 BLOCKS = dict(zip(LIBRARY, re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S), strict=True))
-BEFORE = {"cached": ["ranking"], "sorted": ["ranking", "cached"]}              # blocks that a block needs
+BEFORE = {"cached": ["ranking"], "sorted": ["ranking", "cached"]}              # blocks that must run first
 LABELS = {"pairs": torch.arange(8) // 2, "single rows": torch.tensor([3, 1, 3, 7, 1, 3, 0, 9]),
           "one class": torch.zeros(8, dtype=torch.long), "all different": torch.arange(8),
           "one row": torch.tensor([2]), "many": torch.arange(60) * 7 % 9}
 
 
 def ours(title, *args, code=None, **settings):
-    """Return the loss of a block, or of its changed code."""
+    """Return the loss that a block defines, or that `code`, a changed block, defines."""
     names, code = {}, code or BLOCKS[title]
     exec("".join(BLOCKS[x] for x in BEFORE.get(title, ())) + code, names)
     return names[re.findall(r"^class (\w+)", code, re.M)[0]](*args, **settings)
 
 
 def theirs(title, *args, **settings):
-    """Return the loss of the library, or skip the test."""
+    """Return the loss of the library; skip the test if the library is not installed."""
     module, _, name = LIBRARY[title].rpartition(".")
     return getattr(pytest.importorskip(module), name)(*args, **settings)
 
@@ -50,7 +50,7 @@ def sup_con(x, labels):
 
 
 def positive_pairs(x, labels):
-    """Return the mean over pairs of a class of −log p, in which p has one positive and all other classes."""
+    """Return the mean of −log p over pairs of a class; p compares the pair with all rows of other classes."""
     logits, same = formulas.unit(x) @ formulas.unit(x).T / 0.07, labels == labels[:, None]
     negatives = logits.masked_fill(same, -torch.inf).logsumexp(1, keepdim=True)
     pairs = same & ~torch.eye(len(x), dtype=torch.bool)
@@ -64,20 +64,20 @@ FORMULAS = {"clip": lambda x, y, scale: formulas.clip_loss(x, y, 1 / scale),
 
 
 def results(loss, *inputs):
-    """Return [loss, gradients of the float tensors]."""
+    """Return [loss, its gradient in each float tensor]."""
     inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     value = loss(*inputs)
     return [value.detach(), *torch.autograd.grad(value, [x for x in inputs if x.requires_grad])]
 
 
 def assert_equal(found, wanted, limit=1e-12):
-    """Compare losses and gradients by the norm of their difference."""
+    """Check that the norm of each difference is at most `limit` times the norm of the wanted tensor."""
     for a, b in zip(found, wanted, strict=True):
         assert (a - b).norm() <= limit * b.norm()
 
 
 def inputs(title, n, seed=0):
-    """Return the arguments of a loss for n pairs: unit rows x and y (n, 16), scale and bias."""
+    """Return the arguments of a loss for n pairs: unit rows x and y (n, 16), and scale and bias if needed."""
     x = torch.randn(2, n, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x[1] += 0.2 * x[0]
     scalars = torch.tensor([14.3, -5.0]).double()[: {"clip": 1, "siglip": 2}.get(title, 0)]
@@ -96,7 +96,7 @@ def test_pairs(title, n):
 @pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize("title", LABELLED)
 def test_labels(title, labels):
-    """Without positives or negatives the loss is 0, without a formula."""
+    """If there are no positives, or no negatives, the formula is not defined and the loss is 0."""
     x, labels = 3 * inputs(title, len(LABELS[labels]))[0], LABELS[labels]
     found = results(ours(title), x, labels)
     if 1 < len(labels.unique()) < len(labels):
@@ -114,7 +114,7 @@ def test_library(title):
 
 @pytest.mark.parametrize("size", [5, 20])
 def test_memory_bank(size):
-    """The bank of lightly: keys enter after the loss, and what does not fit at its end is dropped."""
+    """As in lightly, keys enter the bank after the loss, and keys that do not fit at its end are dropped."""
     loss = ours("bank", temperature=0.1, memory_bank_size=(size, 16)).double()
     bank, row = loss.bank.clone(), 0
     for seed, n in enumerate([7, 3, 7, 7, 3]):
@@ -137,15 +137,15 @@ def texts(n, columns=3):
 
 
 def text_losses(title, model, **settings):
-    """Return [our loss, the library's]; cached losses get mini-batches of 3."""
+    """Return [our loss, the library's loss]; cached losses get mini-batches of 3."""
     settings |= {} if title == "ranking" else dict(mini_batch_size=3)
     return [make(title, model, **settings) for make in (ours, theirs)]
 
 
 def text_results(loss, model, columns):
-    """Return [loss, gradient of all weights]."""
+    """Return [loss, gradients of all weights as one vector]."""
     model.zero_grad()
-    value = loss([dict(model.preprocess(column)) for column in columns], None)   # the trainer's type
+    value = loss([dict(model.preprocess(column)) for column in columns], None)   # dict as in the trainer
     value.backward()
     return [value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
 
@@ -157,7 +157,7 @@ def load(folder):
 @pytest.mark.parametrize("n, columns", [(1, 2), (7, 2), (8, 5)])
 @pytest.mark.parametrize("title", TEXT)
 def test_texts(title, n, columns, bert):
-    """The losses have equal values and gradients, and work without gradients and under autocast."""
+    """Our loss has the value and gradients of the library's. It works under no_grad and autocast, too."""
     model, columns = load(bert).double(), texts(n, columns)
     mine, other = text_losses(title, model, scale=15.0)
     wanted = text_results(other, model, columns)
@@ -179,10 +179,10 @@ def test_inside_matryoshka_loss(bert):
 
 @pytest.mark.parametrize("title", TEXT)
 def test_trainer(title, bert, tmp_path):
-    """Eight steps, the last one with fewer rows, change the weights as with the library's loss.
+    """Eight steps, the last one with fewer rows, change the weights as the library's loss does.
 
-    AdamW divides the gradients of key biases, which are rounding errors, by their size plus epsilon. With an
-    epsilon of 1e-6 these updates stay small.
+    Gradients of the biases of attention keys are rounding errors. AdamW divides them by their size plus
+    epsilon, so an epsilon of 1e-6 keeps the updates of these biases small.
     """
     st, datasets = map(pytest.importorskip, ["sentence_transformers", "datasets"])
     pytest.importorskip("accelerate")
@@ -196,7 +196,7 @@ def test_trainer(title, bert, tmp_path):
             adam_epsilon=1e-6, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
         trainer = st.SentenceTransformerTrainer(model, settings, data, loss=text_losses(title, model)[i])
         trainer.train()
-        trainer.save_model()                                   # with a model card
+        trainer.save_model()                                   # writes a model card, too
         changes.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - start)
     assert changes[1].norm() > 0.1
     assert_equal(changes[:1], changes[1:], 1e-3)
@@ -207,21 +207,21 @@ def test_trainer(title, bert, tmp_path):
 
 
 def vectors_of_process(title, rank):
-    """Return this process's part of the loss and gradients of eight pairs: the mean of its four."""
+    """Return this process's loss, the mean over its four of eight pairs, and the gradients of this loss."""
     settings = dict(gather_distributed=True) if title == "lightly" else {}
     x, y, *scalars = inputs(title, 8)
     return results(ours(title, **settings), x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4], *scalars)
 
 
 def texts_of_process(title, rank, bert):
-    """Return the loss and the averaged gradient of this process's four of eight rows."""
+    """Return the loss of this process, which has four of eight rows, and the gradient averaged by DDP."""
     model = load(bert).double()
     loss = ours(title, model, gather_across_devices=True)
     loss.model = DistributedDataParallel(model, find_unused_parameters=True)   # as in the trainer
     loss.model.preprocess = model.preprocess
     columns = [column[4 * rank : 4 * rank + 4] for column in texts(8)]
     text_results(loss, loss.model, columns)
-    return text_results(loss, loss.model, columns)             # the second step fails if DDP is not ready
+    return text_results(loss, loss.model, columns)             # if DDP is not ready, the second step fails
 
 
 def one_process(rank, port, bert, folder):
@@ -239,7 +239,7 @@ def one_process(rank, port, bert, folder):
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """Return {title: results} of both processes."""
+    """Return [{title: results} of process 0, {title: results} of process 1]."""
     folder = tmp_path_factory.mktemp("processes")
     fork_context()
     args = free_port(), small_bert(folder / "bert"), folder
@@ -249,8 +249,8 @@ def processes(tmp_path_factory):
 
 @pytest.mark.parametrize("title", PAIRS)
 def test_pairs_of_two_processes(title, processes):
-    """The mean of the losses is that of one process. The gradients of x and y add up to twice its
-    gradients, because a process's loss is a mean over half of the rows."""
+    """The mean of both losses is the loss of one process with all rows. The gradients are twice those of one
+    process, because each loss is a mean over half of the rows."""
     wanted_loss, *wanted = results(ours(title), *inputs(title, 8))
     (loss, *gradients), (other, *others) = (found[title] for found in processes)
     rows = [torch.cat(parts) for parts in zip(gradients[:2], others[:2])]

@@ -1,6 +1,6 @@
-"""Random shapes, strides, masks, temperatures, dtypes and limits between code paths, against float64 eager.
+"""Compare random shapes, strides, masks, temperatures, dtypes and code paths with eager in float64.
 
-The number of random cases is set by TENCL_FUZZ; run more of them by hand:
+The environment variable TENCL_FUZZ sets the number of random cases. Run more of them by hand:
 
     python -m pytest -q tests/kernels/test_fuzz.py                        60 cases
     TENCL_FUZZ=2000 python -m pytest -q tests/kernels/test_fuzz.py        2,000 cases
@@ -22,7 +22,7 @@ SMALLEST = [(1, 1, 1), (1, 7, 3), (6, 1, 8), (2, 2, 1)]        # N, M, D of the 
 
 
 def draw_rows(count, d, dtype, pick, numbers):
-    """Return random unit rows (count, d) in a random layout."""
+    """Return random unit rows (count, d) in a random memory layout."""
     x = torch.randn(count, d, generator=numbers, dtype=torch.float64)
     x = F.normalize(x, dim=1).to(DEVICE, dtype)
     layout = pick.choice(["plain", "by columns", "unaligned", "every second row"])
@@ -66,11 +66,11 @@ def draw(seed):
 
 
 def draw_settings(pick):
-    """Return random limits between the code paths of Triton and blockwise."""
+    """Return random settings that select the code paths of Triton and blockwise, as for patch_kernels."""
     if not heuristics.HAS_TRITON or pick.random() < 0.3:
         return {}
     size = pick.choice([128, 256, 2 ** 14])
-    # heuristics last: importing the other modules copies its FEW_ROWS
+    # heuristics.FEW_ROWS comes last, because the other modules copy it when they are imported
     return {"gpu.shift.FEW_ROWS": pick.choice([0, 1024]), "masks.FEW_ROWS": pick.choice([0, 1024]),
             "gpu.launch.MAX_POINTER_WORK": pick.choice([0, 2 ** 33]),
             "gpu.lse_forward.table_block_shape": lambda q, k, square: (size, size),
@@ -80,7 +80,7 @@ def draw_settings(pick):
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_random_case(seed, monkeypatch):
-    """Each case checks similarity_lse, the nearest columns, and a loss of as many rows as both sides have."""
+    """Check similarity_lse, similarity_topk and, if both sides have enough rows, a random loss."""
     impl, q, k, temperature, mask = draw(seed)
     pick, both = random.Random(seed), min(len(q), len(k)) // 2 * 2
     patch_kernels(monkeypatch, draw_settings(pick))
@@ -95,7 +95,7 @@ def test_random_case(seed, monkeypatch):
 
 
 def check_topk(impl, q, k, mask, n):
-    """The returned columns have the n largest dot products of float64 eager, up to rounding."""
+    """Check that the returned columns have the n largest products, as in float64 eager, up to rounding."""
     values, columns = similarity_topk(q, k, n, impl=impl, **mask)
     exact, expected = similarity_topk(q.double(), k.double(), n, impl="eager", **mask)
     found = (q.double() @ k.double().T).gather(1, columns.clamp(min=0)).where(columns >= 0, -torch.inf)

@@ -1,8 +1,8 @@
-"""Every code path of the kernels, with every mask, equals eager in float64; none holds the matrix of logits.
+"""Every code path of the kernels, with every mask, equals eager in float64; none stores the matrix of logits.
 
-tests/contract compares each public loss with its formula. The paths here depend on the GPU, on D and on the
-number of rows; settings inside the package force them for small matrices of several tiles (of 32, 64 or 128
-rows and columns) or several strips.
+tests/contract compares each public loss with its formula. The GPU, D and the number of rows select a path.
+These tests force a path by settings inside the package, for small matrices of several tiles (blocks of 32, 64
+or 128 rows and columns) or several strips (blocks of rows).
 """
 import itertools
 
@@ -31,14 +31,14 @@ from kernels.masks import column_ranges, make_mask
 
 LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
 SEPARATE_BACKWARD = LARGE_D | {"fused.fuses_backward": lambda *x: False}
-WITH_BOUND = {"masks.FEW_ROWS": 0, "gpu.shift.FEW_ROWS": 0}  # as for many rows: bound, not row maxima
-ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}                # in the interpreter only
+WITH_BOUND = {"masks.FEW_ROWS": 0, "gpu.shift.FEW_ROWS": 0}  # as for many rows: a bound, no row maxima
+ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}                # for the interpreter only
 LSE_IN_BLOCKS = {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
     "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128)}
-# {path that a shape or a GPU can select: (settings that force it, losses that use it in float32, the same in
-# half types)}. In float32 every D counts as large.
+# {path that a shape or a GPU can select: (settings that force the path, losses that use it in float32, losses
+# that use it in half types)}. In float32 every D counts as large.
 CODE_PATHS = {
     "descriptors": ({"gpu.launch.MAX_POINTER_WORK": 0},
                     "info_nce clip_loss linear sigmoid_loss", "nt_xent queue_loss linear sigmoid_loss"),
@@ -73,7 +73,7 @@ CODE_PATHS = {
     for loss in (full if dtype == torch.float32 else half).split()], ids=str)
 def test_every_code_path(path, dtype, loss, monkeypatch):
     patch_kernels(monkeypatch, CODE_PATHS[path][0])
-    rows = 75 if loss == "nt_xent" else 150                    # it stacks two views
+    rows = 75 if loss == "nt_xent" else 150                    # nt_xent stacks two views
     compare(LOSSES[loss], *positive_pairs(rows, 40, dtype), units=32)
 
 
@@ -90,13 +90,13 @@ def test_every_mask_across_tiles(dtype, name, d):
 @pytest.mark.parametrize("loss", ["clip_loss", "nt_xent", "info_nce"])
 @pytest.mark.parametrize("temperature", [0.01, 0.003])
 def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype, large_d, monkeypatch):
-    """Subtracting a common bound works as long as sums do not underflow.
-    At τ = 0.01, exp2(s) of unit rows would overflow without the bound. At 0.003, most rows' sums underflow
-    with the bound, and these rows must be computed again with their own maximum."""
+    """Subtracting one bound from all logits works as long as no row's sum underflows. At τ = 0.01, exp2 of
+    the logits would overflow without the bound. At τ = 0.003, most rows' sums underflow with the bound, and
+    forward must compute these rows again, each with its own maximum."""
     patch_kernels(monkeypatch, WITH_BOUND | (LARGE_D if large_d else {}))
     q, k = positive_pairs(40, 24, dtype)
     k = torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k)
-    q[-1] *= 4                                                 # the bound counts the last rows of both
+    q[-1] *= 4                                                 # the bound must count the last rows of q and k
     k[-2] *= 100
     compare(LOSSES[loss], q, k, temperature, impl, units=64)
 
@@ -104,7 +104,8 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
 @pytest.mark.parametrize("n, multiprocessors", [(1, 132), (5, 1), (64, 132), (65, 132)])
 def test_topk(impl, n, multiprocessors, monkeypatch):
-    """n = 65 exceeds the 64 slots of the Triton kernel. A program has 1 column tile or half of them."""
+    """n = 65 exceeds the 64 slots of the Triton kernel. A program has one tile of columns, or half of the
+    tiles on a GPU with one multiprocessor."""
     patch_kernels(monkeypatch, {"gpu.launch.EMULATED_MULTIPROCESSORS": multiprocessors})
     q, k = unit_rows(30, 16, torch.float32, 42), unit_rows(230, 16, torch.float32, 43)
     values, columns = similarity_topk(q, k, n, exclude="diagonal", offset=3, impl=impl)
@@ -116,7 +117,7 @@ def test_topk(impl, n, multiprocessors, monkeypatch):
 @pytest.mark.parametrize("n, m, size", [
     (1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
 def test_blocks_fit_their_buffers(n, m, size):
-    """Blocks of weights, strips of logits and tables of row statistics stay within their limits."""
+    """Blocks of weights, strips of logits and tables of row statistics stay within their limits in bytes."""
     whole_tiles = lambda count: heuristics.round_up(count, 128)
     assert whole_tiles(heuristics.strip_height(size, m, 64)) * whole_tiles(m) * size <= heuristics.STRIP_BYTES
     for d, square in itertools.product((1, 768, 2 ** 17), (False, True)):
@@ -132,7 +133,7 @@ def test_blocks_fit_their_buffers(n, m, size):
 
 
 def as_tf32(x, half_a_step=0):
-    """Truncate float32 to TF32's 10 bits, as tensor cores do; half_a_step = 2 ** 12 rounds instead."""
+    """Truncate float32 to TF32, as tensor cores do. With half_a_step = 2 ** 12, round to TF32 instead."""
     return ((x.contiguous().view(torch.int32) + half_a_step) & -2 ** 13).view(torch.float32)
 
 
@@ -140,7 +141,7 @@ def as_tf32(x, half_a_step=0):
 @pytest.mark.parametrize("loss, changes", [
     ("info_nce", {}), ("info_nce", {"fused.fuses_backward": lambda *x: False}), ("clip_loss", WITH_BOUND)])
 def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
-    """Tensor cores truncate float32 operands to TF32. Our operands are rounded first, as in cuBLAS."""
+    """Tensor cores truncate float32 operands to TF32. Our kernels round operands first, as cuBLAS does."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     from kernels.gpu import gradient_large_d
@@ -178,7 +179,7 @@ STRIPS_OF_3 = {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 3, "blockwi
 
 @pytest.mark.parametrize("name", [*MASKS, *LOSSES])
 def test_strips(name, monkeypatch):
-    """The rows are cut into strips of 3, the last of which is shorter."""
+    """Blockwise cuts the rows into strips of 3 rows. The last strip is shorter."""
     patch_kernels(monkeypatch, STRIPS_OF_3)
     q, k = unit_rows(38, 12, torch.float64, 12), unit_rows(53, 12, torch.float64, 13)
     if name in MASKS:
@@ -190,7 +191,7 @@ def test_strips(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["self_similarity", "pair"])
 def test_strips_of_self_similarity_start_on_the_diagonal(name, monkeypatch):
-    """Only the upper triangle is computed. exp(s_ij) serves (i, j) and (j, i), unless it could overflow."""
+    """Only the upper triangle is computed. exp(s_ij) is used for (i, j) and (j, i), if it cannot overflow."""
     patch_kernels(monkeypatch, STRIPS_OF_3)
     q = unit_rows(38, 12, torch.float64, 12)
     compare(LOSSES[name], q, q, 0.01, impl="blockwise", units=32)
@@ -203,9 +204,9 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, monkeypatch):
 @pytest.mark.parametrize("impl, dtype", [
     ("blockwise", torch.float64), *itertools.product(["triton"], TRITON)], ids=str)
 def test_sorted_groups_skip_other_groups(impl, dtype, order, monkeypatch):
-    """For sorted groups the work is proportional to the number of pairs within groups; results are the same.
-    A whole tile of rows has no columns, some columns have no rows, a group is larger than a strip, and the
-    last row of a strip, 127, is the first of its group."""
+    """For sorted groups, the work is proportional to the number of pairs within groups. The groups are hard
+    cases: a tile of rows has no columns, some columns have no rows, a group is larger than a strip, and row
+    127, the last of a strip, is the first of its group."""
     patch_kernels(monkeypatch, STRIPS | WITH_BOUND | {"blockwise.STRIP_LOGITS": 32 * 100})
     sizes, widths = torch.tensor([127, 10, 0, 90, 37]), torch.tensor([0, 40, 25, 130, 75])
     groups = [torch.arange(5).repeat_interleave(counts) - 2 for counts in (sizes, widths)]
@@ -263,7 +264,7 @@ on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
 @pytest.mark.parametrize("impl", ["blockwise", "triton"])
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss"])
 def test_cuda_graph(loss, impl):
-    """A CUDA graph captures forward and backward, so nothing synchronises; a replay reads the new q."""
+    """A CUDA graph can capture forward and backward, so neither synchronises. A replay reads the new q."""
     q, k = (unit_rows(1024, 128, torch.bfloat16, seed).requires_grad_() for seed in (51, 52))
 
     def step():
@@ -287,7 +288,7 @@ def test_cuda_graph(loss, impl):
 @pytest.mark.parametrize("dtype, precision", [
     (torch.float32, "highest"), (torch.float32, "high"), *((dtype, "highest") for dtype in HALF)], ids=str)
 def test_gpu_at_size(dtype, precision, d):
-    """Check every mask on thousands of rows, in all dtypes and precisions."""
+    """Check every mask on thousands of rows, in all dtypes and float32 matmul precisions."""
     q, k = unit_rows(4099, d, dtype, 29), unit_rows(8201, d, dtype, 30)
     torch.set_float32_matmul_precision(precision)
     try:
@@ -299,7 +300,7 @@ def test_gpu_at_size(dtype, precision, d):
 
 @on_a_gpu
 def test_gpu_memory():
-    """For 32,768 × 32,768 rows less than 512 MiB is used; the bfloat16 matrix alone would be 2 GiB."""
+    """A loss of 32,768 × 32,768 logits uses less than 512 MiB. In bfloat16 the logits would take 2 GiB."""
     q, k = (unit_rows(32768, 128, torch.bfloat16, seed).requires_grad_() for seed in (31, 32))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

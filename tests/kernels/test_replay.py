@@ -1,4 +1,4 @@
-"""Replayed losses have the bits of the losses. On a CPU, Triton's interpreter runs the launches of a plan."""
+"""A replayed loss has the bits of the original. On a CPU, Triton's interpreter runs the recorded launches."""
 import ctypes
 from types import SimpleNamespace
 from weakref import ref
@@ -38,14 +38,14 @@ LAYOUTS = {                                                    # functions of (n
 
 
 def tensor_at(address, like):
-    """Return the tensor at an address, with the shape, strides and dtype of another one."""
+    """Return the tensor at an address, with the shape, strides and dtype of the tensor `like`."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(like.shape, like.stride()))
     memory = (ctypes.c_byte * (span * like.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
 def with_tensors(x, like):
-    """Return an argument of CompiledKernel.run as the interpreter needs it: like another one."""
+    """Return an argument of CompiledKernel.run with tensors in place of addresses, as in `like`."""
     if isinstance(like, torch.Tensor):
         return tensor_at(x, like) if x else like
     if isinstance(x, replay.Descriptor):
@@ -54,7 +54,7 @@ def with_tensors(x, like):
 
 
 class Compiled:
-    """What stands for Triton's CompiledKernel in the interpreter: a kernel and recorded arguments."""
+    """Takes the place of Triton's CompiledKernel in the interpreter: a kernel and its recorded arguments."""
     function = packed_metadata = None
     metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0)
 
@@ -75,7 +75,7 @@ def replay_on_the_cpu(monkeypatch):
 
     def launch_in_interpreter(recorder, kernel, run, grid, arguments, named):
         def run_and_compile(*arguments, **named):
-            recorder.__exit__(None, None, None)                # it must not see the interpreter's operations
+            recorder.__exit__(None, None, None)                # do not record the interpreter's operations
             run(*arguments, **named)
             recorder.__enter__()
             return Compiled(run, [*arguments, *(named[name] for name in kernel.arg_names[len(arguments):])])
@@ -84,7 +84,7 @@ def replay_on_the_cpu(monkeypatch):
     monkeypatch.setattr(replay, "on_gpu", lambda x: True)
     monkeypatch.setattr(replay, "current_stream", lambda index: None)
     monkeypatch.setattr(replay, "capturing", lambda: False)
-    monkeypatch.setattr(checks, "check_number", lambda *values, **named: None)  # it reads CPU tensors
+    monkeypatch.setattr(checks, "check_number", lambda *values, **named: None)  # original reads tensors
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
 
 
@@ -92,12 +92,12 @@ def replay_on_the_cpu(monkeypatch):
 
 
 def step(loss, leaves, tau, scale):
-    """Return the loss and all gradients for an upstream gradient."""
+    """Return [loss times scale, gradients of its weighted sum in the leaves, tau and BIAS]."""
     wanted = [x for x in (*leaves, tau, BIAS) if isinstance(x, torch.Tensor)]
     for x in wanted:
         x.grad = None
     value = CALLS[loss](*leaves, tau)
-    value *= scale                                             # the loss may be changed in place
+    value *= scale                                             # users may change the loss in place
     (value * torch.linspace(1, 2, value.numel(), device=DEVICE)).sum().backward()
     return [value.detach(), *(x.grad for x in wanted)]
 
@@ -110,7 +110,7 @@ CASES = [*((loss, "plain", 12, 33, HALF, True) for loss in CALLS if loss not in 
 
 @pytest.mark.parametrize("loss, layout, n, d, dtype, learned", CASES, ids=str)
 def test_same_bits(loss, layout, n, d, dtype, learned, monkeypatch):
-    """The first call records; the next ones have new rows and upstream gradients."""
+    """The first call records a plan. The next calls replay it with new rows and other upstream gradients."""
     tau = torch.tensor(0.2, device=DEVICE, requires_grad=True) if learned else 0.2
 
     def new_leaves():

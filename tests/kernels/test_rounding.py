@@ -1,4 +1,4 @@
-"""Gradients and values at the limits of the dtypes: underflow, overflow, cancellation."""
+"""Values and gradients of the losses at the limits of the dtypes: underflow, overflow, cancellation."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,8 @@ from kernels import (
 )
 from kernels.losses import semi_hard_negatives
 
-# the fused implementations: blockwise with one strip and with several; Triton with its code paths for few
-# rows, for many rows, and for a large D
+# {name: (fused implementation, settings)}: blockwise with one strip (block of rows) or several; Triton with
+# its code paths for few rows, for many rows, and for a large D
 MANY_ROWS = {"gpu.shift.FEW_ROWS": 0, "masks.FEW_ROWS": 0, "heuristics.FEW_ROWS": 0}
 FUSED = {"one strip": ("blockwise", {}),
          "strips": ("blockwise", {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 3}),
@@ -42,7 +42,7 @@ def relative_error(found, exact):
 @both_impls
 @pytest.mark.parametrize("dtype", TRITON, ids=str)
 def test_gradient_is_accurate_for_small_losses(impl, dtype):
-    """At a loss of 5e-3, eager loses digits in 1 − 0.995, the positive's gradient weight; ours must not."""
+    """At a loss of 5e-3, eager loses digits in the positive's gradient weight, 1 − 0.995; ours must not."""
     q = unit_rows(256, 64, torch.float64, 19)
     k = F.normalize(q + 0.5 * unit_rows(256, 64, torch.float64, 20), dim=1).to(dtype)
     q = q.to(dtype)
@@ -59,7 +59,7 @@ def test_gradient_is_accurate_for_small_losses(impl, dtype):
 
 @both_impls
 def test_sup_con_gradient_in_float16(impl):
-    """It is the difference of two gradients, each of which would overflow in float16."""
+    """The gradient is the difference of two terms, each of which would overflow in float16."""
     z = F.normalize(unit_rows(4, 16, torch.float64, 47)[:, None] + 0.1 * unit_rows(
         16, 16, torch.float64, 48).view(4, 4, 16), dim=2).view(8, 2, 16).half()
     labels = torch.arange(8, device=DEVICE) // 2
@@ -70,7 +70,7 @@ def test_sup_con_gradient_in_float16(impl):
 
 @both_impls
 def test_repeated_targets_in_float16(impl):
-    """The gradient of a frequent word sums over a thousand rows; summed in float16 it would stop growing."""
+    """The gradient of a frequent class is a sum over 1,500 rows. In float16 the sum would stop growing."""
     h, w = unit_rows(1500, 16, torch.float16, 45), unit_rows(40, 16, torch.float16, 46)
     targets = torch.zeros(1500, dtype=torch.long, device=DEVICE)
 
@@ -84,7 +84,7 @@ def test_repeated_targets_in_float16(impl):
 
 @pytest.mark.parametrize("bias, scale", [(-18.0, 1e9), (30.0, 1.0)])
 def test_sigmoid_weights_in_float16(bias, scale):
-    """Weights of e⁻¹⁸, below float16's range, and of 1 give correct gradients of keys without a positive."""
+    """Gradients of keys without a positive are right for weights of 1, and of e⁻¹⁸, too small for float16."""
     q, k = (2 * unit_rows(n, 8, torch.float16, n) for n in (40, 50))
 
     def gradient(impl, *x):
@@ -98,7 +98,7 @@ def test_sigmoid_weights_in_float16(bias, scale):
 
 @every_impl
 def test_normalize_accepts_any_length(impl):
-    """A zero row has cosine 0 and F.normalize's gradient. Squares of float16 must not overflow or vanish."""
+    """A zero row has cosine 0 and the gradient of F.normalize. Squares of float16 must stay in range."""
     lengths = torch.logspace(-1.7, 1.7, 20, dtype=torch.float64, device=DEVICE)[:, None]
     units = positive_pairs(20, 24, torch.float64)
     q, k = (units[0] * lengths).float(), (units[1] * lengths.roll(7, 0)).float()
@@ -119,7 +119,7 @@ def test_normalize_accepts_any_length(impl):
 
 @both_impls
 def test_normalize_divides_a_float32_gradient_by_the_lengths(impl):
-    """Gradients of unit rows, here about 1e-8, underflow in float16; divided by a length of 1e-3 they fit."""
+    """Gradients of unit rows, about 1e-8, underflow in float16. Divided by the length 1e-3, they fit."""
     rows = [(1e-3 * x).half() for x in positive_pairs(20, 24, torch.float64)]
     found, exact = (differentiate(lambda q, k: 1e-6 * info_nce(q, k, 0.3, normalize=True, impl=how), *x)
                     for how, x in ((impl, rows), ("eager", [x.double() for x in rows])))
@@ -139,10 +139,10 @@ def largest_errors(loss, impl, q, k, t):
 @every_path
 @pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "linear", "queue_loss", "sigmoid_loss", "lse"])
 def test_large_logits(impl, settings, loss, monkeypatch):
-    """For logits up to 1e9, and in blockwise beyond 1e20, gradients are as accurate as eager's: a rounded lse
-    would scale a row's gradient.
-    Above 2e9 Triton overflows on a GPU, and since version 3.9 in the interpreter too: a fused multiply-add
-    keeps the part of a logit that rounding drops, and exp2 of that part overflows."""
+    """Gradients are as accurate as eager's for logits up to 1e9, and in blockwise up to 1e26. A rounded
+    log-sum-exp would scale a row's gradient.
+    Above 2e9 Triton overflows on a GPU, and from version 3.9 on in the interpreter too: a fused multiply-add
+    keeps the part of a logit that rounding drops, and exp2 of this part overflows."""
     patch_kernels(monkeypatch, settings)
     rows = [unit_rows(30, 24, torch.float32, seed) for seed in (70, 71)]
     largest = [(1.0, 1e13)] if impl == "blockwise" else []
@@ -155,8 +155,8 @@ def test_large_logits(impl, settings, loss, monkeypatch):
 @every_path
 @pytest.mark.parametrize("loss", ["nt_xent", "clip_loss", "linear", "sigmoid_loss"])
 def test_collapsed_rows(impl, settings, loss, monkeypatch):
-    """Rows are (nearly) equal, so most gradients cancel to 0. Errors may come from the rounding of rows, but
-    not from the rounding of logits, which are 10,000, unless the CPU multiplies equal rows differently."""
+    """All rows are (nearly) equal, so most gradients cancel to 0. Errors may come from the rounding of rows,
+    not from that of logits of 10,000. They may be larger if the CPU gives equal rows different products."""
     patch_kernels(monkeypatch, settings)
     one, t = unit_rows(1, 24, torch.float32, 74), torch.tensor(1e-4, device=DEVICE)
     equal = [(one.expand(n, 24) / t) @ one.expand(m, 24).T for n in range(1, 11) for m in range(1, 81)]
@@ -170,7 +170,7 @@ def test_collapsed_rows(impl, settings, loss, monkeypatch):
                 for seed in (75, 76))
         exact, eager = f("eager", q.double(), k.double(), t.double()), f("eager", q, k, t)
         for a, b, c in zip(f(impl, q, k, t)[1:3], exact[1:], eager[1:]):
-            assert (a - b).abs().max() <= 4 * (c - b).abs().max() + allowed      # 3.5 in strips on an H200
+            assert (a - b).abs().max() <= 4 * (c - b).abs().max() + allowed      # 3.5 measured on an H200
 
 
 # ── distances ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -178,7 +178,7 @@ def test_collapsed_rows(impl, settings, loss, monkeypatch):
 
 @pytest.mark.parametrize("mining", ["hard", "semi-hard"])
 def test_mining_rows_far_from_0(mining):
-    """Negatives are right in float32 although rows are far from 0, where products lose digits."""
+    """Mining finds the right negatives in float32 for rows far from 0, whose dot products lose digits."""
     a, noise = (8 * unit_rows(60, 64, torch.float32, seed) for seed in (28, 29))
     a += 300
     found, exact = (triplet_loss(a.to(dtype), (a + 0.3 * noise).to(dtype), mining=mining, margin=30.0)
