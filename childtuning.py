@@ -3,7 +3,7 @@ Xu, Luo, Zhang, Tan, Chang, Huang, Huang, EMNLP 2021, arXiv 2109.05687.
 
 AdamW fine-tunes a pretrained text classifier, but uses only the gradients g of a part of the weights, the
 child network. The mask M is 1 for weights of the child network, else 0, and ⊙ multiplies element-wise. The
-data are N texts x_n with labels y_n. p is --reserve-p. --mode none is plain AdamW; the other modes are:
+data are N texts x_n with labels y_n. p is --reserve-p. --mode none is plain AdamW. The modes with masks are:
     --mode F     task-free: M is sampled at every step.  g ← g ⊙ M / p,  M_i ~ Bernoulli(p)
     --mode D     task-driven: M is computed once, before training.  g ← g ⊙ M,  M_i = 1 for the fraction p of
                  the weights with the largest Fisher information  F_i = 1/N Σ_n (∂ log P(y_n | x_n) / ∂w_i)²
@@ -12,25 +12,25 @@ data are N texts x_n with labels y_n. p is --reserve-p. --mode none is plain Ada
     torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv --metric matthews
     python childtuning.py --evaluate --model out/childtuning --data cola_dev.tsv
 
-The paper compares the modes over ten seeds. These commands train all models and print a table:
+The paper trains each mode with ten seeds. These commands do the same, and print a table of the modes:
     for mode in none F D; do for seed in 42 43 44 45 46 47 48 49 50 51; do
       python childtuning.py --data rte.tsv --dev dev.tsv --mode $mode --seed $seed --out out/rte/$mode-$seed
     done; done
     python -m kernels.training.papers.childtuning_modes out/rte
 
 Data: .csv .tsv .json .jsonl with one or two columns of text and one column of labels:
-    text     --text-columns; else columns named sentence, or sentence1 and sentence2; else all but the label
-    label    --label-column; else a column named label or score; else the last column
+    text     --text-columns; default: sentence, or sentence1 and sentence2, or else all columns but the label
+    label    --label-column; default: the column label or score, or else the last column
 A label may be any text. If all labels are numbers, and some have a decimal point, the task is regression.
 
 Published result: the mean dev score on CoLA, RTE, MRPC and STS-B (GLUE) is 1.5 to 8.6 points above that of
-plain AdamW, depending on the model. In general, mode D is at least as good as mode F. The authors used
---form code and the default of each other flag, except --reserve-p: 0.2 for CoLA and STS-B, 0.3 for RTE, and
-for MRPC 0.4 (mode F) or 0.1 (mode D). As in their code, the score of a run is the score after its last step.
+plain AdamW, depending on the model. In general, mode D is at least as good as mode F. The authors' settings
+are those of --form code, with --reserve-p 0.2 for CoLA and STS-B, 0.3 for RTE, and for MRPC 0.4 (mode F) or
+0.1 (mode D). The score of a run is the score after its last step, as in the released code.
 
-With --form code the Fisher information is computed with dropout, and --fisher-batch-size, --fisher-clip,
---child-filter and --warmup-ratio have other defaults. Departures from the released code: all processes share
-the masks and the Fisher information, and a step whose gradient is not finite is skipped.
+--form code uses dropout for the Fisher information, and changes the defaults of --fisher-batch-size,
+--fisher-clip, --child-filter and --warmup-ratio. Departures from the released code: all processes share the
+masks and the Fisher information, and a step whose gradient is not finite is skipped.
 """
 import math
 
@@ -68,7 +68,7 @@ def make_parser():
         eval_every=(None, "one epoch"))
     classifier.classifier_flags(parser)
     add("--mode", choices=("none", "F", "D"), default="D",
-        help="none: plain AdamW; F, D: see above; default D")
+        help="none: plain AdamW; F: random masks; D: masks from the Fisher information; default D")
     add("--reserve-p", type=float, default=0.3,
         help="p, the fraction of the weights in the child network; default 0.3 (released script)")
     add("--fisher-samples", type=at_least(1, int), help="rows for Fisher information; default all (paper)")
@@ -88,7 +88,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return the rows [(texts, label)] of a file, see classifier.load_rows. Set flags that were not given."""
+    """Return the rows [(texts, label)] of a file. Set the defaults that depend on --model or --form."""
     fill_defaults(args, (SCRATCH if args.model == "scratch" else RELEASED) | FISHER[args.form])
     if not 0 < args.reserve_p <= 1:
         fail(f"--reserve-p {args.reserve_p}: expected a number above 0 and at most 1")
@@ -96,14 +96,14 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the classifier. Its attribute child_filter is --child-filter or the default of --form."""
+    """Return the classifier. Its attribute child_filter is the value of --child-filter, or its default."""
     model = classifier.load_model(args, run)
     names = [name for name, _ in model.named_parameters()]
     released = "layer" if args.form == "code" else None
     model.child_filter = args.child_filter or released or f"{model.base_model_prefix}."
     if args.mode == "D" and not any(model.child_filter in name for name in names):
-        fail(f"--child-filter {model.child_filter}: found in no parameter name of {args.model}; "
-             f"names are like {names[len(names) // 2]}")
+        fail(f"--child-filter {model.child_filter}: no parameter name of {args.model} contains it; "
+             f"a typical name is {names[len(names) // 2]}")
     return model
 
 
@@ -118,7 +118,7 @@ def child_gradients(gradients, masks, mode, p):
 
 
 class ChildTuningAdamW(torch.optim.Optimizer):
-    """AdamW with the gradients g of child_gradients instead of the full gradients. .grad is not changed.
+    """AdamW that uses the gradients g of child_gradients, not the full gradients. It does not change .grad.
 
         m ← β1 m + (1 − β1) g            v ← β2 v + (1 − β2) g²
         w ← w − a m / (√v + eps)         a = lr √(1 − β2^t) / (1 − β1^t) in step t = 1, 2, ...
@@ -127,15 +127,15 @@ class ChildTuningAdamW(torch.optim.Optimizer):
     mode        "none" | "F": M ~ Bernoulli(p), sampled at every step | "D": M is given by `masks`
     reserve_p   p of mode F, in (0, 1]; 1: no masks. Parameter groups may differ in mode, reserve_p, lr, ...
     masks       {parameter: bool tensor}, or a function from a parameter to its mask, called at every step.
-                Given masks replace the samples of mode F. A parameter without a mask gets its full gradient
-    generator   torch.Generator of mode F, saved by state_dict(); None: seed 0, so that all ranks sample alike
-    source      Xu et al. 2021. The update is that of the released optimizer, AdamW of early versions of
-                transformers: weight decay comes after the step, and applies to masked weights, too
+                If given, mode F samples no masks. A parameter without a mask gets its full gradient
+    generator   torch.Generator for mode F, saved by state_dict(); None: a new one with seed 0 on all ranks
+    source      Xu et al. 2021, released code. As in early versions of transformers, weights decay after the
+                Adam step; weights with M = 0 decay, too
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, correct_bias=True,
                  mode="none", reserve_p=1.0, masks=None, generator=None):
-        mode = (mode or "none").removeprefix("ChildTuning-")   # the released code's names have this prefix
+        mode = (mode or "none").removeprefix("ChildTuning-")   # the released code's modes have this prefix
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, correct_bias=correct_bias,
                         mode=mode, reserve_p=reserve_p)
         for name in ("lr", "eps", "weight_decay"):
@@ -215,7 +215,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
 
 
 def sample_mask(w, p, generator):
-    """Return a random bool tensor of w's shape, True with probability p, up to an error of 2^-32."""
+    """Return a random bool tensor of w's shape. An entry is True with probability p, to within 2^-32."""
     # each random int64 gives two int32; on a CPU, bernoulli_ would take five times as long
     pairs = torch.empty((w.numel() + 1) // 2, dtype=torch.int64, device=generator.device)
     pairs.random_(-2**63, None, generator=generator)
@@ -224,11 +224,11 @@ def sample_mask(w, p, generator):
 
 
 def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter=None):
-    """Return the masks of mode D: True for the weights with the largest F, a fraction reserve_p of all.
+    """Return the masks of mode D: True for the fraction reserve_p of the weights with the largest F.
 
     batches, loss, max_grad_norm, name_filter    as in fisher_information, which computes F
-    returns    ({name: mask F ≥ threshold}, threshold). The threshold is the percentile 100 (1 − reserve_p)
-               of the F of all weights (np.percentile). If it is 0, all masks are True (released code)
+    returns    ({name of a weight: mask F ≥ threshold}, threshold). The threshold is the percentile
+               100 (1 − reserve_p) of all values of F. With threshold 0, all masks are True (released code)
     """
     if not 0 < reserve_p <= 1:
         raise ValueError(f"reserve_p: found {reserve_p}, expected a number in (0, 1]")
@@ -264,7 +264,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     used, skipped = 0, 0
     for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
-        gradients = [gradient.detach().to(fisher[name].dtype)  # detach: zeros of torch 2.9 require a gradient
+        gradients = [gradient.detach().to(fisher[name].dtype)  # in torch 2.9, filled-in zeros require grad
                      for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
         if not torch.stack(norms).isfinite().all():
@@ -281,8 +281,8 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
             dist.all_reduce(total)
         used, skipped = counts.tolist()
     if skipped:
-        log("note", f"Fisher information: skipped {skipped} of {used + skipped} batches, whose gradients are "
-                    "not finite")
+        log("note", f"Fisher information: skipped {skipped} of {used + skipped} batches, those with "
+                    "gradients that are not finite")
     if not used:
         raise ValueError("batches: found no batch with a finite gradient")
     torch._foreach_div_(list(fisher.values()), used)
@@ -290,7 +290,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
 
 
 def find_child(model, rows, args):
-    """Return {weight: mask} of mode D, from --fisher-samples rows. Dropout is on only with --form code."""
+    """Return {weight: mask} of mode D. Only --form code uses dropout for the Fisher information."""
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.randperm(len(rows), generator=generator)[: args.fisher_samples]
     batches = [part.tolist() for part in order.split(args.fisher_batch_size)]
@@ -311,13 +311,13 @@ def find_child(model, rows, args):
     kept = sum(mask.sum().item() for mask in masks.values())
     total = sum(mask.numel() for mask in masks.values())
     note = ", so that no weight is masked" if threshold == 0 else ""
-    log("child", f"{100 * kept / total:.2f} % of {total / 1e6:.1f} M weights, with Fisher information of at "
-                 f"least {threshold:.1e}{note}")
+    log("child", f"trains {100 * kept / total:.2f} % of {total / 1e6:.1f} M weights: those with Fisher "
+                 f"information of at least {threshold:.1e}{note}")
     return {w: masks[name] for name, w in model.named_parameters() if name in masks}
 
 
 def make_optimizer(model, args):
-    """Return the optimizer of --mode. In mode D its masks are empty; main replaces them by find_child's."""
+    """Return the optimizer of --mode. In mode D it has no masks yet: main adds those of find_child."""
     generator = torch.Generator(model.device).manual_seed(args.seed)
     return ChildTuningAdamW(decay_groups(model, args.weight_decay), args.lr, eps=1e-8, mode=args.mode,
                             reserve_p=args.reserve_p, masks={} if args.mode == "D" else None,
@@ -325,7 +325,7 @@ def make_optimizer(model, args):
 
 
 def warmup_steps(args, total):
-    """Return the number of warm-up steps: by default a tenth of all; 0 in modes F and D with --form code."""
+    """Return the number of warm-up steps: by default a tenth of all, or 0 in modes F and D of --form code."""
     fraction = args.warmup_ratio
     if fraction is None:
         fraction = 0.0 if args.form == "code" and args.mode != "none" else 0.1
@@ -350,7 +350,7 @@ def main(argv=None):
     train, dev = load_data(args.data, args), load_data(args.dev, args) if args.dev else []
     run = Run(args, __file__)
     model = build_model(args, run)
-    fisher_rng_state = torch.get_rng_state()                   # for the dropout in find_child
+    fisher_rng_state = torch.get_rng_state()                   # restored for the dropout in find_child
     train = tokenise_texts(train, model, args.max_length, training=True)
     dev = tokenise_texts(dev, model, args.max_length)
     epoch = steps_per_epoch(len(train), args.batch_size)
@@ -359,7 +359,7 @@ def main(argv=None):
     optimizer = make_optimizer(model, args)
     run.extra_state["skipped"] = 0
     run.begin(model, optimizer, total)
-    if args.mode == "D" and args.reserve_p < 1 and not run.step:  # a resumed run has the masks from state.pt
+    if args.mode == "D" and args.reserve_p < 1 and not run.step:  # a resumed run loads its masks
         torch.manual_seed(args.seed)
         torch.set_rng_state(fisher_rng_state)
         optimizer.masks = find_child(model, train, args)
@@ -376,7 +376,7 @@ def main(argv=None):
             optimizer.step()
         else:
             run.extra_state["skipped"] += 1
-            values = logged                                    # log the values of the last step
+            values = logged                                    # of the last step that was not skipped
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
         logged = run.values

@@ -15,8 +15,8 @@ the keys n_1 ... n_K in the queue, and the temperature τ, the loss is
     python moco.py --recipe demo --data cifar-10-batches-py --symmetric --out out/demo
 
 The queue starts with random vectors. While keys replace these vectors, the loss rises. If a query and its key
-shared batch-norm statistics, the encoder could match them by these statistics. So batch norms normalise
---bn-splits parts of the batch separately, and images are shuffled before the key encoder encodes them.
+shared batch-norm statistics, the encoder could recognise the key by these statistics. So batch norms have
+separate statistics for --bn-splits parts of the batch, and images are shuffled before they become keys.
 
 --memory-bank trains a baseline of the paper (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978). There is no
 key encoder: the key of an image is a stored vector, which is a running mean of this image's queries. The
@@ -38,9 +38,9 @@ Published test accuracies of the three commands, after 200 epochs:
 Departures from the released code:
 - The released code needs several GPUs; this script also runs on one.
 - The released code blurs with three box filters (Pillow); this script blurs with a Gaussian.
-- The demo's kNN compares outputs of the projection head; this script's kNN compares the encoder's features.
-- In the demo, a batch-norm part has every 8th image of the batch; in this script, consecutive images.
-- In the cosine schedule of the learning rate, the demo counts epochs from 1; this script counts from 0.
+- The authors' demo computes kNN on outputs of the projection head; this script uses the encoder's features.
+- In the authors' demo, a batch-norm part has every 8th image; in this script, it has consecutive images.
+- In the cosine schedule, the authors' CIFAR-10 demo counts epochs from 1; this script counts from 0.
 """
 import copy
 import math
@@ -101,17 +101,17 @@ def make_parser():
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
     add("--v1", action="store_true",
-        help="MoCo v1: linear head, τ 0.07, other colour jitter, no blur, step decay of the learning rate")
+        help="MoCo v1: linear head, τ 0.07, stronger colour jitter, no blur, step decay of the learning rate")
     add("--queue-size", type=at_least(1, int),
         help="K, number of keys in the queue; default 65536 (paper), or 4096 for views up to 32 px (demo)")
     add("--momentum", type=ratio,
         help="m, momentum of the key encoder; default 0.999 (paper), or 0.99 for views up to 32 px (demo)")
     add("--symmetric", action="store_true",
-        help="use each view once as a query and once as a key, and add both losses (demo)")
+        help="use each view once as a query and once as a key, and add both losses (authors' demo)")
     add("--bn-splits", type=at_least(1, int), default=8,
-        help="parts of the global batch, each with its own batch-norm statistics; default 8 (paper)")
+        help="number of parts of the global batch with separate batch-norm statistics; default 8 (paper)")
     add("--memory-bank", action="store_true",
-        help="store one vector per image instead of a queue, with the defaults of Wu et al.; --queue-size is "
+        help="store one vector per image, not a queue, and use the defaults of Wu et al.; --queue-size is "
              "then the number of negatives, and --momentum that of the stored vectors")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
     return parser
@@ -127,7 +127,7 @@ CROPS = Crops(min_area=0.08, attempts=10, sample_aspect=lambda u: 3 / 4 * (16 / 
 def load_data(path, args):
     """Load the images, and set the flags whose defaults depend on the image size or on --v1."""
     if args.memory_bank and args.symmetric:
-        fail("--symmetric: a memory bank uses one view per image; leave one of the flags out")
+        fail("--symmetric cannot be combined with --memory-bank, which has one view per image; leave one out")
     images = ImageDataset(args, CROPS)
     fill_defaults(args, (SMALL if images.is_small else LARGE) | (V1 if args.v1 else V2))
     keys_per_step = args.batch_size * (2 if args.symmetric else 1)
@@ -139,9 +139,9 @@ def load_data(path, args):
         fail(f"--bn-splits {args.bn_splits}: expected a divisor of --batch-size, which is {args.batch_size}")
     part = args.batch_size // args.bn_splits
     if part < 2:
-        fail(f"--bn-splits {args.bn_splits}: parts of 1 image, expected at least 2; choose a smaller number")
+        fail(f"--bn-splits {args.bn_splits}: each part has 1 image, expected at least 2; lower the number")
     if args.chunk_size and args.chunk_size % part:
-        fail(f"--chunk-size {args.chunk_size}: expected a multiple of {part}, --batch-size / --bn-splits")
+        fail(f"--chunk-size {args.chunk_size}: expected a multiple of {part} (--batch-size / --bn-splits)")
     log("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {images.describe()}")
     if args.queue_size > len(images) and not args.memory_bank:
         log("note", f"--queue-size {args.queue_size:,} is larger than the number of images: old keys of an "
@@ -200,22 +200,22 @@ def build_model(args, images, run):
 
 
 def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
-    """Return the mean over queries of −log softmax of the query's key, among this key and those in the queue.
+    """Return the mean cross entropy of finding each query's key among this key and the keys in the queue.
 
     q, k       (N, D) queries and their keys, any float type and norm; k gets no gradient
-    queue      (K, D) keys of earlier batches: unit rows, without gradient; dtype of q or of autocast
+    queue      (K, D) keys of earlier batches: unit rows, without gradient; in the dtype of q or of autocast
     returns    scalar: float64 for float64 inputs, else float32
     source     He et al. 2020, eq. 1
     """
     check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
     check_unit("queue", queue)
-    # mean over queries of −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); plain PyTorch: kernels/eager.py
+    # −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); kernels/eager.py computes this in plain PyTorch
     return queue_loss(unit_rows(q, 1e-12), unit_rows(k, 1e-12).detach(), queue, temperature, impl=impl)
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a global batch of `rows` images, and the values to log. batch:
-    (views, keys), lists of this rank's views (n, 3, S, S) for queries and of all ranks' keys (rows, D)."""
+    """Return this rank's part of the loss of a global batch of `rows` images, and the values to log.
+    batch: (list of this rank's query views (n, 3, S, S), list of all ranks' keys (rows, D))."""
     views, keys = batch
     own, loss = own_rows(rows), 0
     for x, k in zip(views, keys):
@@ -228,9 +228,9 @@ def compute_loss(model, batch, rows, args):
 
 @torch.no_grad()
 def update_key_encoder(key_encoder, query_encoder, momentum):
-    """Update the key encoder's parameters, which have the order of the query encoder's: θ_k ← m θ_k +
-    (1 − m) θ_q (He et al. 2020, eq. 2). Batch-norm statistics do not change. Parameters should be float32:
-    in half precision, an update with 1 − m = 1e-3 would be rounded away."""
+    """Update each parameter of the key encoder: θ_k ← m θ_k + (1 − m) θ_q (He et al. 2020, eq. 2). θ_q is the
+    parameter of the query encoder with the same index. Batch-norm statistics do not change. Parameters should
+    be float32: in half precision, an update with 1 − m = 1e-3 would be rounded away."""
     torch._foreach_lerp_(list(key_encoder.parameters()), list(query_encoder.parameters()), 1 - momentum)
 
 
@@ -250,8 +250,8 @@ def enqueue(queue, pointer, keys):
 
 @torch.no_grad()
 def encode_keys(model, views, rows):
-    """Return the unit keys (rows, D) of all ranks. views (n, 3, S, S) are this rank's. All views are shuffled
-    first, so that a batch-norm part has other images for keys than for queries (shuffling BN)."""
+    """Return the unit keys (rows, D) of all ranks, from this rank's views (n, 3, S, S). All ranks' views are
+    shuffled first, so that a key shares its batch-norm part with other images than its query does."""
     views = gather_rows(views, rows)
     order = torch.randperm(rows, device=views.device)
     if dist.is_initialized():
@@ -262,8 +262,8 @@ def encode_keys(model, views, rows):
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
-    """Batch norm with separate statistics for each part of `split_size` consecutive images, as on GPUs that
-    do not synchronise them. The running mean and variance are averages over the parts (demo)."""
+    """Batch norm with separate statistics for each part of `split_size` consecutive images, as if each part
+    were on its own GPU. The running mean and variance are averages over the parts (authors' demo)."""
 
     def forward(self, x):
         if not self.training or len(x) <= self.split_size:
@@ -292,7 +292,7 @@ def use_split_batch_norm(encoder, split_size):
 
 
 def step_decay(step, total):
-    """Return the learning rate's factor: 1, then 0.1 from 60 % and 0.01 from 80 % of `total` on (paper)."""
+    """Return the learning rate's factor: 1, then 0.1 from 60 % of `total` on, and 0.01 from 80 % (paper)."""
     decays = [fraction for fraction in (0.6, 0.8) if step >= fraction * total]
     return 0.1 ** len(decays)
 
@@ -331,7 +331,7 @@ def main(argv=None):
     lr = args.lr * args.batch_size / 256
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=args.weight_decay)
-    run.extra_state["pointer"] = 0                             # row of the queue to replace next
+    run.extra_state["pointer"] = 0                             # the next row of the queue to replace
     run.begin(model, optimizer, total)
     if run.extra_state["pointer"] >= args.queue_size:
         fail(f"--resume: {args.out}/state.pt is damaged: its queue pointer is not below {args.queue_size}")

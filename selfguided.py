@@ -9,17 +9,17 @@ are the weights of T and F, λ is the weight of a regulariser, τ the temperatur
 
     L = mean over i, k of −log( φ(c_i, h_ik) / ( φ(c_i, h_ik) + Σ_{j≠i} Σ_n φ(c_i, h_jn) ) ) + λ ‖θ_T − θ_F‖²
 
-This is --objective opt3. The others use one view h_i per sentence, whose layer is sampled at each step:
-    opt2    the negatives of c_i are the views h_j of other sentences
-    opt1    the negatives of c_i are the h_j and the c_j of other sentences
-    base    like opt1, but the views h_i are also anchors, with the positives c_i (NT-Xent)
+This is --objective opt3. The other objectives use one view h_i per sentence, from a randomly sampled layer:
+    opt2    the negatives of c_i are the views h_j of all other sentences j
+    opt1    the negatives of c_i are h_j and c_j of all other sentences j
+    base    as opt1, but each h_i is an anchor, too, with the positive c_i and the same negatives (NT-Xent)
 
     python selfguided.py --data stsb-all.tsv --dev stsb-dev.tsv --test stsb-test.tsv
     torchrun --nproc-per-node 4 selfguided.py --data wiki.txt --dev stsb-dev.tsv --batch-size 64
     python selfguided.py --evaluate --layer-study --model bert-base-uncased --dev stsb-dev.tsv
 
 Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file with one sentence per
-cell. Its columns are those of --columns, else sentence1 and sentence2, else all columns that are not numeric.
+cell. The script reads --columns, or else sentence1 and sentence2, or else all columns that are not numeric.
 A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B, also
 on its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
@@ -78,15 +78,15 @@ def make_parser():
     add("--objective", choices=OBJECTIVES, default="opt3",
         help="loss to train with, see above; default opt3 (paper)")
     add("--layers", type=at_least(0, int), nargs="+",
-        help="layers of F whose outputs are views; 0: the word embeddings; default all (paper)")
+        help="layers of F whose outputs are views; 0: the embedding layer; default all (paper)")
     add("--view-pooling", choices=("max", "mean", "sum"),
         help="how a layer's token states are pooled into a view; default max (paper), mean with --form code")
     add("--regulariser-weight", type=at_least(0), default=0.1,
         help="λ, weight of the squared distance ‖θ_T − θ_F‖²; default 0.1 (paper)")
     add("--layer-study", nargs="?", const="", metavar="FILE", group="evaluation",
         help="print the --dev scores of every layer and pooling: for F and T after training, or for --model "
-             "with --evaluate. The scores are saved to FILE, a .json; default study.json in --out, or no "
-             "file with --evaluate")
+             "with --evaluate. The scores are saved to FILE, named *.json; default study.json in --out, or "
+             "no file with --evaluate")
     add("--projection-dim", type=at_least(1, int), default=4096, group="model",
         help="output dimension of the projection head; default 4096 (paper)")
     return parser
@@ -96,7 +96,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return [(place, (sentence,))] of all cells with a sentence; place is, for example, "line 3"."""
+    """Return [(place, (sentence,))], one entry per sentence; a place is, for example, "line 3"."""
     check_layer_study(args)
     names = "sentence1", "sentence2"
     roles = {"sentence": names} if args.columns else None
@@ -131,7 +131,7 @@ def build_model(args, run):
     encoder, config = model.encoder, model.encoder.config
     model.layers = args.layers or range(config.num_hidden_layers + 1)
     if max(model.layers) > config.num_hidden_layers:
-        fail(f"--layers {max(model.layers)}: {args.model} has layers 0, the word embeddings, "
+        fail(f"--layers {max(model.layers)}: {args.model} has layers 0 (the embedding layer) "
              f"to {config.num_hidden_layers}")
     size = args.projection_dim
     linears = [torch.nn.Linear(model.width, size), torch.nn.Linear(size, size)]
@@ -140,7 +140,7 @@ def build_model(args, run):
     model.projection = torch.nn.Sequential(linears[0], torch.nn.GELU(), linears[1], torch.nn.GELU())
     model.to(run.device)
     embeddings = getattr(encoder, "embeddings", encoder.get_input_embeddings()).requires_grad_(False)
-    not_copied = {id(table): table for table in embeddings.parameters()}   # by deepcopy: T and F share them
+    not_copied = {id(table): table for table in embeddings.parameters()}   # T and F share the embeddings
     fixed = copy.deepcopy(encoder, not_copied).requires_grad_(False).train(args.form == "code")
     log("model", f"{describe_model(model, args)}; {args.view_pooling} views of {len(model.layers)} layers")
     return model, fixed
@@ -150,11 +150,11 @@ def build_model(args, run):
 
 
 def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
-    """Return the loss without the regulariser: the mean over all pairs of an anchor and a positive.
+    """Return the contrastive loss, without the regulariser: a mean over all pairs (anchor, positive).
 
     c            (B, D) [CLS] vectors of any norm and float type, after the projection head
     h            (B, D) or (B, L, D) views, one or L per sentence, after the projection head; L > 1: opt3 only
-    objective    "base"  anchors c_i and h_i, positives of each other, negatives c_j and h_j, j ≠ i (NT-Xent)
+    objective    "base"  anchors c_i and h_i, each other's positives, negatives c_j and h_j, j ≠ i (NT-Xent)
                  "opt1"  anchors c_i, positives h_i, negatives c_j and h_j
                  "opt2"  anchors c_i, positives h_i, negatives h_j
                  "opt3"  anchors c_i, positives h_ik of the layers k, negatives h_jn of all layers n
@@ -178,7 +178,7 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
         all_c, all_h = c, h
     else:
         all_c, all_h = [unit_rows(z) for z in gathered]
-    sentences = torch.arange(len(all_c), device=c.device)      # ids: no negative has its anchor's id
+    sentences = torch.arange(len(all_c), device=c.device)      # ids; keys with the anchor's id are excluded
     anchors, anchor_ids = c, torch.arange(len(c), device=c.device) + offset
     keys, key_ids = all_h.flatten(0, -2), sentences.repeat_interleave(h.shape[1])
     if objective in ("base", "opt1"):
@@ -206,7 +206,7 @@ def add_regulariser_gradient(model, fixed, args):
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the contrastive loss of a global batch of `rows` rows, and the values to
     log. batch: (tokens, views) of this rank's rows, from model.batch and layer_views. The loss is without the
-    regulariser: add_regulariser_gradient adds its gradient after the backward pass."""
+    regulariser, whose gradient add_regulariser_gradient adds after the backward pass."""
     tokens, views = batch
     if args.objective != "opt3":                               # sample one layer for each sentence
         layer = torch.randint(views.shape[1], (len(views), 1, 1), device=views.device)
@@ -258,7 +258,7 @@ def main(argv=None):
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
-        # every rank adds the whole gradient; the logged shares of the distance are summed over ranks
+        # every rank adds the whole gradient, but logs a share of the distance: the log sums over ranks
         values["distance"] = add_regulariser_gradient(model, fixed, args) * (len(own) / len(picked))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -148,7 +148,7 @@ def check_flags(args):
     if len(modes) > 1:
         fail(f"{' and '.join(modes)}: expected only one of them")
     if args.supervised and not args.normalize:
-        fail("--no-normalize: --supervised needs normalised projections; leave one of the flags out")
+        fail("--no-normalize: --supervised needs normalised projections; leave out one of the two flags")
     if args.label_fraction < 1 and not args.finetune:
         fail(f"--label-fraction {args.label_fraction}: needs --finetune, which is not given")
     if args.from_layer and not (args.finetune or args.distill):
@@ -172,8 +172,8 @@ def load_data(path, args):
 
 
 def make_batch(rows, images, args):
-    """Return (views, labels). views (2n, 3, S, S) float32 in [0, 1]: the n first views of this rank's images,
-    then the n second views. labels: of the images `rows` (all ranks'); None without --supervised."""
+    """Return (views, labels). views (2n, 3, S, S) float32 in [0, 1]: the first views of this rank's n images,
+    then the second views. labels: those of the images `rows` of all ranks; None without --supervised."""
     views = augment(next(images.training_views), args)
     return views, images.train.labels[rows].to(views.device) if args.supervised else None
 
@@ -188,12 +188,12 @@ def augment(x, args):
 
 
 def build_model(args, images, run, tuning=None):
-    """Build the encoder with a projection head, or with the classifier of tuning, a FinetuneOrDistill."""
+    """Build the encoder with a projection head or, if `tuning` is a FinetuneOrDistill, its classifier."""
     encoder = load_image_encoder(args.model, images.is_small)
     width = encoder.config.hidden_sizes[-1]
     if args.model in nets.RESNETS:
         for stage in encoder.encoder.stages:
-            for block in stage.layers:                         # each block starts as the identity
+            for block in stage.layers:                         # each residual branch starts at 0
                 nn.init.zeros_(block.layer[-1].normalization.weight)
     head = tuning.make_head(width) if tuning else projection_head(width, args)
     classes = tuning.classes if tuning else None
@@ -207,8 +207,8 @@ def build_model(args, images, run, tuning=None):
 
 
 def projection_head(width, args):
-    """Return the projection head: linear layers with a ReLU between two layers. With --head-norm, a batch
-    norm follows each linear layer, and the bias of the last batch norm stays 0."""
+    """Return the projection head: linear layers with ReLUs between them. With --head-norm, a batch norm
+    follows each linear layer, and the bias of the last batch norm stays 0."""
     use_norms = args.form == "code" if args.head_norm is None else args.head_norm
     layers = []
     for i in range(args.head_layers):
@@ -228,7 +228,7 @@ def projection_head(width, args):
 
 
 def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=True, impl="auto"):
-    """Return the NT-Xent loss: the mean over 2N views of −log softmax of the other view of the same image.
+    """Return the NT-Xent loss, a mean over 2N views: each view must identify the other view of its image.
 
     z1, z2        (N, D) projections of the first views and of the second views, any float type
     gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: there is one process
@@ -237,13 +237,13 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     returns       scalar: float64 for float64 inputs, else float32; half the value of the released code
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
-    # mean over the views i of −log( e^{s(i,i')} / Σ_{j≠i} e^{s(i,j)} ); kernels/eager.py: in plain PyTorch
+    # mean over i of −log( e^{s(i,i')} / Σ_{j≠i} e^{s(i,j)} ); kernels/eager.py computes this in plain PyTorch
     return nt_xent(z1, z2, temperature, gathered=gathered, offset=offset, normalize=normalize, impl=impl)
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a global batch of `rows` images, and the values to log. batch:
-    (views, labels). Without --chunk-size, the first and the second views share batch-norm statistics."""
+    """Return this rank's part of the loss of a global batch of `rows` images, and the values to log. batch is
+    the result of make_batch. Without --chunk-size, first and second views share batch-norm statistics."""
     views, labels = batch
     z = torch.stack(model(views).chunk(2), 1)                  # (n, 2, D)
     own, gathered = own_rows(rows), None
@@ -262,12 +262,12 @@ def compute_loss(model, batch, rows, args):
 
 def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, *, gathered=None, offset=0,
                  impl="auto"):
-    """Return the SupCon loss: the mean over all views of the mean −log softmax of the view's positives.
+    """Return the SupCon loss: −log softmax, averaged over the positives of each view, then over all views.
 
     features          (N, V, D) projections of V views of N images, any float type and norm
-    labels            (N,) integers: positives are all other views of the same label; None: of the same image
+    labels            (N,) integers: positives have the same label. None: positives show the same image
     base_temperature  multiply the loss by temperature / base_temperature (released code: 0.07); None: by 1
-    gathered          (features, labels) of all ranks, (M, V, D) with gradient and (M,); None: one process
+    gathered          (features (M, V, D) with gradient, labels (M,)) of all ranks; None: there is one process
     offset            index in `gathered` of this rank's first row
     returns           scalar: float64 for float64 inputs, else float32; a view without positives counts as 0
     source            Khosla et al. 2020, L^sup_out: the logarithm is inside the sum over positives

@@ -73,13 +73,13 @@ def make_parser():
         help="leave out negatives whose text is the anchor, its positive, or a positive of another row with "
              "the same anchor; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
-        help="weight of the masked-LM loss; 0: off; default 0 (paper; 0.1 in its variant with this loss)")
+        help="weight of the masked-LM loss; 0: off; default 0 (paper; its variant with this loss has 0.1)")
     add("--dropout", type=at_least(0, most=0.999), group="model",
         help="dropout probability of the encoder in training; default the model's own, 0.1 for BERT (paper)")
     return parser
 
 
-# {number of columns: defaults of flags}, the paper's values for BERT-base
+# {number of columns: defaults of flags}, the paper's values for BERT-base; 3 stands for 3 or more columns
 DEFAULTS_BY_COLUMNS = {
     1: dict(mode="unsupervised", batch_size=64, lr=3e-5, epochs=1),
     2: dict(mode="pairs", batch_size=512, lr=5e-5, epochs=3),
@@ -99,7 +99,7 @@ def load_data(path, args):
     fill_defaults(args, DEFAULTS_BY_COLUMNS[min(columns, 3)] | scratch)
     if len(table) < 2 or args.batch_size > len(table):
         fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
-    args.count = max(columns, 2)                               # views per row; unsupervised: 2 of one text
+    args.count = max(columns, 2)                               # texts per row; a single column counts twice
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
     log_first_row(table)
     return table
@@ -128,13 +128,13 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
 
     z1                    (N, D) anchors; a zero vector has cosine 0 with every vector
     z2                    (M, D) positives of the anchors of all ranks; row offset + i belongs to anchor i
-    z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2; None: none
+    z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2; None: no hard negatives
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
     offset                row of z2, z3 and ids that belongs to this rank's first anchor
-    ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives that equal the
-                          anchor's positive are left out of the loss; None: no negatives are left out
-    anchor_ids            (M,) integers that identify the texts of the anchors. With ids: negatives that equal
-                          the anchor, or another positive of the same anchor, are left out, too
+    ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives with the text
+                          of the anchor's positive are left out of the loss; None: none are left out
+    anchor_ids            (M,) integers that identify the anchors' texts, used only with ids. Negatives with
+                          the text of the anchor, or of a positive of an equal anchor, are left out, too
     returns               scalar: float64 for float64 inputs, else float32; 0 for an anchor without negatives
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
@@ -150,7 +150,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
     positive = (z1 * z2[local]).sum(1) / temperature
-    for z in hard:                                             # the paper has one hard negative per row
+    for z in hard:                                             # the paper has n = 1
         own = hard_negative_weight + (z1 * z[local]).sum(1) / temperature
         negatives = torch.logaddexp(torch.logaddexp(negatives, own), similarity_lse(z1, z, **others))
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
@@ -158,7 +158,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
 
 def compute_loss(model, batch, rows, args, ids=None, anchor_ids=None):
     """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log. batch:
-    this rank's texts, from model.batch. ids, anchor_ids: see simcse_loss; None without --ignore-equal."""
+    this rank's texts, from model.batch. ids, anchor_ids: as in simcse_loss; None without --ignore-equal."""
     z1, *keys = model(batch).chunk(args.count)                 # keys: positives, then hard negatives
     z2, *hard = [gather_keys(z, rows, args) for z in keys]
     with loss_autocast(z1, args):
