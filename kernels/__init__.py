@@ -2,7 +2,7 @@
 
 similarity_lse         log Σ_j exp(q_i·k_j / τ) for every query i: the log-sum-exp (lse) of softmax losses
 similarity_topk        the n keys with the largest similarity to every query
-info_nce               InfoNCE loss: cross entropy of query i with key i as target; symmetric=True: both ways
+info_nce               InfoNCE: cross entropy of query i with target key i (symmetric=True: and vice versa)
 clip_loss              CLIP's loss: the symmetric info_nce of image-text pairs
 nt_xent                SimCLR's loss over the 2N views of a batch
 queue_loss             MoCo's loss: one positive per query; the negatives are a queue, which gets no gradient
@@ -12,21 +12,21 @@ triplet_loss           FaceNet's loss: the positive must be nearer than the nega
 margin_loss            Hadsell's loss: pairs of a class near each other, other pairs at least a margin apart
 linear_cross_entropy   cross entropy of the logits hidden·weightᵀ, for a linear layer over a large vocabulary
 embed_in_chunks        embeddings of a batch whose activations do not fit into memory, with exact gradients
-gather_rows            the rows of all processes, with exact gradients; own_rows: the slice of one process
+gather_rows            all rows of a batch that is split over several processes, with exact gradients
+own_rows               the slice of such a batch that belongs to one process
 check_rows             raise ValueError if tensors do not have the expected dtypes, shapes and device
 check_unit             raise ValueError if the rows of a tensor do not have norm 1
 choose_impl            the implementation that impl="auto" selects for a tensor
 
-A similarity is the dot product of two rows as they are. For cosine similarities pass unit rows (F.normalize)
-or normalize=True. Functions that compare all pairs of rows have an argument impl, the implementation:
+A similarity is the dot product of two rows. For cosine similarities pass rows of norm 1 (F.normalize) or
+normalize=True. Functions that compare all pairs of rows have an argument impl, the implementation:
 
 "triton"       fused Triton kernels, on CUDA GPUs
 "blockwise"    plain PyTorch that computes a few rows of the matrix at a time; any device, also float64
 "eager"        the textbook formula, which stores the (N, M) matrix; tests and benchmarks compare with it
 "auto"         "triton" on CUDA GPUs; on the CPU "eager" for a small matrix and "blockwise" for a large one
 
-Every public function raises ValueError for an invalid argument. The message names the argument, what was
-found and what is expected.
+For an invalid argument, every public function raises ValueError and says what it found and what it expected.
 """
 import contextlib
 import functools
@@ -60,12 +60,12 @@ VERSION = __version__ = "0.1.0"
 OURS = [__name__, *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))]
 with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     installed = importlib.metadata.distribution("kernels")
-    __version__ = installed.version                            # for packages that check it
+    __version__ = installed.version            # transformers checks the version of Hugging Face's package
     __path__.append(str(installed.locate_file("kernels")))
 
 
 def __getattr__(name):
-    """Return an attribute that only Hugging Face's package has; raise AttributeError if there is none."""
+    """Return an attribute of Hugging Face's package; raise AttributeError if that package lacks it."""
     if len(__path__) == 1 or name.startswith("__") or f"{__name__}.{name}" in OURS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(load_installed(), name)
@@ -73,7 +73,7 @@ def __getattr__(name):
 
 @functools.cache
 def load_installed():
-    """Import Hugging Face's package; our modules leave sys.modules meanwhile, as some have equal names."""
+    """Import Hugging Face's package; meanwhile our modules leave sys.modules, because names collide."""
     spec = importlib.util.spec_from_file_location(__name__, os.path.join(__path__[1], "__init__.py"))
     package = importlib.util.module_from_spec(spec)
     ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}

@@ -11,37 +11,37 @@ In a softmax loss, lse_i leaves out the positive, whose logit is s_i+. The loss 
     gap_i = lse_i − s_i+,    g_i = w_i σ(gap_i),    dloss/ds_i+ = −g_i
 
 If columns have a softmax too, as in clip_loss, W_ij gets a second term g'_j exp(s_ij − max'_j) / sum'_j from
-column j. If q is compared with itself, s_ij = s_ji, and only the upper triangle is computed (argument
-triangle): a strip starts at the diagonal, with a square (the rows of the strip against themselves). Each
-logit s_ij to the right of the square counts for row i and, as s_ji, also for row j.
+column j. If q is compared with itself (triangle=True), s_ij = s_ji, and a strip leaves out the columns before
+its first row. Its first columns then form a square: the rows of the strip against themselves. Each logit s_ij
+to the right of the square counts for row i and, as s_ji, also for row j.
 
 The statistics max_i and sum_i are stored as two numbers. A single number lse_i would be rounded at the scale
 of |s|. Then all p_ij of row i would be wrong by the same factor, and Σ_j p_ij k_j would not cancel against
 k_positive when τ is small or rows are equal.
 
-Eager needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because backward computes each
-strip again; in a triangle, half as many. A loss without column softmax needs 3: the statistics of a row are
-complete after its strip, so the gradients of the strip are added at once.
+eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because the gradients need
+each strip a second time; with triangle=True it needs half the operations. A loss without column softmax needs
+3 products: one strip completes the statistics of its rows, so their gradients use the same strip.
 """
 import torch
 import torch.nn.functional as F
 
 from .masks import excluded, own_columns, positive_columns
 
-STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: enough for fast matrix products; malloc reuses such blocks
+STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: enough for fast products; malloc reuses blocks of up to 32 MiB
 ONE_STRIP = 2 ** 20        # a matrix of at most this many logits is one strip
 MIN_STRIP_ROWS = 64        # with fewer rows per strip, reading the keys would slow the matrix products
 
 
 def to_accumulation_dtype(q, k, temperature):
-    """Cast q and k to the dtype of temperature, in which sums are computed; for k=None return q twice."""
+    """Return q and k in the dtype of temperature, in which sums are computed; for k=None return (q, q)."""
     q = q.to(temperature.dtype)
     return q, q if k is None else k.to(temperature.dtype)
 
 
 def zeros_if(needed, x):
     """Return zeros in the shape of x if its gradient is needed; if not, a tensor without rows."""
-    return x.new_zeros((x if needed else x[:0]).shape)         # contiguous: cuBLAS may refuse x's strides
+    return x.new_zeros((x if needed else x[:0]).shape)     # contiguous: cuBLAS may refuse the strides of x
 
 
 # ── strips of logits ────────────────────────────────────────────────────────────────────────────────────────
@@ -50,8 +50,8 @@ def zeros_if(needed, x):
 def strip_slices(n, m, mask, triangle):
     """Yield (slice of rows, slice of columns) for each strip.
 
-    If groups (within=) are sorted, a strip covers only the columns in the groups of its rows. This saving
-    exists on the CPU only, because reading the groups would synchronise with a GPU.
+    If the mask has groups (argument within) and they are sorted, a strip covers only the columns in the
+    groups of its rows. On a GPU it covers all columns, because reading the groups would synchronise.
     """
     height = n if n * m <= ONE_STRIP else max(MIN_STRIP_ROWS, min(STRIP_LOGITS // m, n // 8))
     groups = mask.row_groups, mask.column_groups
@@ -62,7 +62,7 @@ def strip_slices(n, m, mask, triangle):
     for start in range(0, n, height):
         stop = min(start + height, n)
         left, right = (first[start], last[stop - 1]) if is_sorted else (start if triangle else 0, m)
-        left = min(left, m - 1)                              # if empty: one column, which the mask excludes
+        left = min(left, m - 1)                              # at least one column, even if it is excluded
         yield slice(start, stop), slice(left, max(right, left + 1))
 
 
@@ -70,8 +70,8 @@ def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
     """Yield (slice of rows, slice of columns, logits s with −inf where masked) for each strip.
 
     triangle  True: k is q, and the columns of a strip start at the strip's first row
-    positive  (N,) to be filled with the logits of the positives, which the mask excludes; None: not needed.
-              In a triangle only the first half of the rows is filled
+    positive  (N,) output: the logits of the positives, which the mask excludes; None: not needed. With
+              triangle=True only the first N/2 entries are right
     """
     n, m = len(q), len(k)
     by_index = mask.exclude == "target" or mask.exclude != "none" and not mask.has_vectors
@@ -128,9 +128,9 @@ def merge_stats(stats, maximum, total):
 def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
     """Return (statistics of the row softmaxes, statistics of the column softmaxes, strips).
 
-    In a triangle both statistics are one tensor. On the CPU, if norms of rows bound all logits by 69, every
-    maximum is set to 0: exp(s) cannot overflow or underflow, so one exponential serves row and column. If
-    there is also only one strip, strips is [(rows, columns, exp(s))]; in other cases strips is [].
+    With triangle=True both statistics are the same tensor. On the CPU, if the norms of q and k prove that all
+    |logits| are below 69, maxima are set to 0: exp(s) cannot overflow, so one exp(s) serves rows and columns.
+    If in addition one strip holds all rows, strips is [(rows, columns, exp(s))]. In all other cases it is [].
     """
     of_rows = new_stats(q)
     of_columns = of_rows if triangle else new_stats(k)
@@ -159,7 +159,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
                             is_exp=False):
     """Add W k to dq and Wᵀ q to dk, strip by strip; skip a gradient that has no rows.
 
-    of_rows, of_columns    statistics (2, n) of rows and columns; in a triangle the same tensor, and dk is dq
+    of_rows, of_columns    statistics (2, n) of rows, of columns; if triangle: the same tensor, and dk is dq
     g, g_of_columns        (n,) upstream gradients of the log-sum-exps of rows and of columns, divided by τ
     is_exp                 True: strips already hold exp(s), and all maxima are 0
     """
@@ -172,7 +172,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
             w = (s if is_exp else s.exp_()).mul_(factors[rows, None] + column_factors[columns])
         else:
             w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
-            if triangle:                                     # in the square s_ij and s_ji round differently
+            if triangle:                 # in the square, column j uses s_ji: s_ij may differ in rounding
                 w[:, :right] += w[:, :right].T.clone()
             w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
         if len(dq):
@@ -192,7 +192,7 @@ def add_products(dq, dk, w, q, k, rows, columns):
 def subtract_positives(dq, dk, q, k, targets, g):
     """Subtract the terms of the positives: g_i k_t from dq_i, and g_i q_i from dk_t, with t = targets[i].
 
-    These terms come last, because they have the largest coefficients.
+    They come last, because sums of small terms are more accurate before a large term is added.
     """
     if len(dq):
         dq.addcmul_(k[targets], g[:, None], value=-1)
@@ -225,7 +225,7 @@ def gradient_of_temperature(q, dq, temperature, needed, self_similarity=False):
 
 
 def similarity_lse(q, k, temperature, mask):
-    """Return (log-sum-exp (N,), statistics (2, N)), dtype as temperature; k None: the keys are q."""
+    """Return (log-sum-exp (N,), statistics (2, N)) in the dtype of temperature; for k=None the keys are q."""
     wide_q, wide_k = to_accumulation_dtype(q, k, temperature)
     if k is None:
         stats, *_ = two_sided_stats(wide_q, wide_q, temperature, mask, True)
@@ -239,7 +239,7 @@ def similarity_lse(q, k, temperature, mask):
 def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs_k, needs_temperature):
     """Return (dq, dk, dτ), where grad (N,) is the upstream gradient of the log-sum-exp.
 
-    A gradient that is not needed has no elements. For k=None, dk has none, because dq is the whole gradient.
+    A gradient that is not needed has no elements. For k=None, dk has no elements: dq is the whole gradient.
     """
     triangle = k is None
     q, k = to_accumulation_dtype(q, k, temperature)
@@ -293,7 +293,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
         loss, g = q.new_zeros(()), q.new_empty(n)
         for rows, columns, s in logit_strips(q, k, temperature, mask, False, positive):
             stats = new_stats(s)
-            add_stats(stats, s, 1)                           # final: the strip has all columns of its rows
+            add_stats(stats, s, 1)           # complete statistics: a strip has all columns of its rows
             part, g[rows] = loss_and_slopes(positive[rows], stats, weights[rows])
             loss += part
             g[rows] /= temperature
@@ -303,9 +303,9 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
 
 
 def queue_loss(q, k, queue, temperature, mask, needs_gradient):
-    """Return (loss, dq, dk) for the mean of softplus(lse_i − q_i·k_i/τ), where lse_i is over the queue.
+    """Return (loss, dq, dk), where the loss is the mean of softplus(lse_i − q_i·k_i/τ).
 
-    The queue gets no gradient.
+    lse_i is the log-sum-exp of the logits of query i with the queue. The queue gets no gradient.
     """
     q, k, queue = (x.to(temperature.dtype) for x in (q, k, queue))
     stats, o = new_stats(q), torch.zeros_like(q)               # o_i = Σ_j p_ij queue_j
@@ -349,7 +349,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
 
 def similarity_topk(q, k, temperature, n, mask):
-    """Return (values (N, n), columns (N, n) int64), largest first; column −1 where a row has none left."""
+    """Return (values, int64 columns), (N, n) each, largest first; column −1 where fewer than n are left."""
     q, k = to_accumulation_dtype(q, k, temperature)
     values, found = q.new_full((len(q), n), -torch.inf), q.new_full((len(q), n), -1, dtype=torch.int64)
     for rows, columns, s in logit_strips(q, k, temperature, mask):

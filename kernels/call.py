@@ -1,6 +1,6 @@
 """prepare(): check, cast, normalise and mask the arguments of an operation, and choose the implementation.
 
-Every public function of similarities calls prepare(), and passes the returned Call to eager.py or fused.py.
+Operations with an argument impl call prepare(), and pass the Call that it returns to eager.py or fused.py.
 This file has similarity_lse and similarity_topk; losses.py has the losses.
 """
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=
             positives=False, names=("q", "k"), normalize=False, impl="auto"):
     """Return the Call for the arguments of a public function; raise ValueError for an invalid argument.
 
-    k          None: the keys are the rows of q. With positives=True None is invalid
+    k          None: the keys are the rows of q. With positives=True, None is invalid
     mask       a Mask that the loss has made; None: make it from exclude, within, similar and offset
     positives  True: the positive of query i is key i + offset, which must exist
     names      names of q and k in error messages
@@ -100,8 +100,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  | (query ids (N,), key ids (M,)) integers: keys with the id of query i
                  | ("diagonal", query ids, key ids): key i + offset, and keys with the id of query i
     within       (query ids (N,), key ids (M,)) integers: sum only over keys with the id of query i. If both
-                 are sorted, as for packed sequences, most pairs with different ids cost no time: in Triton
-                 for half types (float16, bfloat16), in blockwise on the CPU
+                 are sorted, as for packed sequences, most pairs with different ids are skipped: by
+                 "triton" for float16 and bfloat16, by "blockwise" on the CPU
     similar      (f_q (N, E), f_k (M, E), phi), features and a threshold: leave out keys with f_q_i·f_k_j ≥
                  phi. The features get no gradient
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
@@ -119,11 +119,11 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  exact; sums are in float32. Gradients are as accurate as with impl="eager" for logits of any
                  size (up to 1e9 in Triton). A NaN in a query does not reach the gradients of other queries.
                  Under torch.autocast, float32 rows are multiplied in autocast's dtype; gradients are float32
-    memory       in addition to inputs and gradients: at most float32 copies of both, and buffers of 160 MiB,
-                 or 544 MiB if a loss computes its gradient in forward. WEIGHT_BUFFER_BYTES and STRIP_BYTES in
+    memory       besides inputs and gradients: at most a float32 copy of each, and buffers of 160 MiB, or of
+                 544 MiB if a loss computes its gradient in forward. WEIGHT_BUFFER_BYTES and STRIP_BYTES in
                  kernels.heuristics limit the buffers. On a GPU, the first call with new shapes briefly takes
-                 up to 512 MiB more (replay.py). blockwise: 64 MiB, or 128 rows of logits if they take more;
-                 with ids up to twice as much. eager: O(N·M)
+                 up to 512 MiB more (replay.py). The buffers of "blockwise" take 64 MiB, or 128 rows of logits
+                 if these are larger; with ids up to twice as much. "eager" takes O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
     call = prepare(q, k, temperature, exclude=exclude, within=within, similar=similar, offset=offset,
@@ -145,7 +145,7 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     returns      (products (N, n) float32, or float64 for float64 rows; indices of keys (N, n) int64), largest
                  first, without gradient. If fewer than n keys are left for a query, the rest is (-inf, -1).
                  Equal products come in any order. A NaN product counts as the largest
-    memory       in addition to the inputs, O(N·n + M) and a buffer of constant size; eager: O(N·M)
+    memory       O(N·n + M) and a buffer of constant size, besides the inputs; "eager" takes O(N·M)
     """
     call = prepare(q, k, 1.0, exclude=exclude, within=within, similar=similar, offset=offset,
                    normalize=normalize, impl=impl)

@@ -18,13 +18,13 @@ def check_rows(offset=0, /, **named):
     Example: check_rows(offset, z=(z, "N D"), ids=(ids, "M t", int), t=1) expects floating-point z of shape
     (N, D) and integer ids of shape (M, 1).
 
-    named    name=(tensor, dimensions, kinds...) for each tensor; letter=size for a known size. dimensions has
-             a letter per dimension: equal letters mean equal sizes, capital letters sizes ≥ 1. kinds are the
-             allowed types: bool, int or float (the default), and None if the tensor may be None
+    named    name=(tensor, dimensions, kinds...) for each tensor; letter=size for a known size. dimensions is
+             a string with a letter per dimension: equal letters mean equal sizes, capital letters sizes ≥ 1.
+             kinds are the allowed types: bool, int or float (the default), and None if the tensor may be None
     offset   this rank's first row: row i of an (N, ...) tensor is row offset + i of an (M, ...) tensor
     """
     sizes = {letter: size for letter, size in named.items() if not isinstance(size, tuple)}
-    first, device = {}, None             # first[letter]: (name, tensor) whose dimension 0 is the letter
+    first, device = {}, None         # first[letter]: first (name, tensor) with that letter for dimension 0
     for name, what in named.items():
         if not isinstance(what, tuple) or what[0] is None and None in what[2:]:
             continue
@@ -65,7 +65,7 @@ def check_inputs(q, k, names, temperature=1.0, offset=None, positives=False):
     """
     check_rows(**{names[0]: (q, "N D"), names[1]: (k, "K D")})
     if k.dtype != q.dtype:
-        device_type = q.device.type                            # autocast casts float32 rows to `half`
+        device_type = q.device.type                            # half: dtype to which autocast casts float32
         half = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         if {q.dtype, k.dtype} != {torch.float32, half}:
             raise ValueError(f"{names[1]}: dtype {k.dtype}, expected {q.dtype} like {names[0]}")
@@ -232,12 +232,12 @@ def check_gathered(q, k, offset, name="k"):
     """
     start, stop = getattr(k, "own_rows", (offset, 0))
     if start != offset and len(q) == stop - start:
-        raise ValueError(f"offset: {offset}, but {name} has the rows of all processes, this process's rows "
-                         f"start at {start}; expected offset=own_rows({len(k)}).start")
+        raise ValueError(f"offset: {offset}, but {name} has the rows of all processes, and this process's "
+                         f"rows start at {start}; expected offset=own_rows({len(k)}).start")
 
 
 def check_order(pair, gathered, names):
-    """Raise ValueError if `gathered` has the rows of all ranks for `pair`, but in the opposite order."""
+    """Raise ValueError if the two elements of `gathered`, made from those of `pair`, are swapped."""
     sources = [getattr(x, "gathered_from", lambda: None)() for x in gathered]
     if pair[0] is not pair[1] and sources[0] is pair[1] and sources[1] is pair[0]:
         raise ValueError(f"gathered: found ({names[1]}, {names[0]}), expected ({names[0]}, {names[1]})")

@@ -4,9 +4,9 @@ The loss L depends on the weights θ only through the embeddings z_1, ..., z_C o
 
     dL/dθ = Σ_c (dz_c/dθ)ᵀ dL/dz_c
 
-In the term of chunk c, only dL/dz_c, a tensor of the size of z_c, depends on other chunks (Gao, Zhang, Han,
+Other chunks enter the term of chunk c only through dL/dz_c, which has the size of z_c (Gao, Zhang, Han,
 Callan 2021, arXiv 2101.06983). So the forward pass drops the activations of each chunk. The backward pass
-embeds one chunk after the other again, and backpropagates through each. The price is one more forward pass.
+embeds the chunks again, one by one, and backpropagates through each. The price is one more forward pass.
 """
 import contextlib
 import functools
@@ -49,7 +49,7 @@ def embed_in_chunks(embed, chunks, module):
     trained = [p for p in module.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("module: no parameter requires a gradient; for a frozen module pass module=None")
-    # checkpoint saves the random states of its arguments' devices; the parameter is on the module's device
+    # trained[0] is passed for its device only: checkpoint saves the random states of its arguments' devices
     return concatenate([checkpoint(embed_chunk, embed, chunk, trained[0], use_reentrant=False,
                                    context_fn=functools.partial(contexts, module, (trained, chunk)))
                         for chunk in chunks])

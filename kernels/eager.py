@@ -18,7 +18,7 @@ def logits_of(call):
 
 
 def masked_logits(call):
-    """Return (logits, −inf where excluded; bool (N,), True for empty rows, or None if no row is empty)."""
+    """Return (logits with −inf where excluded, bool (N,): which rows are only −inf, or None if none is)."""
     s, mask = logits_of(call), call.mask
     if mask.exclude == "diagonal" and not mask.has_vectors and s.shape[1] > 1:
         s.diagonal(mask.offset).fill_(-torch.inf)
@@ -32,7 +32,7 @@ def similarity_lse(call):
     s, empty = masked_logits(call)
     if empty is None:
         return s.logsumexp(1)
-    # if a row is all -inf, its logsumexp, -inf, is right, but the gradient is NaN: use a constant instead
+    # logsumexp would give NaN gradients for a row of only -inf; such a row gets the constant -inf instead
     return s.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 
@@ -43,7 +43,7 @@ def similarity_topk(call, n):
 
 
 def info_nce(call, symmetric=False):
-    """Return the mean cross entropy of rows i with targets i + offset; symmetric=True: of columns too."""
+    """Return the mean cross entropy of rows, with targets i + offset, or of rows and columns if symmetric."""
     logits = logits_of(call)
     targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
     loss = F.cross_entropy(logits, targets)
@@ -76,7 +76,7 @@ def nt_xent(call):
 
 
 def sup_con_loss(call, row_labels, column_labels):
-    """Return the mean over rows of −log softmax, averaged over the row's positives; 0 for a row without any.
+    """Return the mean over rows of the mean −log softmax of the row's positives, or of 0 without positives.
 
     The positives are the other rows with the same label; the softmax is over all other rows.
     """
@@ -88,6 +88,6 @@ def sup_con_loss(call, row_labels, column_labels):
 
 
 def linear_cross_entropy(call, targets):
-    """Return the mean cross entropy of hidden·weightᵀ/τ over rows with target ≠ −100; 0 without such rows."""
+    """Return the mean cross entropy of hidden·weightᵀ/τ over rows with target ≠ −100; 0 if there are none."""
     total = F.cross_entropy(logits_of(call), targets, ignore_index=-100, reduction="sum")
     return total / (targets != -100).sum().clamp(min=1)

@@ -118,7 +118,7 @@ class GradientInForward(torch.autograd.Function):
 
     q, k, temperature, bias  inputs, passed so that autograd sees them; compute holds the same tensors
     compute                  function that returns (loss, gradients of q, k, temperature and, if given, bias).
-                             It must know which gradients are needed: inside forward, gradients are off
+                             The caller finds out which gradients are needed: in forward, grad mode is off
     """
 
     @staticmethod
@@ -152,8 +152,8 @@ def scaled_copies(rows, factor):
 def softmax_loss(call, both=False, weights=None):
     """Return the cross entropy Σ_i w_i softplus(lse_i − q_i·k_p/τ), where p is the positive of row i.
 
-    The mask excludes p from lse_i. So the coefficient of the gradient is σ(lse_i − q_i·k_p/τ), which is
-    accurate when the loss is small, and not a difference such as 1 − 0.999.
+    The mask excludes p from lse_i. So the coefficient of the gradient is σ(lse_i − q_i·k_p/τ). For a small
+    loss it is more accurate than the usual 1 − softmax, a difference such as 1 − 0.999.
 
     both     True: the mean of the row-softmax loss (one softmax per row i, dim=1) and the column-softmax loss
              (one per column j, dim=0), as in CLIP

@@ -6,7 +6,7 @@ over the rows of rank r, times (number of rows of rank r / number of all rows). 
 
     all = gather_rows(z_r, rows);  loss_r = f(z_r, all);  loss_r.backward();  sum the parameters' gradients
 
-and the sum is the gradient of L. The gradient of z_r is a sum over all ranks s:
+and the sum over all ranks is the gradient of L. The gradient of z_r is a sum over all ranks s:
 
     dL/dz_r = ∂L_r/∂z_r + Σ_s (∂L_s/∂K)[rows of r]
 
@@ -51,7 +51,7 @@ def is_count(x):
 
 def rank_and_world(group=None):
     """Return (rank of this process in the group, number of processes of the group)."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:             # new_group returns this to non-members
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it to processes outside the group
         raise ValueError("group: this process is not part of it; expected a group that contains it, or None")
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
@@ -91,7 +91,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         return x
     sent = torch.int32 if x.dtype == torch.int16 else dtype or x.dtype
     gathered = GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, sent)
-    if not torch.compiler.is_compiling():                      # for checks.check_gathered and check_order
+    if not torch.compiler.is_compiling():                      # checks.check_gathered, check_order read it
         gathered.own_rows, gathered.gathered_from = (own.start, own.stop), weakref.ref(x)
     return gathered
 

@@ -2,7 +2,7 @@
 
 "Small D" needs three things: a half type, a mask other than "target" (linear_cross_entropy), and D ≤ 128 or
 groups (within=). "Large D" means all other cases. At large D, a row softmax loss of at most FEW_ROWS rows and
-columns, or in strips of under MIN_FUSED_ROWS rows, uses the kernels of the second line.
+columns, or in strips of under MIN_FUSED_ROWS rows, uses lse_forward and gradient_large_d.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
@@ -27,7 +27,7 @@ FEW_ROWS = 1024                # up to this many rows, the launch of a kernel ta
 TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
 TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of row and column statistics in lse_forward
-STRIP_BYTES = 2 ** 29          # 512 MiB: a strip in fused_forward_backward; more if the keys are larger
+STRIP_BYTES = 2 ** 29          # 512 MiB: limit for a strip in fused_forward_backward (see strip_height)
 MIN_FUSED_ROWS = 2048          # with shorter strips, adding to dk costs more than a separate backward pass
 
 
@@ -72,7 +72,7 @@ def has_queue_kernel(itemsize, d):
 def strip_height(itemsize, m, d):
     """Return the number of rows of a strip in fused_forward_backward, a multiple of the tile size 128.
 
-    A strip takes at most STRIP_BYTES or, if the m keys take more memory than that, as much as the keys.
+    A strip takes at most STRIP_BYTES, or as much memory as the m keys if the keys are larger.
     """
     return max(STRIP_BYTES // (itemsize * round_up(m, 128)), d) // 128 * 128
 
@@ -83,7 +83,7 @@ def round_up(count, size):
 
 
 def weight_block_shape(q, k, square):
-    """Return (rows, columns) of the largest, nearly square block of weights in WEIGHT_BUFFER_BYTES."""
+    """Return (rows, columns) of the largest nearly square block of weights within WEIGHT_BUFFER_BYTES."""
     entries = WEIGHT_BUFFER_BYTES // q.element_size()
     side = 1 << (entries.bit_length() - 1) // 2
     if square:
@@ -93,10 +93,10 @@ def weight_block_shape(q, k, square):
 
 
 def table_block_shape(q, k, square):
-    """Return (rows, columns) of a block of logits in lse_forward; the memory for its tables limits the block.
+    """Return (rows, columns) of a block of logits in lse_forward, limited by the size of its tables.
 
-    Tables take at most TABLE_BYTES or, if q and k take more, as much as q and k, but never over STRIP_BYTES.
-    Row statistics of 128 × 128 tiles take 1/16 byte per logit; square=True adds as much for columns.
+    Tables take at most TABLE_BYTES, or as much as q and k if these are larger, but never over STRIP_BYTES. A
+    table of row statistics takes 1/16 byte per logit; square=True adds a table of column statistics.
     """
     (n, d), m = q.shape, k.shape[0]
     logits = max(TABLE_BYTES, min((n + m) * d * q.element_size(), STRIP_BYTES)) * (8 if square else 16)
@@ -111,7 +111,7 @@ def table_block_shape(q, k, square):
 def gradient_dtype(dtype):
     """Return the dtype in which Triton stores gradients that forward computes for backward.
 
-    bfloat16 rows: bfloat16, which has float32's range. Other rows: float32, because float16 would underflow.
+    It is bfloat16 for bfloat16 rows, and float32 for other rows, because float16 would underflow.
     """
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 

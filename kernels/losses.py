@@ -37,7 +37,7 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
     """
     checks.check_flag("symmetric", symmetric)
     if gathered is not None and not symmetric:
-        raise ValueError("gathered: needs symmetric=True; expected all ranks' rows as k instead")
+        raise ValueError("gathered: needs symmetric=True; for False, expected the keys of all ranks as k")
     return mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize, impl, ("q", "k"))
 
 
@@ -81,7 +81,7 @@ def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normali
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ).
 
-    q, k         (N, D) queries and (N, D) keys: k_i is the positive of q_i, and no negative of other queries
+    q, k         (N, D) queries and (N, D) keys: k_i is only compared with q_i, as its positive
     queue        (K, D) negatives of every query; the queue never receives a gradient
     temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
     normalize    True: divide the rows of q, k and queue by their norms first (see similarity_lse). This costs
@@ -178,7 +178,7 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     impl              see similarity_lse
     returns           scalar, float32 (float64 for float64 rows); in the mean, the loss of a view without
                       positives is 0
-    source            Khosla et al. 2020 (SupCon), L^sup_out; its released losses.py
+    source            Khosla et al. 2020 (SupCon), L^sup_out; losses.py of the released code
     """
     all_z, all_labels = z, labels
     if gathered is None:
@@ -213,7 +213,7 @@ def loss_of_labels(z, all_z, labels, temperature, offset, options):
                    names=("z", "gathered: z"), **options)
     if labels is None:
         labels = torch.arange(len(call.keys) // views, device=z.device)
-    if call.impl != "eager":         # the two gradients nearly cancel: half types would lose digits
+    if call.impl != "eager":     # not in half types: the gradients of near and lse (see below) nearly cancel
         q, k = (x if x is None else x.to(call.temperature.dtype) for x in call[:2])
         return fused_loss_of_labels(call._replace(q=q, k=k), views, labels, offset)
     column_labels = labels.repeat_interleave(views)
@@ -242,7 +242,7 @@ def fused_loss_of_labels(call, views, labels, offset):
     dtype = call.temperature.dtype
     n = len(call.q) // views
     own = slice(offset, offset + n)
-    # number of a label: its first position in the sorted labels. torch.unique would synchronise with the GPU
+    # number a label by its first position in the sorted labels; torch.unique would synchronise with the GPU
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
     count = torch.searchsorted(ordered, labels, right=True) - number
@@ -251,7 +251,7 @@ def fused_loss_of_labels(call, views, labels, offset):
     needs = call.needs
 
     def compute_near():
-        """Return Σ_i Σ_{p∈P(i)} z_i·z_p / (τ |P(i)|) and its gradients, from a sum of rows per label."""
+        """Return Σ_i Σ_{p∈P(i)} z_i·z_p / (τ |P(i)|) and its gradients; P(i) are the positives of view i."""
         rows, keys = (x if x is None else x.to(dtype).unflatten(0, (-1, views)) for x in call.operands)
         keys = rows if keys is None else keys
         others = sums_by_number(keys, number, len(labels))[number[own], None] - keys[own]

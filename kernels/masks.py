@@ -12,15 +12,15 @@ from .heuristics import FEW_ROWS
 class Mask(NamedTuple):
     """A checked mask of (N, M) logits. An entry is excluded if any part of the mask excludes it.
 
-    exclude                      what row i excludes: "none" | "diagonal" (column i + offset) | "pair" (both
-                                 views of its sample, columns i' and i' + M/2, i' = i mod N/2 + offset) |
-                                 "target" (column row_ids[i]; transposed: row column_ids[j] for column j)
+    exclude                      what row i excludes: "none" | "diagonal" (column i + offset) | "pair" (the
+                                 columns i' and i' + M/2 of its sample's views, i' = i mod N/2 + offset) |
+                                 "target" (column row_ids[i]; after transposed(): column j excludes row
+                                 column_ids[j])
     row_ids, column_ids          integers (N,), (M,): row i excludes columns with its id; None: no ids. For
                                  exclude="target", row_ids holds the targets; column_ids is None
     row_groups, column_groups    integers (N,), (M,): row i excludes columns of other groups; None: no groups
     row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are excluded; None: no features
     offset                       row i belongs to column i + offset; a transposed mask has the negative offset
-    phi                          threshold for products of features
     """
     exclude: str = "none"
     row_ids: Tensor | None = None
@@ -45,7 +45,7 @@ def positive_columns(mask, n, m, device):
         return mask.row_ids
     rows = torch.arange(n, device=device)
     if mask.exclude == "pair":
-        return own_columns(mask, rows.roll(n // 2), n, m)          # where the sample's other view is
+        return own_columns(mask, rows.roll(n // 2), n, m)          # column of the sample's other view
     return rows + mask.offset
 
 
@@ -55,7 +55,7 @@ def own_columns(mask, rows, n, m):
 
 
 def is_symmetric(mask):
-    """Return whether indices alone show that row i excludes column j whenever row j excludes column i."""
+    """Return whether the mask is surely symmetric: without offset, ids, targets, groups and features."""
     return mask.offset == 0 and not mask.has_vectors
 
 
@@ -86,8 +86,8 @@ def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, of
         raise ValueError(f"exclude: {checks.describe(exclude)}, expected {expected}")
     if exclude == "pair" and (not self_similarity or n % 2):
         found = f"found {n} rows" if self_similarity else "found a k"
-        raise ValueError('exclude: "pair" needs k=None and an even number of rows, two views stacked; '
-                         f"{found}")
+        raise ValueError('exclude: "pair" needs k=None and an even number of rows '
+                         f"(first views, then second views); {found}")
     return Mask(exclude or "none", *ids, *groups, *features, 0 if exclude == "pair" else offset, phi)
 
 
@@ -117,9 +117,9 @@ def check_similar(similar, n, m):
 
 
 def column_ranges(mask, size):
-    """Return (blocks, 2) int32: first column, and last column + 1, of the groups of every `size` rows.
+    """Return (blocks, 2) int32: (first column, last column + 1) in the groups of each block of `size` rows.
 
-    Return None without groups (within=), or for at most FEW_ROWS rows and columns. If the column ids are not
+    Return None for a mask without groups, or for at most FEW_ROWS rows and columns. If column groups are not
     sorted, each range covers all columns. The host reads no value from the GPU, so nothing synchronises.
     """
     rows, columns = mask.row_groups, mask.column_groups

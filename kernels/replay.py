@@ -7,8 +7,8 @@ the arguments. Meanwhile a Recorder records the steps: launches of Triton kernel
 Plan holds the steps, with a Part in place of each tensor. Tensors that only kernels use share a workspace.
 
 Not replayed: calls on the CPU, implementations other than Triton, problems that need more than MAX_WORKSPACE,
-new keys during the capture of a CUDA graph or after MAX_PLANS, and what raises CannotRecord. Profilers that
-use Triton's launch hooks do not see replayed launches.
+new keys during the capture of a CUDA graph or after MAX_PLANS, and losses that raise CannotRecord. Profilers
+that use Triton's launch hooks do not see replayed launches.
 """
 import functools
 import threading
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import heuristics
 
-MAX_PLANS = 1024                # limit: a number that changes, such as a temperature, adds a plan per value
-MAX_WORKSPACE = 2 ** 29         # 512 MiB: with larger problems the GPU does not wait for the host
+MAX_PLANS = 1024                # limit: each new value of a number, such as temperature=0.1, adds a plan
+MAX_WORKSPACE = 2 ** 29         # 512 MiB: larger problems keep the GPU busy, so replaying saves no time
 ALIGNMENT = 256                 # parts of a workspace start at multiples of this number of bytes
 PLANS = {}                      # key -> Plan, or None if calls with the key cannot be replayed
 TENSORS, NUMBERS = (torch.Tensor, torch.nn.Parameter), (float, int, str, bool, type(None))
@@ -70,10 +70,10 @@ def key_of(function, arguments, named):
     """Return (key of the call, list of its different tensors); (None, ()) if the call cannot be replayed."""
     tensors, numbers, key = [], {}, [function, len(arguments), *named]
     values = [*arguments, *named.values()]
-    for x in values:                                           # grows in the loop: elements of tuples
+    for x in values:                                       # the loop appends the elements of tuples to values
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided or not on_gpu(x):     # the host may read CPU values
+            if x.layout is not torch.strided or not on_gpu(x):  # a loss may read the values of a CPU tensor
                 return None, ()
             number = numbers.setdefault(id(x), len(tensors))
             if number == len(tensors):
@@ -120,7 +120,7 @@ class Memory:
     def __init__(self, kind, start, size, shape, stride, dtype):
         self.kind, self.is_tensor, self.stages = kind, kind != "empty", set()
         self.start, self.size, self.shape, self.stride, self.dtype = start, size, shape, stride, dtype
-        self.home, self.offset = self, 0                       # its workspace, and the offset in it
+        self.home, self.offset = self, 0     # home: workspace of this memory; offset: its start there
 
 
 def current_recorder():
@@ -133,7 +133,7 @@ def record(function, arguments, named, tensors):
     try:
         copies = {id(x): copy_of(x) for x in tensors}
         for x in tensors:
-            if "own_rows" in x.__dict__:                       # for checks of gathered rows
+            if "own_rows" in x.__dict__:                       # checks.py reads these attributes
                 copies[id(x)].own_rows = x.own_rows
                 copies[id(x)].gathered_from = functools.partial(copies.get, id(gathered_from(x)))
         recorder = ON_THIS_THREAD.recorder = Recorder(copies.values())
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs):
         super().__init__()
         self.memories, self.bytes, self.keep, self.stage = {}, 0, [], 0
-        self.steps = [], []            # per stage: (function, arguments, keyword names, new memories)
+        self.steps = [], []            # for forward and for backward: list of arguments for Stage.step()
         self.inputs = [self.add_memory("given", x) for x in inputs]
 
     def gradients(self, out, inputs):
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         return outs
 
     def launch(self, kernel, run, grid, arguments, named):
-        """Launch a kernel by run, its JITFunction.run; record the resulting call of CompiledKernel.run."""
+        """Launch a kernel through run (its JITFunction.run); record the CompiledKernel.run that run calls."""
         compiled = run(*arguments, grid=grid, warmup=False, **named)
         if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
             raise CannotRecord("scratch memory")
@@ -239,7 +239,7 @@ class Recorder(TorchDispatchMode):
             return None
         memory = Memory(kind, x.data_ptr(), storage.nbytes(), x.shape, x.stride(), x.dtype)
         self.memories[storage.data_ptr()] = memory
-        self.keep.append(x)                                    # keeps x alive: no address is reused
+        self.keep.append(x)                                    # keeps x alive, so its address is not reused
         self.bytes += memory.size
         if self.bytes > MAX_WORKSPACE:
             raise CannotRecord("too much memory")
@@ -275,8 +275,8 @@ class Recorder(TorchDispatchMode):
 class Part:
     """Stands for a tensor in a step: the tensor in a slot (see Stage), plus an offset in bytes.
 
-    view  None in a launch, which needs only an address. In an operation "all", for the slot's whole tensor,
-          or (shape, stride, offset in elements) for a view of this tensor
+    view  what the step needs: None (a kernel launch: only the address), "all" (an operation: the slot's
+          whole tensor) or (shape, stride, offset in elements) (an operation: a view of this tensor)
     """
 
     def __init__(self, slot, offset, view):
@@ -298,7 +298,7 @@ class Descriptor:
 
 
 def fill(x, held, address):
-    """Return x with each Part replaced by its tensor or address; held and address list those of the slots."""
+    """Return x with each Part replaced by a tensor or an address, out of held and address (lists by slot)."""
     kind = type(x)
     if kind is Part:
         if x.view is None:
@@ -313,10 +313,10 @@ def fill(x, held, address):
 
 
 class Stage:
-    """The steps of forward or backward. A slot numbers a tensor that is given, allocated or computed."""
+    """The steps of forward or backward. Each tensor that they get, allocate or compute has a slot number."""
 
     def __init__(self, recorder, stage, given, new, results):
-        """Convert the recorded steps. given, new: memories that the stage gets and allocates."""
+        """Convert the recorded steps. given, new: Memory objects that the stage gets or allocates."""
         self.new = [(memory.shape, memory.stride, memory.dtype) for memory in new]
         self.slots = {memory: i for i, memory in enumerate([*given, *new])}
         self.steps = [self.step(recorder, *step) for step in recorder.steps[stage]]
@@ -326,9 +326,9 @@ class Stage:
     def step(self, recorder, function, values, names, found):
         """Return (function, arguments, pointers, tensors, others, names, is_new), a step for run().
 
-        pointers, tensors    (i, slot, offset) for arguments i that are addresses; (i, slot) for whole tensors
-        others               (i, x) for other arguments x that contain a Part
-        names, is_new        names of keyword arguments (launch: None); whether each result gets a new slot
+        pointers, tensors    [(i, slot, offset)]: argument i is an address; [(i, slot)]: it is a whole tensor
+        others               [(i, x)]: argument i is fill(x), for example a view or a list of tensors
+        names, is_new        names of keyword arguments (None for a launch); which results get a new slot
         """
         values = map_leaves(lambda x: self.part(recorder, x, names is not None), values)
         changing = [(i, x) for i, x in enumerate(values)
@@ -359,7 +359,7 @@ class Stage:
     def run(self, held):
         """Run the steps, return the results. held: list of the given tensors; run() appends the others."""
         device = held[0].device
-        if self.has_operations and torch.is_autocast_enabled(device.type):     # casts are recorded steps
+        if self.has_operations and torch.is_autocast_enabled(device.type):     # casts were recorded as steps
             with torch.autocast(device.type, enabled=False):
                 return self.run(held)
         for shape, stride, dtype in self.new:
@@ -389,12 +389,12 @@ class Stage:
 def current_stream(index):
     """Return the current stream of GPU `index` as a number. Tests replace this function."""
     from triton.runtime import driver
-    torch.cuda.is_current_stream_capturing()                   # sets the GPU's context in a new thread
+    torch.cuda.is_current_stream_capturing()                   # this call sets a new thread's GPU context
     return driver.active.get_current_stream(index)
 
 
 def workspaces(memories):
-    """Place memories that only kernels use in workspaces: for forward, backward or both; return these."""
+    """Assign memories that only kernels use to workspaces (forward, backward, both); return these."""
     found = {}
     for memory in memories:
         if memory.stages and not memory.is_tensor:
