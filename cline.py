@@ -18,11 +18,11 @@ learned number for each loss L_i:
 
 Data: a .txt file has one text per line; .csv .tsv .json .jsonl .parquet files have columns, chosen by
 --columns, else by a header (original, synonym, antonym ...), else by their order:
-    1 column   text. --tagger finds nouns, verbs, adjectives and adverbs; WordNet has words to replace them
+    1 column   text. --tagger finds nouns, verbs, adjectives, adverbs; WordNet gives words that replace them
     3 columns  original, synonym text, antonym text. Words that differ from the original count as replaced
     5 columns  the same three texts, and for each copy a list of its words that could have been replaced, as
-               --save-triples writes it. A word is start:end:code; start and end count characters of the copy.
-               Codes: 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
+               --save-triples writes it. Each word is written as start:end:code: its place in characters, and
+               a code: 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
 
 Expected: training raises two scores on the held-out rows. "hits" is the percentage of originals that are
 nearer to their synonym text than to their antonym text; "margin" is the mean of h·h_syn − h·h_ant.
@@ -34,13 +34,13 @@ for --form code.
 Departures from the released code, for both values of --form:
 - The released code cuts the joined texts into blocks of 254 tokens; this script takes each row as one text.
 - The released code puts one space between any two words; this script keeps the spaces as they are.
-- The released code inflects words with the package lemminflect; this script uses WordNet's forms and rules.
+- The released code inflects words with lemminflect, this script with WordNet's irregular forms and rules.
 - The released code keeps rows in which a copy equals the original; this script skips them.
-- The released code averages over the tokens of each GPU; this script averages over the tokens of all GPUs.
+- The released code averages losses over the tokens of each GPU; this script over the tokens of all GPUs.
 - The released script starts from random weights; this script starts from --model.
 --form code follows the released code in all other points:
     vector of a text    tanh(W h + b) instead of h
-    CTS                 two logistic losses, of h·h_syn / D and of h·h_ant / D, where D is the size of h
+    CTS                 two logistic losses, of h·h_syn / D and of h·h_ant / D, where D is the dimension of h
     RTD                 a deeper head with three classes (kept, synonym, antonym), trained only on words that
                         could be replaced
 """
@@ -83,7 +83,7 @@ def make_parser():
     parser.set_defaults(pooling="cls")                         # the vector of a text is that of [CLS]
     add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
     add("--tagger", group="data", reads="model",
-        help="part-of-speech tagger: the name of a spaCy model, or lexicon to look parts of speech up in "
+        help="part-of-speech tagger: the name of a spaCy model, or lexicon, which looks words up in "
              "WordNet; default en_core_web_sm, or lexicon if spaCy is not installed")
     add("--save-triples", group="data", metavar="PATH",
         help="save the generated triples to this new .csv file, which can later be used as --data")
@@ -96,7 +96,7 @@ def make_parser():
     return parser
 
 
-# Defaults of flags that were not given: those of --form, of which --model scratch replaces some by SCRATCH.
+# Values of flags that are not on the command line. With --model scratch, SCRATCH replaces those of --form.
 # length: number of steps. warmup_part: a run of n steps has n // warmup_part steps of warm-up.
 FORMS = {"paper": dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, length=30_000, lr=1e-4,
                        max_length=512, warmup_part=60, eps=1e-8),
@@ -109,7 +109,7 @@ SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
 
 
 def load_data(path, args):
-    """Return (texts, WordNet) if --data has one column, else (triples, None). Set flags not given."""
+    """Return (texts, WordNet) if --data has one column, else (triples, None). Also set defaults of flags."""
     header, table = read_table(path, lambda cells: empty_cell(cells[:3]), roles=ROLES, columns=args.columns)
     place, cells = next(iter(table))
     if len(cells) not in (1, 3, 5):
@@ -129,7 +129,7 @@ def make_batch(rows, model):
     """Divide the texts of rows (from tokenise_triples) into groups of similar length, and pad each group.
 
     Return [(places (n,), ids, mask, labels, targets (n, L))]. places are indices into the list [*originals,
-    *synonym texts, *antonym texts]. labels are RTD's classes, −100 for tokens that do not count. targets are
+    *synonym texts, *antonym texts]. labels: RTD's class of each token, −100 if it does not count. targets:
     the original ids of masked tokens, −100 for other tokens. Only originals are masked, and only in training.
     """
     originals, synonyms, antonyms, synonym_labels, antonym_labels, _ = zip(*rows)
@@ -176,7 +176,7 @@ def contrastive_loss(original, synonym, antonym, form="paper"):
 
     original, synonym, antonym   (B, D) vectors o, s, a of the texts, any float type; they are not normalised
     form        "paper": softplus(o·a − o·s) | "code": ( softplus(−o·s / D) + softplus(o·a / D) ) / 2
-    returns     scalar, float32 (float64 for float64 input); with "paper" ln 2 if s = a
+    returns     scalar, float32 (float64 for float64 input). "paper" gives ln 2 if s and a are equal
     source      Wang et al. 2021, L_CTS; kandorm/CLINE
     """
     checks.check_choice("form", form, "paper", "code")
@@ -195,7 +195,7 @@ def replaced_token_loss(logits, labels, form="paper"):
     logits      any float type. "paper": (rows, L), the logit of "this token was replaced" | "code": (rows,
                 L, 3), logits of kept, replaced in a synonym text, replaced in an antonym text
     labels      (rows, L) integers: −100 for tokens that do not count, 0 for kept tokens, above 0 for replaced
-                tokens; with "code" the class, 0 to 2
+                tokens; "code" needs the classes 0 to 2
     returns     scalar, float32 (float64 for float64 input); 0 with gradient 0 if no token counts
     source      Wang et al. 2021, L_RTD; kandorm/CLINE
     """
@@ -221,8 +221,8 @@ def total_loss(losses, log_variances, share=1.0):
     """Return the total loss L = Σ_i exp(−s_i) L_i + max(s_i, 0). It is smallest if s_i = ln max(L_i, 1).
 
     losses          L_i: a sequence or tensor of T scalars (in this script L_MLM, L_RTD, L_CTS)
-    log_variances   s_i: T scalar tensors, or (T,). max(s, 0) has derivative 1 at s = 0 (released code)
-    share           factor of max(s_i, 0): if L_i are a rank's parts of global losses, its share of the rows
+    log_variances   s_i: T scalar tensors, or one (T,). At s = 0, max(s, 0) has derivative 1 (released code)
+    share           factor of max(s_i, 0). On several ranks: the fraction of the batch that this rank has
     returns         scalar, differentiable in losses and log_variances
     source          kandorm/CLINE
     """
@@ -237,7 +237,7 @@ def total_loss(losses, log_variances, share=1.0):
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the loss L of a global batch of `rows` rows, and the values to log."""
     vectors, logits, labels, states, targets = encode(model, batch)
-    own = len(vectors) // 3                                    # rows of this rank
+    own = len(vectors) // 3                                    # number of rows of this rank
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
         mlm = decoder_loss(states, model.lm.get_output_embeddings(), targets, impl=args.impl)
     rtd = replaced_token_loss(logits, labels, args.form)
@@ -248,7 +248,7 @@ def compute_loss(model, batch, rows, args):
 
 
 def encode(model, batch):
-    """Encode a batch of make_batch. Return the inputs of the three losses, with numbers in float32.
+    """Encode a batch from make_batch. Return the inputs of the three losses, all float tensors in float32.
 
     returns   vectors (3 · rows, H) of [*originals, *synonym texts, *antonym texts]; logits and classes of RTD
               for the tokens that count; inputs of MLM's decoder for the masked tokens, and their ids
@@ -267,7 +267,7 @@ def encode(model, batch):
 
 
 def scale_to_global_means(means, counts):
-    """Scale means over this rank's `counts` tokens or rows so that their sums over ranks are global means."""
+    """Multiply means by this rank's shares of the counts, so that sums over ranks are global means."""
     own = torch.tensor(counts, dtype=torch.float32, device=means[0].device)
     total = own.clone()
     if dist.is_initialized():
@@ -349,14 +349,14 @@ def main(argv=None):
     model = build_model(args, run)
     if wordnet:
         triples = make_triples(triples, wordnet, args)
-    args.max_length = min(args.max_length, model.max_length)  # --evaluate: it may exceed the model's limit
+    args.max_length = min(args.max_length, model.max_length)  # --evaluate does not check it
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:
         return run_evaluation(model, tokens, args)
     left_out = len(triples) - len(tokens)
     tokens, held_out = split_held_out(tokens, args)
-    log("data", f"{len(tokens):,} triples, {len(held_out):,} held out, {left_out:,} left out: nothing "
-                f"replaced; {cut:,} of {3 * len(triples):,} texts cut to {args.max_length} tokens")
+    log("data", f"{len(tokens):,} triples, {len(held_out):,} held out, {left_out:,} left out: a copy "
+                f"equals the original; {cut:,} of {3 * len(triples):,} texts cut to {args.max_length} tokens")
     log("model", describe_model(model, args))
     total = args.steps or args.length
     if args.epochs and not args.steps:

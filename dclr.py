@@ -1,16 +1,16 @@
 """DCLR: Debiased Contrastive Learning of Unsupervised Sentence Representations. Zhou, Zhang, Zhao, Wen, ACL
 2022, arXiv 2205.00656.
 
-DCLR is unsupervised SimCSE (simcse.py) with other negatives. First, a frozen encoder (the guide) finds
+DCLR changes the negatives of unsupervised SimCSE (simcse.py). First, a frozen encoder (the guide) finds
 sentences that are similar to an anchor; these sentences are not negatives of the anchor. Second, noise
 vectors n_k are negatives of all anchors. They start as Gaussian vectors, and a few steps of gradient ascent
-make them more similar to the anchors. For N sentences with anchor z1_i and positive z2_i (two dropout masks):
+make them more similar to the anchors. Two dropout masks give sentence i an anchor z1_i and a positive z2_i:
 
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_{j≠i} w_ij exp s(z1_i, z2_j) + Σ_k exp s(z1_i, n_k) ) ]
 
-s(a, b) is cos(a, b) / τ with the temperature τ. The weight w_ij is 0 if the guide's embeddings f_i and f_j of
-two sentences have cos(f_i, f_j) ≥ φ; all other weights are 1. A step of gradient ascent moves each n_k by the
-length β along the gradient of Σ_i log Σ_k exp(cos(z1_i, n_k) / τ_u), where τ_u is a second temperature.
+N is the number of sentences, s(a, b) is cos(a, b) / τ, and τ is the temperature. The weight w_ij is 0 if the
+guide's embeddings f_i and f_j have cos(f_i, f_j) ≥ φ; all other weights are 1. Gradient ascent moves n_k by
+steps of length β along the gradient of Σ_i log Σ_k exp(cos(z1_i, n_k) / τ_u), where τ_u is a temperature.
 
     python simcse.py --model scratch --data tests/data/sentences.txt --out out/guide
     python dclr.py --model scratch --guide out/guide --data tests/data/sentences.txt --dev tests/data/sts.tsv
@@ -34,7 +34,7 @@ Departures from the released code:
   - With several GPUs, the released code divides the gradient by the number of GPUs; this script does not.
   - The released code attends to padding in training; this script masks padding.
   - The released code runs the guide with dropout; this script runs the guide without dropout.
-  - The released code compares the guide's cosine with 20 φ τ; this script compares the cosine with φ.
+  - The released code's threshold for the guide's cosine is 20 φ τ (φ if τ = 0.05); this script's is φ.
   - The released code selects the checkpoint on STS-B and SICK-R; this script selects by the --dev score.
 --form code follows the released code in three other points:
   - The loss is the mean over anchors i and keys j of −log q_ii for j = i and −log(1 − q_ij) for j ≠ i. Keys
@@ -77,7 +77,7 @@ def make_parser():
         epochs=(None, "3 (paper), 4 with --model scratch"),
         lr=(None, "3e-5 (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--phi", type=at_least(-1), default=0.9,
-        help="φ: sentences whose guide cosine with the anchor is ≥ φ are not negatives; default 0.9 (paper)")
+        help="φ: a sentence is no negative if the guide's cosine with the anchor is ≥ φ; default 0.9 (paper)")
     add("--noise-per-sentence", type=at_least(0), default=1.0,
         help="noise negatives per sentence of the batch; default 1 (paper)")
     add("--noise-steps", type=at_least(0, int), default=4,
@@ -85,16 +85,16 @@ def make_parser():
     add("--noise-step-size", type=at_least(0), default=1e-3,
         help="β, length of one noise step; default 1e-3 (released code)")
     add("--noise-temperature", type=at_least(1e-4),
-        help="τ_u, temperature of the noise's objective; default --temperature (released code)")
+        help="τ_u, temperature in the gradient ascent of the noise; default --temperature (released code)")
     add("--mlm-weight", type=at_least(0), default=0.0,
-        help="weight of the masked-LM loss; 0: off; default 0 (0.1 in an option of the released code)")
+        help="weight of the masked-LM loss; 0: off; default 0 (an option of the released code sets 0.1)")
     add("--guide", group="model", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
         help="frozen encoder that finds false negatives (the paper's complementary model): a hub name or a "
              "local folder; default princeton-nlp/unsup-simcse-bert-base-uncased (paper)")
     return parser
 
 
-# Defaults of flags that were not given
+# Values of flags that are not on the command line
 PAPER_DEFAULTS = dict(batch_size=128, lr=3e-5, epochs=3)                       # BERT-base
 SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # with --model scratch
 
@@ -124,7 +124,7 @@ def build_model(args, run):
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     model = build_encoder(args, run, "cls", "train-only", auto)
     if args.form == "code" and model.head_origin == "new" and model.pooler[0] is not None:
-        model.head = torch.nn.Sequential(*model.pooler[0], *model.head)        # pretrained pooler, new layer
+        model.head = torch.nn.Sequential(*model.pooler[0], *model.head)    # pretrained pooler, then new layer
     if model.lm is not None:
         untie_decoder(model.lm)
     log("model", describe_model(model, args))
@@ -132,8 +132,8 @@ def build_model(args, run):
 
 
 def build_guide(args, run):
-    """Return the guide, frozen and in eval mode. Its saved settings decide how it pools. Without saved
-    settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
+    """Return the guide, frozen and in eval mode. The settings in its checkpoint choose the pooling. Without
+    such settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
     guide_args = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(guide_args, run, flag="--guide")
     if guide.saved_settings is None and guide.pooler[0] is not None:
@@ -187,10 +187,10 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
 
     z1, z2     (N, D) anchors and (M, D) positives of any norm and float type; they get no gradient
     noise      (K, D) starting points, for example from torch.randn; K may be 0
-    step_size  β, length of a row's step. A row with gradient 0 stays in place (released code: it becomes 0)
-    form       "paper": objective Σ_i log Σ_k exp s(z1_i, n_k) | "code": the inner sum includes all z2_j, too
-    all_reduce on several ranks: torch.distributed.all_reduce. Then z1 has the anchors of this rank, z2 has
-               the positives of all ranks, and the noise is equal on all ranks
+    step_size  β, length of one step. A row with gradient 0 does not move (in the released code it becomes 0)
+    form       "paper": maximises Σ_i log Σ_k exp(cos(z1_i, n_k) / τ) | "code": Σ_k also has all z2_j
+    all_reduce None on one rank; on several ranks torch.distributed.all_reduce. In this case z1 has the
+               anchors of this rank, z2 the positives of all ranks, and all ranks must pass equal noise
     source     Zhou et al. 2022, noise-based negatives
     """
     check_rows(z1=(z1, "N D"), z2=(z2, "N D" if all_reduce is None else "m D"), noise=(noise, "k D"))
@@ -201,7 +201,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     checks.check_integer("steps", steps, 0)
     checks.check_number("step_size", step_size)
     z1, z2 = unit_rows(z1), unit_rows(z2)
-    batch_lse = z1.new_tensor(-torch.inf)                      # log 0: the paper's sum has no positives
+    batch_lse = z1.new_tensor(-torch.inf)                      # log 0: the paper's sum has no z2_j
     if form == "code":
         batch_lse = similarity_lse(z1, z2, temperature, impl=impl)
     for _ in range(steps if len(noise) else 0):
@@ -211,7 +211,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
             gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
         if all_reduce is not None:
             all_reduce(gradient)
-        largest = gradient.abs().amax(1, keepdim=True)         # avoids underflow of squares in normalize
+        largest = gradient.abs().amax(1, keepdim=True)         # so that squares do not underflow
         noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
     return noise.detach()
 
@@ -258,14 +258,14 @@ def instance_weights(f1, f2, phi, *, offset=0):
 def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
     """Return the released code's loss, the mean over i and j of −log q_ii (j = i) or −log(1 − q_ij) (j ≠ i).
 
-    q_i is the softmax of w_ij s_ij over keys j. A weight of 0 sets the logit to 0, so the sum keeps a term
-    exp(0). For the largest negative, 1 − q is computed as the sum of the other q, because q may round to 1.
+    q_i is the softmax of w_ij s_ij over keys j. A weight of 0 makes a logit 0: its key adds exp(0) = 1 to the
+    denominator. 1 − q of the largest negative is computed as the sum of all other q, as q may round to 1.
     """
     def block(z1, keys, start, end):                           # sum over anchors start..end and all keys
         s = z1 @ keys.T / temperature
         s[:, : len(f2)] *= instance_weights(f1[start:end], f2, phi, offset=offset + start)
-        own = offset + torch.arange(start, end, device=s.device)[:, None]      # columns of the positives
-        hardest = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)        # columns of largest negatives
+        own = offset + torch.arange(start, end, device=s.device)[:, None]      # column of each positive
+        hardest = s.scatter(1, own, -torch.inf).argmax(1, keepdim=True)        # column of largest negative
         lse = s.logsumexp(1)
         lse_negatives = s.scatter(1, own, -torch.inf).logsumexp(1)
         lse_but_hardest = s.scatter(1, hardest, -torch.inf).logsumexp(1)
@@ -275,7 +275,7 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
                 - torch.log1p(-others).sum(1)).sum()
 
     z1, keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys)]
-    if isinstance(temperature, torch.Tensor):                  # a tensor τ gets its gradient through z1
+    if isinstance(temperature, torch.Tensor):                  # so that a tensor τ gets a gradient
         z1, temperature = z1 / temperature, 1.0
     if len(keys) == 1:                                         # no negatives: the loss is 0
         return F.cross_entropy(z1 @ keys.T, torch.zeros(1, dtype=torch.int64, device=keys.device))
@@ -283,8 +283,8 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
 
 
 class BlockwiseSum(torch.autograd.Function):
-    """Sum block(z1[start:end], keys, start, end) over blocks of `size` rows of z1. forward also computes the
-    gradients of each block, so that only one block is in memory at a time."""
+    """The sum of block(z1[start:end], keys, start, end) over all blocks of `size` rows of z1. forward also
+    computes the gradients, block by block, so that the logits of only one block are in memory."""
 
     @staticmethod
     def forward(ctx, block, z1, keys, size):

@@ -2,8 +2,8 @@
 2205.04260.
 
 EASE adds an entity loss to SimCSE's loss. Each sentence links to a Wikipedia entity. The entity loss pulls
-the sentence towards the vector of this entity. It pushes the sentence away from the entities of other
-sentences and from hard negatives: entities of the same type to which the sentence's page has no link. All
+the sentence towards the vector of this entity, and pushes it away from the entities of other sentences and
+from hard negatives: entities of the same type as this entity that have no link on the sentence's page. All
 languages share the entities, which aligns sentences of different languages. Sentence i has embeddings z_i and
 z'_i (two dropout masks), an entity vector e_i = W E[entity], and hard negatives h_ik = W E[negative]:
 
@@ -26,8 +26,8 @@ Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns 
     text (sentence)                  required
     positive_entity (entity)         required
     negative_entity                  candidates for hard negatives: a JSON list, or titles separated by |
-    entity_type                      types of the entity, separated by |, read if there is no negative_entity.
-                                     Candidates have one of these, drawn at random, and are not on the page
+    entity_type                      types of the entity, separated by |; only read without negative_entity:
+                                     candidates are entities of a random one of these types, not on the page
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
 the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
@@ -36,7 +36,7 @@ Published results of the released code (second command with --form code), mean S
 BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). No result is published for --form paper.
 
 Departures from the released code:
-  - On several GPUs the released code fails, as it does not gather the entities; this script gathers them.
+  - On several GPUs the released code fails because it does not gather the entities; this script gathers them.
   - The released code keeps the last checkpoint; this script keeps the one with the best --dev score.
 --form code follows the released code in all other points: W has a bias and is followed by tanh; w is 1; the
 batch is divided into groups of 8 rows, and all negatives come from the sentence's own group; an entity that
@@ -68,35 +68,35 @@ def make_parser():
     add = parser.add_argument
     text_flags(
         parser, model="bert-base-uncased", out="out/ease", form="paper", eval_every=(125, "125 (paper)"),
-        temperature=(0.05, "0.05 (paper); L_ent has --entity-temperature"),
+        temperature=(0.05, "0.05 (paper); the entity loss has --entity-temperature"),
         pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
         head=(None, "as saved with --model, else train-only with cls pooling (paper), else none"),
         batch_size=(None, "128 (paper), 64 with --model scratch"),
         epochs=(None, "1 (paper), 8 with --model scratch"),
         lr=(None, "3e-5 (paper), 2e-3 with --model scratch; linear decay to 0 after the warm-up"),
         warmup_steps=(None, "500 (paper), 5 with --model scratch"))
-    add("--simcse-weight", type=at_least(0), default=1.0, help="weight of L_sim; default 1 (paper)")
+    add("--simcse-weight", type=at_least(0), default=1.0, help="weight of SimCSE's loss; default 1 (paper)")
     add("--entity-weight", type=at_least(0),
-        help="λ, weight of L_ent; default 0.01 (paper), 1 with --model scratch")
+        help="λ, weight of the entity loss; default 0.01 (paper), 1 with --model scratch")
     add("--entity-temperature", type=at_least(1e-4),
-        help="τ, temperature of L_ent; default 100 (paper), 0.1 with --model scratch")
+        help="τ, temperature of the entity loss; default 100 (paper), 0.1 with --model scratch")
     add("--hard-negatives", type=at_least(0, int),
         help="number of hard negatives per sentence; default 1 (paper), or 0 if the data have none")
     parser.add_shared("--hard-negative-weight", shown="0 (paper), 1 with --form code", type=at_least(-5))
     add("--equal-entities", choices=("mask", "keep"),
-        help="mask or keep negatives equal to the sentence's own entity; default mask, keep with --form code")
+        help="mask or keep negatives that are the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
         help="divide the batch into groups of this many rows; a sentence's negatives are in its group; "
              "default the whole batch, 8 with --form code")
     add("--entity-vectors", group="model", reads="vectors",
         help="initial entity vectors E: a text file of Wikipedia2Vec, also .gz or .bz2; default random")
     add("--entity-map", group="model", choices=("linear", "tanh", "none"),
-        help="map W of entity vectors; tanh: linear with a bias, then tanh; none: no map; default linear "
-             "(paper), tanh with --form code")
+        help="map W from entity vectors to sentence space; tanh: linear with a bias, then tanh; none: no "
+             "map; default linear (paper), tanh with --form code")
     return parser
 
 
-# Defaults of flags that were not given. Those of --form code and --model scratch replace those of the paper.
+# Values of flags that are not on the command line. --form code and --model scratch replace PAPER_DEFAULTS.
 PAPER_DEFAULTS = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01,
                       hard_negative_weight=0.0, equal_entities="mask", warmup_steps=500, batch_size=128,
                       epochs=1, lr=3e-5)
@@ -115,7 +115,7 @@ COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "ent
 
 
 def load_data(path, args):
-    """Return sentences [(place, (text,))], and make_records' records and titles; set defaults of flags."""
+    """Return sentences [(place, (text,))] and the results of make_records. Fill in the defaults of flags."""
     header, table = read_table(path, join=True)
     names = [normalise_name(name) for name in header or []]
     column_of = {kind: names.index(normalise_name(name)) for name, kind in COLUMNS.items()
@@ -144,7 +144,7 @@ def load_data(path, args):
     records, titles = make_records(path, rows, args)
     names = ", ".join(header[column] for column in column_of.values())
     log("ease", f"{args.form}: {len(rows):,} sentences, {len(titles):,} entities, {args.hard_negatives} hard "
-                f"negatives each (columns {names}) from {path}")
+                f"negatives per sentence (columns {names}) from {path}")
     return [(row["place"], (row["text"],)) for row in rows], records, titles
 
 
@@ -187,7 +187,7 @@ def add_entities(model, titles, args):
     model.entity_map = {"linear": linear, "tanh": tanh, "none": torch.nn.Identity()}[args.entity_map]
     model.entities = LazyEmbedding(vectors, min(len(titles), args.batch_size * (1 + args.hard_negatives)))
     origin = f"{found:,} of them from {args.entity_vectors}" if found else "random"
-    log("entities", f"{len(titles):,} vectors of {vectors.shape[1]}, {origin}, {args.entity_map} map, "
+    log("entities", f"{len(titles):,} vectors of width {vectors.shape[1]}, {origin}, {args.entity_map} map, "
                     f"temperature {args.entity_temperature:g}, weight {args.entity_weight:g}")
 
 
@@ -203,8 +203,8 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     hard         (M, m, D) vectors of m hard negatives per sentence, after W; None or m = 0: no hard negatives
     temperature  τ, by which the cosine is divided
     hard_logit   w, at most 80; it is added only to the logits of a sentence's own hard negatives
-    entity_ids   (M,) integers that number the entities: vectors with the id of a sentence's entity are not
-                 negatives of this sentence; None: all other vectors are negatives
+    entity_ids   (M,) integer ids of the entities. Vectors that have the id of a sentence's own entity are
+                 not negatives of this sentence. None: all vectors but its own are negatives
     hard_ids     (M, m) ids of the hard negatives, read only if entity_ids is given. A hard negative must not
                  have the id of its sentence's entity
     offset       index of this rank's first row in entity, hard and ids, which have the rows of all ranks
@@ -217,7 +217,7 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     z, entity = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity)]
     checks.check_same_dtype(z=z, entity=entity)
     z, entity = F.normalize(z, dim=1, eps=1e-8), F.normalize(entity, dim=1, eps=1e-8)
-    local = slice(offset, offset + len(z))                     # rows of these N sentences
+    local = slice(offset, offset + len(z))                     # the rows of entity that belong to z
     ids = torch.arange(len(entity), device=z.device) if entity_ids is None else entity_ids.long()
     keys, key_ids = entity, ids
     if hard is not None:
@@ -228,8 +228,8 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     negatives = similarity_lse(z, keys, temperature, exclude=(ids[local], key_ids), impl=impl)
     positive = (z * entity[local]).sum(1) / temperature
     if hard is not None and hard_logit:
-        # Let r be the share of a sentence's own hard negatives in S, the sum over all negatives. Adding w to
-        # their logits turns S into S (1 + (e^w − 1) r). As r and S are rounded differently, r may exceed 1.
+        # S: sum of exp(logit) over all negatives of a sentence. r: share of its own hard negatives in S.
+        # Adding w to their logits turns S into S (1 + (e^w − 1) r). Rounding may make r slightly exceed 1.
         share = ((z[:, None] * hard[local]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
         share = share.clamp(max=1)
         negatives = negatives + torch.log1p(math.expm1(hard_logit) * share)
@@ -289,7 +289,7 @@ def main(argv=None):
     for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, rates[step - 1])
         own = picked[own_rows(len(picked))]
-        epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # code: sample only once
+        epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # --form code samples only once
         ids = sample_entities([records[i] for i in own], epoch, args).to(run.device)
         loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), ids), len(picked), args)
         optimizer.zero_grad()

@@ -17,11 +17,11 @@ masked positions, j runs over all positions of the sequence of i, and sim is the
 Data (--data, --dev): one sentence per line, a blank line between documents. The first two commands make
 such files. An evaluation on --dev reports the three losses and two other scores:
     accuracy            percentage of masked positions i where t_i is the teacher's vector nearest to s_i
-    token similarity    mean cosine of two tokens of a sentence. Each layer has two numbers: the mean over
-                        sentences without [CLS] and [SEP], and the mean over token pairs with both (paper)
+    token similarity    mean cosine of two tokens of a sentence. Each layer has two means: one over sentences,
+                        without [CLS] and [SEP]; one over token pairs, with [CLS] and [SEP] (released code)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
-Published results of bert-base-uncased before → after TaCL's training on English Wikipedia (our defaults).
+The published results are those of bert-base-uncased before → after TaCL's training on English Wikipedia.
 Each model was fine-tuned with the example scripts of transformers. EM is the rate of exact matches:
     GLUE                 79.6      → 81.2
     SQuAD 1.1 (EM/F1)    80.8/88.5 → 81.6/89.0
@@ -29,8 +29,8 @@ Each model was fine-tuned with the example scripts of transformers. EM is the ra
 They are results of the released code (--form code). No result is published for --form paper.
 
 Departures:
-- The released code sums over padding up to --max-length, too; this script does so only with --form code.
-- The paper sums over M, and the released code averages per GPU; this script averages over the global batch.
+- In the released code, j also runs over padding up to --max-length; in this script only with --form code.
+- The paper sums over i, the released code averages on each GPU; this script averages over the whole batch.
 - The released code's teacher has dropout; this script's teacher has none (see docs/fidelity.md).
 - The released code makes all pairs once, in memory; this script makes new pairs in every pass over the data.
 """
@@ -77,7 +77,7 @@ def make_parser():
     add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
         help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
     add("--teacher", group="model", reads="model",
-        help="teacher, of the same hidden size and vocabulary as --model; default --model itself (paper)")
+        help="teacher model, with the hidden size and vocabulary of --model; default --model itself (paper)")
     add("--contrastive-weight", type=at_least(0), default=1.0,
         help="weight of the contrastive loss; 0: off; default 1 (paper)")
     add("--similarity", choices=("cosine", "dot"), default="cosine",
@@ -86,11 +86,11 @@ def make_parser():
     add("--grad-accum", group="training", type=at_least(1, int), default=1,
         help="number of micro-batches that each batch is split into; default 1")
     add("--dev-pairs", group="evaluation", type=at_least(1, int), default=1000,
-        help="number of --dev pairs for the losses, and of sentences for token similarity; default 1000")
+        help="number of --dev pairs for the losses, and of its sentences for token similarity; default 1000")
     return parser
 
 
-# Defaults of flags that were not given, from the paper and for --model scratch
+# Values of flags that are not on the command line, from the paper and for --model scratch
 PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
 SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
@@ -99,7 +99,7 @@ SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
 
 def load_data(path, args):
-    """Check a file, set flags not given, and return the number of documents of two or more sentences."""
+    """Check a file, fill in flag defaults, and return the number of documents of two or more sentences."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.max_length < 5:
         fail(f"--max-length {args.max_length}: expected at least 5: [CLS], two [SEP], a token per sentence")
@@ -116,7 +116,7 @@ def make_batch(rows, model, args):
     """Divide rows into --grad-accum micro-batches, each of rows of similar length. Pad a micro-batch to its
     longest row (--form paper) or to --max-length (--form code).
 
-    rows      [(ids, segments, label, masked ids, is_masked)]; label: whether the second text is random
+    rows      [(ids, segments, label, masked ids, is_masked)]; label: True if the second text is random
     returns   [(ids, masked ids, segments, real, is_masked (n, L), labels (n,))]; real is False at padding
     """
     rows = sorted(rows, key=lambda row: len(row[0]))
@@ -137,7 +137,7 @@ def make_batch(rows, model, args):
 
 
 def mean_weights(rows):
-    """Return (1 / number of masked tokens, 1 / number of pairs) of these rows."""
+    """Return (1 / number of masked tokens, 1 / number of pairs), the weights in means over these rows."""
     tokens = sum(int(is_masked.sum()) for *_, is_masked in rows)
     return 1 / max(1, tokens), 1 / len(rows)
 
@@ -148,7 +148,7 @@ def build_model(args, run):
     model.device, model.bf16 = run.device, run.bf16
     model.lm, model.tokenizer, model.missing_heads = load_pretraining_model("--model", args.model, args)
     model.encoder, width = model.lm.base_model, model.lm.config.hidden_size
-    model.nsp = None                                           # None: the next-sentence head is part of lm
+    model.nsp = None                                           # None: lm has a next-sentence head
     if not hasattr(getattr(model.lm, "cls", None), "seq_relationship"):
         layers = torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
         model.nsp = torch.nn.Sequential(*layers).apply(model.lm._init_weights)
@@ -172,18 +172,18 @@ def build_model(args, run):
 
 
 def load_teacher(model, args):
-    """Return the encoder that --teacher names. Raise UserError if it does not fit the student."""
+    """Return the encoder of --teacher. Raise UserError if its size or vocabulary is not the student's."""
     lm, tokenizer, _ = load_pretraining_model("--teacher", args.teacher, args)
     found, expected = lm.config.hidden_size, model.lm.config.hidden_size
     if found != expected:
         fail(f"--teacher {args.teacher}: its hidden size is {found}, expected {expected}, as in {args.model}")
     if tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        fail(f"--teacher {args.teacher}: its vocabulary is not that of {args.model}; expected equal ones")
+        fail(f"--teacher {args.teacher}: its vocabulary is not that of {args.model}; expected the same one")
     return lm.base_model
 
 
 def load_pretraining_model(flag, name, args):
-    """Return a model with a masked-LM head, its tokenizer, and the heads that its checkpoint lacks."""
+    """Return a model with a masked-LM head, its tokenizer, and names of heads without saved weights."""
     texts = None if args.evaluate else ("\n".join(lines) for lines, _ in corpus.read_documents(args.data))
     model, tokenizer = load_text_model(name, texts, AutoModelForPreTraining, flag)
     like_bert = hasattr(model.base_model, "embeddings") and has_decoder(model)
@@ -199,18 +199,18 @@ def load_pretraining_model(flag, name, args):
 
 def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, form="paper", *,
               similarity="cosine", impl="auto"):
-    """Return the contrastive loss, the mean over all masked positions i: the cross entropy of finding t_i, by
-    its similarity to s_i, among the teacher's vectors t_j of the same sequence.
+    """Return the contrastive loss: the mean over all masked positions i of the cross entropy of finding t_i,
+    by its similarity to s_i, among the teacher's vectors t_j of the same sequence.
 
-    student, teacher   (B, L, D) hidden states s of the masked and t of the unmasked sequences, any float
-                       type. A zero vector has cosine 0 with all vectors. The teacher gets no gradient
+    student, teacher   (B, L, D) hidden states s and t, any float type. The student reads the masked text. A
+                       zero vector has cosine 0 with all vectors. The teacher gets no gradient
     masked             (B, L) bool or numbers: non-zero at masked positions
     attention_mask     (B, L) bool or numbers: 0 at padding, which never counts as masked; None: no padding
     form               "paper": the denominator excludes padding | "code": it includes padding
     similarity         "cosine" | "dot": dot product, not divided by the temperature (released code)
-    returns            scalar, float32 (float64 for float64 input); 0 with gradient 0 without masked positions
-    memory             copies of the masked s and of t, but no (B, L, L) similarities with impl "auto"
-    source             Su et al. 2022; mean instead of sum: released code
+    returns            scalar, float32 (float64 for float64 input); 0 with gradient 0 if nothing is masked
+    memory             copies of t and of the masked s; impl "auto" stores no (B, L, L) similarities
+    source             Su et al. 2022; the mean instead of the sum is from the released code
     """
     q, k, groups, own = pack_tokens(student, teacher, masked, attention_mask, form, similarity)
     checks.check_temperature(temperature, q.device)
@@ -228,8 +228,8 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
 def pack_tokens(student, teacher, masked, attention_mask, form, similarity):
     """Select queries (the student's masked tokens) and keys (the teacher's tokens) for tacl_loss.
 
-    returns   queries (N, D); keys (M, D), without padding (paper) or with padding (code); sequence numbers
-              (of the queries (N,), of the keys (M,)); index of each query's positive among the keys (N,)
+    returns   queries (N, D); keys (M, D), with padding only for form "code"; groups: (sequence number of each
+              query (N,), of each key (M,)); index of each query's positive among the keys (N,)
     """
     check_rows(masked=(masked, "B L", bool, int, float), student=(student, "B L D"),
                teacher=(teacher, "B L D"), attention_mask=(attention_mask, "B L", bool, int, float, None))
@@ -260,7 +260,7 @@ def compute_loss(model, micro_batch, weights, args, teacher):
         if args.contrastive_weight or not model.training:
             with torch.no_grad():
                 targets = run_encoder(teacher, ids, segments, real, layers=False).last_hidden_state.float()
-            normalised = args.similarity == "cosine"           # dot products could overflow float16
+            normalised = args.similarity == "cosine"           # float16 dot products may overflow
             with loss_autocast(student, args) if normalised else contextlib.nullcontext():
                 contrast = tacl_loss(student, targets, is_masked, real, args.temperature, args.form,
                                      similarity=args.similarity, impl=args.impl)
@@ -299,7 +299,7 @@ def forward_student(model, masked_ids, segments, real, is_masked):
 
 
 def run_encoder(model, ids, segments, real, layers=True):
-    """Run an encoder, or a model around an encoder. layers: also return the hidden states of all layers."""
+    """Run an encoder with or without heads. layers: also return the hidden states of all layers."""
     types = {"token_type_ids": segments} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
     return model(input_ids=ids, attention_mask=real, output_hidden_states=layers, **types)
 
@@ -342,7 +342,7 @@ def evaluate(model, dev, args, teacher):
         for micro_batch in make_batch(rows[i : i + 32], model, args):
             _, values = compute_loss(model, micro_batch, weights, args, teacher)
             totals.update({name: value.item() for name, value in values.items()})
-    inner, special, pairs = [], [], []                         # of each batch: (layers, n), (layers, n), (n,)
+    inner, special, pairs = [], [], []                         # per batch: (layers, n), (layers, n), (n,)
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
         for ids, _, segments, real, is_inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
@@ -397,7 +397,7 @@ def main(argv=None):
     model, teacher = build_model(args, run)
     dev = load_dev(args.dev, dev_documents, model, args) if args.dev else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6, weight_decay=0.0, fused=True)
-    run.extra_state["place"] = [0, 0, 0]                       # position in the stream, see stream_pairs
+    run.extra_state["place"] = [0, 0, 0]                       # where stream_pairs reads next
     run.begin(model, optimizer, args.steps)
     load_command = f'AutoModel.from_pretrained("{args.out}")'
     if dev and run.step == 0:

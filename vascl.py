@@ -19,7 +19,7 @@ z*_i = g(e_i + δ_i) / |g(e_i + δ_i)| and P_i = exp(z_i·z*_i / τ):
     torchrun --nproc-per-node 4 vascl.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/four
 
 Data: a .txt file has one sentence per line; .csv .tsv .json .jsonl .parquet files have columns, chosen by
---columns, else by a header of common names (sentence1 sentence2, query positive ...), else by their order:
+--columns, else by a header with common names (sentence1 sentence2, query positive ...), else by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
@@ -33,10 +33,10 @@ The default is --form code, which follows the released code: the second term tra
 z*, and the encoder learns from NT-Xent alone. With --form paper the second term also trains the encoder, and
 the random δ is Gaussian instead of uniform. No result is published for --form paper. In our runs with --form
 paper (docs/results.md), a pretrained encoder collapsed with the released code's Δ = 15. With a smaller Δ
-(--relative-radius), none of three encoders collapsed, but only one was better than without the second term.
+(--relative-radius), none of three encoders collapsed, but the second term improved only one of them.
 
 Departures from the released code:
-  - On several GPUs, the released code uses wrong rows as neighbours; this script searches the whole batch.
+  - On several GPUs, a bug makes the released code use wrong rows as neighbours; this script has no such bug.
   - The released code reads an empty cell as a full stop; this script reports an error.
 """
 import functools
@@ -75,19 +75,19 @@ def make_parser():
     add("--neighbours", type=at_least(1, int), default=16,
         help="K, number of nearest neighbours of a sentence; default 16 (paper)")
     add("--radius", type=at_least(0),
-        help="Δ, length of δ; 0: no second term; default 15 (released code), 0.2 with --model scratch")
+        help="Δ, length of the perturbation δ; 0: no second loss term; default 15 (released code), 0.2 with "
+             "--model scratch")
     add("--relative-radius", type=at_least(0),
-        help="Δ as a multiple of the mean distance of embeddings from their batch mean; replaces --radius; "
-             "default 0.25 with --form paper, unless --model is scratch")
+        help="Δ as a multiple of the mean distance of embeddings from their batch mean, instead of --radius; "
+             "default 0.25 with --form paper, not set with --model scratch")
     add("--ascent-steps", type=at_least(0, int), default=1,
-        help="number of gradient steps for δ; each replaces δ by Δ times the unit gradient; default 1 "
-             "(released code)")
+        help="number of gradient steps; each sets δ to Δ times the unit gradient; default 1 (released code)")
     add("--head-lr", type=at_least(0), group="training",
         help="learning rate of the projection head; default 5e-4 (paper), 2e-3 with --model scratch")
     return parser
 
 
-# Defaults of flags that were not given
+# Values of flags that are not on the command line
 PAPER_DEFAULTS = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)        # RoBERTa-base
 SCRATCH_DEFAULTS = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)        # with --model scratch
 RADIUS_DEFAULTS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25), scratch=dict(radius=0.2))
@@ -113,7 +113,7 @@ def load_data(path, args):
         fail(f"{path}: {len(rows)} distinct rows, expected at least 2 and at least --batch-size "
              f"({args.batch_size})")
     if args.radius is not None and args.relative_radius is not None:
-        fail(f"--radius {args.radius:g} --relative-radius {args.relative_radius:g}: expected one of the two")
+        fail(f"--radius {args.radius:g} --relative-radius {args.relative_radius:g}: expected only one")
     if (args.radius or args.relative_radius) and args.neighbours >= args.batch_size:
         fail(f"--neighbours {args.neighbours}: expected fewer than --batch-size, which is {args.batch_size}")
     args.mode = "unsupervised" if columns == 1 else "pairs"
@@ -123,10 +123,10 @@ def load_data(path, args):
 
 
 class DistinctRows:
-    """The rows of a table without duplicates. Equal sentences would be each other's neighbours (paper)."""
+    """The rows of a table without duplicates. Equal sentences would be each other's neighbours."""
 
     def __init__(self, table):
-        hashes = bytearray()                                   # 8 bytes per row; the texts may exceed memory
+        hashes = bytearray()                                   # 8 bytes per row: texts may not fit in memory
         for _, cells in table:
             hashes += hashlib.blake2b(repr(cells).encode(), digest_size=8).digest()
         _, first = np.unique(np.frombuffer(hashes, np.uint64), return_index=True)
@@ -196,7 +196,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     check_common_arguments(e, head, neighbours, temperature, form, gather)
     checks.check_number("radius", radius, 0)
     checks.check_integer("steps", steps, 0)
-    if isinstance(head, torch.nn.Module):                      # do not change running statistics
+    if isinstance(head, torch.nn.Module):                      # forward changes only copies of buffers
         buffers = {name: buffer.clone() for name, buffer in head.named_buffers()}
         head = functools.partial(torch.func.functional_call, head, buffers)
 
@@ -209,7 +209,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
         negatives = (others[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        # mean over the rows of all ranks: so the 1e-8 in unit() has the same effect for any number of ranks
+        # dividing by the rows of all ranks gives the 1e-8 in unit() the same effect for any number of ranks
         loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).sum() / len(others)
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
@@ -219,7 +219,7 @@ def nearest_neighbours(e, k, *, gathered=None, offset=0, impl="auto"):
     """Return N(i) as (N, K) int64: the K = min(k, M − 1) other rows with the largest e_i·e_j, largest first.
 
     e           (N, D) embeddings of this rank, any float type, not normalised
-    gathered    (M, D) embeddings of all ranks, whose row numbers are returned; None: e
+    gathered    (M, D) embeddings of all ranks; N(i) are row numbers of gathered. None: e has all rows
     offset      index of this rank's first row in gathered
     """
     everything = e if gathered is None else gathered
@@ -238,7 +238,7 @@ def compute_loss(model, batch, rows, args):
     e1, e2 = model(batch).chunk(2)
     own, head = own_rows(rows), model.projection
     unit1, unit2 = project(head, e1), project(head, e2)
-    gathered = None                                            # None: this rank has all rows
+    gathered = None                                            # None if this rank has all rows
     if len(unit1) < rows:
         gathered = gather_keys(torch.stack([unit1, unit2], 1), rows, args).unbind(1)
     with loss_autocast(e1, args):
