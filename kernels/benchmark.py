@@ -5,15 +5,15 @@
     python -m kernels.benchmark --json h200.json                   also save the results
     python -m kernels.benchmark --from h200.json --markdown --plot h200.png      show saved results
 
-A case is a loss, a size N x M x D (q is (N, D), k is (M, D)) and a set of inputs. For each case and
+A case is a loss, a size N x M x D (q is (N, D), k is (M, D)) and a kind of inputs (--set). For each case and
 implementation, the output has these columns:
 forward ms    median time of a forward pass
-ms            median time of a forward and a backward pass together; 20 % and 80 % are its percentiles
+ms            median time of a forward and a backward pass together; 20 %, 80 %: percentiles of this time
 MB            peak memory of both passes, in 2^20 bytes, with the gradients but without the inputs
 error         |g - g64| / |g64|, where g is the gradient of q, and g64 the same gradient in float64
 
 On a GPU, the L2 cache is flushed before each timed run. A process measures all cases of one implementation,
-from small to large. If it crashes, or a case takes longer than --limit, the remaining cases are not measured.
+from small to large. If it crashes, or a case takes longer than --limit, its remaining cases are not measured.
 """
 import argparse
 import contextlib
@@ -67,7 +67,7 @@ def make_inputs(loss, size, dtype, device, trained):
 
     q = F.normalize(torch.randn(n, d, **seeded(0)), dim=1)
     k = F.normalize(torch.randn(m + n if loss == "queue_loss" else m, d, **seeded(1)), dim=1)
-    if trained:  # at this cosine, (log Σ exp over M random rows) − (logit of the positive) = log 5e-3
+    if trained:  # this cosine makes (log-sum-exp of M random rows) − (logit of the positive) = log 5e-3
         cosine = TAU * (math.log(m) + 1 / (2 * d * TAU ** 2) - math.log(5e-3))
         noise = k[-n:] - (k[-n:] * q).sum(1, keepdim=True) * q
         k[-n:] = cosine * q + (1 - cosine ** 2) ** 0.5 * F.normalize(noise, dim=1)
@@ -103,8 +103,8 @@ def our_loss(loss, impl):
 
 def peer_loss(loss, impl):
     """Return a function (q, k, targets) → loss of another package, or None if the package lacks the loss.
-    For nt_xent, other packages include the similarity of a row to itself. Their loss differs slightly, but it
-    takes as many products."""
+    For nt_xent, other packages count the similarity of a row to itself as a negative. Their loss differs
+    slightly from ours, but needs the same number of dot products."""
     if impl == "siglip-kernel" and loss == "sigmoid_loss":
         from siglip_kernel import fused_siglip_loss
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,7 +146,7 @@ def peer_cross_entropy(impl, tau):
 
 
 def stack_views(q, k):
-    """Return the N rows of nt_xent and sup_con_loss: two views of N/2 samples, half of q and half of k."""
+    """Return N rows that are two views of N/2 samples: the first half of q, then the first half of k."""
     return torch.cat([q[:len(q) // 2], k[:len(q) // 2]])
 
 
@@ -206,13 +206,13 @@ def time_ms(step, device, repeat):
 
 
 def peak_memory_bytes(device, reset=False):
-    """Return the peak memory since the last reset, in bytes; on a CPU, that of this process (Linux only)."""
+    """Return the peak memory since the last reset in bytes: of the GPU, or of this process (CPU, Linux)."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back: reused memory would not count
+        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back; if reused, it would not raise the peak
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
@@ -220,7 +220,7 @@ def peak_memory_bytes(device, reset=False):
 
 def measure_cases(sender, impl, cases, device, repeat):
     """Measure the cases of one implementation in this process, and send each result through a pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, run_impl ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: run_impl ends this process
     for case in cases:
         trained, dtype = case["set"] == "trained", getattr(torch, case["dtype"])
         try:
@@ -238,7 +238,7 @@ def run_impl(impl, cases, device, repeat, limit, report):
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=measure_cases, args=(sender, impl, cases, device, repeat))
     process.start()
-    sender.close()  # so that the pipe ends when the process ends
+    sender.close()  # the pipe can then end when the process ends
     try:
         results = received_results(process, receiver, limit)
         for case in cases:
@@ -310,7 +310,7 @@ def describe_environment(device):
 
 
 def rename(rows):
-    """Return results with names for readers: eager, compiled, ours (only one of OURS) or another package."""
+    """Return results with readable names ("compiled", "ours"); of OURS, keep the first that has results."""
     ours = next((impl for impl in OURS if any(row["impl"] == impl and "ms" in row for row in rows)), None)
     names = {"eager": "eager", "compile": "compiled", ours: "ours"} | dict(zip(PEERS, PEERS))
     return [row | {"impl": names[row["impl"]]} for row in rows if row["impl"] in names]
@@ -370,7 +370,7 @@ def load_result(args):
 
 
 def save_result(result, path):
-    """Save results as JSON. If this process is killed meanwhile, the file is still complete."""
+    """Save results as JSON. If the process is killed during this, the file keeps its old content."""
     part = Path(f"{path}.part")
     part.write_text(json.dumps(result, indent=1))
     part.replace(path)
@@ -383,16 +383,16 @@ def make_parser(device):
     add("--loss", nargs="+", choices=DEFAULT_SIZES, metavar="LOSS", help=", ".join(DEFAULT_SIZES))
     add("--sizes", nargs="+", type=parse_size, metavar="NxMxD", help="for example 4096x4096x128")
     add("--set", nargs="+", choices=("random", "trained"), default=["random"],
-        help="inputs: random unit vectors, or pairs as similar as after training; default random")
+        help="inputs: random unit vectors, or positive pairs as similar as after training; default random")
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"),
-        default="bfloat16" if device == "cuda" else "float32", help="default %(default)s on this device")
+        default="bfloat16" if device == "cuda" else "float32", help="dtype of inputs; default %(default)s")
     add("--impl", nargs="+", choices=IMPLS, metavar="IMPL",
-        help="of this package: eager (plain PyTorch), compile (eager with torch.compile), triton, blockwise, "
-             "auto (the default of the losses); of other packages: torch (PyTorch's linear_cross_entropy), "
+        help="this package: eager (plain PyTorch), compile (eager with torch.compile), triton, blockwise, "
+             "auto (the default of its losses); other packages: torch (PyTorch's linear_cross_entropy), "
              f"{', '.join(PEERS)}; default: eager, compile, triton and the installed packages; on a CPU only "
              "eager and blockwise")
-    add("--repeat", type=int, default=20, help="timed runs, fewer if they take 10 s; default 20")
-    add("--limit", type=int, default=600, metavar="SECONDS", help="time limit of a case; default 600")
+    add("--repeat", type=int, default=20, help="number of timed runs, fewer if they take 10 s; default 20")
+    add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")
     add("--from", dest="source", metavar="FILE",
         help="show results that --json saved; --loss, --sizes, --set and --impl select some of them")
@@ -416,7 +416,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, run_impl then ends its process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: run_impl then ends its process
     try:
         main()
     except KeyboardInterrupt:

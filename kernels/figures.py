@@ -32,8 +32,8 @@ def largest_cases(rows):
 
 
 def plot(result, path):
-    """Plot time (left panels) and memory (right panels) against N. D is that of the loss's largest case, and
-    M is N or that of the largest case. Losses that were measured for only one N are left out."""
+    """Plot time (left panels) and memory (right panels) against N. For each loss, plot the cases with the D
+    and M (or with M = N) of its largest case. Losses that were measured for only one N are left out."""
     rows = [row for row in result["rows"] if "ms" in row and row["set"] == result["rows"][0]["set"]]
     titles = dict.fromkeys(panel_title(row) for row in largest_cases(rows))
     panels = {title: [row for row in rows if panel_title(row) == title] for title in titles}
@@ -79,7 +79,7 @@ def draw_curves(axis, rows, key, in_units):
     axis.set_ylim(10 ** low, 10 ** high)
     ends.sort(reverse=True)
     places = [(math.log10(value) - low) / (high - low) for value, _, _ in ends]
-    for i in reversed(range(len(ends) - 1)):                   # a line of text needs 0.12 of the axis
+    for i in reversed(range(len(ends) - 1)):                   # each label needs 0.12 of the height
         places[i] = max(places[i], places[i + 1] + 0.12)
     for i, (_, text, colour) in enumerate(ends):
         places[i] = min(places[i], places[i - 1] - 0.12 if i else 1)
@@ -109,7 +109,7 @@ def save_figure(figure, path):
     """Save a figure to a file; its extension selects the format."""
     try:
         figure.savefig(path, dpi=150)
-        if Path(path).suffix == ".png":  # 256 colours are enough for lines; the file has half the size
+        if Path(path).suffix == ".png":  # 256 colours are enough for lines, and halve the file size
             from PIL import Image  # matplotlib depends on Pillow
             Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
     except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the extension

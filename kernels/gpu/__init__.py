@@ -19,15 +19,15 @@ Letters and words that mean the same in all files:
                      GPUs have an instruction for exp2, but not for exp
     m_i, l_i         running maximum and running sum of row i: m_i = max_j s_ij, l_i = Σ_j exp2(s_ij − m_i).
                      Some kernels subtract another number in place of the maximum, and store it as m_i
-    m                in host code next to n: the number of keys M; everywhere else: the m_i of all rows
+    m                in host code, where n is N: the number of keys M; everywhere else: the m_i of all rows
     stats            m and l of N rows, stacked: (2, N)
     lse              log-sum-exp of a row in nats, (m + log2 l) / log2(e)
     p                softmax, p_ij = exp2(s_ij − m_i) / l_i
     shift            one number r that is subtracted from all logits in place of the maxima (shift.py)
     positive         the key k⁺_i that belongs to row i; the mask excludes this column from the sums. In
                      formulas positive_i is its logit; in code positive is q_i·k⁺_i (in sigmoid.py the logit)
-    dloss_dlse       derivative of the loss with respect to lse_i (g_i in formulas). Constants that all rows
-                     share, such as 1/N, are not in it; they are multiplied at the end
+    dloss_dlse       derivative of the loss with respect to lse_i (g_i in formulas), without the constants
+                     that all rows share, such as 1/N: these multiply the gradient at the end
     side             one softmax of the loss: the row softmax (one per row i, dim=1) or the column softmax
                      (one per column j, dim=0)
     self-similarity  k is None: the rows of q are compared with each other, so the logits are symmetric

@@ -4,7 +4,7 @@ Let g_i = dloss_dlse_i and p_ij = exp(q_i·k_j/τ − lse_i), or 0 where the mas
 
     W_ij = g_i p_ij        dq_i = (1/τ) Σ_j W_ij k_j        dk_j = (1/τ) Σ_i W_ij q_i        dτ = −⟨q, dq⟩ / τ
 
-Eager                                        bytes moved, N·M float32 logits
+Eager                                        bytes moved by eager (float32 logits)
     w = g[:, None] * (s - lse[:, None]).exp()    read and write 16 N·M or more
     dq, dk = w @ k / τ, w.T @ q / τ              read 8 N·M
 
@@ -13,13 +13,13 @@ gradient_large_d.py: one kernel writes blocks of W, 2 N·M bytes in half types, 
 
 If the loss also has a column softmax p' with derivatives g'_j, one dot product gives both terms of
 W_ij = g_i p_ij + g'_j p'_ij. With self-similarity (rows z), dz = (1/τ) W z, where W_ij = g_i p_ij + g_j p_ji.
-If column j is the positive of row i, the mask excludes it, and W_ij = 0. The term of the positive has the
-coefficient −g_i (−g_i − g'_j with a column softmax) instead, and is added at the end, in float32.
+If column j is the positive of row i, the mask excludes it, and W_ij = 0. The coefficient of the positive is
+−g_i instead (with a column softmax −g_i − g'_j), and its term is added at the end, in float32.
 
-In a half type, W must not overflow, and small weights should not underflow. So |g| ≤ 1, because constants
-such as 1/N are multiplied at the end. W is stored multiplied by WEIGHT_SCALE = 2¹⁴, and the final sums are
-divided by it. In float16, p_ij = 2⁻³⁸ then does not underflow, and W does not overflow. The order of all sums
-is fixed, so the same input gives the same bits.
+In a half type, W must not overflow, and small weights should not underflow. Therefore g (|g| ≤ 1) does
+not contain constants such as 1/N; the gradients are multiplied by them at the end. W is stored multiplied by
+WEIGHT_SCALE = 2¹⁴, and the final sums are divided by this. In float16, W then does not overflow, and even
+p_ij = 2⁻³⁸ does not underflow. The order of all sums is fixed, so the same input gives the same bits.
 """
 import torch
 
@@ -31,14 +31,14 @@ from .shift import as_side
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_factor, needs_q, needs_k,
               needs_temperature, dtype, positives=False):
-    """Return dq (N, D) and dk (M, D) in dtype, and dτ, a float32 scalar. Those not needed have no elements.
+    """Return dq (N, D) and dk (M, D) in dtype, and dτ, a float32 scalar. Unneeded gradients are empty.
 
     k                  None: self-similarity with a symmetric mask. Then rows and columns are the same tensor,
                        and dq contains the whole gradient
     rows, columns      tensors (3, padded N) and (3, padded M) of the row and the column softmax, from
-                       lse_forward.forward or shift.make_side, with |dloss_dlse| ≤ 1; None: no such softmax
-    common_m           from the ForwardResult
-    grad, loss_factor  upstream gradient (0-dim tensor) and a constant such as 1/N: factors of the results
+                       lse_forward.forward or shift.make_side, with |dloss_dlse| ≤ 1; None: not in the loss
+    common_m           ForwardResult.common_m of the forward pass
+    grad, loss_factor  upstream gradient (0-dim tensor) and a constant such as 1/N; both multiply all results
     needs_*            whether the gradients of q, k and the temperature are needed
     positives          True: add the term of each row's positive (see the top of this file)
     """

@@ -9,7 +9,7 @@ W (N, M) may be large, so only one block of W is stored at a time. A block has a
             └──────────────┘                          dk_J  += Wᵀ @ q_I
 
 This takes 6 N·M·D operations; 2 N·M·D of them compute the logits again. With self-similarity, W is symmetric.
-Then only blocks on or above the diagonal are computed, each for its rows and its columns: 3 N²D operations.
+Then only blocks on or above the diagonal are computed, and used twice (as W and Wᵀ): 3 N²D operations.
 """
 import torch
 import triton
@@ -26,7 +26,7 @@ from .tiles import (
     WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, finish_gradient, keep_mask, kernel,
     load_factors, log2e_over_tau, needs_mask, next_step, softmax_weights)
 
-ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm of half types with float32 result
+ADDMM_TO_FLOAT32 = TorchVersion(torch.__version__) >= (2, 11)     # addmm can return float32 for half types
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def write_weights(tiles, common_m, W, X_SIDE, Y_SIDE, first_x, first_y, tiles_x,
                   Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                   TRIANGLE: tl.constexpr, ONE_EXPONENTIAL: tl.constexpr,
                   BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write W as in weights_kernel. common_m and ONE_EXPONENTIAL are arguments of tiles.softmax_weights."""
+    """Write a block of W, see weights_kernel. tiles.softmax_weights explains common_m and ONE_EXPONENTIAL."""
     scale = log2e_over_tau(MASK)
     tile, tile_i, tile_j, d = tl.program_id(0) - tl.num_programs(0), 0, 0, SHAPE.D
     qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -65,7 +65,7 @@ def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write the weights, times WEIGHT_SCALE, to W for the block that starts at tile (first_x, first_y).
 
-    COMMON_M  0-dim tensor of shift.py; None: there is no shift, as the loss has one side or few rows
+    COMMON_M  m of all rows and columns, or ∞ (shift.py); None: no shift, as the loss has one side or few rows
     TRIANGLE  True: the block lies on the diagonal of a self-similarity (tiles.tile_at). Each tile is stored
               twice: at its place, and transposed at the mirrored place
     """
@@ -83,7 +83,7 @@ def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x
 @kernel
 def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N, M, FINISH,
                            EXCLUDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write finish_gradient(FACTOR · SUM) to DX and, unless DOT is None, partial sums of x·dx per row to DOT.
+    """Write finish_gradient(FACTOR · SUM) to DX. If DOT is given, write partial sums of x·dx per row to it.
     FACTOR (N,) has a factor for each row. If SHIFT is not 0 or FACTOR is None, the factors are 1."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -102,7 +102,7 @@ def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N,
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
     """Return (dq, dk, partial sums of ⟨q, dq⟩ or None). See gradient.gradients for the arguments."""
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # without padding, for cuBLAS
+    q, k = (x[:, :d] for x in aligned[:2])                         # for cuBLAS: views without padding
     sums = gradient_sums(q, k, *needs)
     config = tile_config(q, aligned[2])
     two_sided = rows.factor is not None and columns.factor is not None
@@ -110,7 +110,7 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
         config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 would spill registers
     operands, rest = kernel_args(*aligned, temperature, config)
     if two_sided and operands[-1].q_stride is not None:
-        rest |= dict(num_warps=8)                                  # pointers need more registers
+        rest |= dict(num_warps=8)                                  # pointers take more registers
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         triangle = self_similarity and first_x == first_y
@@ -125,7 +125,7 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
 
 def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
     """Return two uninitialised float32 tensors: (N, D) for Σ_j w_ij k_j and (M, D) for Σ_i w_ij q_i.
-    A tensor that is not needed has no rows."""
+    A tensor that is not needed is empty."""
     needed = (q, needs_q or needs_temperature), (k, needs_k)
     return [torch.empty(x.shape[0] if is_needed else 0, x.shape[1], dtype=torch.float32, device=x.device)
             for x, is_needed in needed]
@@ -134,7 +134,7 @@ def gradient_sums(q, k, needs_q, needs_k, needs_temperature):
 def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False):
     """Add W k to sums_q and Wᵀ q to sums_k, block by block.
 
-    sums_q, sums_k   from gradient_sums; nothing is added to a tensor without rows
+    sums_q, sums_k   from gradient_sums; an empty tensor stays empty
     fill_weights     function (w, w_row_stride, first_x, first_y, tiles_x, tiles_y) that writes the weights of
                      one block to the buffer w. The block starts at tile (first_x, first_y) and has
                      tiles_x × tiles_y tiles
@@ -156,11 +156,11 @@ def add_blocks(sums_q, sums_k, q, k, config, fill_weights, self_similarity=False
 
 
 def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_dot, shift=None):
-    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None) for sums, the list [sums_q, sums_k] of add_blocks.
+    """Turn sums, the list [sums_q, sums_k], into (dq, dk, partial sums of ⟨q, dq⟩ or None).
 
     The list is emptied, so that sums_q can be freed before dk is allocated.
     mask   KernelMask
-    shift  0-dim tensor: if it is 0, sums_q lacks the factors of its rows; None: sums_q contains them
+    shift  0-dim tensor: if it is 0, multiply sums_q by rows.factor; None: sums_q contains these factors
     """
     dq, dot = finish_side(sums.pop(0), q, k, mask, exclude, rows, columns, scaling, needs_dot, shift)
     dk, _ = finish_side(sums.pop(), k, q, transposed_mask(mask), exclude, columns, rows, scaling)
@@ -168,14 +168,14 @@ def finish_gradients(sums, q, k, mask, exclude, rows, columns, scaling, needs_do
 
 
 def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=False, shift=None):
-    """Return (dx, partial sums of x·dx per row or None). If dx is float32, it is written into sums."""
+    """Return (dx, partial sums of x·dx per row or None). If dx is float32, dx overwrites sums."""
     if not sums.shape[0]:
         return sums, None
     x, y = contiguous_rows(x), contiguous_rows(y)
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
     grid = cdiv(x.shape[0], 32), cdiv(x.shape[1], 128)
     dot = torch.empty(grid[1], x.shape[0], dtype=torch.float32, device=x.device) if needs_dot else None
-    if exclude == "target" and mask.row_ids is None:              # x is k; rows of q may share a target
+    if exclude == "target" and mask.row_ids is None:              # here x is k; rows of q may share a target
         if scaling.positives:
             subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
         scaling = scaling._replace(positives=False)
@@ -188,9 +188,9 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
 
 
 def add_product(sums, a, b, overwrite):
-    """Add a @ b to sums (float32), in place; a and b have any dtype. overwrite: discard the old sums."""
+    """Add a @ b to sums (float32), in place; a and b have any dtype. overwrite: replace the old sums."""
     if not a.is_cuda:
-        a, b = a.float(), b.float()         # Triton's interpreter: on a CPU, mm has no out_dtype
+        a, b = a.float(), b.float()         # on a CPU (Triton's interpreter), mm has no out_dtype
     to_float32 = {} if a.dtype == torch.float32 else dict(out_dtype=torch.float32)
     if overwrite:
         torch.mm(a, b, out=sums, **to_float32)

@@ -6,7 +6,7 @@
 
 y_J are the rows of y in tile J, read once for both products. Weights w are never written to memory. The
 kernel runs with x = q and y = k for dq, and again with x = k and y = q for dk. Each run takes 4 N·M·D
-operations, half of them for s. Only with groups (within=) may D exceed 128. Then a program computes only 128
+operations, half of them for s. D may exceed 128 only with groups (within=). Then a program computes only 128
 features of dx, so that D / 128 programs compute the same s. If the group ids of the columns are sorted, a
 program loops only over the columns that belong to the groups of its rows.
 """
@@ -44,7 +44,7 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # per logit; one loop has no columns
+    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # common_m chooses 1 or 2 per logit
         end = tl.where((common_m < float("inf")) == (exponentials == 1), stop, start)
         for column in range(start, end, BLOCK_M):
             columns = column + tl.arange(0, BLOCK_M)

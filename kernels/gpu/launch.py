@@ -14,13 +14,13 @@ from ..masks import transposed
 from .tiles import LOG2E, copy_kernel, scale_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-EMULATED_CAPABILITY = 9                   # major compute capability that is assumed for CPU tensors
-EMULATED_MULTIPROCESSORS = 132            # number of multiprocessors (SMs) that is assumed for CPU tensors
+EMULATED_CAPABILITY = 9                   # major compute capability that we assume for CPU tensors
+EMULATED_MULTIPROCESSORS = 132            # number of multiprocessors (SMs) that we assume for CPU tensors
 MAX_POINTER_WORK = 2 ** 33                # up to this N·M·D, descriptors cost more host time than they save
 
 
 class MatmulShape(NamedTuple):
-    """The number of features and the row strides of q and k, for tiles.qk_tile."""
+    """The number of features and the row strides of q and k, as kernel arguments."""
     D: int                   # number of features
     q_stride: Any            # elements from row to row; None: q is a tensor descriptor
     k_stride: Any
@@ -28,34 +28,33 @@ class MatmulShape(NamedTuple):
 
 class KernelMask(NamedTuple):
     """The mask and the temperature as kernel arguments. The fields are those of masks.Mask, except exclude,
-    which kernels receive as the constexpr EXCLUDE. Triton compiles no code for a field that is None.
-    """
+    which kernels receive as the constexpr EXCLUDE. Triton compiles no code for a field that is None."""
     row_ids: Any
     column_ids: Any
     row_groups: Any
     column_groups: Any
     row_features: Any
     column_features: Any
-    offset: Any              # 4 · offset + 2 (kernel_args says why)
-    phi: Any                 # threshold for products of features
-    feature_count: Any       # number of columns of row_features
+    offset: Any              # 4 · (offset of the Mask) + 2; kernel_args says why
+    phi: Any                 # columns with f_i·f_j ≥ phi are excluded; f: features of rows and columns
+    feature_count: Any       # number of features per row in row_features and column_features
     temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
     log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
 
 
 class GradientScaling(NamedTuple):
     """Options of tiles.finish_gradient, which turns a sum of weighted rows into a gradient."""
-    grad: Any                # 0-dim tensor, upstream gradient; None: 1
+    grad: Any                # upstream gradient, a 0-dim tensor; None means 1
     loss_factor: float       # constant factor of the gradient, such as 1/N for a mean over N rows
     positives: bool          # True: subtract the term of each row's positive, which the sum does not contain
     dtype: Any               # dtype of the gradient
 
 
 class FinishArgs(NamedTuple):
-    """Kernel arguments of tiles.finish_gradient for the gradient of x. x and positive_rows are not padded."""
+    """Kernel arguments of tiles.finish_gradient for the gradient of x. x and positive_rows are unpadded."""
     grad: Any
     x: Any
-    positive_rows: Any       # y, whose rows include the positives of x; None: no term of positives
+    positive_rows: Any       # y, which contains the positives of x; None: do not subtract their terms
     loss_factor: float
     features: int            # number of features
     x_stride: int            # elements from row to row of x
@@ -95,7 +94,7 @@ def tile_config(x, mask):
     ids, half = None if mask.exclude == "target" else mask.row_ids, x.dtype != torch.float32
     kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     return dict(BLOCK_N=128,
-                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids, groups, features take registers
+                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids, groups and features take registers
                 BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
                 # with 4 warps and 255 registers per thread, an SM of an H100 runs two programs at a time
                 num_warps=4 if half and capability(x) == 9 else 8,
@@ -118,8 +117,8 @@ def aligned_rows(x):
     """Return x if its rows are aligned and D is a multiple of 16, else an aligned copy padded with zeros.
 
     Kernels and descriptors read 16 bytes at a time, from aligned addresses. Zeros do not change dot products.
-    If products use TF32, float32 rows are copied in any case, and rounded to TF32. The tensor cores alone
-    would cut off the last 13 bits. These errors all go towards zero, so they would add up.
+    If products use TF32, float32 rows are copied in any case, and rounded to TF32. Without the rounding,
+    tensor cores would cut off the last 13 bits. These errors all go towards zero, so they would add up.
     """
     (count, features), (row_stride, column_stride) = x.shape, x.stride()
     rounds = x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
@@ -135,7 +134,7 @@ def aligned_rows(x):
 
 
 def aligned_operands(q, k, mask):
-    """Return q, k and the mask, with all rows aligned. One copy serves all kernels of a pass."""
+    """Return q, k and the mask, with all rows aligned. All kernels of a pass use the same copies."""
     if mask.row_features is not None:
         row_features, column_features = (
             aligned_rows((f.float() if f.dtype == torch.float64 else f).contiguous())   # kernels use float32
@@ -152,12 +151,12 @@ def transposed_mask(kernel_mask):
 
 
 def is_host_scalar(scalar, x):
-    """Return whether a 0-dim temperature or bias is not on x's device: as_scalar keeps numbers on the CPU."""
+    """Return whether a 0-dim temperature or bias is not on x's device: a caller's number stays on the CPU."""
     return scalar.device != x.device
 
 
 def scale_args(temperature, x):
-    """Return (temperature, log2e_over_tau), the last two fields of a KernelMask; one of them is None."""
+    """Return (temperature, log2e_over_tau), the last two fields of a KernelMask; exactly one is None."""
     if is_host_scalar(temperature, x):
         return None, LOG2E.value / temperature.item()
     return temperature, None

@@ -1,6 +1,6 @@
 """Forward pass: log-sum-exp of each row (or of each row and column) of q·kᵀ/τ, and the softmax loss.
 
-Eager                                      bytes moved, N·M logits       here
+Eager                                      bytes moved by eager          this file
     s = q @ k.T / temperature              write 4 N·M                   tiles stay in registers
     s = s.masked_fill(excluded, -inf)      read and write 8 N·M          where() on the few tiles that need it
     lse = s.logsumexp(1), s.logsumexp(0)   read 8 N·M or more            write two numbers per row of a tile
@@ -13,19 +13,20 @@ If column sums are needed too, sums_kernel also writes two numbers per column. m
 m_i = max_J m[J, i] and l_i = Σ_J l[J, i] exp2(m[J, i] − m_i) for each row. Both m and l are stored, because
 in the sum lse = m + log2 l, a large m would round off digits of l.
 
-With more than FEW_ROWS rows, there are three special cases. If rows and columns have sums (or with
-self-similarity), one shift takes the place of all m (shift.py); row_stats_kernel then computes each row again
-whose sum underflowed. With groups (within=), row_stats_kernel computes each row from columns of its group.
-With self-similarity the logits are symmetric, so only one of the tiles (I, J) and (J, I) is computed: its
-column sums are the row sums of the other tile. Large matrices are computed as several blocks, so that tables
-stay small. There are no atomics, and the order of all sums is fixed: the same input gives the same bits.
+With more than FEW_ROWS rows, there are three special cases. If both rows and columns need sums, or with
+self-similarity, one shift replaces all m (shift.py), and row_stats_kernel computes a row again if its sum
+underflowed. With groups (within=), row_stats_kernel computes each row from the columns of its group. With
+self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so only one of the tiles is computed.
+Large matrices are computed block by block, so that tables stay small. The order of all sums is fixed (there
+are no atomics), so the same input gives the same bits.
 
 The softmax loss compares lse_i with the logit of the positive of row i. The mask excludes the positive from
 lse_i, and mask_tile stores the dot product of the positive:
 
     gap_i = lse_i − positive_i        loss = Σ_i w_i softplus(gap_i)        dloss_dlse_i = σ(gap_i)
 
-dloss_dlse_i is accurate even when it is tiny. The usual 1 − softmax of the positive would lose digits.
+w_i is 1/N or the caller's weight of row i (which also multiplies dloss_dlse_i). σ(gap_i) is accurate even
+when it is tiny; the usual formula, 1 − softmax of the positive, would lose digits.
 """
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
     """Return the tile x of logits with −∞ where the mask excludes them.
 
     x is dot product · scale − shift. The dot products of positives in the tile are written to POSITIVE.
-    ONE_OF_TWO  True: the tile also stands for its mirror image, which is not computed (self-similarity)
+    ONE_OF_TWO  True: no program computes the mirrored tile (self-similarity), so store its positives too
     """
     if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
         rows = row + tl.arange(0, BLOCK_N)
@@ -103,7 +104,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
             shift = 0.0 if MAXIMA else tl.load(SHIFT)
-            # use qk before the branch in mask_tile; tiles.count_steps says why
+            # this uses qk before the branch in mask_tile; tiles.count_steps says why
             x = qk + 0.0 if MAXIMA else tl.fma(qk, scale, -shift)
             x = mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, COLUMN_TABLE is not None,
                           shift, 1.0 if MAXIMA else scale, BLOCK_N, BLOCK_M)
@@ -125,7 +126,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                     e = exp2_scaled(x, scale, finite_max(m_j)[None, :])
                 mask = j < width
                 if TRIANGLE:
-                    mask = mask & (tile_i != tile_j)               # on the diagonal, row sums are enough
+                    mask = mask & (tile_i != tile_j)               # row sums of a diagonal tile are enough
                 store_stats(COLUMN_TABLE, tile_i, tiles_i, j, width, m_j, tl.sum(e, 0), mask)
             qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
@@ -136,8 +137,8 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write m and l of each row to STATS (2, N). A program computes BLOCK_N rows, in a loop over columns.
 
-    SHIFT   None: compute all rows. Else STATS holds sums with this shift, and only rows whose l underflowed
-            are computed, with their maxima as m. If there are such rows, COMMON_M becomes ∞
+    SHIFT   None: compute all rows. A tensor: STATS holds sums with this shift; compute only the rows whose l
+            underflowed, with their maxima as m. If there are such rows, set COMMON_M to ∞
     RANGES  range of columns for each program, from masks.column_ranges; None: all columns
     """
     row, scale = tl.program_id(0) * BLOCK_N, log2e_over_tau(MASK)
@@ -171,10 +172,10 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
 def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MASK, weight, tiles, count,
                        l_offset, side_count, side_stride, SIDES: tl.constexpr, OVERWRITE: tl.constexpr,
                        TILES_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Merge m and l of the tiles in TABLE (SIDES, 2, tiles, count) into STATS[side, :, i].
+    """Merge m and l of all tiles, TABLE (SIDES, 2, tiles, count), into m and l of row i, STATS[side, :, i].
 
-    Then write the lse of each row to LSE, unless LSE is None. Unless LOSS is None, write a partial sum of the
-    loss per program to LOSS, and SoftmaxSides to SIDES_OUT. Their vectors are side_stride elements apart.
+    If LSE is given, write the lse of each row to it. If LOSS is given, write each program's part of the loss
+    to it, and SoftmaxSides to SIDES_OUT, whose vectors are side_stride elements apart.
     OVERWRITE  True: ignore the old content of STATS
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -193,7 +194,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             m_new = tl.maximum(m_i, tl.max(tile_m, 0))
             tile_l = tl.load(place + tiles * count, mask=mask, other=0.0)
             tile_l *= tl.exp2(tile_m - finite_max(m_new)[None, :])
-            tile_l = tl.where(tile_m == float("-inf"), 0.0, tile_l)    # no columns: nothing to add
+            tile_l = tl.where(tile_m == float("-inf"), 0.0, tile_l)    # all columns of the tile are excluded
             l_i = l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(tile_l, 0)
             m_i = m_new
         if LSE is not None or LOSS is not None:                        # this is the last merge into STATS
@@ -207,7 +208,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, positive, log2e_over_tau(MASK)))
             if WEIGHTS is not None:
                 row_weight = tl.load(WEIGHTS + rows, mask=inside, other=0.0)
-                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # not 0 · NaN
+                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # 0, even if the loss is NaN
                 dloss_dlse = tl.where(row_weight == 0.0, 0.0, dloss_dlse * row_weight)
             out = SIDES_OUT + 3 * side * side_stride + rows
             tl.store(out, softmax_factor(dloss_dlse, l_i), mask=rows < side_count)
@@ -219,20 +220,20 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
 
 
 class ForwardResult(NamedTuple):
-    """Results of the forward pass, float32 tensors. Those that were not requested are None."""
+    """Results of the forward pass, float32 tensors. Results that forward() did not compute are None."""
     stats: Any             # (2, N): m and l of the rows
-    lse: Any               # (N,): lse of the rows; None if forward() computed a loss
+    lse: Any               # (N,): lse of the rows; None if a loss was requested
     sides: Any             # (sides, 3, padded N) for shift.as_side; dloss_dlse lacks the factor 1/N of a mean
     loss: Any              # scalar
     common_m: Any          # 0-dim COMMON_M of shift.py; None: there is no shift
 
 
 def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
-    """Return a ForwardResult: lse or loss of the rows of q·kᵀ/τ and, with both, of the columns (N = M).
+    """Return a ForwardResult with the lse of the rows of q·kᵀ/τ or, if loss is True, with the loss.
 
     k         None: self-similarity; the mask must be symmetric
-    loss      True: return the loss Σ_i w_i softplus(gap_i) instead of lse; with both, the mean of two losses
-    weights   (N,) float32, the w_i of the loss; None: 1/N for all rows
+    loss      True: compute Σ_i w_i softplus(gap_i); with both (N = M), the mean of this for rows and columns
+    weights   (N,) float32, the weights w_i in the loss; None: 1/N for all rows
     """
     check_device(q)
     self_similarity, k = k is None, q if k is None else k
@@ -268,7 +269,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     table = stats[0, :, None, :][:, :0]                            # an empty table
     complete = shift is None and ranges is None and height >= n and width >= m
     if complete:
-        table, _ = sums(0, 0, n, m)                                # with both, the column table follows it
+        table, _ = sums(0, 0, n, m)                                # in memory, the column table follows it
     elif ranges is None:
         merge_blocks(stats, n, m, height, width, few, triangle, sums)
     if ranges is not None or shift is not None:
@@ -280,7 +281,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
 
 
 def merge_blocks(stats, n, m, height, width, few, triangle, sums):
-    """Compute tables of each block by sums(first row, first column, height, width); merge them into stats."""
+    """Call sums(first row, first column, height, width) for each block, and merge its tables into stats."""
     for i in range(0, n, height):
         for j in range(i if triangle else 0, m, width):
             at_i, at_j = slice(i, min(i + height, n)), slice(j, min(j + width, m))
@@ -301,11 +302,11 @@ def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,
                 mask=None, mean_over=None):
-    """Merge the m and l of tiles into stats, in place. On request, fill lse, or fill sides and return a loss.
+    """Merge the m and l of tiles into stats, in place. Then compute the lse or the loss, if requested.
 
     stats      (sides, 2, N): m and l
-    table      (2, tiles, N): m and l of the rows; with two sides, the columns' table follows in memory
-    few        has_few_rows of the whole matrix, not of a block: all blocks then share one compiled kernel
+    table      (2, tiles, N): m and l of the rows; with two sides, the columns' table comes next in memory
+    few        has_few_rows of the whole matrix, even for one block: all blocks then share a compiled kernel
     overwrite  True: ignore the old content of stats
     lse        (N,) output, or None
     positive   (N,) dot products of the positives; None: compute no loss. The loss is returned as a scalar or
@@ -317,7 +318,7 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sid
     """
     n = stats.shape[2]
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))
-    # few rows: a single program computes all (up to 1024) rows, so partial losses need no final sum
+    # with few rows (up to 1024), a single program computes all of them, so its loss is the whole loss
     block, tiles_at_once = (1024, 8) if few else (32, 64)
     programs = cdiv(side_count, block)
     loss_sums = None if positive is None else stats.new_empty(programs if programs > 1 else ())

@@ -4,17 +4,17 @@
     o_i = Σ_j p_ij k_j, the gradient of lse_i with respect to q_i, times τ
 
 o_i is what attention computes, with the keys also as values. Therefore the loop that computes lse can compute
-o too: 4 N·M·D operations in all, but 6 with a backward pass that computes the logits again. A program takes
-BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
+o too, with 4 N·M·D operations in all. A separate backward pass would compute the logits again: 6 in all. A
+program computes BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
            └──────────────────────┘
 
-m_old and m_new are the running maximum before and after tile J. If each program took all columns, few rows
-would leave most of the GPU idle. So queue_kernel divides the columns into splits: each program computes m, l
-and o of one split, and merge_splits_kernel merges the splits. o is in registers, so queue_kernel takes only
-half types and D ≤ 256. The positive k⁺_i is not in the queue; merge_splits_kernel computes its terms:
+m_old and m_new are the running maximum before and after tile J. If each program looped over all columns, a
+small batch would leave most of the GPU idle. So the columns are divided into splits: each program of
+queue_kernel computes m, l and o of one split, and merge_splits_kernel merges the splits. Registers hold o
+only for half types and D ≤ 256. The positive k⁺_i is not in the queue; merge_splits_kernel adds its terms:
 
     gap_i = lse_i − q_i·k⁺_i/τ        loss_i = softplus(gap_i)
     dq_i = σ(gap_i) (o_i − k⁺_i) / τ        dk⁺_i = −σ(gap_i) q_i / τ
@@ -59,7 +59,7 @@ def queue_kernel(STATS, O, split_columns,
         m_i = m_new
     slot = tl.program_id(1).to(tl.int64) * N
     tl.store(STATS + 2 * slot + rows, m_i, mask=rows < N)
-    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l itself would spill
+    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l spills registers
     o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     tl.store(O + (slot + rows)[:, None] * SHAPE.D + d[None, :], o,
              mask=(rows < N)[:, None] & (d < SHAPE.D)[None, :])
@@ -97,7 +97,7 @@ def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, lo
 
 
 def queue_loss(q, k, queue, temperature, mask):
-    """Return (mean loss, dq (N, D), dk (N, D)) in float32 for half types and D ≤ 256; k are the positives."""
+    """Return float32 (mean loss, dq (N, D), dk (N, D)) for half types and D ≤ 256; k holds the positives."""
     check_device(q)
     aligned, features = aligned_operands(q, queue, mask), max(16, next_power_of_2(q.shape[1]))
     columns, warps = (128, 4) if features <= 128 else (32, 8)      # with a large D, o takes more registers
@@ -107,7 +107,7 @@ def queue_loss(q, k, queue, temperature, mask):
     (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]    # m: length of the queue
     row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
     at_once = multiprocessors(q) * 8 // warps
-    splits = min(column_tiles, max(1, at_once // row_tiles))       # so that all programs run at once
+    splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs can then run at once
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
     splits = cdiv(m, split_columns)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)

@@ -13,8 +13,8 @@ rounded, and rows may be rounded to TF32. Then
     r = max(B − 106, 0)          terms are at most 2¹⁰⁶, so sums of 2²⁰ terms do not overflow in float32
 
 If B ≤ 106, as for unit rows at τ ≥ 0.0137, then r = 0 and no term underflows. If B is larger, terms below
-2⁻¹²⁶ underflow, but these are too small to change a sum above 2⁻⁸⁰. If the sum of a row is smaller (at τ =
-0.01: if all its cosines are below −0.29), forward computes this row again with its own maximum. COMMON_M is
+2⁻¹²⁶ underflow, but these are too small to change a sum above 2⁻⁸⁰. If the sum of a row is below 2⁻⁸⁰ (at τ
+= 0.01: if all its cosines are below −0.29), forward computes this row again with its own maximum. COMMON_M is
 r if r is the m of all rows and columns, and ∞ if some row or column has its own maximum as m. Backward
 computes one exponential per logit if COMMON_M is finite, and two if COMMON_M is ∞.
 """
@@ -30,13 +30,13 @@ from .launch import temperature_only_mask
 from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
 MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
-MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that underflowed terms cannot change
+MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that underflow of terms cannot change
 NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on B, because of rounding
 MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kernels that read a SoftmaxSide
 
 
 class SoftmaxSide(NamedTuple):
-    """Kernel arguments for one side of the loss: its row or column softmax. Without this side, all are None.
+    """Kernel arguments for one side (softmax) of the loss. If the loss lacks this side, all fields are None.
 
     The fields are float32 vectors, padded with zeros to whole tiles: kernels load them without a mask.
     """
@@ -57,7 +57,7 @@ def largest(X, count, BLOCK: tl.constexpr):
 
 @kernel
 def shift_kernel(SHIFT, COMMON_M, NORMS_X, NORMS_Y, MASK, N, M, BLOCK: tl.constexpr):
-    """Compute r from largest_norms of q (N,) and of k (M,), and write r to SHIFT and COMMON_M."""
+    """Compute r from NORMS_X (N,) and NORMS_Y (M,), see largest_norms, and write r to SHIFT and COMMON_M."""
     bound = largest(NORMS_X, N, BLOCK) * largest(NORMS_Y, M, BLOCK) * tl.abs(log2e_over_tau(MASK))
     r = tl.maximum(bound * NORM_MARGIN - MAX_LOG2_TERM, 0.0)
     tl.store(SHIFT, r)
@@ -66,7 +66,7 @@ def shift_kernel(SHIFT, COMMON_M, NORMS_X, NORMS_Y, MASK, N, M, BLOCK: tl.conste
 
 @kernel
 def norms_kernel(NORMS, X, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write the largest norm of each BLOCK_N rows of X (count, features); one number per program."""
+    """Write the largest norm of this program's BLOCK_N rows of X (count, features) to NORMS."""
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for d in range(0, features, BLOCK_D):
         x = load_tile(X, tl.program_id(0) * BLOCK_N, d, count, features, row_stride, BLOCK_N, BLOCK_D)
@@ -86,7 +86,7 @@ def side_kernel(SIDE, STATS, DLOSS_DLSE, count, side_count, BLOCK: tl.constexpr)
 
 
 def has_few_rows(n, m):
-    """Return whether q and k have at most FEW_ROWS rows; launches then take longer than the arithmetic."""
+    """Return whether q and k have at most FEW_ROWS rows, so that launches take longer than arithmetic."""
     return max(n, m) <= FEW_ROWS
 
 
@@ -126,5 +126,5 @@ def make_side(stats, dloss_dlse):
 
 
 def as_side(side):
-    """Return the rows of a tensor (3, padded n) as a SoftmaxSide; for None, one whose fields are None."""
+    """Return the rows of a tensor (3, padded n) as a SoftmaxSide; if side is None, all fields are None."""
     return SoftmaxSide() if side is None else SoftmaxSide(*side)

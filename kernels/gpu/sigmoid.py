@@ -1,9 +1,9 @@
-"""The sigmoid loss of all pairs and its gradient in one pass. W, the weights, is computed block by block.
+"""The sigmoid loss of all pairs and its gradient in one pass. The weights W are computed block by block.
 
-Eager                                              bytes moved       here
-    s = q @ k.T / τ + b                            write 4 N·M       tiles stay in registers
-    loss = -logsigmoid(±s).sum() / N               read 4 N·M        write Σ softplus(s), Σ σ(s) per tile
-    dloss/ds = ±σ(±s) / N                          write 4 N·M       write blocks of W, in q's dtype
+Eager                                        bytes moved by eager    this file
+    s = q @ k.T / τ + b                      write 4 N·M             tiles stay in registers
+    loss = -logsigmoid(±s).sum() / N         read 4 N·M              write Σ softplus(s), Σ σ(s) per tile
+    dloss/ds = ±σ(±s) / N                    write 4 N·M             write blocks of W, in q's dtype
 
 In this file s is in nats. Let k⁺_i be the key that is the positive of row i, and s⁺_i its logit. W_ij is
 σ(s_ij), but 0 where key j is the positive of row i. Then
@@ -11,8 +11,8 @@ In this file s is in nats. Let k⁺_i be the key that is the positive of row i, 
     N·dq_i = (1/τ) (Σ_j W_ij k_j − σ(−s⁺_i) k⁺_i)        dτ = −⟨q, dq⟩ / τ        N·db = Σ W − Σ_i σ(−s⁺_i)
 
 The terms of the positives are added at the end; their factor σ(−s⁺_i) is more accurate than 1 − σ(s⁺_i). A
-weight depends only on its logit, not on other logits of the row. So each block of W is computed only once, in
-6 N·M·D operations in all, as eager. gradient_large_d.add_blocks loops over blocks of W and multiplies them.
+weight depends only on its logit, not on other logits of the row. So each block of W is computed only once:
+6 N·M·D operations in all, as many as eager. gradient_large_d.add_blocks multiplies blocks of W by k and q.
 """
 import torch
 import triton.language as tl
@@ -65,7 +65,7 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
 @kernel
 def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, tiles, N, factor,
                           BLOCK: tl.constexpr):
-    """Write σ(−s⁺_i) to COEFFICIENTS, and the loss and db, times factor, to LOSS and BIAS_GRADIENT.
+    """Write σ(−s⁺_i) to COEFFICIENTS, and the sums for loss and db, times factor, to LOSS and BIAS_GRADIENT.
     One program adds the sums of all tiles and the terms of all positives, in float64."""
     loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for first in range(0, tiles, BLOCK):
@@ -84,13 +84,13 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 
 
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ, db). dq, dk and dτ have no elements if they are not needed.
+    """Return (loss, dq (N, D), dk (M, D), dτ, db). If dq, dk or dτ is not needed, it is empty.
 
     dtype  dtype of the caller's q, before autocast: bfloat16 gives bfloat16 gradients, all others float32
     """
     check_device(q)
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # without padding, for cuBLAS
+    q, k = (x[:, :d] for x in aligned[:2])                         # for cuBLAS: views without padding
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     n, config = q.shape[0], tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)
@@ -110,7 +110,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
     finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n, BLOCK=1024,
                               enable_fp_fusion=True)
-    # there is no lse in this loss: the field dloss_dlse holds the coefficients of the positives' terms
+    # this loss has no lse: the field dloss_dlse holds σ(−s⁺_i), the coefficients of the positives
     scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype))
     dq, dk, dot = finish_gradients(sums, *given, operands[2], mask.exclude,
                                    SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide(), scaling,

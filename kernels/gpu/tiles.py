@@ -83,7 +83,7 @@ def log2e_over_tau(MASK):
 
 @triton.jit
 def mask_offset(MASK):
-    """Return the offset of the mask; MASK.offset contains 4 · offset + 2 (launch.kernel_args says why)."""
+    """Return the offset of the mask; MASK.offset is 4 · offset + 2 (launch.kernel_args says why)."""
     return MASK.offset >> 2
 
 
@@ -100,7 +100,7 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
     if EXCLUDE == "diagonal":
         needed = needed | crosses_diagonal(row + mask_offset(MASK), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        for view in tl.static_range(2):                        # 0: rows of the first view; 1: of the second
+        for view in tl.static_range(2):                        # 0: rows of the first view; 1: second view
             at = row + mask_offset(MASK) - view * (N // 2)
             needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
             needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
@@ -138,8 +138,8 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
 @triton.jit
 def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               BLOCK_M: tl.constexpr):
-    """Return a bool tile (rows, BLOCK_M), False where masks.excluded is True and outside the matrix."""
-    here = tl.arange(0, BLOCK_M)       # comparing positions within the tile, not columns, saves registers
+    """Return a bool tile (rows, BLOCK_M), False for entries that are excluded or outside the matrix."""
+    here = tl.arange(0, BLOCK_M)       # position in the tile: comparing these, not columns, saves registers
     at = column + here
     keep = (rows < N)[:, None] & (at < M)[None, :]
     if EXCLUDE == "diagonal":
@@ -171,13 +171,13 @@ def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def exp2_scaled(qk, scale, m):
-    """Return exp2(qk·scale − m) by an fma: a rounded qk·scale would cause relative errors |logit| · 2⁻²⁴."""
+    """Return exp2(qk·scale − m). The fma avoids rounding qk·scale, a relative error of |logit| · 2⁻²⁴."""
     return tl.exp2(tl.fma(qk, scale, -m))
 
 
 @triton.jit
 def finite_max(m):
-    """Return m, but 0 for −∞ (a row without columns) and 3e38 for ∞, so that s − m is not NaN (∞ − ∞)."""
+    """Return m, with 0 for −∞ (a row without columns) and 3e38 for ∞: s − m is then never ∞ − ∞ = NaN."""
     return tl.where(m == float("-inf"), 0.0, tl.where(m == float("inf"), 3e38, m))
 
 
@@ -229,7 +229,7 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
     """Turn dx, a tile of Σ_j w_ij y_j, into the gradient of x.
 
     The term of each row's positive is subtracted, and the result is multiplied by the constants of FINISH.
-    returns  (dx, mask of entries inside x, sum of x·dx over the tile's features for each row if DOT, else 0)
+    returns  (dx, mask of entries inside x, dots): dots is x·dx per row over the tile's features, or 0
     """
     dx = dx * (1.0 / WEIGHT_SCALE)
     inside = (rows < N)[:, None] & (d < FINISH.features)[None, :]
@@ -273,13 +273,13 @@ def softplus(x):
 
 @triton.jit
 def softplus_sum(x):
-    """Return (sum of log(1 + exp(x)) over a tile, tile of σ(x)). One logarithm serves 8 columns."""
+    """Return (sum of log(1 + exp(x)) over a tile, tile of σ(x)). One logarithm is enough for 8 columns."""
     positive_part = tl.sum(tl.where(x > 0, x, 0.0), 1)
     u = tl.exp2(-tl.abs(x) * LOG2E)
-    root = tl.rsqrt(1 + u)                                         # root² is cheaper than 1 / (1 + u)
+    root = tl.rsqrt(1 + u)                                         # root² = 1 / (1 + u), without division
     sigma, v = root * root, u
     sigma = tl.where(x > 0, sigma, sigma * u)
-    for _ in tl.static_range(3):       # (1 + v)(1 + v') − 1, without the rounding of 1 + v
+    for _ in tl.static_range(3):       # v becomes (1 + v)(1 + other) − 1, without rounding 1 + v
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
@@ -304,7 +304,7 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     x, y = first + inner % height, inner // height
     if TRIANGLE:
         half = tiles_x // 2
-        rest = index - tiles_x * half                              # ≥ 0: a tile with y = x + T / 2
+        rest = index - tiles_x * half                              # if ≥ 0, the tile has y = x + T / 2
         x = tl.where(rest < 0, x, rest)
         y = x + tl.where(rest < 0, y, half)
         y = tl.where(y < tiles_x, y, y - tiles_x)
@@ -316,9 +316,9 @@ def count_steps(tiles, D, BLOCK_D: tl.constexpr):
     """Return the number of steps of this program. A step adds BLOCK_D features to the products of a tile.
 
     A program computes every num_programs-th tile. One loop runs over the features of all its tiles, so that
-    loads for a tile overlap with the end of the previous tile. When a tile is complete, the code must use qk
-    before any branch. The program then waits for the tensor cores only once per tile. With a branch first, it
-    would wait after each of their instructions, and ptxas -v would print a warning.
+    loads for a tile overlap with the end of the previous tile. When a tile is complete, a kernel must use qk
+    before any branch. It then waits for the tensor cores only once per tile. With a branch before this use,
+    it would wait after each tensor core instruction, and ptxas -v would print a warning.
     """
     return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0)) * tl.cdiv(D, BLOCK_D)
 
@@ -354,7 +354,7 @@ def scale_kernel(OUT, X, count, FACTOR, BLOCK: tl.constexpr):
     """Write FACTOR · X to OUT, in the dtype of OUT."""
     first, factor = tl.program_id(0).to(tl.int64) * BLOCK, tl.load(FACTOR)
     at = first + tl.arange(0, BLOCK)
-    if first + BLOCK <= count:                                     # without a mask: 16 bytes per load
+    if first + BLOCK <= count:                                     # unmasked loads read 16 bytes at once
         tl.store(OUT + at, (tl.load(X + at).to(tl.float32) * factor).to(OUT.dtype.element_ty))
     else:
         x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)

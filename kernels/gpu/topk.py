@@ -1,6 +1,6 @@
 """Find the nearest neighbours of each row: its n largest dot products, and their columns.
 
-Eager                                   bytes moved                     here
+Eager                                   bytes moved by eager            this file
     s = q @ k.T                         write 4 N·M                     tiles stay in registers
     values, indices = s.topk(n)         read 4 N·M, several times       n slots per row, in registers
 
@@ -36,7 +36,7 @@ def topk_kernel(VALUES, INDICES, split_columns,
     for column in range(first, tl.minimum(first + split_columns, M), BLOCK_M):
         columns = column + tl.arange(0, BLOCK_M)
         qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
-        qk = tl.where(qk == qk, tl.minimum(qk, LARGEST), float("inf"))    # NaN becomes ∞, ∞ LARGEST
+        qk = tl.where(qk == qk, tl.minimum(qk, LARGEST), float("inf"))    # NaN → ∞, ∞ → LARGEST
         qk = tl.where(keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M), qk, float("-inf"))
         better = tl.max(qk, 1) > tl.min(values, 1)
         while tl.max(better.to(tl.int32), 0) > 0:
